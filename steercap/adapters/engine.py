@@ -1,0 +1,247 @@
+"""vLLM's AsyncLLM behind the few verbs steercap needs.
+
+Number 2 to 4 in the life of a request. What it relies on, all of vLLM 0.32: `AsyncLLM.from_vllm_config`, `renderer`,
+`generate`, `collective_rpc`, `shutdown`; `worker_extension_cls`; `additional_config` in the key of the compile cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Final
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
+from vllm.outputs import RequestOutput
+from vllm.renderers.inputs.preprocess import parse_model_prompt
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from steercap.adapters.settings import CONFIG_KEY, worker_config
+from steercap.core.plan import EXTRA_ARGS_KEY, CapturePlan
+from steercap.core.spec import Point
+from steercap.errors import (
+    EngineFailure,
+    InvalidPrompt,
+    InvalidRequest,
+    InvalidSetting,
+    ModelClosed,
+    ModelNotLoaded,
+    UnsupportedRunner,
+)
+from steercap.families import family_of
+
+EXTENSION: Final = "steercap.worker.extension.WorkerExtension"
+RPC: Final = "steercap_answer"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt as the engine takes it.
+
+    Args:
+        payload: vLLM's engine input.
+        token_ids: the prompt's token ids.
+    """
+
+    payload: Any
+    token_ids: tuple[int, ...]
+
+
+class VllmEngine:
+    """One running AsyncLLM.
+
+    Args:
+        llm: the engine.
+        points: points armed in its workers.
+    """
+
+    def __init__(self, llm: AsyncLLM, points: tuple[Point, ...]) -> None:
+        self._llm: AsyncLLM | None = llm
+        self.points = points
+        config = llm.vllm_config.model_config
+        self.model_name: str = config.model
+        self.num_layers: int = config.get_total_num_hidden_layers()
+        self.max_model_len: int = config.max_model_len
+
+    @classmethod
+    def start(
+        cls, model: str, points_of: Callable[[int], tuple[Point, ...]], engine_args: Mapping[str, Any]
+    ) -> VllmEngine:
+        """Start an engine with taps; blocks until it is up.
+
+        Args:
+            model: path or name of the model.
+            points_of: the points to arm in a model of so many layers.
+            engine_args: vLLM's engine arguments.
+
+        Raises:
+            InvalidSetting: an engine argument that does not exist or does not fit.
+            ModelNotLoaded: vLLM cannot load the model.
+            UnsupportedModel, UnsupportedRunner: steercap has no family or adapter for it.
+        """
+        # A forked child of a process with threads can deadlock; vLLM's own server spawns too.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        args = _engine_args(model, engine_args)
+        try:
+            config = args.create_engine_config()
+        except Exception as error:
+            raise ModelNotLoaded(f"vLLM cannot load {model!r}: {error}") from error
+        family_of(config.model_config.architectures)
+        _check_supported(config)
+        points = points_of(config.model_config.get_total_num_hidden_layers())
+        config.additional_config[CONFIG_KEY] = worker_config(points)
+        try:
+            llm = AsyncLLM.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
+        except Exception as error:
+            raise ModelNotLoaded(
+                f"vLLM's engine for {model!r} did not start: {error} (the worker's own log above says why)"
+            ) from error
+        return cls(llm, points)
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """VLLM's engine.
+
+        Raises:
+            ModelClosed: it was shut down.
+        """
+        if self._llm is None:
+            raise ModelClosed("the engine was shut down with its SteerModel")
+        return self._llm
+
+    async def render(self, prompt: Any) -> Rendered:
+        """Tokenise one prompt: a str, token ids, or one of vLLM's prompt dicts.
+
+        Raises:
+            InvalidPrompt: the prompt is empty, malformed, or too long for the context.
+        """
+        renderer = self.llm.renderer
+        try:
+            parsed = parse_model_prompt(self.llm.model_config, prompt)
+            (payload,) = await renderer.render_cmpl_async([parsed])
+        except (VLLMClientError, ValueError, TypeError, KeyError) as error:
+            raise InvalidPrompt(f"{_shown(prompt)} cannot be a prompt: {error}") from error
+        if payload["type"] == "embeds":
+            raise InvalidPrompt("a prompt of embeddings has no token ids to label rows with; pass text or token ids")
+        token_ids = tuple(payload["prompt_token_ids"])
+        if not token_ids:
+            raise InvalidPrompt(f"{_shown(prompt)} holds no token; a prompt needs at least one")
+        if len(token_ids) >= self.max_model_len:
+            raise InvalidPrompt(
+                f"{_shown(prompt)} has {len(token_ids)} tokens, but the context holds {self.max_model_len}, "
+                "one generated token at least included; shorten it or start the engine with a larger max_model_len"
+            )
+        return Rendered(payload, token_ids)
+
+    def sampling(self, params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+        """A copy of the user's sampling parameters, vLLM's defaults where None.
+
+        Raises:
+            InvalidRequest: values that vLLM refuses, or use of steercap's own key in `extra_args`.
+        """
+        try:
+            copy = params.clone() if isinstance(params, SamplingParams) else SamplingParams(**(params or {}))
+        except (VLLMClientError, ValueError, TypeError) as error:
+            raise InvalidRequest(f"sampling parameters {params!r}: {error}") from error
+        if EXTRA_ARGS_KEY in (copy.extra_args or {}):
+            raise InvalidRequest(f"extra_args[{EXTRA_ARGS_KEY!r}] belongs to steercap; use capture= and steering=")
+        return copy
+
+    def limit(self, prompt_len: int, params: SamplingParams) -> int:
+        """How many tokens can become inputs of the model: prompt + generated - 1 at most."""
+        longest = self.max_model_len if params.max_tokens is None else prompt_len + params.max_tokens
+        return min(longest, self.max_model_len) - 1
+
+    async def generate(
+        self,
+        prompt: Rendered,
+        params: SamplingParams,
+        request_id: str,
+        plan: CapturePlan | None,
+        *,
+        partial: bool = False,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run one request; yields its outputs, the finished one last.
+
+        Args:
+            prompt: the rendered prompt.
+            params: sampling parameters, which this call owns.
+            request_id: the caller's id.
+            plan: what the workers shall keep of it.
+            partial: whether to yield the text so far at every step, not just the end.
+
+        Raises:
+            InvalidRequest: vLLM refuses the request.
+            EngineFailure: the engine has died.
+        """
+        params.output_kind = RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY
+        if plan is not None:
+            params.extra_args = {**(params.extra_args or {}), EXTRA_ARGS_KEY: plan.encode()}
+            if plan.reads_prompt:
+                params.skip_reading_prefix_cache = True
+        try:
+            async with aclosing(self.llm.generate(prompt.payload, params, request_id)) as outputs:
+                async for output in outputs:
+                    yield output
+        except (VLLMClientError, ValueError) as error:
+            raise InvalidRequest(f"vLLM refuses request {request_id}: {error}") from error
+        except EngineDeadError as error:
+            raise EngineFailure("the vLLM engine has died; its log says why") from error
+
+    async def rpc(self, frame: bytes) -> list[bytes]:
+        """Send one frame to every worker; returns their frames in the order of their ranks.
+
+        Raises:
+            EngineFailure: the engine has died.
+        """
+        try:
+            answers: list[bytes] = await self.llm.collective_rpc(RPC, args=(frame,))
+        except EngineDeadError as error:
+            raise EngineFailure("the vLLM engine has died; its log says why") from error
+        return answers
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.llm.renderer.get_tokenizer()
+
+    async def shutdown(self) -> None:
+        """Stop the engine and its processes, and let go of it; takes a few seconds. Idempotent."""
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        if llm.output_handler is not None:  # or it would report the engine's end as a crash
+            llm.output_handler.cancel()
+            await asyncio.wait([llm.output_handler])
+        await asyncio.to_thread(llm.shutdown)
+
+
+def _engine_args(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArgs:
+    if "worker_extension_cls" in engine_args:
+        raise InvalidSetting("worker_extension_cls is how steercap enters the worker; it cannot be another class")
+    try:
+        args = AsyncEngineArgs(model=model, worker_extension_cls=EXTENSION, **engine_args)
+    except TypeError as error:
+        raise InvalidSetting(f"{error}; SteerModel takes steercap's settings and vLLM's AsyncEngineArgs") from error
+    args.additional_config = dict(args.additional_config or {})
+    return args
+
+
+def _check_supported(config: Any) -> None:
+    if config.parallel_config.data_parallel_size > 1:
+        raise UnsupportedRunner("data_parallel_size > 1 is not supported yet; start one SteerModel for each replica")
+    if config.use_v2_model_runner:
+        raise UnsupportedRunner(
+            "this engine would use Model Runner V2, for which steercap has no adapter yet; "
+            "set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+
+
+def _shown(prompt: Any) -> str:
+    text = repr(prompt)
+    return text if len(text) <= 60 else f"{text[:57]}..."

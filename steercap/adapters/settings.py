@@ -1,0 +1,40 @@
+"""How the engine's settings reach the workers: `additional_config["steercap"]`, which also keys vLLM's compile cache.
+
+A compiled artifact does not know which Python it was traced from: without the key, a cached graph without taps
+would be loaded, and no tap would ever fire.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import steercap
+from steercap.core.spec import Point
+
+CONFIG_KEY = "steercap"
+#: Whose source decides what is traced.
+_TRACED = ("sites", "families", "kernels", "worker/install.py")
+
+
+def worker_config(armed: Sequence[Point]) -> dict[str, Any]:
+    """The entry of `additional_config` that arms `armed`."""
+    return {"points": [[point.layer, point.site] for point in armed], "source": source_digest()}
+
+
+def armed_points(additional_config: Mapping[str, Any]) -> tuple[Point, ...]:
+    """The armed points, as a worker reads them."""
+    return tuple(Point(layer, site) for layer, site in additional_config[CONFIG_KEY]["points"])
+
+
+def source_digest() -> str:
+    """SHA-256 over the source that a trace of the model runs through."""
+    root = Path(steercap.__file__).parent
+    digest = hashlib.sha256()
+    for part in _TRACED:
+        path = root / part
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,117 @@
+"""Requests that capture wait here until the arena has room for their rows.
+
+Number 3 in the life of a request: the awaiting around `core.budget`, which decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from steercap.core.budget import Budget, Ticket
+from steercap.errors import CaptureMemoryFull, ModelClosed
+
+if TYPE_CHECKING:
+    from steercap.config import Settings
+
+_REMEDY: Final = (
+    "fetch or release handles as they come, capture fewer layers or tokens, lower max_tokens, use reduce=, "
+    "or raise SteerModel(..., capture_bytes=)"
+)
+
+
+class Admission:
+    """The queue before the arena.
+
+    Args:
+        pages: pages of the arena.
+        page_bytes: bytes of a page.
+        settings: what to do when it is full.
+    """
+
+    def __init__(self, pages: int, page_bytes: int, settings: Settings) -> None:
+        self.budget = Budget(pages)
+        self.page_bytes = page_bytes
+        self._settings = settings
+        self._waiting: dict[Ticket, asyncio.Future[None]] = {}
+        self._watch: asyncio.TimerHandle | None = None
+
+    async def claim(self, pages: int, call: object) -> Ticket:
+        """Reserve pages, in order of arrival.
+
+        Raises:
+            CaptureMemoryFull: there can be no room, or none came in time, or waiting is not wanted.
+            ModelClosed: the model was closed meanwhile.
+        """
+        ticket = Ticket(pages, call)
+        if pages > self.budget.pages:
+            raise CaptureMemoryFull(f"{self._situation(ticket)}; {_REMEDY}")
+        if self._settings.overflow == "error" and (self.budget.waiting or pages > self.budget.free):
+            raise CaptureMemoryFull(f"{self._situation(ticket)} and overflow='error'; {_REMEDY}")
+        admitted = self._waiting[ticket] = asyncio.get_running_loop().create_future()
+        self._settle(self.budget.claim(ticket))
+        try:
+            await admitted
+        except BaseException:
+            self.release(ticket)
+            raise
+        finally:
+            self._waiting.pop(ticket, None)
+        return ticket
+
+    def finish(self, ticket: Ticket, parts: Sequence[int]) -> list[Ticket]:
+        """A request ended: its claim becomes one ticket a handle, of so many pages each."""
+        handles, admitted = self.budget.finish(ticket, parts)
+        self._settle(admitted)
+        return handles
+
+    def release(self, ticket: Ticket) -> None:
+        """The ticket's pages are free, or it no longer waits."""
+        self._settle(self.budget.release(ticket))
+
+    def close(self) -> None:
+        """Fail whoever waits."""
+        if self._watch:
+            self._watch.cancel()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(ModelClosed("the model was closed while this request waited for capture memory"))
+
+    def _settle(self, admitted: Iterable[Ticket]) -> None:
+        """Wake the admitted, fail whom nothing can help, and watch for a stall."""
+        self._wake(admitted)
+        while (ticket := self.budget.hopeless()) is not None:
+            self._refuse(
+                ticket, "what is in the way are handles of the same call, which nobody can release before it ends"
+            )
+        if not self.budget.stalled and self._watch:
+            self._watch.cancel()
+            self._watch = None
+        elif self.budget.stalled and self._watch is None:
+            loop = asyncio.get_running_loop()
+            self._watch = loop.call_later(self._settings.overflow_timeout, self._refuse_all)
+
+    def _wake(self, admitted: Iterable[Ticket]) -> None:
+        for ticket in admitted:
+            future = self._waiting.get(ticket)
+            if future is not None and not future.done():
+                future.set_result(None)
+
+    def _refuse_all(self) -> None:
+        self._watch = None
+        for ticket in list(self._waiting):
+            self._refuse(ticket, f"no handle was released for {self._settings.overflow_timeout} s")
+
+    def _refuse(self, ticket: Ticket, why: str) -> None:
+        error = CaptureMemoryFull(f"{self._situation(ticket)}: {why}; {_REMEDY}")
+        self._wake(self.budget.release(ticket))
+        future = self._waiting.get(ticket)
+        if future is not None and not future.done():
+            future.set_exception(error)
+
+    def _situation(self, ticket: Ticket) -> str:
+        asked, exist, used = (n * self.page_bytes for n in (ticket.pages, self.budget.pages, self.budget.reserved))
+        return (
+            f"this request may need {asked:,} bytes of capture memory, of which {exist:,} exist and {used:,} are in use"
+        )

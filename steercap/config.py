@@ -1,0 +1,68 @@
+"""The settings of steercap's own, checked once; everything else is an engine argument of vLLM.
+
+Number 1 in the life of a request, once for all requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from steercap.core.spec import Layers, Point, resolve_layers
+from steercap.errors import InvalidSetting
+from steercap.sites import SITES
+
+Overflow = Literal["wait", "error"]
+Transport = Literal["auto", "shared", "wire"]
+
+#: Rows of 113,000 tokens of an 8B model at one layer, or of 3,800 at all 36; resident only when used.
+DEFAULT_CAPTURE_BYTES: Final = 4 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How an engine captures.
+
+    Args:
+        sites: sites to arm. Each armed point costs a little time in every pass.
+        layers: layers to arm them at.
+        capture_bytes: most shared memory that rows may take on each capturing worker, in bytes.
+        overflow: what a request does that finds no room: "wait" for its turn, or "error" (`CaptureMemoryFull`).
+        overflow_timeout: seconds that requests wait while no request runs that could make room; then they fail.
+        transport: how rows reach the client: "shared" memory, the "wire" (bytes over RPC), or "auto", which
+            shares where it can.
+
+    Raises:
+        InvalidSetting: a value that does not fit.
+        UnknownName: an unknown site.
+    """
+
+    sites: str | Sequence[str] = ("resid_post",)
+    layers: Layers = "all"
+    capture_bytes: int = DEFAULT_CAPTURE_BYTES
+    overflow: Overflow = "wait"
+    overflow_timeout: float = 60.0
+    transport: Transport = "auto"
+
+    def __post_init__(self) -> None:
+        sites = (self.sites,) if isinstance(self.sites, str) else tuple(dict.fromkeys(self.sites))
+        for site in sites:
+            SITES[site]
+        object.__setattr__(self, "sites", sites)
+        for name, allowed in (("overflow", get_args(Overflow)), ("transport", get_args(Transport))):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise InvalidSetting(f"{name}={value!r}; use one of {', '.join(map(repr, allowed))}")
+        if self.capture_bytes < 1:
+            raise InvalidSetting(f"capture_bytes={self.capture_bytes}; give a number of bytes above 0")
+        if self.overflow_timeout <= 0:
+            raise InvalidSetting(f"overflow_timeout={self.overflow_timeout}; give seconds above 0")
+
+    def armed(self, num_layers: int) -> tuple[Point, ...]:
+        """Every point to arm, in the order of the forward pass.
+
+        Raises:
+            LayerOutOfRange: a layer the model does not have.
+        """
+        return tuple(Point(layer, site) for layer in resolve_layers(self.layers, num_layers) for site in self.sites)

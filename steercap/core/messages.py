@@ -1,0 +1,199 @@
+"""Everything client and workers say to each other: a closed, tagged set of msgspec frames.
+
+Number 4 and 7 in the life of a request. Arrays travel as raw little-endian bytes, rows as line numbers
+of shared memory, or as bytes where memory cannot be shared. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias
+
+import msgspec
+
+from steercap.core.plan import CapturePlan
+from steercap.core.spec import Point
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Root of the frames."""
+
+
+class Owner(msgspec.Struct, frozen=True, array_like=True):
+    """Whose rows: steercap's key of the request and the index of the sample among its `n`."""
+
+    key: str
+    sample: int
+
+
+class Wanted(msgspec.Struct, frozen=True, array_like=True):
+    """Rows to collect: whose, and how many inputs the finished sequence had."""
+
+    owner: Owner
+    total: int
+
+
+class LineRange(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive lines of the arena."""
+
+    start: int
+    count: int
+
+
+# Questions of the client
+
+
+class Attach(Message, frozen=True):
+    """First frame after start-up: make the arena, say what is armed."""
+
+    capture_bytes: int
+
+
+class Collect(Message, frozen=True):
+    """Seal finished requests and say where their rows are."""
+
+    wanted: tuple[Wanted, ...]
+
+
+class Read(Message, frozen=True):
+    """Send lines as bytes, for clients that cannot map the arena."""
+
+    lines: tuple[LineRange, ...]
+
+
+class Census(Message, frozen=True):
+    """Count what the worker holds."""
+
+
+class Call(Message, frozen=True):
+    """One RPC: rows given back since the last one, then a question."""
+
+    released: tuple[Owner, ...]
+    question: Attach | Collect | Read | Census
+
+
+# Answers of a worker
+
+
+class Bystander(Message, frozen=True):
+    """A rank whose rows another rank captures."""
+
+
+class Attached(Message, frozen=True):
+    """What one capturing rank holds.
+
+    Args:
+        points: indices into the engine's armed points of those on this rank.
+        width: elements of a row.
+        dtype: the model's dtype, by its torch name.
+        page_lines: lines of a page.
+        pages: pages of the arena.
+        path: where a process of the same machine can open the arena.
+        nonce: first bytes of the arena, to know it by.
+    """
+
+    points: tuple[int, ...]
+    width: int
+    dtype: str
+    page_lines: int
+    pages: int
+    path: str
+    nonce: bytes
+
+
+class Parcel(Message, frozen=True):
+    """Where one request's rows are on one rank.
+
+    Args:
+        owner: whose rows.
+        plan: what had been asked.
+        points: indices into the engine's armed points, in the order of the lines of a record.
+        pages: first line of each page, in the order of the rows.
+        stored_rows: records in the pages: the rows, or one for a reduction.
+        dtype: dtype of the stored rows.
+        positions: int64 bytes, position of each row, -1 where none was written.
+        token_ids: int64 bytes, token the model read there.
+        writes: rows written, recomputed ones counted again.
+        failure: why the rows cannot be trusted, or None.
+    """
+
+    owner: Owner
+    plan: CapturePlan
+    points: tuple[int, ...]
+    pages: tuple[int, ...]
+    stored_rows: int
+    dtype: str
+    positions: bytes
+    token_ids: bytes
+    writes: int
+    failure: str | None
+
+
+class Unknown(Message, frozen=True):
+    """No rows of this owner were ever seen, or they were given back."""
+
+    owner: Owner
+
+
+class Collected(Message, frozen=True):
+    """Answer to Collect, in its order."""
+
+    parcels: tuple[Parcel | Unknown, ...]
+
+
+class Lines(Message, frozen=True):
+    """Answer to Read: the ranges' bytes, one after the other."""
+
+    data: bytes
+
+
+class Counted(Message, frozen=True):
+    """Answer to Census."""
+
+    requests: int
+    pages_in_use: int
+    pages_touched: int
+    pages: int
+    page_bytes: int
+    rows_written: int
+    steps: int
+
+
+class Failed(Message, frozen=True):
+    """The worker could not answer."""
+
+    reason: str
+
+
+Answer: TypeAlias = Bystander | Attached | Collected | Lines | Counted | Failed
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_CALLS: Final = msgspec.msgpack.Decoder(Call)
+_ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Message) -> bytes:
+    """A frame as bytes."""
+    return _ENCODER.encode(message)
+
+
+def decode_call(frame: bytes) -> Call:
+    """The client's frame.
+
+    Raises:
+        msgspec.MsgspecError: bytes that are no frame.
+    """
+    return _CALLS.decode(frame)
+
+
+def decode_answer(frame: bytes) -> Answer:
+    """A worker's frame.
+
+    Raises:
+        msgspec.MsgspecError: bytes that are no frame.
+    """
+    return _ANSWERS.decode(frame)
+
+
+def points_of(indices: tuple[int, ...], armed: tuple[Point, ...]) -> tuple[Point, ...]:
+    """Points by their indices into the engine's armed list."""
+    return tuple(armed[index] for index in indices)

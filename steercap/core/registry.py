@@ -1,0 +1,57 @@
+"""A folder of modules as a registry: one member a file, found by name."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Generic, TypeVar
+
+from steercap.errors import UnknownName
+
+Member = TypeVar("Member")
+
+
+class Registry(Mapping[str, Member], Generic[Member]):
+    """Members of one plug-in axis by name, in the order of their names.
+
+    Every module of `package` that holds a global `MEMBER` of type `kind` contributes it
+    under the module's own name. Modules are imported on first use.
+
+    Raises:
+        UnknownName: on look-up of a name no module carries; the message lists the known ones.
+    """
+
+    def __init__(self, axis: str, package: ModuleType, kind: type[Member]) -> None:
+        self._axis = axis
+        self._package = package
+        self._kind = kind
+        self._members: dict[str, Member] | None = None
+
+    def _loaded(self) -> dict[str, Member]:
+        if self._members is None:
+            self._members = dict(sorted(self._discover()))
+        return self._members
+
+    def _discover(self) -> Iterator[tuple[str, Member]]:
+        for module in pkgutil.iter_modules(self._package.__path__):
+            member = getattr(importlib.import_module(f"{self._package.__name__}.{module.name}"), "MEMBER", None)
+            if isinstance(member, self._kind):
+                yield module.name, member
+
+    def __getitem__(self, name: str) -> Member:
+        members = self._loaded()
+        if name not in members:
+            known = ", ".join(repr(known) for known in members)
+            raise UnknownName(f"unknown {self._axis} {name!r}; known: {known}")
+        return members[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._loaded()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._loaded())
+
+    def __len__(self) -> int:
+        return len(self._loaded())

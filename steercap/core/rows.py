@@ -1,0 +1,128 @@
+"""Where a row lives: the pure arithmetic from (request, position) to a line of the arena.
+
+Number 5 in the life of a request. Shape legend: `rows` = selected positions in order, `lines` = arena
+rows of one hidden width each, `record` = one token's lines, one for each point its plan asks for.
+
+The place of a row is a function of its position alone, so a position computed twice (preemption, rejected
+drafts) overwrites what was there: last write wins, and no row can be kept twice.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from steercap.core.tokens import Range, selected
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """One forward pass as the runner lays it out: request by request, tokens of a request consecutive.
+
+    Args:
+        request_ids: the runner's ids, in batch order.
+        starts: position of each request's first token in this pass: int64 [requests].
+        counts: tokens of each request in this pass: int64 [requests].
+        token_ids: the ids the model reads, int64 [tokens].
+        positions: the positions the model reads, int64 [tokens].
+    """
+
+    request_ids: Sequence[str]
+    starts: Ints
+    counts: Ints
+    token_ids: Ints
+    positions: Ints
+
+
+@lru_cache(maxsize=256)
+def ranks(ranges: tuple[Range, ...], limit: int) -> Ints:
+    """The row index of each position below `limit`, -1 where it is not selected: int64 [limit]."""
+    mask = selected(ranges, limit)
+    order = np.cumsum(mask, dtype=np.int64) - 1
+    order[~mask] = -1
+    order.flags.writeable = False
+    return order
+
+
+def rows_selected(ranges: tuple[Range, ...], limit: int, total: int) -> Ints:
+    """Positions of the rows of a sequence of `total` inputs, ascending: int64 [rows]."""
+    return np.flatnonzero(ranks(ranges, limit)[:total] >= 0)
+
+
+@dataclass(frozen=True)
+class PageShape:
+    """How lines are grouped into pages.
+
+    Args:
+        lines: lines of a page.
+        line_bytes: bytes of a line: hidden width × bytes of the model's dtype.
+    """
+
+    lines: int
+    line_bytes: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return self.lines * self.line_bytes
+
+    def records(self, record_lines: int) -> int:
+        """Records of `record_lines` lines that fit a page; a record never straddles two."""
+        return self.lines // record_lines
+
+    def pages(self, rows: int, record_lines: int) -> int:
+        """Pages that `rows` records of `record_lines` lines occupy."""
+        return -(-rows // self.records(record_lines)) if rows else 0
+
+
+def page_shape(num_points: int, line_bytes: int, target_bytes: int = 256 * 1024) -> PageShape:
+    """A page near `target_bytes` that holds whole records of all points, two at least.
+
+    Two, because a reduced row is float32: up to two lines of a 16-bit dtype for each point.
+    """
+    record_bytes = num_points * line_bytes
+    return PageShape(num_points * max(2, target_bytes // record_bytes), line_bytes)
+
+
+class PageAllocator:
+    """Hands out page numbers, lowest first, so that what is in use stays compact."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.touched = 0
+        self._returned: list[int] = []
+
+    @property
+    def in_use(self) -> int:
+        """Pages handed out and not returned."""
+        return self.touched - len(self._returned)
+
+    def allocate(self) -> int | None:
+        """The lowest free page, or None when all are in use."""
+        if self._returned:
+            return heapq.heappop(self._returned)
+        if self.touched == self.total:
+            return None
+        self.touched += 1
+        return self.touched - 1
+
+    def free(self, pages: Sequence[int]) -> None:
+        """Take pages back."""
+        for page in pages:
+            heapq.heappush(self._returned, page)
+
+    def forget_untouched(self, keep: int) -> int:
+        """When nothing is in use, restart above `keep` pages; returns how many pages were ever touched."""
+        touched = self.touched
+        if self.in_use == 0 and touched > keep:
+            self.touched = keep
+            self._returned = list(range(keep))
+        return touched

@@ -1,0 +1,301 @@
+"""One engine's life: start, probe, calls to the workers, admission, shutdown.
+
+Number 3, 4 and 8 in the life of a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+from uuid import uuid4
+
+import torch
+
+from steercap.admission import Admission
+from steercap.config import Settings
+from steercap.core.budget import Ticket
+from steercap.core.messages import (
+    Answer,
+    Attach,
+    Attached,
+    Bystander,
+    Call,
+    Census,
+    Collect,
+    Collected,
+    Counted,
+    Failed,
+    LineRange,
+    Lines,
+    Owner,
+    Parcel,
+    Read,
+    Unknown,
+    Wanted,
+    decode_answer,
+    encode,
+)
+from steercap.core.plan import CapturePlan
+from steercap.core.rows import PageShape
+from steercap.errors import ModelClosed, WorkerFailure
+from steercap.probe import probe
+from steercap.transport.assemble import assemble, page_ranges
+from steercap.transport.reader import LineReader, open_reader
+
+if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
+
+    from steercap.adapters.engine import Rendered, VllmEngine
+
+#: Seconds that rows given back may wait for company before an RPC of their own.
+RELEASE_DELAY: Final = 0.05
+#: Bytes above which rows are gathered on a thread, so that the event loop goes on.
+THREAD_BYTES: Final = 1 << 20
+
+Kind = TypeVar("Kind", bound=Answer)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A worker that captures: what it holds, and how its lines are read."""
+
+    index: int
+    attached: Attached
+    reader: LineReader
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One request's rows, or why they cannot be had.
+
+    Args:
+        parcels: one a capturing worker that holds points of the request.
+        rows: rows [points, rows, width] of each parcel.
+        failure: what a worker said went wrong, or None.
+    """
+
+    parcels: tuple[Parcel, ...]
+    rows: tuple[torch.Tensor, ...]
+    failure: str | None
+
+
+class Engine:
+    """A running engine with taps.
+
+    Args:
+        vllm: the engine behind its adapter.
+        settings: steercap's settings.
+    """
+
+    def __init__(self, vllm: VllmEngine, settings: Settings) -> None:
+        self.vllm = vllm
+        self.settings = settings
+        self.armed: Final = {point: index for index, point in enumerate(vllm.points)}
+        self._name = uuid4().hex[:8]
+        self._numbers = count()
+        self._ranks: tuple[Rank, ...] = ()
+        self.admission = Admission(0, 0, settings)
+        self._given_back: dict[Owner, Ticket] = {}
+        self._flush: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._closed = False
+
+    @classmethod
+    async def start(cls, model: str, settings: Settings, engine_args: Mapping[str, Any]) -> Engine:
+        """Start vLLM with taps and prove that every one of them fires.
+
+        Raises:
+            InvalidSetting, ModelNotLoaded, UnsupportedModel, UnsupportedRunner: see `VllmEngine.start`.
+            TapsNotInstalled: a tap does not fire.
+        """
+        from steercap.adapters.engine import VllmEngine
+
+        starting = asyncio.ensure_future(asyncio.to_thread(VllmEngine.start, model, settings.armed, engine_args))
+        try:
+            vllm = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            # The thread cannot be stopped; what it starts must not outlive us.
+            with contextlib.suppress(Exception):
+                await (await starting).shutdown()
+            raise
+        engine = cls(vllm, settings)
+        try:
+            await engine._attach()
+            await probe(engine)
+        except BaseException:
+            await engine.aclose()
+            raise
+        return engine
+
+    async def aclose(self) -> None:
+        """Stop the engine; waiting requests fail. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.admission.close()
+        if self._flush:
+            self._flush.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._flush
+        for rank in self._ranks:
+            rank.reader.close()
+        await asyncio.shield(self.vllm.shutdown())
+
+    # Requests
+
+    def new_key(self) -> str:
+        """A name for a request, unique among all of this machine; without underscore, see `runner_v1.sample_of`."""
+        return f"steercap-{self._name}-{next(self._numbers)}"
+
+    def pages_needed(self, plan: CapturePlan, rows: int) -> int:
+        """Pages that `rows` rows of the plan take on the worker that holds most of them."""
+        return max(
+            (
+                PageShape(rank.attached.page_lines, 1).pages(rows, points)
+                for rank in self._ranks
+                if (points := len(set(plan.points) & set(rank.attached.points)))
+            ),
+            default=0,
+        )
+
+    def generate(
+        self, prompt: Rendered, params: SamplingParams, plan: CapturePlan | None, *, partial: bool = False
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run one request; yields its outputs, the finished one last."""
+        self._require_open()
+        key = plan.key if plan else self.new_key()
+        return self.vllm.generate(prompt, params, key, plan, partial=partial)
+
+    async def admit(self, pages: int, call: object) -> Ticket:
+        """Reserve pages of the arena, waiting for room if need be.
+
+        Raises:
+            CaptureMemoryFull: there can be no room, or none came in time, or waiting is not wanted.
+        """
+        self._require_open()
+        return await self.admission.claim(pages, call)
+
+    def finish(self, ticket: Ticket, parts: Sequence[int]) -> list[Ticket]:
+        """A request ended: its claim becomes one ticket a handle, of so many pages each."""
+        return self.admission.finish(ticket, parts)
+
+    def abandon(self, plan: CapturePlan, ticket: Ticket) -> None:
+        """A request was cancelled or failed: free what it held, now and on the workers."""
+        handles = self.finish(ticket, [ticket.pages, *[0] * (plan.samples - 1)])
+        for sample, handle in enumerate(handles):
+            self.give_back(Owner(plan.key, sample), handle)
+
+    def give_back(self, owner: Owner, ticket: Ticket) -> None:
+        """Free a request's rows with the next RPC. Idempotent."""
+        if self._closed:
+            return
+        self._given_back[owner] = ticket
+        if self._flush is None or self._flush.done():
+            self._flush = self._loop.create_task(self._release_soon())
+
+    def give_back_from_any_thread(self, owner: Owner, ticket: Ticket) -> None:
+        """`give_back` for finalizers, which run on any thread, or after the loop."""
+        if not self._closed:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the workers with it
+                self._loop.call_soon_threadsafe(self.give_back, owner, ticket)
+
+    # Rows
+
+    async def collect(self, wanted: Sequence[Wanted]) -> list[Delivery]:
+        """Fetch finished requests' rows: one RPC for all, then the rows out of each arena.
+
+        Raises:
+            EngineFailure: the engine has died, or a worker cannot answer.
+        """
+        answers = await self._ask(Collect(tuple(wanted)), Collected)
+        return [await self._deliver([answer.parcels[index] for answer in answers]) for index in range(len(wanted))]
+
+    async def census(self) -> list[Counted]:
+        """What each capturing worker holds."""
+        return await self._ask(Census(), Counted)
+
+    async def _deliver(self, found: Sequence[Parcel | Unknown]) -> Delivery:
+        parcels, rows, failure = [], [], None
+        for rank, parcel in zip(self._ranks, found, strict=True):
+            if isinstance(parcel, Unknown):
+                failure = failure or f"worker {rank.index} has no rows of this request"
+                continue
+            failure = failure or parcel.failure
+            if failure is None and parcel.points:
+                pages = await rank.reader.read(page_ranges(parcel, rank.attached))
+                gathered = (
+                    assemble(parcel, rank.attached, pages)
+                    if _small(pages)
+                    else await asyncio.to_thread(assemble, parcel, rank.attached, pages)
+                )
+                parcels.append(parcel)
+                rows.append(gathered)
+        return Delivery(tuple(parcels), tuple(rows), failure)
+
+    async def _ask(
+        self, question: Attach | Collect | Read | Census, kind: type[Kind], rank: int | None = None
+    ) -> list[Kind]:
+        """Send one frame; returns the answers of the capturing workers, or of one of them.
+
+        Rows given back since the last frame travel with it, and their memory is free when it returns.
+        """
+        self._require_open()
+        given_back, self._given_back = self._given_back, {}
+        try:
+            frames = await self.vllm.rpc(encode(Call(tuple(given_back), question)))
+        except BaseException:
+            self._given_back = given_back | self._given_back
+            raise
+        for ticket in given_back.values():
+            self.admission.release(ticket)
+        return _answers(frames, kind, rank)
+
+    async def _attach(self) -> None:
+        answers = await self._ask(Attach(self.settings.capture_bytes), Attached)
+        self._ranks = tuple(
+            Rank(index, attached, open_reader(attached, self.settings.transport, self._line_source(index)))
+            for index, attached in enumerate(answers)
+        )
+        shape = self._ranks[0].attached
+        page_bytes = shape.page_lines * shape.width * getattr(torch, shape.dtype).itemsize
+        self.admission = Admission(min(rank.attached.pages for rank in self._ranks), page_bytes, self.settings)
+
+    def _line_source(self, rank: int) -> Any:
+        async def ask(ranges: tuple[LineRange, ...]) -> bytes:
+            (answer,) = await self._ask(Read(ranges), Lines, rank)
+            return answer.data
+
+        return ask
+
+    async def _release_soon(self) -> None:
+        while self._given_back and not self._closed:
+            if not self.admission.budget.waiting:
+                await asyncio.sleep(RELEASE_DELAY)
+            if self._given_back:
+                await self._ask(Census(), Counted)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ModelClosed("this model is closed; open it with `async with SteerModel(...)`")
+
+
+def _answers(frames: Sequence[bytes], kind: type[Kind], rank: int | None) -> list[Kind]:
+    answers = [decode_answer(frame) for frame in frames]
+    for worker, answer in enumerate(answers):
+        if isinstance(answer, Failed):
+            raise WorkerFailure(f"worker {worker}: {answer.reason}")
+    capturing = [answer for answer in answers if not isinstance(answer, Bystander)]
+    chosen = capturing if rank is None else [capturing[rank]]
+    wrong = [answer for answer in chosen if not isinstance(answer, kind)]
+    if wrong:
+        raise WorkerFailure(f"expected {kind.__name__}, got {type(wrong[0]).__name__}")
+    return chosen  # type: ignore[return-value]
+
+
+def _small(pages: Sequence[torch.Tensor]) -> bool:
+    return sum(page.numel() for page in pages) < THREAD_BYTES

@@ -1,0 +1,123 @@
+"""Every error steercap raises, drawn as one tree.
+
+SteercapError
+├── InvalidRequest (ValueError)     what was asked cannot be done; the engine was not troubled
+│   ├── InvalidSetting              an engine or steercap setting that does not exist or fit
+│   ├── InvalidPrompt               an empty list of prompts, a prompt longer than the context
+│   ├── InvalidSelection            a `tokens=` that means nothing here
+│   │   └── EmptySelection          ... or that selects no token
+│   ├── InvalidSpec                 a malformed CaptureSpec
+│   │   ├── LayerOutOfRange         a layer this model does not have
+│   │   └── UnknownName             a site, family or codec that is not registered
+│   └── PointNotArmed               a site or layer without a tap in this engine
+├── EngineFailure (RuntimeError)    the engine is not there, or not as it must be
+│   ├── ModelNotLoaded              vLLM could not load the model
+│   ├── UnsupportedModel            an architecture whose layers steercap does not know
+│   ├── UnsupportedRunner           a model runner or parallel layout steercap does not know
+│   ├── TapsNotInstalled            the probe found a tap that does not fire
+│   ├── MainGuardMissing            a script starts an engine while it is being imported
+│   ├── ModelClosed                 the model was closed, or never opened
+│   └── WorkerFailure               a worker answered a call with an error
+├── CaptureError (RuntimeError)     rows that were asked for cannot be handed over
+│   ├── CaptureIncomplete           rows are missing or carry another token's label
+│   ├── CaptureMemoryFull           no room for the rows, and none is coming
+│   ├── CaptureNotFetched           `captures` read before `fetch()`
+│   └── CaptureReleased             a handle used after its rows were given back
+└── InvalidFile (ValueError)        a file that is not what its name or header says
+"""
+
+
+class SteercapError(Exception):
+    """Root of every error raised by steercap."""
+
+
+class InvalidRequest(SteercapError, ValueError):
+    """What was asked cannot be done; raised before the engine is troubled."""
+
+
+class InvalidSetting(InvalidRequest):
+    """A setting that does not exist, or whose value does not fit."""
+
+
+class InvalidPrompt(InvalidRequest):
+    """An empty list of prompts, or a prompt the model's context cannot hold."""
+
+
+class InvalidSelection(InvalidRequest):
+    """A `tokens=` selection that means nothing for this prompt."""
+
+
+class EmptySelection(InvalidSelection):
+    """A `tokens=` selection that selects no token."""
+
+
+class InvalidSpec(InvalidRequest):
+    """A capture specification that contradicts itself or the model."""
+
+
+class LayerOutOfRange(InvalidSpec):
+    """A layer index outside the model."""
+
+
+class UnknownName(InvalidSpec):
+    """A name that no member of a registry carries; the message lists those that exist."""
+
+
+class PointNotArmed(InvalidRequest):
+    """A point without a tap in this engine; the message says how to arm it."""
+
+
+class EngineFailure(SteercapError, RuntimeError):
+    """The engine is missing, or is not as it must be."""
+
+
+class ModelNotLoaded(EngineFailure):
+    """vLLM could not load the model; the cause is chained."""
+
+
+class UnsupportedModel(EngineFailure):
+    """An architecture whose layers steercap does not know; nothing is guessed."""
+
+
+class UnsupportedRunner(EngineFailure):
+    """A model runner or a parallel layout that steercap has no adapter for."""
+
+
+class TapsNotInstalled(EngineFailure):
+    """The start-up probe found an armed tap that does not fire."""
+
+
+class MainGuardMissing(EngineFailure):
+    """A script starts an engine outside `if __name__ == "__main__":`."""
+
+
+class ModelClosed(EngineFailure):
+    """The model was used before it was opened or after it was closed."""
+
+
+class WorkerFailure(EngineFailure):
+    """A worker process answered a call with an error."""
+
+
+class CaptureError(SteercapError, RuntimeError):
+    """Rows that were asked for cannot be handed over."""
+
+
+class CaptureIncomplete(CaptureError):
+    """Rows are missing, or labelled with another token than they should be."""
+
+
+class CaptureMemoryFull(CaptureError):
+    """The capture memory cannot hold the rows of this request."""
+
+
+class CaptureNotFetched(CaptureError):
+    """`captures` was read before `fetch()` was awaited."""
+
+
+class CaptureReleased(CaptureError):
+    """The handle was used after its rows had been given back."""
+
+
+class InvalidFile(SteercapError, ValueError):
+    """A file that is truncated, of another format, or of a newer version."""

@@ -1,0 +1,47 @@
+"""What a model family is: where its layers live and which of their values carry the residual stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """How the decoder layers of some architectures are written, in vLLM and in transformers alike.
+
+    Args:
+        architectures: names in `config.json` that this family serves.
+        layers: dotted path from the model to its list of decoder layers; the same in both libraries.
+        attn_out: submodule of a layer whose output the attention block adds to the stream.
+        mlp_out: the same for the feed-forward block.
+        residual_output: index of the residual in the tuple a vLLM layer returns, when the stream is
+            hidden + residual; None when what it returns first is the stream.
+        hidden_input: name of the argument that carries the stream (or its undeferred part) into a vLLM layer.
+        residual_input: name of the argument that carries the deferred residual, "" if there is none.
+        tiny: keyword arguments of transformers' `AutoConfig.for_model` for the smallest model that exercises
+            the family, from which the contract tests write a checkpoint.
+    """
+
+    architectures: tuple[str, ...]
+    layers: str
+    attn_out: str
+    mlp_out: str
+    residual_output: int | None
+    hidden_input: str = "hidden_states"
+    residual_input: str = ""
+    tiny: Mapping[str, Any] = field(repr=False)
+
+
+#: Shape shared by the tiny models: 4 layers of width 128, 4 heads of 32, the least that vLLM's CPU attention takes.
+TINY = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}

@@ -1,0 +1,13 @@
+"""Gemma 2: a norm after each block, whose output is what the block adds; the stream is hidden + residual."""
+
+from steercap.families.base import TINY, Family
+
+MEMBER = Family(
+    architectures=("Gemma2ForCausalLM",),
+    layers="model.layers",
+    attn_out="post_attention_layernorm",
+    mlp_out="post_feedforward_layernorm",
+    residual_output=1,
+    residual_input="residual",
+    tiny={"model_type": "gemma2", **TINY, "head_dim": 32, "tie_word_embeddings": True},
+)

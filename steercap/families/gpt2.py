@@ -1,0 +1,12 @@
+"""GPT-2: layers take and return the whole stream."""
+
+from steercap.families.base import Family
+
+MEMBER = Family(
+    architectures=("GPT2LMHeadModel",),
+    layers="transformer.h",
+    attn_out="attn",
+    mlp_out="mlp",
+    residual_output=None,
+    tiny={"model_type": "gpt2", "vocab_size": 512, "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 512},
+)

@@ -1,0 +1,21 @@
+"""OPT: layers take and return the whole stream; the feed-forward block ends in `fc2`."""
+
+from steercap.families.base import Family
+
+MEMBER = Family(
+    architectures=("OPTForCausalLM",),
+    layers="model.decoder.layers",
+    attn_out="self_attn",
+    mlp_out="fc2",
+    residual_output=None,
+    tiny={
+        "model_type": "opt",
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "ffn_dim": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "word_embed_proj_dim": 128,
+    },
+)

@@ -1,0 +1,125 @@
+"""Captures on disk: one safetensors file a handle, its labels as tensors, its words as a JSON header.
+
+The header is the metadata entry `steercap`: format version, model, request id, text, points in order, messages,
+reduction. Tensors are named `rows.<site>.<layer>`, `positions`, `token_ids`, `prompt_token_ids`, `output_token_ids`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from steercap.core.chat import MessageSpan
+from steercap.core.receipt import Receipt
+from steercap.core.spec import Point
+from steercap.errors import InvalidFile
+
+if TYPE_CHECKING:
+    from steercap.handle import CaptureHandle
+
+VERSION: Final = 1
+
+
+class Header(msgspec.Struct, frozen=True):
+    """The JSON header of a capture file."""
+
+    version: int
+    model: str
+    request_id: str
+    text: str
+    num_layers: int
+    points: tuple[Point, ...]
+    messages: tuple[MessageSpan, ...]
+    reduce: str | None
+    writes: int
+
+
+def save_handle(handle: CaptureHandle, path: Path) -> Path:
+    """Write a fetched handle; the file appears whole or not at all."""
+    receipt = handle.receipt
+    header = Header(
+        version=VERSION,
+        model=handle.model,
+        request_id=handle.request_id,
+        text=handle.text,
+        num_layers=handle.num_layers,
+        points=handle.points,
+        messages=handle.messages,
+        reduce=receipt.reduce,
+        writes=receipt.writes,
+    )
+    tensors = {_name(point): rows.contiguous() for point, rows in handle.captures.items()}
+    tensors["positions"] = handle.positions
+    tensors["token_ids"] = handle.token_ids
+    tensors["prompt_token_ids"] = torch.tensor(handle.prompt_token_ids, dtype=torch.int64)
+    tensors["output_token_ids"] = torch.tensor(handle.output_token_ids, dtype=torch.int64)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle_fd, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle_fd)
+    try:
+        save_file(tensors, scratch, {"steercap": msgspec.json.encode(header).decode()})
+        Path(scratch).replace(path)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def load_handle(path: Path) -> CaptureHandle:
+    """Read what `save_handle` wrote.
+
+    Raises:
+        InvalidFile: not such a file, truncated, or of a newer version.
+    """
+    from steercap.handle import CaptureHandle, Captures
+
+    header, tensors = _read(path)
+    handle = CaptureHandle(
+        request_id=header.request_id,
+        model=header.model,
+        text=header.text,
+        prompt_token_ids=tensors["prompt_token_ids"].tolist(),
+        output_token_ids=tensors["output_token_ids"].tolist(),
+        points=header.points,
+        num_layers=header.num_layers,
+        messages=header.messages,
+    )
+    labels = tensors["positions"].numpy(), tensors["token_ids"].numpy()
+    handle._receipt = Receipt(header.points, *labels, header.writes, header.reduce)
+    handle._captures = Captures({point: tensors[_name(point)] for point in header.points}, header.num_layers)
+    return handle
+
+
+def _read(path: Path) -> tuple[Header, dict[str, torch.Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata: dict[str, Any] = file.metadata() or {}
+            if "steercap" not in metadata:
+                raise InvalidFile(
+                    f"{path} is a safetensors file, but not of steercap: its header has no 'steercap' entry"
+                )
+            header = _header(path, metadata["steercap"])
+            return header, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no mapping
+    except (SafetensorError, OSError) as error:
+        raise InvalidFile(f"{path} cannot be read as a capture file: {error}") from error
+
+
+def _header(path: Path, text: str) -> Header:
+    try:
+        version = msgspec.json.decode(text)["version"]
+        if version != VERSION:
+            raise InvalidFile(f"{path} has format version {version}; this steercap reads version {VERSION}")
+        return msgspec.json.decode(text, type=Header)
+    except (msgspec.MsgspecError, KeyError, TypeError) as error:
+        raise InvalidFile(f"{path} has a steercap header that cannot be read: {error}") from error
+
+
+def _name(point: Point) -> str:
+    return f"rows.{point.site}.{point.layer}"

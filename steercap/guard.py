@@ -1,0 +1,67 @@
+"""A script that starts an engine must be importable: vLLM's processes import it again.
+
+Without the guard each process would start an engine of its own while it is still being imported; Python stops
+that with an error about freeze_support. This says what is meant, before any process is started.
+"""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+from steercap.errors import MainGuardMissing
+
+_ADVICE = """put the code that starts the engine behind the usual guard:
+
+    async def main():
+        async with SteerModel(...) as model:
+            ...
+
+    if __name__ == "__main__":
+        asyncio.run(main())
+"""
+
+
+def require_main_guard() -> None:
+    """See that the running script may be imported again by a child process.
+
+    Raises:
+        MainGuardMissing: the engine is being started at the top level of the main script, or in a child process
+            that is importing it.
+    """
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+        raise MainGuardMissing(f"this process was started by vLLM and is only importing the script; {_ADVICE}")
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if script is None:  # a notebook or an interactive session: there is nothing to import again
+        return
+    for frame in _frames():
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
+            if frame.f_code.co_filename == script and not _is_guarded(Path(script), frame.f_lineno):
+                raise MainGuardMissing(f"{script}, line {frame.f_lineno}, starts an engine at its top level; {_ADVICE}")
+            return
+
+
+def _frames() -> Iterator[FrameType]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+
+
+def _is_guarded(script: Path, line: int) -> bool:
+    try:
+        tree = ast.parse(script.read_text())
+    except (OSError, SyntaxError, UnicodeDecodeError):  # frozen or generated: Python's own check remains
+        return True
+    return any(
+        isinstance(node, ast.If)
+        and node.lineno <= line <= (node.end_lineno or node.lineno)
+        and "__name__" in ast.dump(node.test)
+        for node in tree.body
+    )

@@ -1,0 +1,338 @@
+"""CaptureHandle: what the user holds of one request's rows.
+
+Number 8 in the life of a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from steercap.core.chat import MessageSpan
+from steercap.core.messages import Owner, Wanted
+from steercap.core.plan import CapturePlan
+from steercap.core.receipt import Receipt, check_labels, check_points
+from steercap.core.rows import rows_selected
+from steercap.core.spec import Point
+from steercap.errors import CaptureIncomplete, CaptureNotFetched, CaptureReleased, InvalidSpec, LayerOutOfRange
+
+if TYPE_CHECKING:
+    from steercap.core.budget import Ticket
+    from steercap.engine import Delivery, Engine
+
+
+class Captures(Mapping[Point, torch.Tensor]):
+    """Rows by point: `captures[layer]` where one site was captured, `captures[layer, site]` always.
+
+    Values are tensors [rows, hidden] in the model's dtype, or [1, hidden] in float32 after a reduction ([0, hidden]
+    if no token was there to reduce). Negative layers count from the model's last.
+
+    Args:
+        rows: the tensors.
+        num_layers: decoder layers of the model.
+    """
+
+    def __init__(self, rows: Mapping[Point, torch.Tensor], num_layers: int) -> None:
+        self._rows = dict(rows)
+        self._num_layers = num_layers
+        self._sites = tuple(dict.fromkeys(point.site for point in self._rows))
+
+    def __getitem__(self, key: int | tuple[int, str]) -> torch.Tensor:
+        layer, site = key if isinstance(key, tuple) else (key, self._only_site())
+        point = Point(layer + self._num_layers if layer < 0 else layer, site)
+        if point not in self._rows:
+            raise LayerOutOfRange(f"{point} was not captured; captured: {', '.join(map(str, self._rows))}")
+        return self._rows[point]
+
+    def __contains__(self, key: object) -> bool:
+        try:
+            self[key]  # type: ignore[index]
+        except (LayerOutOfRange, InvalidSpec, TypeError, ValueError):
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[Point]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return "Captures(" + ", ".join(f"{p}: {tuple(t.shape)} {t.dtype}" for p, t in self._rows.items()) + ")"
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers captured, ascending."""
+        return tuple(sorted({point.layer for point in self._rows}))
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Sites captured."""
+        return self._sites
+
+    def _only_site(self) -> str:
+        if len(self._sites) != 1:
+            raise InvalidSpec(f"sites {', '.join(self._sites)} were captured; say which: captures[layer, site]")
+        return self._sites[0]
+
+
+class CaptureHandle:
+    """One finished request's activations, fetched when asked for.
+
+    The rows wait in the worker until `fetch()`, `release()`, the end of an `async with handle:` or the handle's own
+    end frees them. Made by `SteerModel.generate` and `SteerModel.chat`, or read from a file by `load`.
+
+    Attributes:
+        request_id: steercap's name of the request.
+        text: generated text.
+        prompt_token_ids: token ids of the prompt.
+        output_token_ids: generated token ids; the last one has no row, for it was never an input.
+        points: what was captured, in the order of the forward pass.
+        messages: for `chat`, the span of positions of each message.
+    """
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        model: str,
+        text: str,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
+        points: Sequence[Point],
+        num_layers: int,
+        messages: Sequence[MessageSpan] = (),
+    ) -> None:
+        self.request_id = request_id
+        self.model = model
+        self.text = text
+        self.prompt_token_ids = tuple(prompt_token_ids)
+        self.output_token_ids = tuple(output_token_ids)
+        self.points = tuple(points)
+        self.messages = tuple(messages)
+        self.num_layers = num_layers
+        self._captures: Captures | None = None
+        self._receipt: Receipt | None = None
+        self._source: _Source | None = None
+        self._finalizer: weakref.finalize[..., CaptureHandle] | None = None
+        self._released = False
+        self._lock = asyncio.Lock()
+
+    def _attach(self, engine: Engine, owner: Owner, plan: CapturePlan, ticket: Ticket) -> CaptureHandle:
+        self._source = _Source(engine, owner, plan, ticket)
+        self._finalizer = weakref.finalize(self, engine.give_back_from_any_thread, owner, ticket)
+        self._finalizer.atexit = False
+        return self
+
+    async def fetch(self) -> CaptureHandle:
+        """Bring the rows here, and free them in the worker. A second call does nothing.
+
+        Returns:
+            This handle, its `captures`, `positions`, `token_ids` and `receipt` readable.
+
+        Raises:
+            CaptureIncomplete: rows are missing or belong to another token.
+            CaptureReleased: the handle was released before.
+            EngineFailure: the engine has died or was closed.
+        """
+        await fetch_all([self])
+        return self
+
+    @property
+    def fetched(self) -> bool:
+        """Whether the rows are here."""
+        return self._captures is not None
+
+    @property
+    def captures(self) -> Captures:
+        """The rows, by layer or by (layer, site).
+
+        Raises:
+            CaptureNotFetched: before `fetch()`.
+            CaptureReleased: after `release()`.
+        """
+        self._require_fetched()
+        assert self._captures is not None
+        return self._captures
+
+    @property
+    def receipt(self) -> Receipt:
+        """What the workers recorded of this capture."""
+        self._require_fetched()
+        assert self._receipt is not None
+        return self._receipt
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Position of each row in its sequence, prompt first: int64 [rows]. Of the rows reduced, after a reduction."""
+        return torch.from_numpy(self.receipt.positions)
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """Token the model read at each position: int64 [rows]."""
+        return torch.from_numpy(self.receipt.token_ids)
+
+    def rows_of(self, message: int | str) -> torch.Tensor:
+        """Rows that belong to a message of a `chat`: bool [rows].
+
+        Args:
+            message: index of the message (negative from the end), or a role, "generation_prompt" and the reply's
+                "assistant" included; a role covers all its messages.
+
+        Raises:
+            InvalidSpec: no such message, or the handle is not from `chat`.
+        """
+        spans = [span for span in self.messages if message in (span.index, span.role)]
+        given = [span for span in self.messages if span.index is not None]
+        if isinstance(message, int) and -len(given) <= message < 0:
+            spans = [given[message]]
+        if not spans:
+            known = ", ".join(f"{span.index}: {span.role}" for span in self.messages) or "none, this was no chat"
+            raise InvalidSpec(f"no message {message!r}; messages: {known}")
+        positions = self.positions
+        mask = torch.zeros_like(positions, dtype=torch.bool)
+        for span in spans:
+            mask |= (positions >= span.start) & (positions < span.stop)
+        return mask
+
+    def to_numpy(self) -> dict[Point, np.ndarray[Any, Any]]:
+        """The rows as NumPy arrays; bfloat16, which NumPy lacks, becomes float32."""
+        return {
+            point: (rows.float() if rows.dtype == torch.bfloat16 else rows).numpy()
+            for point, rows in self.captures.items()
+        }
+
+    def save(self, path: str | Path) -> Path:
+        """Write rows, labels and texts to one safetensors file; see `steercap.files`.
+
+        Raises:
+            CaptureNotFetched: before `fetch()`.
+        """
+        from steercap.files import save_handle
+
+        return save_handle(self, Path(path))
+
+    @staticmethod
+    def load(path: str | Path) -> CaptureHandle:
+        """Read a handle that `save` wrote; it is fetched already.
+
+        Raises:
+            InvalidFile: the file is truncated, of another kind, or of a newer version.
+        """
+        from steercap.files import load_handle
+
+        return load_handle(Path(path))
+
+    def release(self) -> None:
+        """Drop the rows, here and in the worker. Idempotent; nothing can be read afterwards."""
+        self._released = True
+        self._captures = self._receipt = None
+        self._free()
+
+    async def __aenter__(self) -> CaptureHandle:
+        return await self.fetch()
+
+    async def __aexit__(self, *_exc: object) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        state = "released" if self._released else "fetched" if self.fetched else "not fetched"
+        return f"CaptureHandle({self.request_id}, {len(self.points)} points, {state}, text={self.text[:40]!r})"
+
+    def _require_fetched(self) -> None:
+        if self._released:
+            raise CaptureReleased(f"{self.request_id} was released; its rows are gone. Fetch and read before releasing")
+        if self._captures is None:
+            raise CaptureNotFetched(
+                f"{self.request_id} is not fetched; `await handle.fetch()`, or "
+                "`await model.fetch_captures_batch(handles)` for many at once"
+            )
+
+    def _free(self) -> None:
+        if self._finalizer is not None and self._source is not None:
+            self._finalizer.detach()
+            self._source.engine.give_back(self._source.owner, self._source.ticket)
+            self._finalizer = None
+
+    def _receive(self, delivery: Delivery) -> None:
+        """Check what came against what must be, and take it."""
+        assert self._source is not None
+        plan = self._source.plan
+        if delivery.failure:
+            raise CaptureIncomplete(f"{self.request_id}: {delivery.failure}")
+        expected = self._expected()
+        armed = self._source.engine.vllm.points
+        rows: dict[Point, torch.Tensor] = {}
+        writes = 0
+        for parcel, values in zip(delivery.parcels, delivery.rows, strict=True):
+            positions = np.frombuffer(parcel.positions, dtype=np.int64)
+            token_ids = np.frombuffer(parcel.token_ids, dtype=np.int64)
+            check_labels(self.request_id, expected, self._tokens(), positions, token_ids)
+            rows |= zip((armed[point] for point in parcel.points), values, strict=True)
+            writes += parcel.writes
+        check_points(self.request_id, self.points, list(rows))
+        token_ids = np.asarray(self._tokens(), dtype=np.int64)[expected]
+        self._receipt = Receipt(self.points, expected, token_ids, writes, plan.reduce)
+        self._captures = Captures({point: rows[point] for point in self.points}, self.num_layers)
+        self._free()
+
+    def _wanted(self) -> Wanted:
+        assert self._source is not None
+        return Wanted(self._source.owner, len(self._tokens()) - 1)
+
+    def _expected(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        assert self._source is not None
+        plan = self._source.plan
+        return rows_selected(plan.ranges, plan.limit, len(self._tokens()) - 1)
+
+    def _tokens(self) -> tuple[int, ...]:
+        return self.prompt_token_ids + self.output_token_ids
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a handle's rows are."""
+
+    engine: Engine
+    owner: Owner
+    plan: CapturePlan
+    ticket: Ticket
+
+
+async def fetch_all(handles: Sequence[CaptureHandle]) -> None:
+    """Fetch handles of one model with one RPC; those already fetched are left alone.
+
+    Raises:
+        CaptureIncomplete: some rows are missing or wrong; the other handles are fetched all the same.
+        CaptureReleased: one of the handles was released.
+    """
+    async with AsyncExitStack() as locked:
+        pending: list[CaptureHandle] = []
+        for handle in sorted(dict.fromkeys(handles), key=id):
+            await locked.enter_async_context(handle._lock)
+            if handle._released:
+                handle._require_fetched()
+            if not handle.fetched:
+                pending.append(handle)
+        if not pending:
+            return
+        source = pending[0]._source
+        assert source is not None
+        errors: list[CaptureIncomplete] = []
+        deliveries = await source.engine.collect([handle._wanted() for handle in pending])
+        for handle, delivery in zip(pending, deliveries, strict=True):
+            try:
+                handle._receive(delivery)
+            except CaptureIncomplete as error:
+                errors.append(error)
+        if errors:
+            rest = f" (and {len(errors) - 1} other handles of this batch)" if len(errors) > 1 else ""
+            raise CaptureIncomplete(f"{errors[0]}{rest}") from errors[0]

@@ -1,0 +1,1 @@
+"""The tap: one operator, registered once, with an implementation for each kind of device."""

@@ -1,0 +1,65 @@
+"""The tap operator, `steercap::tap`: at one point, copy the rows that somebody wants into the arena.
+
+Number 5 in the life of a request. The operator takes tensors only, so that every layer traces to the same
+code; what it does is decided by the step's tables, whose addresses never change, never by Python that a
+compiled or replayed graph would skip. It declares that it mutates `hidden`, since edits do, and so it is
+never eliminated as dead.
+
+Shape legend: n = tokens of the pass, padding included; width = hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+import torch
+from jaxtyping import Float, Int
+
+LIBRARY: Final = torch.library.Library("steercap", "FRAGMENT")
+LIBRARY.define("tap(Tensor(a!) hidden, Tensor? residual, Tensor point) -> ()")
+
+
+class Tappable(Protocol):
+    """What a tap talks to: the tables of the worker in whose process it runs."""
+
+    def on_tap(
+        self, hidden: Float[torch.Tensor, "n width"], residual: Float[torch.Tensor, "n width"] | None, point: int
+    ) -> None:
+        """Read (and one day edit) the rows of one point of the running pass."""
+
+
+_bound: Tappable | None = None
+
+
+def bind(tables: Tappable | None) -> None:
+    """Let the taps of this process talk to `tables`; None silences them."""
+    global _bound  # noqa: PLW0603 -- a compiled graph calls the operator with tensors alone
+    _bound = tables
+
+
+def _tap_cpu(hidden: torch.Tensor, residual: torch.Tensor | None, point: torch.Tensor) -> None:
+    if _bound is not None:
+        _bound.on_tap(hidden, residual, int(point))
+
+
+def _tap_fake(_hidden: torch.Tensor, _residual: torch.Tensor | None, _point: torch.Tensor) -> None:
+    return None
+
+
+LIBRARY.impl("tap", _tap_cpu, "CPU")
+torch.library.register_fake("steercap::tap", _tap_fake, lib=LIBRARY)
+
+
+def tap(
+    hidden: Float[torch.Tensor, "n width"],
+    residual: Float[torch.Tensor, "n width"] | None,
+    point: Int[torch.Tensor, 1],
+) -> None:
+    """Call the tap of one point.
+
+    Args:
+        hidden: the stream, or its undeferred part; edits change it in place.
+        residual: what is to be added to `hidden` to give the row; None when `hidden` is the row.
+        point: index of the point, int32 [1], on the model's device.
+    """
+    torch.ops.steercap.tap(hidden, residual, point)

@@ -1,0 +1,46 @@
+"""Where checkpoints made by steercap are kept, and how one is made once even by several processes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+#: Written last: a folder without it was not finished.
+DONE = ".complete"
+
+
+def cache_root() -> Path:
+    """`$STEERCAP_CACHE`, or `steercap` in the user's cache folder."""
+    root = os.environ.get("STEERCAP_CACHE")
+    if root:
+        return Path(root)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "steercap"
+
+
+def cached(name: str, make: Callable[[Path], None]) -> Path:
+    """The folder `name` in the cache, filled by `make` unless it is there already.
+
+    Args:
+        name: name of the folder; it must change whenever what `make` writes does.
+        make: fills an empty folder.
+    """
+    folder = cache_root() / name
+    if (folder / DONE).exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / DONE).exists():
+            scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{name}."))
+            try:
+                make(scratch)
+                (scratch / DONE).touch()
+                shutil.rmtree(folder, ignore_errors=True)
+                scratch.rename(folder)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+    return folder

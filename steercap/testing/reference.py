@@ -1,0 +1,75 @@
+"""What transformers computes for the same tokens: the reference that captures are compared with.
+
+Teacher-forced: the finished sequence goes through the model in one pass, and hooks keep the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from steercap.core.spec import Point
+from steercap.families import family_of
+from steercap.families.base import Family
+
+
+class Reference:
+    """A transformers model whose rows can be read at steercap's points.
+
+    Args:
+        path: checkpoint.
+        dtype: dtype to compute in.
+    """
+
+    def __init__(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, attn_implementation="eager")
+        self.model.eval()
+        self.family: Family = family_of(self.model.config.architectures)
+
+    def rows(self, token_ids: Sequence[int], points: Iterable[Point]) -> dict[Point, torch.Tensor]:
+        """Rows of every token at every point: [tokens, hidden], in the model's dtype."""
+        found: dict[Point, torch.Tensor] = {}
+        layers = self.model.get_submodule(self.family.layers)
+        with ExitStack() as hooks, torch.inference_mode():
+            for point in points:
+                hooks.callback(_keep(layers[point.layer], self.family, point, found).remove)
+            self.model(torch.tensor([list(token_ids)]), use_cache=False)
+        return found
+
+
+def _keep(layer: nn.Module, family: Family, point: Point, found: dict[Point, torch.Tensor]) -> Any:
+    def keep(value: Any) -> None:
+        hidden = value[0] if isinstance(value, tuple) else value
+        found[point] = hidden.reshape(-1, hidden.shape[-1]).clone()
+
+    match point.site:
+        case "resid_pre":
+            return layer.register_forward_pre_hook(_first_input(keep), with_kwargs=True)
+        case "resid_post":
+            return layer.register_forward_hook(_output(keep))
+        case "attn_out":
+            return layer.get_submodule(family.attn_out).register_forward_hook(_output(keep))
+        case "mlp_out":
+            return layer.get_submodule(family.mlp_out).register_forward_hook(_output(keep))
+    raise NotImplementedError(f"no reference for site {point.site!r}")
+
+
+def _output(keep: Callable[[Any], None]) -> Callable[..., None]:
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        keep(output)
+
+    return hook
+
+
+def _first_input(keep: Callable[[Any], None]) -> Callable[..., None]:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        keep(args[0] if args else kwargs["hidden_states"])
+
+    return hook

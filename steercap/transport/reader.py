@@ -1,0 +1,114 @@
+"""How the client gets at a worker's lines: it maps them, or it has them sent.
+
+Number 8 in the life of a request.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Final
+
+import torch
+
+from steercap.core.messages import Attached, LineRange
+from steercap.transport.shared import HEADER_BYTES, NotShared, SharedSegment
+
+#: Most bytes asked for in one RPC: vLLM's message queue copies larger ones over a socket.
+WIRE_BYTES: Final = 64 << 20
+
+
+class LineReader(ABC):
+    """Reads lines of one worker's arena as bytes."""
+
+    @abstractmethod
+    async def read(self, ranges: Sequence[LineRange]) -> list[torch.Tensor]:
+        """The lines of each range, uint8 [count, line bytes]; valid until the rows are given back."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the arena."""
+
+
+class SharedReader(LineReader):
+    """Looks at the arena where it lies.
+
+    Raises:
+        NotShared: the arena is on another machine.
+    """
+
+    def __init__(self, attached: Attached) -> None:
+        self._segment = SharedSegment.open(attached.path, attached.nonce)
+        line_bytes = attached.width * _itemsize(attached.dtype)
+        flat = torch.frombuffer(self._segment.memory, dtype=torch.uint8, offset=HEADER_BYTES)
+        self._lines: torch.Tensor | None = flat[: len(flat) // line_bytes * line_bytes].view(-1, line_bytes)
+
+    async def read(self, ranges: Sequence[LineRange]) -> list[torch.Tensor]:
+        assert self._lines is not None, "the reader is closed"
+        return [self._lines[item.start : item.start + item.count] for item in ranges]
+
+    def close(self) -> None:
+        self._lines = None
+        self._segment.close()
+
+
+class WireReader(LineReader):
+    """Has the lines sent, in RPCs of bounded size.
+
+    Args:
+        attached: the worker's arena.
+        ask: sends ranges to the worker and returns their bytes.
+    """
+
+    def __init__(self, attached: Attached, ask: Callable[[tuple[LineRange, ...]], Awaitable[bytes]]) -> None:
+        self._line_bytes = attached.width * _itemsize(attached.dtype)
+        self._ask = ask
+
+    async def read(self, ranges: Sequence[LineRange]) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+        for group in _grouped(ranges, max(1, WIRE_BYTES // self._line_bytes)):
+            data = torch.frombuffer(bytearray(await self._ask(group)), dtype=torch.uint8)
+            found += data.view(-1, self._line_bytes).split([item.count for item in group])
+        return found
+
+    def close(self) -> None:
+        return None
+
+
+def open_reader(
+    attached: Attached, transport: str, ask: Callable[[tuple[LineRange, ...]], Awaitable[bytes]]
+) -> LineReader:
+    """The best reader for one worker.
+
+    Args:
+        attached: the worker's arena.
+        transport: "shared", "wire", or "auto": shared where it can be.
+        ask: sends ranges to the worker and returns their bytes.
+
+    Raises:
+        NotShared: "shared" was demanded and cannot be.
+    """
+    if transport == "wire":
+        return WireReader(attached, ask)
+    try:
+        return SharedReader(attached)
+    except NotShared:
+        if transport == "shared":
+            raise
+        return WireReader(attached, ask)
+
+
+def _grouped(ranges: Iterable[LineRange], most: int) -> Iterable[tuple[LineRange, ...]]:
+    group: list[LineRange] = []
+    for item in ranges:
+        if group and sum(other.count for other in group) + item.count > most:
+            yield tuple(group)
+            group = []
+        group.append(item)
+    if group:
+        yield tuple(group)
+
+
+def _itemsize(dtype: str) -> int:
+    found: torch.dtype = getattr(torch, dtype)
+    return found.itemsize

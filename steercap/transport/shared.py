@@ -1,0 +1,82 @@
+"""Anonymous shared memory: a segment that two processes of one machine map, and that no crash can leave behind.
+
+Number 7 in the life of a request. The segment is a memfd: it has no name in any file system, is not bound by the
+size of /dev/shm (64 MiB in a default container), and the kernel frees it with its last user. Another process of
+the same user opens it through /proc/<pid>/fd/<fd>; a nonce at its start proves that it is the right one. Memory
+is taken on first touch and handed back by `trim`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+from typing import Final
+
+from steercap.errors import SteercapError
+
+#: The first page holds the nonce; rows begin behind it.
+HEADER_BYTES: Final = mmap.PAGESIZE
+NONCE_BYTES: Final = 16
+
+
+class NotShared(SteercapError):
+    """The segment lies on another machine, or in another container."""
+
+
+class SharedSegment:
+    """A mapped segment of `size` bytes behind its header."""
+
+    def __init__(self, memory: mmap.mmap, path: str, nonce: bytes, fd: int | None) -> None:
+        self.memory = memory
+        self.path = path
+        self.nonce = nonce
+        self._fd = fd
+
+    @classmethod
+    def create(cls, size: int) -> SharedSegment:
+        """Make a segment; nothing of it is resident until touched."""
+        fd = os.memfd_create("steercap", os.MFD_CLOEXEC)
+        os.ftruncate(fd, HEADER_BYTES + size)
+        memory = mmap.mmap(fd, HEADER_BYTES + size)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        memory[:NONCE_BYTES] = nonce
+        return cls(memory, f"/proc/{os.getpid()}/fd/{fd}", nonce, fd)
+
+    @classmethod
+    def open(cls, path: str, nonce: bytes) -> SharedSegment:
+        """Map a segment made by another process of this machine, for reading.
+
+        Raises:
+            NotShared: it cannot be opened here, or is another one.
+        """
+        try:
+            fd = os.open(path, os.O_RDWR)
+        except OSError as error:
+            raise NotShared(f"cannot open {path}: {error}") from error
+        try:
+            memory = mmap.mmap(fd, 0)
+        except (OSError, ValueError) as error:
+            raise NotShared(f"cannot map {path}: {error}") from error
+        finally:
+            os.close(fd)
+        if memory[:NONCE_BYTES] != nonce:
+            memory.close()
+            raise NotShared(f"{path} is not the segment that was announced")
+        return cls(memory, path, nonce, None)
+
+    def trim(self, start: int, stop: int) -> None:
+        """Hand the memory of bytes [start, stop) behind the header back to the system; they read as zero afterwards."""
+        first = -(-(HEADER_BYTES + start) // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (HEADER_BYTES + stop) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            self.memory.madvise(mmap.MADV_REMOVE, first, last - first)
+
+    def close(self) -> None:
+        """Unmap, unless tensors still look at the memory; then it goes with the last of them."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+        with contextlib.suppress(BufferError):
+            self.memory.close()

@@ -1,0 +1,23 @@
+"""The worker's end of every call of the client.
+
+Number 4 in the life of a request. vLLM imports this module in each worker process before the model is loaded, and
+mixes the class into its worker: importing it is what hooks the model runners, and its one method is the one RPC.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from steercap.adapters import hook_runners, runtime_of
+
+hook_runners()
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker by `worker_extension_cls`; every name is prefixed, since none may clash."""
+
+    model_runner: Any
+
+    def steercap_answer(self, frame: bytes) -> bytes:
+        """Answer one frame of the client; never raises."""
+        return runtime_of(self.model_runner).answer(frame)

@@ -1,0 +1,138 @@
+"""One request's rows while they come in, and the parcel they become.
+
+Number 6 and 7 in the life of a request.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from steercap.core.messages import Owner, Parcel
+from steercap.core.plan import CapturePlan
+from steercap.core.rows import Ints, ranks, rows_selected
+from steercap.core.spec import Reduction
+from steercap.worker.arena import Arena
+from steercap.worker.reduce import REDUCED_DTYPE, reduce_rows
+from steercap.worker.tables import ABSENT, StepRows
+
+
+class Outbox:
+    """Rows of one sample of one request on this rank.
+
+    Args:
+        owner: whose rows.
+        plan: what was asked.
+        local: index of every point of this rank among the engine's armed points, ascending.
+        arena: where the rows go.
+    """
+
+    def __init__(self, owner: Owner, plan: CapturePlan, local: tuple[int, ...], arena: Arena) -> None:
+        self.owner = owner
+        self.plan = plan
+        self.failure: str | None = None
+        self.writes = 0
+        self._arena = arena
+        self._ranks = ranks(plan.ranges, plan.limit)
+        self._offsets, self._points = record_layout(plan.points, local)
+        self._per_page = arena.shape.records(len(self._points)) if self._points else 0
+        self._pages: list[int] = []
+        self._first_lines = np.empty(0, dtype=np.int64)
+        rows = int(self._ranks.max(initial=-1)) + 1
+        self._positions = np.full(rows, ABSENT, dtype=np.int64)
+        self._token_ids = np.full(rows, ABSENT, dtype=np.int64)
+        self._reduced = False
+
+    def place(self, start: int, first_token: int, token_ids: Ints) -> StepRows | None:
+        """Find lines for the tokens of a pass that the plan selects, and label them.
+
+        Args:
+            start: position of the request's first token in this pass.
+            first_token: its place in the batch.
+            token_ids: ids of the request's tokens in this pass, int64 [tokens].
+        """
+        order = self._ranks[start : start + len(token_ids)]
+        chosen = np.flatnonzero(order >= 0)
+        if not len(chosen) or not self._points:
+            return None
+        rows = order[chosen]
+        if not self._reach(int(rows[-1])):
+            self.fail("the arena is full")
+            return None
+        self._positions[rows] = chosen + start
+        self._token_ids[rows] = token_ids[chosen]
+        self.writes += len(rows)
+        page, slot = np.divmod(rows, self._per_page)
+        lines = self._first_lines[page] + slot * len(self._points)
+        return StepRows(chosen + first_token, lines, self._offsets)
+
+    def fail(self, reason: str) -> None:
+        """The rows cannot be trusted; the first reason is kept."""
+        self.failure = self.failure or reason
+
+    def seal(self, total: int) -> Parcel:
+        """Say where the rows of the first `total` inputs are; reduce them first if the plan says so. Idempotent."""
+        positions = rows_selected(self.plan.ranges, self.plan.limit, total)
+        rows = len(positions)
+        dtype = self._arena.dtype
+        if self.plan.reduce and self.failure is None and self._points:
+            dtype = REDUCED_DTYPE
+            if not self._reduced:
+                self._reduce(self.plan.reduce, rows)
+        return Parcel(
+            owner=self.owner,
+            plan=self.plan,
+            points=self._points,
+            pages=tuple(int(line) for line in self._first_lines),
+            stored_rows=min(rows, 1) if self.plan.reduce else rows,
+            dtype=str(dtype).removeprefix("torch."),
+            positions=self._positions[:rows].tobytes(),
+            token_ids=self._token_ids[:rows].tobytes(),
+            writes=self.writes,
+            failure=self.failure,
+        )
+
+    def free(self) -> None:
+        """Give the pages back."""
+        self._arena.free(self._pages)
+        self._pages = []
+        self._first_lines = np.empty(0, dtype=np.int64)
+
+    def _reach(self, row: int) -> bool:
+        """Have a page for `row` and all before it."""
+        missing = row // self._per_page + 1 - len(self._pages)
+        if missing <= 0:
+            return True
+        for _ in range(missing):
+            page = self._arena.pages.allocate()
+            if page is None:
+                return False
+            self._pages.append(page)
+        self._first_lines = np.array([self._arena.page_line(page) for page in self._pages], dtype=np.int64)
+        return True
+
+    def _reduce(self, reduction: Reduction, rows: int) -> None:
+        """Replace the rows by their reduction, in the first page; the others are given back."""
+        if (self._positions[:rows] == ABSENT).any():
+            self.fail("rows to reduce were never computed")
+            return
+        self._reduced = True
+        if not rows:
+            return
+        reduce_rows(self._arena, self._first_lines, len(self._points), rows, reduction)
+        self._arena.free(self._pages[1:])
+        self._pages, self._first_lines = self._pages[:1], self._first_lines[:1]
+
+
+@lru_cache(maxsize=1024)
+def record_layout(points: tuple[int, ...], local: tuple[int, ...]) -> tuple[Ints, tuple[int, ...]]:
+    """A record's lines on this rank.
+
+    Returns:
+        The line of every local point, ABSENT where it is not wanted (int64 [local]); and the wanted points in the
+        order of their lines. Equal arguments give the same array, so that a step can tell equal layouts by identity.
+    """
+    wanted = tuple(index for index in local if index in set(points))
+    offsets = np.array([wanted.index(index) if index in wanted else ABSENT for index in local], dtype=np.int64)
+    return offsets, wanted

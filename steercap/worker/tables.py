@@ -1,0 +1,106 @@
+"""The tables that tell every tap of a forward pass which rows go where.
+
+Number 5 in the life of a request. They are filled once a step, before the forward pass, and emptied after it;
+a tap that finds them empty returns at once. On CPU they are host tensors, sized by the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from steercap.core.rows import Ints
+from steercap.kernels.reference import copy_row, copy_rows
+
+ABSENT: Final = -1
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """What one request keeps of one pass.
+
+    Args:
+        tokens: places in the batch of the tokens kept, int64 [captured].
+        lines: first line of each token's record, int64 [captured].
+        offsets: line of each local point in the record, ABSENT where it is not wanted: int64 [points].
+    """
+
+    tokens: Ints
+    lines: Ints
+    offsets: Ints
+
+
+class StepTables:
+    """Tables of the step that runs, and the taps' end of them.
+
+    Args:
+        num_points: points armed in this process.
+        arena: lines of the arena, [lines, width], or None until it is attached.
+    """
+
+    def __init__(self, num_points: int) -> None:
+        self.num_points = num_points
+        self.fired: Ints = np.zeros(num_points, dtype=np.int64)
+        self.misfit: str | None = None
+        self._arena: torch.Tensor | None = None
+        self._open = False
+        self._num_tokens = 0
+        self._tokens = self._lines = torch.empty(0, dtype=torch.int64)
+        self._offsets = torch.empty((num_points, 0), dtype=torch.int64)
+        self._complete: list[bool] = []
+
+    def use(self, arena: Float[torch.Tensor, "lines width"]) -> None:
+        """Write rows into `arena` from now on."""
+        self._arena = arena
+
+    def fill(self, steps: Sequence[StepRows], num_tokens: int) -> None:
+        """Open the tables for a pass over `num_tokens` tokens (padding not counted)."""
+        self.fired[:] = 0
+        self.misfit = None
+        self._num_tokens = num_tokens
+        self._tokens = torch.from_numpy(np.concatenate([step.tokens for step in steps]))
+        self._lines = torch.from_numpy(np.concatenate([step.lines for step in steps]))
+        self._offsets, self._complete = _offsets(steps, len(self._tokens))
+        self._open = len(self._tokens) > 0
+
+    def clear(self) -> None:
+        """Close the tables: every tap is idle until the next fill."""
+        self._open = False
+
+    def on_tap(
+        self, hidden: Float[torch.Tensor, "n width"], residual: Float[torch.Tensor, "n width"] | None, point: int
+    ) -> None:
+        """Copy the rows wanted at `point`; called by the operator, once a point and pass."""
+        if not self._open or self._arena is None:
+            return
+        self.fired[point] += 1
+        if len(hidden) < self._num_tokens or hidden.shape[-1] != self._arena.shape[1]:
+            self.misfit = f"tap {point} saw {tuple(hidden.shape)} for {self._num_tokens} tokens"
+            return
+        tokens, lines = self._wanted(point)
+        if len(tokens) == 1:
+            copy_row(hidden, residual, int(tokens), self._arena[int(lines)])
+        elif len(tokens):
+            copy_rows(hidden, residual, tokens, lines, self._arena)
+
+    def _wanted(self, point: int) -> tuple[torch.Tensor, torch.Tensor]:
+        offsets = self._offsets[point]
+        if self._complete[point]:
+            return self._tokens, self._lines + offsets
+        wanted = torch.nonzero(offsets >= 0).flatten()
+        return self._tokens[wanted], (self._lines + offsets)[wanted]
+
+
+def _offsets(steps: Sequence[StepRows], captured: int) -> tuple[torch.Tensor, list[bool]]:
+    """Line offset of every point and token [points, captured], and which points all tokens want."""
+    first = steps[0].offsets
+    if all(step.offsets is first for step in steps):
+        offsets = torch.from_numpy(first)[:, None].expand(-1, captured)
+        return offsets, (first != ABSENT).tolist()
+    table = np.repeat(np.stack([step.offsets for step in steps], 1), [len(step.tokens) for step in steps], axis=1)
+    return torch.from_numpy(table), (table != ABSENT).all(axis=1).tolist()
