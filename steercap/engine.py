@@ -41,7 +41,7 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import CapturePlan
 from steercap.core.rows import PageShape
-from steercap.errors import ModelClosed, WorkerFailure
+from steercap.errors import EngineFailure, ModelClosed, WorkerFailure
 from steercap.probe import probe
 from steercap.transport.assemble import assemble, page_ranges
 from steercap.transport.reader import LineReader, open_reader
@@ -273,11 +273,12 @@ class Engine:
         return ask
 
     async def _release_soon(self) -> None:
-        while self._given_back and not self._closed:
-            if not self.admission.budget.waiting:
-                await asyncio.sleep(RELEASE_DELAY)
-            if self._given_back:
-                await self._ask(Census(), Counted)
+        with contextlib.suppress(EngineFailure):  # a dead engine holds nothing; who calls it next is told
+            while self._given_back and not self._closed:
+                if not self.admission.budget.waiting:
+                    await asyncio.sleep(RELEASE_DELAY)
+                if self._given_back:
+                    await self._ask(Census(), Counted)
 
     def _require_open(self) -> None:
         if self._closed:

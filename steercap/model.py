@@ -9,8 +9,9 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from steercap.codecs import CODECS
 from steercap.config import Overflow, Settings, Transport
 from steercap.core.chat import MessageSpan, message_spans
 from steercap.core.messages import Owner
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
     from steercap.adapters.engine import Rendered
 
-Value = TypeVar("Value")
+#: What one prompt gives: vLLM's output, and a handle for each sample if anything is kept.
+_Done: TypeAlias = "tuple[RequestOutput, list[CaptureHandle] | None]"
 
 
 @dataclass(frozen=True)
@@ -286,6 +288,7 @@ class SteerModel:
         if spec is not None:
             points = spec.points(vllm.num_layers)
             check_armed(points, vllm.points, SITES)
+            CODECS[spec.codec]  # an unknown one is an error here, not in the worker
         sampling = vllm.sampling(params)
         rendered = await vllm.render(prompt)
         plan = None
@@ -310,23 +313,25 @@ class SteerModel:
             return (texts[0], handles[0]) if captured else texts[0]
         return (texts, handles) if captured else texts
 
-    async def _together(self, works: Sequence[Callable[[], Coroutine[Any, Any, Value]]]) -> list[Value]:
+    async def _together(self, works: Sequence[Callable[[], Coroutine[Any, Any, _Done]]]) -> list[_Done]:
         """Run all at once; the first error cancels the others. Closing the model ends them with ModelClosed."""
+        tasks: list[asyncio.Task[_Done]] = []
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(work()) for work in works]
-                for task in tasks:
+                for work in works:
+                    task = group.create_task(work())
+                    tasks.append(task)
                     self._running.add(task)
                     task.add_done_callback(self._running.discard)
-        except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+        except BaseException as error:  # noqa: BLE001 -- raised again, out of its group
+            _release_done(tasks)
+            raise _first(error) from None
         if any(task.cancelled() for task in tasks):
+            _release_done(tasks)
             raise ModelClosed("the model was closed while this request ran")
         return [task.result() for task in tasks]
 
-    async def _run_one(
-        self, engine: Engine, job: _Job, call: object
-    ) -> tuple[RequestOutput, list[CaptureHandle] | None]:
+    async def _run_one(self, engine: Engine, job: _Job, call: object) -> _Done:
         if job.plan is None:
             return await _last(engine.generate(job.prompt, job.params, None)), None
         plan = job.plan
@@ -445,7 +450,14 @@ async def _last(outputs: Any) -> RequestOutput:
     return last
 
 
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a group that is no group."""
-    first = errors.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+def _release_done(tasks: Sequence[asyncio.Task[_Done]]) -> None:
+    """Free what the finished part of a failed call holds: nobody will ever get these handles."""
+    for task in tasks:
+        if task.done() and not task.cancelled() and task.exception() is None:
+            for handle in task.result()[1] or ():
+                handle.release()
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error itself, or the first of a group that is no group."""
+    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -7,10 +7,11 @@ Number 2 to 4 in the life of a request. What it relies on, all of vLLM 0.32: `As
 from __future__ import annotations
 
 import asyncio
+import difflib
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -224,10 +225,16 @@ class VllmEngine:
 def _engine_args(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArgs:
     if "worker_extension_cls" in engine_args:
         raise InvalidSetting("worker_extension_cls is how steercap enters the worker; it cannot be another class")
+    known = {field.name for field in fields(AsyncEngineArgs)}
+    for name in engine_args:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "SteerModel takes its own settings and AsyncEngineArgs'"
+            raise InvalidSetting(f"vLLM has no engine argument {name!r}; {hint}")
     try:
         args = AsyncEngineArgs(model=model, worker_extension_cls=EXTENSION, **engine_args)
-    except TypeError as error:
-        raise InvalidSetting(f"{error}; SteerModel takes steercap's settings and vLLM's AsyncEngineArgs") from error
+    except Exception as error:
+        raise ModelNotLoaded(f"vLLM cannot load {model!r}: {error}") from error
     args.additional_config = dict(args.additional_config or {})
     return args
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import steercap
 from steercap.core.spec import Point
 
 CONFIG_KEY = "steercap"
@@ -31,7 +30,7 @@ def armed_points(additional_config: Mapping[str, Any]) -> tuple[Point, ...]:
 
 def source_digest() -> str:
     """SHA-256 over the source that a trace of the model runs through."""
-    root = Path(steercap.__file__).parent
+    root = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for part in _TRACED:
         path = root / part

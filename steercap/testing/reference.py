@@ -5,7 +5,7 @@ Teacher-forced: the finished sequence goes through the model in one pass, and ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,22 @@ class Reference:
         self.model.eval()
         self.family: Family = family_of(self.model.config.architectures)
 
-    def rows(self, token_ids: Sequence[int], points: Iterable[Point]) -> dict[Point, torch.Tensor]:
-        """Rows of every token at every point: [tokens, hidden], in the model's dtype."""
+    def rows(
+        self, token_ids: Sequence[int], points: Iterable[Point], inputs: Mapping[int, torch.Tensor] | None = None
+    ) -> dict[Point, torch.Tensor]:
+        """Rows of every token at every point: [tokens, hidden], in the model's dtype.
+
+        Args:
+            token_ids: the sequence, without its last sampled token.
+            points: where to read.
+            inputs: rows [tokens, hidden] to put in place of what reaches each of these layers. A 16-bit model drifts
+                from layer to layer; given the rows captured before it, each layer is compared by itself.
+        """
         found: dict[Point, torch.Tensor] = {}
         layers = self.model.get_submodule(self.family.layers)
         with ExitStack() as hooks, torch.inference_mode():
+            for layer, rows in (inputs or {}).items():
+                hooks.callback(layers[layer].register_forward_pre_hook(_replace(rows), with_kwargs=True).remove)
             for point in points:
                 hooks.callback(_keep(layers[point.layer], self.family, point, found).remove)
             self.model(torch.tensor([list(token_ids)]), use_cache=False)
@@ -71,5 +82,14 @@ def _output(keep: Callable[[Any], None]) -> Callable[..., None]:
 def _first_input(keep: Callable[[Any], None]) -> Callable[..., None]:
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         keep(args[0] if args else kwargs["hidden_states"])
+
+    return hook
+
+
+def _replace(rows: torch.Tensor) -> Callable[..., Any]:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (rows[None], *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": rows[None]}
 
     return hook

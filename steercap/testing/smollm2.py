@@ -33,7 +33,9 @@ def _convert(folder: Path) -> None:
     source = str(_package_folder())
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
-    del model.config.quantization_config  # the tensors are plain now; vLLM would look for quantised ones
+    # The tensors are plain now; transformers would refuse to write, and vLLM look for, quantised ones.
+    del model.config.quantization_config
+    model.hf_quantizer = None
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

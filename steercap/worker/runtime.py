@@ -159,7 +159,8 @@ class Runtime:
 
     def _attach(self, capture_bytes: int) -> Attached:
         if self._arena is None:
-            self._arena = Arena(self._shape, self.width, self.dtype, capture_bytes)
+            with torch.inference_mode(mode=False):  # or its lines could be written in inference mode alone
+                self._arena = Arena(self._shape, self.width, self.dtype, capture_bytes)
             self.tables.use(self._arena.lines)
         arena = self._arena
         return Attached(

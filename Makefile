@@ -1,0 +1,48 @@
+# make setup | demo | test | lint: each does all its own set-up, in .venv; running it again is quick.
+#
+# PYTHON     the interpreter to build .venv with (3.11 or newer)
+# PIP_ARGS   further arguments of every pip call, such as --index-url
+
+PYTHON ?= python3
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+REQUIREMENTS := requirements/torch.txt requirements/cpu.txt requirements/dev.txt
+# The stamp carries what was installed: another list makes another stamp.
+STAMP := $(VENV)/.steercap-$(shell cat $(REQUIREMENTS) pyproject.toml | cksum | cut -d' ' -f1)
+
+export HF_HUB_OFFLINE ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: setup demo test lint clean
+
+setup: $(STAMP)
+
+# vLLM's dependencies torchvision, torchaudio and torchcodec have no build for this torch on CPU and break
+# `import transformers`, so everything but torch comes from pinned lists without them, with --no-deps. torch itself is
+# installed with its dependencies: where pip finds only the default build, it needs its CUDA libraries even to be imported.
+$(STAMP): $(REQUIREMENTS) pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "steercap needs Python 3.11 or newer; this is $$($(PYTHON) --version). Use make PYTHON=python3.12 ..."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "cannot make $(VENV): is the venv module installed (Debian: apt-get install python3-venv)?"; exit 1; }
+	@echo "installing torch"; $(PIP) -r requirements/torch.txt
+	@echo "installing vLLM and its dependencies"; $(PIP) --no-deps -r requirements/cpu.txt
+	@echo "installing tools"; $(PIP) --no-deps -r requirements/dev.txt
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@rm -f $(VENV)/.steercap-*; touch $@
+
+demo: setup
+	$(BIN)/python -m steercap.demo
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo || $(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest --durations=15
+
+clean:
+	rm -rf $(VENV) out

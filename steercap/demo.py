@@ -1,0 +1,219 @@
+"""`python -m steercap.demo`: the main job on a small real model, in a minute, with a picture.
+
+SmolLM2-135M answers several prompts at once; every layer's rows are captured while vLLM generates. The picture shows a
+logit lens of one prompt (what each layer would say next, if it were the last) and how far each layer tells
+praise from complaint along a direction found from the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import torch
+
+    from steercap.handle import CaptureHandle
+    from steercap.model import SteerModel
+
+QUESTIONS: Final = (
+    "What is the capital of France?",
+    "Name three colours of the rainbow.",
+    "Why is the sky blue?",
+    "Write one line about the sea.",
+)
+LENS: Final = "The Eiffel Tower is in the city of"
+PRAISE: Final = ("wonderful", "delightful", "excellent", "beautiful", "superb", "charming", "brilliant", "lovely")
+COMPLAINT: Final = ("terrible", "dreadful", "awful", "ugly", "horrible", "boring", "hopeless", "nasty")
+#: The direction is found on the first sentences and shown on the last, which it has not seen.
+SENTENCES: Final = (
+    "The film was {}",
+    "I found the food {}",
+    "Their new song is {}",
+    "This town is {}",
+    "My day has been {}",
+)
+HELD_OUT: Final = 2
+
+
+async def run(out: Path) -> Path:
+    """Run the demo and write its picture; returns the picture's path."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from steercap import SteerModel
+    from steercap.testing import smollm2
+
+    columns = TextColumn("{task.description:34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console()) as bar:
+        todo = bar.add_task("converting SmolLM2 (once)", total=1)
+        path = await asyncio.to_thread(smollm2)
+        bar.advance(todo)
+        todo = bar.add_task("starting vLLM, probing every tap", total=1)
+        engine_args: dict[str, Any] = {
+            "dtype": "float32",
+            "max_model_len": 512,
+            "kv_cache_memory_bytes": 128 << 20,
+            "enforce_eager": True,
+        }
+        async with SteerModel(str(path), use_tqdm_on_load=False, **engine_args) as model:
+            bar.advance(todo)
+            tokenizer = model.tokenizer
+            answers = await _answers(model, bar)
+            lens, told = await _studies(model, bar)
+        todo = bar.add_task("drawing", total=1)
+        picture = await asyncio.to_thread(_draw, path, tokenizer, lens, told, out)
+        bar.advance(todo)
+    _report(answers, lens, picture)
+    return picture
+
+
+async def _answers(model: SteerModel, bar: Any) -> list[CaptureHandle]:
+    """Ask all questions at once; vLLM batches them."""
+    todo = bar.add_task("generating, all layers captured", total=len(QUESTIONS))
+
+    async def ask(question: str) -> CaptureHandle:
+        params = {"max_tokens": 40, "temperature": 0.0}
+        _, handle = await model.chat([{"role": "user", "content": question}], params, capture_layers="all")
+        bar.advance(todo)
+        return handle  # type: ignore[no-any-return]
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(ask(question)) for question in QUESTIONS]
+    handles = [task.result() for task in tasks]
+    await model.fetch_captures_batch(handles)
+    return handles
+
+
+async def _studies(model: SteerModel, bar: Any) -> tuple[CaptureHandle, dict[str, torch.Tensor]]:
+    """Rows for the lens, and the last row of every sentence of praise and of complaint: [sentences, layers, hidden]."""
+    import torch
+
+    from steercap import CaptureSpec
+
+    once = {"max_tokens": 1, "temperature": 0.0}
+    _, lens = await model.generate(LENS, once, capture_layers="all")
+    await lens.fetch()
+    told: dict[str, torch.Tensor] = {}
+    todo = bar.add_task("reading praise and complaint", total=2)
+    for name, words in (("praise", PRAISE), ("complaint", COMPLAINT)):
+        prompts = [sentence.format(word) for sentence in SENTENCES for word in words]
+        _, handles = await model.generate(prompts, once, capture=CaptureSpec(tokens="last_prompt"))
+        await model.fetch_captures_batch(handles)
+        told[name] = torch.stack([torch.cat(list(handle.captures.values())) for handle in handles])
+        bar.advance(todo)
+    return lens, told
+
+
+def separation(told: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine of each held-out row with its layer's direction from complaint to praise: two tensors [sentences, layers].
+
+    The direction is the difference of means of the sentences that are not held out; rows are taken from their middle.
+    """
+    import torch
+
+    seen = {name: rows[: -HELD_OUT * len(PRAISE)] for name, rows in told.items()}
+    middle = (seen["praise"].mean(0) + seen["complaint"].mean(0)) / 2
+    direction = seen["praise"].mean(0) - seen["complaint"].mean(0)
+    left, right = (
+        torch.cosine_similarity(told[name][-HELD_OUT * len(PRAISE) :] - middle, direction, dim=-1)
+        for name in ("praise", "complaint")
+    )
+    return left, right
+
+
+def logit_lens(checkpoint: Path, handle: CaptureHandle) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each layer would say next at each position: token ids and probabilities, [layers, positions].
+
+    The final norm and the unembedding (tied to the embedding) are applied to every layer's rows.
+    """
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(checkpoint / "model.safetensors", framework="pt") as weights:
+        norm, unembed = weights.get_tensor("model.norm.weight"), weights.get_tensor("model.embed_tokens.weight")
+    rows = torch.stack(list(handle.captures.values()))
+    normed = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 1e-5) * norm
+    best = torch.softmax(normed @ unembed.T, dim=-1).max(-1)
+    return best.indices, best.values
+
+
+def _draw(checkpoint: Path, tokenizer: Any, lens: CaptureHandle, told: dict[str, torch.Tensor], out: Path) -> Path:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(15, 8.5), width_ratios=[1.35, 1], layout="constrained")
+    _draw_lens(left, tokenizer, lens, *logit_lens(checkpoint, lens))
+    _draw_separation(right, *separation(told))
+    out.mkdir(parents=True, exist_ok=True)
+    picture = out / "demo.png"
+    figure.savefig(picture, dpi=110)
+    plt.close(figure)
+    return picture
+
+
+def _draw_lens(axes: Any, tokenizer: Any, lens: CaptureHandle, ids: torch.Tensor, chances: torch.Tensor) -> None:
+    image = axes.imshow(chances, aspect="auto", origin="lower", cmap="Blues", vmin=0, vmax=1)
+    for layer in range(len(ids)):
+        for position in range(ids.shape[1]):
+            chance = float(chances[layer, position])
+            word = tokenizer.decode([int(ids[layer, position])]).strip().encode("ascii", "replace").decode()
+            axes.text(
+                position,
+                layer,
+                word[:11],
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white" if chance > 0.5 else "black",
+            )
+    axes.set_xticks(range(ids.shape[1]), [tokenizer.decode([token]) for token in lens.token_ids.tolist()])
+    axes.set(title="Logit lens: what each layer would say next", xlabel="token read", ylabel="layer")
+    axes.figure.colorbar(image, ax=axes, label="probability of that word", shrink=0.6)
+
+
+def _draw_separation(axes: Any, praise: torch.Tensor, complaint: torch.Tensor) -> None:
+    for name, colour, rows in (("praise", "tab:green", praise), ("complaint", "tab:red", complaint)):
+        axes.plot(rows.T, color=colour, alpha=0.15, linewidth=1)
+        axes.plot(rows.mean(0), color=colour, linewidth=2.5, label=f"{name}, mean of {len(rows)} unseen sentences")
+    axes.axhline(0, color="grey", linewidth=0.8)
+    axes.set(
+        title="Praise against complaint: rows along a direction found from other rows",
+        xlabel="layer",
+        ylabel="cosine with the layer's direction",
+    )
+    axes.legend(loc="lower right")
+
+
+def _report(answers: Sequence[CaptureHandle], lens: CaptureHandle, picture: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("question", "answer", "captured", title="SmolLM2-135M-Instruct, one batch", show_lines=True)
+    for question, handle in zip(QUESTIONS, answers, strict=True):
+        rows = handle.captures[0]
+        shape = f"{len(handle.captures)} layers × {tuple(rows.shape)}\n{str(rows.dtype).removeprefix('torch.')}"
+        table.add_row(question, handle.text.strip(), shape)
+    console = Console()
+    console.print(table)
+    console.print(f"lens prompt: {LENS!r}, rows {tuple(lens.captures[0].shape)} at {len(lens.captures)} layers")
+    console.print(f"picture: {picture}")
+
+
+def main() -> None:
+    """Entry point of `python -m steercap.demo`."""
+    parser = argparse.ArgumentParser(prog="python -m steercap.demo", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the picture (default: out/demo)")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    asyncio.run(run(parser.parse_args().out))
+
+
+if __name__ == "__main__":
+    main()

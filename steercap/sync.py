@@ -1,0 +1,165 @@
+"""The same names for people who do not await: each call runs on an event loop in a thread of its own. No logic here.
+
+    from steercap.sync import SteerModel
+
+    with SteerModel("Qwen/Qwen3-0.6B") as model:
+        text, handle = model.generate("Hello", capture_layers=[4])
+        rows = handle.fetch().captures[4]
+
+In a notebook `await` works at the top level, and `steercap.SteerModel` is the better choice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from steercap import handle as _handle
+from steercap import model as _model
+from steercap.core.spec import Point
+from steercap.guard import require_main_guard
+
+Value = TypeVar("Value")
+
+__all__ = ["CaptureHandle", "SteerModel"]
+
+
+class _LoopThread:
+    """An event loop that runs in a daemon thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="steercap-sync", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Value]) -> Value:
+        """Run a coroutine to its end; an interrupt cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        """End the loop and its thread. Idempotent."""
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+            self.loop.close()
+
+
+class CaptureHandle:
+    """`steercap.CaptureHandle` without await: every other attribute is the handle's own."""
+
+    def __init__(self, handle: _handle.CaptureHandle, thread: _LoopThread) -> None:
+        self._handle = handle
+        self._thread = thread
+
+    def fetch(self) -> Self:
+        """See `steercap.CaptureHandle.fetch`."""
+        self._thread.run(self._handle.fetch())
+        return self
+
+    def release(self) -> None:
+        """See `steercap.CaptureHandle.release`."""
+        self._thread.loop.call_soon_threadsafe(self._handle.release)
+
+    def __enter__(self) -> Self:
+        return self.fetch()
+
+    def __exit__(self, *_exc: object) -> None:
+        self.release()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+    def __repr__(self) -> str:
+        return repr(self._handle)
+
+
+class SteerModel:
+    """`steercap.SteerModel` without await, a context manager; arguments are the same."""
+
+    def __init__(self, model: str | Path, **arguments: Any) -> None:
+        self._model = _model.SteerModel(str(model), **arguments)
+        self._thread: _LoopThread | None = None
+
+    def start(self) -> Self:
+        """See `steercap.SteerModel.start`."""
+        require_main_guard()
+        self._thread = self._thread or _LoopThread()
+        try:
+            self._thread.run(self._model.start())
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """See `steercap.SteerModel.aclose`. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.run(self._model.aclose())
+            thread.stop()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def generate(self, prompts: Any, sampling_params: Any = None, **arguments: Any) -> Any:
+        """See `steercap.SteerModel.generate`."""
+        return self._wrapped(self._run(self._model.generate(prompts, sampling_params, **arguments)))
+
+    def chat(self, messages: Any, sampling_params: Any = None, **arguments: Any) -> Any:
+        """See `steercap.SteerModel.chat`."""
+        return self._wrapped(self._run(self._model.chat(messages, sampling_params, **arguments)))
+
+    def fetch_captures_batch(self, handles: Any) -> None:
+        """See `steercap.SteerModel.fetch_captures_batch`."""
+        self._run(self._model.fetch_captures_batch(_unwrapped(handles)))
+
+    def stats(self) -> _model.Stats:
+        """See `steercap.SteerModel.stats`."""
+        return self._run(self._model.stats())
+
+    @property
+    def num_layers(self) -> int:
+        """See `steercap.SteerModel.num_layers`."""
+        return self._model.num_layers
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """See `steercap.SteerModel.points`."""
+        return self._model.points
+
+    @property
+    def tokenizer(self) -> Any:
+        """See `steercap.SteerModel.tokenizer`."""
+        return self._model.tokenizer
+
+    def _run(self, work: Coroutine[Any, Any, Value]) -> Value:
+        if self._thread is None:
+            work.close()
+            self._model._open_engine()  # says that it is closed, or was never started
+            raise AssertionError
+        return self._thread.run(work)
+
+    def _wrapped(self, found: Any) -> Any:
+        if isinstance(found, _handle.CaptureHandle):
+            assert self._thread is not None
+            return CaptureHandle(found, self._thread)
+        if isinstance(found, (list, tuple)):
+            return type(found)(self._wrapped(item) for item in found)
+        return found
+
+
+def _unwrapped(handles: Any) -> Any:
+    if isinstance(handles, CaptureHandle):
+        return handles._handle
+    return [_unwrapped(item) for item in handles] if isinstance(handles, (list, tuple)) else handles

@@ -1,0 +1,108 @@
+"""Engines shared between tests, and the check that none of them leaves anything behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import psutil
+import pytest
+
+from steercap import SteerModel
+from steercap.testing import Reference, smollm2, tiny_checkpoint
+
+ALL_SITES = ("resid_pre", "resid_post", "attn_out", "mlp_out")
+
+#: float32 against transformers on the same tokens: the bounds of docs/architecture.md, "What right means".
+MIN_COSINE, MAX_ERROR = 0.99999, 1e-4
+
+TINY_ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "kv_cache_memory_bytes": 32 << 20,
+}
+
+
+class Leftovers:
+    """What exists now and must not exist in addition later."""
+
+    def __init__(self) -> None:
+        self.processes = self._processes()
+        self.threads = set(threading.enumerate())
+        self.shared = set(Path("/dev/shm").iterdir())
+        self.segments = self._segments()
+
+    def new(self) -> dict[str, set[Any]]:
+        """What has come since, by kind; empty sets left out."""
+        now = Leftovers()
+        found = {
+            "processes": now.processes - self.processes,
+            # vLLM's and torch's pools may keep a thread for the process's life; none of them is ours.
+            "threads": {thread.name for thread in now.threads - self.threads if "steercap" in thread.name},
+            "shared memory files": now.shared - self.shared,
+            "mapped segments": now.segments - self.segments,
+        }
+        return {kind: left for kind, left in found.items() if left}
+
+    @staticmethod
+    def _processes() -> set[str]:
+        found = set()
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # zombies included: they have ended
+                command = " ".join(child.cmdline())
+                if "resource_tracker" not in command:
+                    found.add(f"{child.pid} {command[:80]}")
+        return found
+
+    @staticmethod
+    def _segments() -> set[str]:
+        return {
+            line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:steercap" in line
+        }
+
+
+@asynccontextmanager
+async def opened(path: str | Path, **arguments: Any) -> AsyncIterator[SteerModel]:
+    """A SteerModel, and the proof that closing it left nothing behind."""
+    before = Leftovers()
+    async with SteerModel(str(path), **arguments) as model:
+        yield model
+    assert not before.new()
+
+
+@pytest.fixture(scope="session")
+async def tiny() -> AsyncIterator[SteerModel]:
+    """Tiny qwen3, all sites armed, eager, float32."""
+    async with opened(tiny_checkpoint("qwen3"), sites=ALL_SITES, **TINY_ENGINE) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def tiny_reference() -> Reference:
+    """Transformers on the checkpoint of `tiny`."""
+    return Reference(tiny_checkpoint("qwen3"))
+
+
+@pytest.fixture(scope="session")
+async def smol() -> AsyncIterator[SteerModel]:
+    """SmolLM2-135M-Instruct, float32, eager."""
+    async with opened(
+        smollm2(), dtype="float32", enforce_eager=True, max_model_len=1024, kv_cache_memory_bytes=256 << 20
+    ) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def smol_reference() -> Reference:
+    """Transformers on SmolLM2, float32."""
+    return Reference(smollm2())

@@ -1,0 +1,155 @@
+"""Bad input is a clear error before the engine is troubled, and the engine goes on."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import TINY_ENGINE, opened
+from rows import GREEDY, random_prompt
+
+from steercap import CaptureSpec, SteerModel, errors
+from steercap.testing import tiny_checkpoint
+
+SIX = {"max_tokens": 6, **GREEDY}
+PROMPT = random_prompt(10, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"capture_layers": 4}, errors.LayerOutOfRange, "layer 4 is outside this model of 4 layers; use 0 to 3"),
+        ({"capture_layers": [0, -5]}, errors.LayerOutOfRange, "layer -5"),
+        ({"capture_layers": []}, errors.InvalidSpec, "selects none of the 4 layers"),
+        ({"capture_layers": "some"}, errors.InvalidSpec, "'some' is no layer"),
+        ({"capture_layers": True}, errors.InvalidSpec, "True is no integer"),
+        ({"capture_layers": 1, "capture": CaptureSpec()}, errors.InvalidSpec, "not both"),
+        ({"capture": CaptureSpec(sites="resid_late")}, errors.UnknownName, "known: 'attn_out', 'mlp_out'"),
+        ({"capture": CaptureSpec(tokens=[99])}, errors.InvalidSelection, "position 99 is outside the sequence"),
+        ({"capture": CaptureSpec(tokens=-11)}, errors.InvalidSelection, "positions -10 to 14"),
+        ({"capture": CaptureSpec(tokens=slice(4, 4))}, errors.EmptySelection, "selects none of the 15 positions"),
+        ({"capture": CaptureSpec(codec="zip")}, errors.UnknownName, "unknown codec 'zip'; known: 'raw'"),
+        ({"capture": [CaptureSpec()] * 2}, errors.InvalidRequest, "2 entries for 1 prompts"),
+        ({"sampling_params": {"max_tokens": -3}}, errors.InvalidRequest, "max_tokens"),
+        ({"sampling_params": {"max_tokenz": 3}}, errors.InvalidRequest, "max_tokenz"),
+        ({"sampling_params": {"extra_args": {"steercap": b""}}}, errors.InvalidRequest, "belongs to steercap"),
+        ({"prompts": []}, errors.InvalidPrompt, "holds no prompt"),
+        ({"prompts": [PROMPT, []]}, errors.InvalidPrompt, "cannot be a prompt|holds no token"),
+        ({"prompts": ""}, errors.InvalidPrompt, "''"),
+        ({"prompts": 3}, errors.InvalidPrompt, "prompts=3"),
+        ({"prompts": random_prompt(256, 1)}, errors.InvalidPrompt, "256"),
+        ({"prompts": random_prompt(900, 1)}, errors.InvalidPrompt, "256"),
+        ({"prompts": {"prompt_token_ids": [1_000_000]}}, errors.InvalidRequest, "1000000"),
+    ],
+)
+async def test_a_bad_request_says_what_is_wrong(tiny, arguments, error, says) -> None:
+    """The value, the range and the remedy; nothing reaches the workers, and the next request runs."""
+    before = await tiny.stats()
+    with pytest.raises(error, match=says):
+        await tiny.generate(**({"prompts": PROMPT, "sampling_params": SIX} | arguments))
+    after = await tiny.stats()
+    assert (after.steps, after.handles_held, after.capture_bytes_claimed) == (before.steps, 0, 0)
+
+
+async def test_generated_alone_of_one_token_selects_nothing(tiny) -> None:
+    """The last sampled token is never an input: asking for it alone is an error that says so."""
+    with pytest.raises(errors.EmptySelection, match="the last sampled token is never an input"):
+        await tiny.generate(PROMPT, {"max_tokens": 1, **GREEDY}, capture=CaptureSpec(tokens="generated"))
+
+
+async def test_an_unarmed_point_says_how_to_arm_it(smol) -> None:
+    """A site without taps is refused with the setting that arms it."""
+    with pytest.raises(errors.PointNotArmed, match=r"SteerModel\(\.\.\., sites=\[\.\.\., 'attn_out'\]"):
+        await smol.generate("Hello", SIX, capture=CaptureSpec(layers=3, sites="attn_out"))
+
+
+async def test_the_engine_outlives_a_request_that_vllm_refuses(tiny) -> None:
+    """One bad prompt in a list fails the call before any of it runs; the same list without it runs."""
+    with pytest.raises(errors.InvalidPrompt):
+        await tiny.generate([PROMPT, random_prompt(300, 2)], SIX, capture_layers="all")
+    texts, handles = await tiny.generate([PROMPT], SIX, capture_layers="all")
+    await handles[0].fetch()
+    assert len(texts) == 1
+
+
+async def test_captures_are_read_after_fetch_and_before_release(tiny) -> None:
+    """Before: CaptureNotFetched. After: CaptureReleased, for fetching too. Both say what to do."""
+    _, handle = await tiny.generate(PROMPT, SIX, capture=CaptureSpec(layers=[0, 1]))
+    with pytest.raises(errors.CaptureNotFetched, match=r"await handle\.fetch\(\)"):
+        _ = handle.captures
+    await handle.fetch()
+    with pytest.raises(errors.LayerOutOfRange, match=r"captured: resid_post\[0\], resid_post\[1\]"):
+        _ = handle.captures[2]
+    assert 2 not in handle.captures
+    handle.release()
+    handle.release()
+    with pytest.raises(errors.CaptureReleased, match="its rows are gone"):
+        _ = handle.captures
+    with pytest.raises(errors.CaptureReleased):
+        await handle.fetch()
+
+
+async def test_two_sites_need_a_site_to_be_named(tiny) -> None:
+    """`captures[layer]` is for one site; with two, the error says how to choose."""
+    _, handle = await tiny.generate(PROMPT, SIX, capture=CaptureSpec(layers=1, sites=["resid_pre", "mlp_out"]))
+    async with handle:
+        with pytest.raises(errors.InvalidSpec, match=r"captures\[layer, site\]"):
+            _ = handle.captures[1]
+        assert handle.captures[-3, "mlp_out"] is handle.captures[1, "mlp_out"]
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "error", "says"),
+    [
+        ("/nowhere/at/all", {}, errors.ModelNotLoaded, "/nowhere/at/all"),
+        ("tiny", {"no_such_argument": 1}, errors.InvalidSetting, "no_such_argument"),
+        ("tiny", {"worker_extension_cls": "a.B"}, errors.InvalidSetting, "worker_extension_cls"),
+        ("tiny", {"layers": [9]}, errors.LayerOutOfRange, "layer 9 is outside this model of 4 layers"),
+        ("tiny", {"data_parallel_size": 2}, errors.UnsupportedRunner, "data_parallel_size"),
+    ],
+)
+async def test_an_engine_that_cannot_start_says_why(model, arguments, error, says) -> None:
+    """An error names the cause, and nothing is left running."""
+    path = tiny_checkpoint("qwen3") if model == "tiny" else model
+    with pytest.raises(error, match=says):
+        async with opened(path, **{**TINY_ENGINE, **arguments}):
+            pytest.fail("it started")
+
+
+async def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path) -> None:
+    """Nothing is guessed about layers that steercap does not know."""
+    from transformers import AutoConfig
+
+    AutoConfig.for_model("gpt_neox", num_hidden_layers=2, hidden_size=64, num_attention_heads=2).save_pretrained(
+        tmp_path
+    )
+    config = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace("{", '{"architectures": ["GPTNeoXForCausalLM"],', 1))
+    with pytest.raises(errors.UnsupportedModel, match=r"GPTNeoXForCausalLM; known: GPT2LMHeadModel, Gemma"):
+        async with opened(tmp_path, **TINY_ENGINE, skip_tokenizer_init=True):
+            pytest.fail("it started")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "says"),
+    [
+        ({"sites": ["resid_post", "resid_mid"]}, errors.UnknownName, "unknown site 'resid_mid'"),
+        ({"overflow": "drop"}, errors.InvalidSetting, "overflow='drop'; use one of 'wait', 'error'"),
+        ({"transport": "pigeon"}, errors.InvalidSetting, "transport='pigeon'"),
+        ({"capture_bytes": 0}, errors.InvalidSetting, "capture_bytes=0"),
+    ],
+)
+def test_a_bad_setting_is_refused_before_anything_starts(settings, error, says) -> None:
+    """Settings are checked when the model is described, not when it starts."""
+    with pytest.raises(error, match=says):
+        SteerModel("anything", **settings)
+
+
+async def test_a_model_that_is_not_open_says_so() -> None:
+    """Before start and after close, every call is ModelClosed."""
+    model = SteerModel("anything")
+    with pytest.raises(errors.ModelClosed, match="never started"):
+        await model.generate("x")
+    await model.aclose()
+    await model.aclose()
+    for call in (model.generate("x"), model.start(), model.stats()):
+        with pytest.raises(errors.ModelClosed, match="closed"):
+            await call

@@ -1,0 +1,224 @@
+"""What a user asks is what comes back: selections, reductions, samples, labels, files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import ALL_SITES, MAX_ERROR, MIN_COSINE
+from rows import GREEDY, flattened, parity, points, random_prompt, worst
+
+from steercap import CaptureHandle, CaptureSpec
+from steercap.core.spec import REDUCTIONS
+
+SIX = {"max_tokens": 6, **GREEDY}
+
+
+def hold(found: dict[str, Any]) -> None:
+    """Assert the float32 bounds for the worst row."""
+    for name, same in found.items():
+        assert same.cosine > MIN_COSINE, name
+        assert same.error < MAX_ERROR, name
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ("all", list(range(25))),
+        ("prompt", list(range(20))),
+        ("generated", list(range(20, 25))),
+        ("last_prompt", [19]),
+        (-1, [19]),
+        ([0, -20, 7, -2], [0, 7, 18]),
+        (slice(3, 8), [3, 4, 5, 6, 7]),
+        (slice(-3, None), list(range(17, 25))),
+        (slice(None, None, 9), [0, 9, 18]),
+        (range(18, 22), [18, 19, 20, 21]),
+        (["last_prompt", slice(21, 23), 0], [0, 19, 21, 22]),
+    ],
+)
+async def test_a_selection_gives_those_rows_and_no_others(tiny, tiny_reference, tokens, expected) -> None:
+    """`tokens=` selects positions exactly; each row is the one of its position."""
+    prompt = random_prompt(20, 1)
+    _, handle = await tiny.generate(prompt, SIX, capture=CaptureSpec(layers=[0, -1], tokens=tokens))
+    await handle.fetch()
+    assert handle.positions.tolist() == expected
+    assert handle.receipt.rows == len(expected)
+    hold(parity(handle, tiny_reference))
+
+
+@pytest.mark.parametrize("layers", [2, -1, [0, -1], slice(1, None), range(0, 4, 2), "all", slice(None, None, -1)])
+async def test_layers_are_those_asked_for(tiny, tiny_reference, layers) -> None:
+    """Any way to write layers gives the same rows as transformers has there."""
+    _, handle = await tiny.generate(random_prompt(9, 2), SIX, capture_layers=layers)
+    await handle.fetch()
+    every = range(4)
+    wanted = every if layers == "all" else every[layers] if isinstance(layers, slice) else layers
+    wanted = [wanted] if isinstance(wanted, int) else wanted
+    assert handle.captures.layers == tuple(sorted({layer % 4 for layer in wanted}))
+    hold(parity(handle, tiny_reference))
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+@pytest.mark.parametrize("tokens", ["all", "generated", [0, 3, -1]])
+async def test_a_reduction_is_that_of_the_rows_in_float32(tiny, reduce, tokens) -> None:
+    """A reduction in the worker equals the same reduction of the rows, and one row travels."""
+    prompt = random_prompt(50, 3)
+    spec = CaptureSpec(sites=ALL_SITES, tokens=tokens)
+    _, (full, reduced) = await tiny.generate(
+        [prompt, prompt], SIX, capture=[spec, CaptureSpec(sites=ALL_SITES, tokens=tokens, reduce=reduce)]
+    )
+    await tiny.fetch_captures_batch([full, reduced])
+    assert reduced.positions.tolist() == full.positions.tolist()
+    for point, rows in full.captures.items():
+        by_hand = {
+            "mean": rows.double().mean(0),
+            "sum": rows.double().sum(0),
+            "max": rows.double().amax(0),
+            "last": rows.double()[-1],
+        }[reduce]
+        got = reduced.captures[point]
+        assert got.dtype == torch.float32
+        assert got.shape == (1, rows.shape[1])
+        # Rounding of a float32 sum of 55 rows; the two requests were batched together, not bit-equal alone.
+        torch.testing.assert_close(got[0].double(), by_hand, rtol=1e-5, atol=1e-4)
+
+
+async def test_samples_of_one_prompt_are_told_apart(tiny, tiny_reference) -> None:
+    """`n=4` gives four handles with the rows of their own tokens."""
+    params = {"n": 4, "temperature": 1.0, "seed": 7, "max_tokens": 12, "ignore_eos": True}
+    texts, handles = await tiny.generate([random_prompt(12, 4), random_prompt(5, 5)], params, capture_layers="all")
+    assert [len(group) for group in texts] == [len(group) for group in handles] == [4, 4]
+    await tiny.fetch_captures_batch(handles)
+    for group in handles:
+        assert len({handle.output_token_ids for handle in group}) == 4
+        assert len({handle.request_id for handle in group}) == 4
+    hold(worst(parity(handle, tiny_reference) for handle in flattened(handles)))
+
+
+async def test_a_stop_string_ends_the_rows_where_the_tokens_end(tiny, tiny_reference) -> None:
+    """The engine may run on past a stop string that only the client sees; those rows are not handed over."""
+    prompt = random_prompt(8, 6)
+    full = await tiny.generate(prompt, {"max_tokens": 40, **GREEDY}, raw_output=True)
+    text = full.outputs[0].text
+    stop = next(text[at : at + 2] for at in range(6, len(text) - 2) if text[at : at + 2].strip())
+    output, handle = await tiny.generate(
+        prompt, {"max_tokens": 40, "stop": [stop], **GREEDY}, capture_layers="all", raw_output=True
+    )
+    await handle.fetch()
+    tokens = len(output.outputs[0].token_ids)
+    assert tokens < 40
+    assert handle.receipt.rows == 8 + tokens - 1
+    hold(parity(handle, tiny_reference))
+
+
+async def test_each_prompt_may_have_its_own_spec_or_none(tiny, tiny_reference) -> None:
+    """`capture=[a, None, b]` keeps what each asks and nothing for None."""
+    specs = [CaptureSpec(layers=0), None, CaptureSpec(layers=[1, 2], sites=["mlp_out", "resid_pre"], tokens="prompt")]
+    texts, handles = await tiny.generate([random_prompt(6, seed) for seed in range(3)], SIX, capture=specs)
+    assert len(texts) == 3
+    assert handles[1] is None
+    await tiny.fetch_captures_batch(handles)
+    assert tuple(handles[0].captures) == points([0], "resid_post")
+    assert set(handles[2].captures) == set(points([1, 2], "mlp_out", "resid_pre"))
+    hold(worst([parity(handles[0], tiny_reference), parity(handles[2], tiny_reference)]))
+
+
+async def test_tokens_are_the_same_with_and_without_capture(tiny) -> None:
+    """Capturing changes no token."""
+    prompts = [random_prompt(length, length) for length in (1, 5, 60)]
+    params = {"max_tokens": 30, **GREEDY}
+    bare = await tiny.generate(prompts, params, raw_output=True)
+    outputs, handles = await tiny.generate(prompts, params, capture=CaptureSpec(sites=ALL_SITES), raw_output=True)
+    assert [out.outputs[0].token_ids for out in outputs] == [out.outputs[0].token_ids for out in bare]
+    assert [tuple(out.outputs[0].token_ids) for out in outputs] == [handle.output_token_ids for handle in handles]
+
+
+async def test_generated_rows_that_never_came_are_an_empty_tensor(tiny) -> None:
+    """A reply of one token has no generated row: empty, with or without reduction, never made up."""
+    prompt = random_prompt(10, 11)
+    (first,) = (await tiny.generate(prompt, {"max_tokens": 1, **GREEDY}, raw_output=True)).outputs[0].token_ids
+    params = {"max_tokens": 8, "temperature": 0.0, "stop_token_ids": [first]}
+    for reduce in (None, "mean"):
+        output, handle = await tiny.generate(
+            prompt, params, capture=CaptureSpec(layers=1, tokens="generated", reduce=reduce), raw_output=True
+        )
+        await handle.fetch()
+        assert len(output.outputs[0].token_ids) == 1
+        assert handle.captures[1].shape == (0, 128)
+        assert handle.positions.tolist() == []
+
+
+async def test_fetch_is_lazy_idempotent_and_one_call_for_all(tiny, monkeypatch) -> None:
+    """Nothing moves before `fetch`; a batch is one RPC; fetched rows are not fetched again."""
+    calls = []
+    vllm = tiny._engine.vllm
+    original = vllm.rpc
+
+    async def counted(frame: bytes) -> list[bytes]:
+        calls.extend([frame] if b"Collect" in frame or b"Read" in frame else [])  # not the freeing of earlier rows
+        return await original(frame)
+
+    monkeypatch.setattr(vllm, "rpc", counted)
+    _, handles = await tiny.generate([random_prompt(10, seed) for seed in range(8)], SIX, capture_layers=[1])
+    assert not calls
+    await tiny.fetch_captures_batch(handles)
+    assert len(calls) == 1
+    rows = handles[0].captures[1]
+    await tiny.fetch_captures_batch(handles)
+    await handles[0].fetch()
+    assert len(calls) == 1
+    assert handles[0].captures[1] is rows
+
+
+async def test_bytes_over_rpc_equal_shared_memory(tiny) -> None:
+    """The wire gives the same rows as shared memory, bit for bit, in as many RPCs as their size asks for."""
+    from steercap.transport import reader
+
+    engine = tiny._engine
+    rank = engine._ranks[0]
+    assert isinstance(rank.reader, reader.SharedReader)
+    prompt = random_prompt(100, 12)
+    _, handle = await tiny.generate(prompt, SIX, capture=CaptureSpec(sites=ALL_SITES))
+    wire = reader.WireReader(rank.attached, engine._line_source(0))
+    (shared,) = await engine.collect([handle._wanted()])
+    engine._ranks = (type(rank)(rank.index, rank.attached, wire),)
+    try:
+        for size in (reader.WIRE_BYTES, 4096):
+            reader.WIRE_BYTES, before = size, reader.WIRE_BYTES
+            try:
+                (sent,) = await engine.collect([handle._wanted()])
+            finally:
+                reader.WIRE_BYTES = before
+            assert all(torch.equal(*both) for both in zip(shared.rows, sent.rows, strict=True))
+        await handle.fetch()
+    finally:
+        engine._ranks = (rank,)
+    assert handle.captures[3, "resid_post"].shape == (105, 128)
+
+
+async def test_a_file_gives_the_handle_back(tiny, tmp_path) -> None:
+    """`save` and `load` keep rows bit for bit, and all that the handle knows."""
+    conversation = [{"role": "user", "content": "hi"}]
+    spec = CaptureSpec(layers=[0, 3], sites=["resid_post", "attn_out"])
+    template = {"chat_template": "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"}
+    _, handle = await tiny.chat(conversation, SIX, capture=spec, chat_template_kwargs=template)
+    await handle.fetch()
+    loaded = CaptureHandle.load(handle.save(tmp_path / "deep" / "rows.safetensors"))
+    assert all(torch.equal(loaded.captures[point], rows) for point, rows in handle.captures.items())
+    assert torch.equal(loaded.positions, handle.positions)
+    assert torch.equal(loaded.token_ids, handle.token_ids)
+    assert torch.equal(loaded.rows_of("user"), handle.rows_of("user"))
+    for name in ("request_id", "model", "text", "prompt_token_ids", "output_token_ids", "points", "messages"):
+        assert getattr(loaded, name) == getattr(handle, name), name
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["rows.safetensors"]
+
+
+async def test_numpy_has_the_same_rows(tiny) -> None:
+    """`to_numpy` is the rows, by point."""
+    _, handle = await tiny.generate(random_prompt(4, 8), SIX, capture_layers=[2])
+    async with handle:
+        arrays = handle.to_numpy()
+        assert list(arrays) == [(2, "resid_post")]
+        assert torch.equal(torch.from_numpy(arrays[2, "resid_post"]), handle.captures[2])

@@ -1,0 +1,203 @@
+"""What a newcomer meets: imports, errors, registries, the guard, the map of the tree."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import steercap
+from steercap import errors
+from steercap.codecs import CODECS
+from steercap.codecs.base import Codec
+from steercap.core.chat import MessageSpan, message_spans
+from steercap.errors import InvalidFile, UnknownName
+from steercap.families import FAMILIES, family_of
+from steercap.files import load_handle
+from steercap.sites import SITES
+
+ROOT = Path(steercap.__file__).parent
+
+
+def test_importing_steercap_loads_neither_vllm_nor_torch() -> None:
+    """`import steercap` is quick: heavy things are loaded by what needs them."""
+    code = "import sys, steercap; print(sorted({'torch', 'vllm', 'transformers', 'numpy'} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_every_public_name_is_there() -> None:
+    """`steercap.__all__` holds, and an unknown name is an AttributeError."""
+    for name in steercap.__all__:
+        assert getattr(steercap, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'SteerModle'"):
+        _ = steercap.SteerModle
+
+
+def test_the_tree_of_errors_is_the_one_drawn() -> None:
+    """The drawing in errors.py names every class, at its depth."""
+    drawn = {}
+    for line in errors.__doc__.splitlines():
+        match = re.match(r"^([│├└─ ]*)(\w+)(?: \(\w+\))?(?:\s{2,}.*)?$", line)
+        if match and inspect.isclass(getattr(errors, match[2], None)):
+            drawn[match[2]] = len(match[1]) // 4
+    classes = {name: cls for name, cls in vars(errors).items() if inspect.isclass(cls)}
+    assert drawn == {
+        name: sum(issubclass(base, errors.SteercapError) for base in cls.__mro__) - 1 for name, cls in classes.items()
+    }
+
+
+@pytest.mark.parametrize("registry", [SITES, FAMILIES, CODECS])
+def test_a_registry_names_what_it_knows(registry) -> None:
+    """An unknown name is an error that lists the known ones; each member is a file."""
+    with pytest.raises(UnknownName, match=f"known: .*'{next(iter(registry))}'"):
+        registry["nothing"]
+    folder = Path(sys.modules[type(next(iter(registry.values()))).__module__].__file__).parent
+    assert set(registry) <= {path.stem for path in folder.glob("*.py")}
+    assert "nothing" not in registry
+    assert len(registry) == len(list(registry))
+
+
+def test_no_architecture_is_claimed_twice() -> None:
+    """Each architecture has one family."""
+    names = [name for family in FAMILIES.values() for name in family.architectures]
+    assert len(names) == len(set(names))
+    assert all(family_of([name]) for name in names)
+
+
+@pytest.mark.parametrize("codec", list(CODECS))
+def test_a_codec_gives_back_what_it_took(codec) -> None:
+    """decode(encode(rows)) is rows, for every dtype of a model."""
+    import torch
+
+    member: Codec = CODECS[codec]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        rows = torch.randn(5, 3, 16).to(dtype)
+        assert torch.equal(member.decode(member.encode(rows), dtype, 16), rows)
+
+
+SCRIPT = """
+import asyncio
+from steercap.guard import require_main_guard
+
+async def main():
+    require_main_guard()
+    print("started")
+
+{run}
+"""
+
+
+@pytest.mark.parametrize(
+    ("run", "starts"),
+    [
+        ("asyncio.run(main())", False),
+        ("if True:\n    asyncio.run(main())", False),
+        ('if __name__ == "__main__":\n    asyncio.run(main())', True),
+        ('def go():\n    asyncio.run(main())\n\nif __name__ == "__main__":\n    go()', True),
+        (
+            """
+import multiprocessing as m
+if __name__ == "__mp_main__":
+    asyncio.run(main())
+if __name__ == '__main__':
+    p = m.get_context("spawn").Process(target=print)
+    p.start()
+    p.join()
+""",
+            False,
+        ),
+    ],
+)
+def test_a_script_needs_the_main_guard(run, starts, tmp_path) -> None:
+    """Without it an engine would start engines; the message says what to write."""
+    script = tmp_path / "experiment.py"
+    script.write_text(SCRIPT.format(run=run))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert ("started" in done.stdout) == starts
+    assert ('if __name__ == "__main__":' in done.stderr) != starts
+
+
+def test_the_guard_lets_interactive_sessions_be() -> None:
+    """There is nothing to import again."""
+    code = "from steercap.guard import require_main_guard\nrequire_main_guard()\nprint('started')"
+    assert "started" in subprocess.check_output([sys.executable, "-c", code], text=True)
+
+
+def test_every_module_is_on_the_map() -> None:
+    """docs/architecture.md names each module, and none that is gone."""
+    text = (ROOT.parent / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`([\w/]+\.py)`", text))
+    named = {name for name in named if not name.startswith("tests/")}
+    modules = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py")}
+    modules = {name for name in modules if not name.endswith("__init__.py")}
+    plugged = {
+        f"{axis}/{name}.py"
+        for axis, found in (("sites", SITES), ("families", FAMILIES), ("codecs", CODECS))
+        for name in found
+    }
+    assert modules - plugged - named == set(), "not on the map"
+    assert named - modules == set(), "gone"
+
+
+def test_only_adapters_name_vllm() -> None:
+    """At run time nothing else imports vllm; types under TYPE_CHECKING do not count."""
+    guilty = []
+    for path in ROOT.rglob("*.py"):
+        if "adapters" in path.parts:
+            continue
+        tree = ast.parse(path.read_text())
+        checking = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.dump(n.test)]
+        skipped = {id(n) for block in checking for n in ast.walk(block)}
+        for node in ast.walk(tree):
+            names = (
+                [a.name for a in getattr(node, "names", [])]
+                if isinstance(node, ast.Import)
+                else [getattr(node, "module", "") or ""]
+            )
+            if (
+                isinstance(node, (ast.Import, ast.ImportFrom))
+                and id(node) not in skipped
+                and any(n.split(".")[0] == "vllm" for n in names)
+            ):
+                guilty.append(path.name)
+    assert guilty == []
+
+
+def test_spans_follow_the_template_not_its_looks() -> None:
+    """A message's span ends where the templated prefix stops agreeing with the prompt."""
+    full = [1, 2, 3, 4, 5, 6, 7, 8]
+    spans = message_spans(["system", "user"], [[1, 2, 3], [1, 2, 3, 4, 5, 99]], full)
+    assert spans == [
+        MessageSpan("system", 0, 0, 3),
+        MessageSpan("user", 1, 3, 5),
+        MessageSpan("generation_prompt", None, 5, 8),
+    ]
+
+
+@pytest.mark.parametrize("content", [b"", b"not safetensors at all", None])
+def test_a_file_that_is_no_capture_is_refused(content, tmp_path) -> None:
+    """Empty, foreign, truncated or missing files are InvalidFile with the path."""
+    path = tmp_path / "x.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InvalidFile, match=r"x\.safetensors"):
+        load_handle(path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [({}, "not of steercap"), ({"steercap": '{"version": 2}'}, "version 2"), ({"steercap": "{"}, "cannot be read")],
+)
+def test_a_foreign_or_newer_header_is_refused(metadata, says, tmp_path) -> None:
+    """A safetensors file of somebody else's, of a later format, or with a broken header says which."""
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors", metadata)
+    with pytest.raises(InvalidFile, match=says):
+        load_handle(tmp_path / "x.safetensors")

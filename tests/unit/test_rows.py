@@ -1,0 +1,79 @@
+"""Pages, allocation and labels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steercap.core.receipt import check_labels, check_points
+from steercap.core.rows import PageAllocator, page_shape
+from steercap.core.spec import Point
+from steercap.errors import CaptureIncomplete
+
+
+@given(st.integers(1, 400), st.sampled_from([256, 2304, 8192, 65536]), st.integers(0, 5000), st.data())
+def test_pages_hold_whole_records(points, line_bytes, rows, data) -> None:
+    """A page has room for two records of all points at least, and `pages` for every row."""
+    shape = page_shape(points, line_bytes)
+    wanted = data.draw(st.integers(1, points))
+    assert shape.lines >= 2 * points
+    assert shape.records(wanted) * wanted <= shape.lines
+    assert (shape.pages(rows, wanted) - 1) * shape.records(wanted) < rows or rows == 0
+    assert shape.pages(rows, wanted) * shape.records(wanted) >= rows
+
+
+@given(st.lists(st.integers(-1, 12), max_size=80))
+def test_an_allocator_gives_each_page_once_and_the_lowest_first(steps) -> None:
+    """Negative steps allocate; others return one of what is held."""
+    allocator, held = PageAllocator(10), []
+    for step in steps:
+        if step < 0:
+            page = allocator.allocate()
+            free = sorted(set(range(10)) - set(held))
+            assert page == (free[0] if free else None)
+            held += [] if page is None else [page]
+        elif held:
+            allocator.free([held.pop(step % len(held))])
+        assert allocator.in_use == len(held)
+
+
+def test_an_idle_allocator_forgets_what_it_touched() -> None:
+    """Only when nothing is in use, so that no page in use is ever trimmed."""
+    allocator = PageAllocator(10)
+    pages = [allocator.allocate() for _ in range(6)]
+    allocator.free(pages[1:])
+    assert (allocator.forget_untouched(2), allocator.touched) == (6, 6)
+    allocator.free(pages[:1])
+    assert (allocator.forget_untouched(2), allocator.touched, allocator.in_use) == (6, 2, 0)
+    assert [allocator.allocate() for _ in range(4)] == [0, 1, 2, 3]
+
+
+TOKENS = [10, 11, 12, 13, 14]
+
+
+@pytest.mark.parametrize(
+    ("positions", "token_ids", "says"),
+    [
+        ([0, 1, 3], [10, 11, 13], None),
+        ([0, 1], [10, 11], "3 rows expected, the worker has 2"),
+        ([0, -1, 3], [10, -1, 13], "1 of 3 rows were never computed, the first at position 1"),
+        ([0, 2, 3], [10, 12, 13], "never computed"),
+        ([0, 1, 3], [10, 11, 14], "position 3 was computed for token 14, but the sequence has token 13"),
+    ],
+)
+def test_labels_must_be_those_of_the_sequence(positions, token_ids, says) -> None:
+    """A missing row, a row of another position and a row of another token are CaptureIncomplete, with the place."""
+    arguments = ("r", np.array([0, 1, 3]), TOKENS, np.array(positions), np.array(token_ids))
+    if says is None:
+        check_labels(*arguments)
+        return
+    with pytest.raises(CaptureIncomplete, match=says):
+        check_labels(*arguments)
+
+
+def test_every_point_must_have_come() -> None:
+    """A point that no worker captured is named."""
+    with pytest.raises(CaptureIncomplete, match=r"no worker captured mlp_out\[3\]"):
+        check_points("r", [Point(2, "resid_post"), Point(3, "mlp_out")], [Point(2, "resid_post")])

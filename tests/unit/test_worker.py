@@ -1,0 +1,221 @@
+"""The worker's side without a model: a runtime driven step by step, its taps called by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from steercap.core.messages import (
+    Attach,
+    Attached,
+    Call,
+    Census,
+    Collect,
+    Collected,
+    Counted,
+    Failed,
+    Lines,
+    Owner,
+    Parcel,
+    Read,
+    Unknown,
+    Wanted,
+    decode_answer,
+    encode,
+)
+from steercap.core.plan import CapturePlan
+from steercap.core.rows import BatchRows
+from steercap.core.tokens import Range
+from steercap.transport.assemble import assemble, page_ranges
+from steercap.transport.reader import open_reader
+from steercap.worker.runtime import Runtime
+
+WIDTH, POINTS = 8, 3
+
+
+class Bench:
+    """A runtime, and a stream of rows whose values say whose they are: request × 1000 + position + point / 10."""
+
+    def __init__(self, capture_bytes: int = 1 << 20, dtype: torch.dtype = torch.float32) -> None:
+        self.runtime = Runtime(range(POINTS), POINTS, WIDTH, dtype, captures=True)
+        self.attached = self.ask(Attach(capture_bytes))
+        assert isinstance(self.attached, Attached)
+        self.reader = open_reader(self.attached, "shared", self.no_wire)
+
+    @staticmethod
+    async def no_wire(_ranges: object) -> bytes:
+        raise AssertionError
+
+    def ask(self, question, released: tuple[Owner, ...] = ()):
+        return decode_answer(self.runtime.answer(encode(Call(released, question))))
+
+    def plan(self, key: str, points=(0, 1, 2), ranges=(Range(0, None),), limit: int = 100, reduce=None) -> None:
+        plan = CapturePlan(key, tuple(points), tuple(ranges), 10, limit, reduce, "raw", 1)
+        self.runtime.register(key, plan.encode(), 0)
+
+    def step(self, *parts: tuple[str, int, int], padding: int = 0, skip_point: int | None = None) -> None:
+        """Run one pass over (request, first position, tokens) parts."""
+        names = [name for name, _, _ in parts]
+        positions = np.concatenate([np.arange(start, start + count) for _, start, count in parts])
+        owner = np.concatenate([np.full(count, float(name[1:])) for name, _, count in parts])
+        self.runtime.begin_step(
+            BatchRows(
+                names,
+                np.array([start for _, start, _ in parts]),
+                np.array([count for _, _, count in parts]),
+                positions + 7,
+                positions,
+            )
+        )
+        base = torch.from_numpy(owner * 1000 + positions)
+        for point in range(POINTS):
+            if point == skip_point:
+                continue
+            rows = torch.zeros(len(base) + padding, WIDTH, dtype=self.runtime.dtype)
+            rows[: len(base)] = (base[:, None] / 2).to(rows.dtype)
+            residual = rows + (point / 10 if point else 0) * (rows != 0)
+            self.runtime.tables.on_tap(rows, residual, point)
+        self.runtime.end_step()
+
+    async def rows(self, key: str, total: int) -> tuple[Parcel, torch.Tensor]:
+        answer = self.ask(Collect((Wanted(Owner(key, 0), total),)))
+        assert isinstance(answer, Collected)
+        (parcel,) = answer.parcels
+        assert isinstance(parcel, Parcel)
+        return parcel, assemble(parcel, self.attached, await self.reader.read(page_ranges(parcel, self.attached)))
+
+
+def expected(request: int, positions, point: int) -> torch.Tensor:
+    base = torch.tensor([request * 1000.0 + p for p in positions])
+    return (base + (point / 10 if point else 0))[:, None].expand(-1, WIDTH)
+
+
+async def test_mixed_batches_keep_each_row_at_its_place() -> None:
+    """Requests with other points and ranges share passes, with padding; recomputed positions overwrite."""
+    bench = Bench()
+    bench.plan("r1")
+    bench.plan("r2", points=(1,), ranges=(Range(2, None, 2),))
+    bench.plan("r3", points=(0, 2), ranges=(Range(0, 3), Range(9, 10)))
+    bench.step(("r1", 0, 5), ("r0", 0, 3), ("r2", 0, 6), padding=4)
+    bench.step(("r3", 0, 10), ("r1", 5, 1), ("r2", 6, 1))
+    bench.step(("r2", 0, 8), ("r1", 6, 1))  # r2 was preempted
+    for key, points, positions in (("r1", (0, 1, 2), range(7)), ("r2", (1,), (2, 4, 6)), ("r3", (0, 2), (0, 1, 2, 9))):
+        parcel, rows = await bench.rows(key, 10)
+        found = np.frombuffer(parcel.positions, dtype=np.int64)
+        assert [p for p in found if p >= 0] == list(positions)
+        assert parcel.points == points
+        assert parcel.failure is None
+        for index, point in enumerate(points):
+            torch.testing.assert_close(rows[index, : len(positions)], expected(int(key[1:]), positions, point))
+
+
+async def test_rows_past_the_end_are_not_handed_over() -> None:
+    """A request that ran on after its end gives the rows of the tokens it kept."""
+    bench = Bench()
+    bench.plan("r1")
+    bench.step(("r1", 0, 9))
+    parcel, rows = await bench.rows("r1", 6)
+    assert parcel.stored_rows == rows.shape[1] == 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduce", ["mean", "sum", "max", "last"])
+async def test_reductions_run_over_pages_in_float32(dtype, reduce) -> None:
+    """Many pages in, one float32 row a point out; a second look gives the same; the pages go but one."""
+    bench = Bench(4 << 20, dtype)
+    bench.plan("r1", reduce=reduce, limit=30_000)
+    for start in range(0, 24_000, 6_000):
+        bench.step(("r1", start, 6_000))
+    pages = bench.ask(Census()).pages_in_use
+    assert pages > 1
+    for _ in range(2):
+        parcel, rows = await bench.rows("r1", 24_000)
+        assert parcel.dtype == "float32"
+        assert rows.shape == (POINTS, 1, WIDTH)
+        values = (1000 + torch.arange(24_000)).to(torch.float64) / 2
+        kept = values.to(dtype).double()
+        full = (kept.to(dtype) + kept.to(dtype)).double()
+        by_hand = {"mean": full.mean(), "sum": full.sum(), "max": full.max(), "last": full[-1]}[reduce]
+        torch.testing.assert_close(rows[0, 0, 0].double(), by_hand, rtol=1e-5, atol=0)
+    assert bench.ask(Census()).pages_in_use == 1
+
+
+async def test_a_tap_that_does_not_fire_spoils_the_step_loudly() -> None:
+    """Rows of a pass in which a tap was silent are never handed over as good."""
+    bench = Bench()
+    bench.plan("r1")
+    bench.plan("r2")
+    bench.step(("r1", 0, 4))
+    bench.step(("r2", 0, 4), skip_point=1)
+    good, _ = await bench.rows("r1", 4)
+    bad = bench.ask(Collect((Wanted(Owner("r2", 0), 4),))).parcels[0]
+    assert good.failure is None
+    assert "taps of points [1] fired [0] times" in bad.failure
+
+
+async def test_a_pass_that_fails_or_is_short_spoils_its_rows() -> None:
+    """An exception in the model, or hidden states for fewer tokens than were laid out, is a failure of the rows."""
+    bench = Bench()
+    bench.plan("r1")
+    bench.plan("r2")
+    layout = np.array([0]), np.array([4]), np.arange(4), np.arange(4)
+    bench.runtime.begin_step(BatchRows(["r1"], *layout))
+    bench.runtime.end_step(ValueError("out of cheese"))
+    bench.runtime.begin_step(BatchRows(["r2"], *layout))
+    bench.runtime.tables.on_tap(torch.zeros(3, WIDTH), None, 0)
+    bench.runtime.end_step()
+    first, second = bench.ask(Collect((Wanted(Owner("r1", 0), 4), Wanted(Owner("r2", 0), 4)))).parcels
+    assert "out of cheese" in first.failure
+    assert "saw (3, 8) for 4 tokens" in second.failure
+
+
+async def test_positions_that_are_not_those_scheduled_spoil_the_rows() -> None:
+    """The positions the model reads and those that were scheduled are compared in every pass."""
+    bench = Bench()
+    bench.plan("r1")
+    bench.runtime.begin_step(BatchRows(["r1"], np.array([0]), np.array([4]), np.arange(4), np.arange(4) + 1))
+    bench.runtime.end_step()
+    (parcel,) = bench.ask(Collect((Wanted(Owner("r1", 0), 4),))).parcels
+    assert "computes position 1 where 0 was scheduled" in parcel.failure
+
+
+async def test_a_full_arena_is_said_not_hidden() -> None:
+    """When there is no page left the request's rows are a failure, its neighbour's are not."""
+    bench = Bench(300_000)
+    bench.plan("r1")
+    bench.plan("r2", limit=20_000)
+    bench.step(("r1", 0, 4), ("r2", 0, 9_000))
+    good, bad = bench.ask(Collect((Wanted(Owner("r1", 0), 4), Wanted(Owner("r2", 0), 9_000)))).parcels
+    assert good.failure is None
+    assert bad.failure == "the arena is full"
+
+
+async def test_rows_given_back_are_gone_and_their_memory_free() -> None:
+    """Release frees the pages; the owner is then unknown; a late pass of the request writes nothing."""
+    bench = Bench()
+    bench.plan("r1")
+    bench.step(("r1", 0, 50))
+    counted = bench.ask(Census(), released=(Owner("r1", 0), Owner("never", 0)))
+    assert isinstance(counted, Counted)
+    assert (counted.requests, counted.pages_in_use, counted.rows_written) == (0, 0, 50)
+    bench.step(("r1", 50, 1))
+    assert bench.ask(Collect((Wanted(Owner("r1", 0), 50),))).parcels == (Unknown(Owner("r1", 0)),)
+
+
+async def test_errors_are_answers() -> None:
+    """Bytes that are no frame, and questions before the arena is there, come back as Failed, never as an exception."""
+    runtime = Runtime(range(POINTS), POINTS, WIDTH, torch.float32, captures=True)
+    assert isinstance(decode_answer(runtime.answer(b"\xc1 no frame")), Failed)
+    assert isinstance(decode_answer(runtime.answer(encode(Call((), Census())))), Failed)
+
+
+async def test_lines_can_be_sent_as_bytes() -> None:
+    """`Read` gives the bytes of just those lines."""
+    bench = Bench()
+    bench.plan("r1", points=(0,))
+    bench.step(("r1", 0, 3))
+    parcel, rows = await bench.rows("r1", 3)
+    answer = bench.ask(Read(tuple(page_ranges(parcel, bench.attached))))
+    assert isinstance(answer, Lines)
+    assert answer.data == rows[0].numpy().tobytes()
