@@ -43,7 +43,7 @@ from steercap.core.plan import CapturePlan
 from steercap.core.rows import PageShape
 from steercap.errors import EngineFailure, ModelClosed, WorkerFailure
 from steercap.probe import probe
-from steercap.transport.assemble import assemble, page_ranges
+from steercap.transport.assemble import assemble
 from steercap.transport.reader import LineReader, open_reader
 
 if TYPE_CHECKING:
@@ -227,14 +227,8 @@ class Engine:
                 continue
             failure = failure or parcel.failure
             if failure is None and parcel.points:
-                pages = await rank.reader.read(page_ranges(parcel, rank.attached))
-                gathered = (
-                    assemble(parcel, rank.attached, pages)
-                    if _small(pages)
-                    else await asyncio.to_thread(assemble, parcel, rank.attached, pages)
-                )
                 parcels.append(parcel)
-                rows.append(gathered)
+                rows.append(await _gather(rank, parcel))
         return Delivery(tuple(parcels), tuple(rows), failure)
 
     async def _ask(
@@ -298,5 +292,8 @@ def _answers(frames: Sequence[bytes], kind: type[Kind], rank: int | None) -> lis
     return chosen  # type: ignore[return-value]
 
 
-def _small(pages: Sequence[torch.Tensor]) -> bool:
-    return sum(page.numel() for page in pages) < THREAD_BYTES
+async def _gather(rank: Rank, parcel: Parcel) -> torch.Tensor:
+    lines = await rank.reader.read(parcel.lines)
+    if sum(page.numel() for page in lines) < THREAD_BYTES:
+        return assemble(parcel, rank.attached.width, lines)
+    return await asyncio.to_thread(assemble, parcel, rank.attached.width, lines)

@@ -17,6 +17,7 @@ SteercapError
 │   ├── TapsNotInstalled            the probe found a tap that does not fire
 │   ├── MainGuardMissing            a script starts an engine while it is being imported
 │   ├── ModelClosed                 the model was closed, or never opened
+│   ├── MemoryNotShared             transport="shared", but the arena lies on another machine
 │   └── WorkerFailure               a worker answered a call with an error
 ├── CaptureError (RuntimeError)     rows that were asked for cannot be handed over
 │   ├── CaptureIncomplete           rows are missing or carry another token's label
@@ -93,6 +94,10 @@ class MainGuardMissing(EngineFailure):
 
 class ModelClosed(EngineFailure):
     """The model was used before it was opened or after it was closed."""
+
+
+class MemoryNotShared(EngineFailure):
+    """A worker's arena cannot be mapped here: it lies on another machine or in another container."""
 
 
 class WorkerFailure(EngineFailure):

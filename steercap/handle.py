@@ -22,7 +22,14 @@ from steercap.core.plan import CapturePlan
 from steercap.core.receipt import Receipt, check_labels, check_points
 from steercap.core.rows import rows_selected
 from steercap.core.spec import Point
-from steercap.errors import CaptureIncomplete, CaptureNotFetched, CaptureReleased, InvalidSpec, LayerOutOfRange
+from steercap.errors import (
+    CaptureIncomplete,
+    CaptureNotFetched,
+    CaptureReleased,
+    InvalidRequest,
+    InvalidSpec,
+    LayerOutOfRange,
+)
 
 if TYPE_CHECKING:
     from steercap.core.budget import Ticket
@@ -313,6 +320,7 @@ async def fetch_all(handles: Sequence[CaptureHandle]) -> None:
     Raises:
         CaptureIncomplete: some rows are missing or wrong; the other handles are fetched all the same.
         CaptureReleased: one of the handles was released.
+        InvalidRequest: handles of several models.
     """
     async with AsyncExitStack() as locked:
         pending: list[CaptureHandle] = []
@@ -324,10 +332,11 @@ async def fetch_all(handles: Sequence[CaptureHandle]) -> None:
                 pending.append(handle)
         if not pending:
             return
-        source = pending[0]._source
-        assert source is not None
+        engines = {handle._source.engine for handle in pending if handle._source is not None}
+        if len(engines) != 1:
+            raise InvalidRequest(f"these handles belong to {len(engines)} models; fetch those of one model at a time")
         errors: list[CaptureIncomplete] = []
-        deliveries = await source.engine.collect([handle._wanted() for handle in pending])
+        deliveries = await engines.pop().collect([handle._wanted() for handle in pending])
         for handle, delivery in zip(pending, deliveries, strict=True):
             try:
                 handle._receive(delivery)

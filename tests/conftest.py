@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 from collections.abc import AsyncIterator
@@ -44,11 +45,12 @@ class Leftovers:
 
     def new(self) -> dict[str, set[Any]]:
         """What has come since, by kind; empty sets left out."""
+        gc.collect()
         now = Leftovers()
         found = {
             "processes": now.processes - self.processes,
             # vLLM's and torch's pools may keep a thread for the process's life; none of them is ours.
-            "threads": {thread.name for thread in now.threads - self.threads if "steercap" in thread.name},
+            "threads": {thread for thread in now.threads - self.threads if "steercap" in thread.name},
             "shared memory files": now.shared - self.shared,
             "mapped segments": now.segments - self.segments,
         }
@@ -73,11 +75,17 @@ class Leftovers:
 
 @asynccontextmanager
 async def opened(path: str | Path, **arguments: Any) -> AsyncIterator[SteerModel]:
-    """A SteerModel, and the proof that closing it left nothing behind."""
+    """A SteerModel, and the proof that closing it left nothing of what it made (others may open meanwhile)."""
     before = Leftovers()
-    async with SteerModel(str(path), **arguments) as model:
-        yield model
-    assert not before.new()
+    try:
+        async with SteerModel(str(path), **arguments) as model:
+            made = before.new()
+            yield model
+    except BaseException:
+        assert not before.new()
+        raise
+    left = before.new()
+    assert not {kind: both for kind in made if (both := made[kind] & left.get(kind, set()))}
 
 
 @pytest.fixture(scope="session")

@@ -26,10 +26,11 @@ class Owner(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True):
-    """Rows to collect: whose, and how many inputs the finished sequence had."""
+    """Rows to collect: whose, how many inputs the sequence has, and how many rows the client has already."""
 
     owner: Owner
     total: int
+    first: int = 0
 
 
 class LineRange(msgspec.Struct, frozen=True, array_like=True):
@@ -107,8 +108,8 @@ class Parcel(Message, frozen=True):
         owner: whose rows.
         plan: what had been asked.
         points: indices into the engine's armed points, in the order of the lines of a record.
-        pages: first line of each page, in the order of the rows.
-        stored_rows: records in the pages: the rows, or one for a reduction.
+        lines: where the records are, in the order of the rows.
+        stored_rows: records in these lines: the rows, or one for a reduction.
         dtype: dtype of the stored rows.
         positions: int64 bytes, position of each row, -1 where none was written.
         token_ids: int64 bytes, token the model read there.
@@ -119,7 +120,7 @@ class Parcel(Message, frozen=True):
     owner: Owner
     plan: CapturePlan
     points: tuple[int, ...]
-    pages: tuple[int, ...]
+    lines: tuple[LineRange, ...]
     stored_rows: int
     dtype: str
     positions: bytes

@@ -12,7 +12,8 @@ from typing import Final
 import torch
 
 from steercap.core.messages import Attached, LineRange
-from steercap.transport.shared import HEADER_BYTES, NotShared, SharedSegment
+from steercap.errors import MemoryNotShared
+from steercap.transport.shared import HEADER_BYTES, SharedSegment
 
 #: Most bytes asked for in one RPC: vLLM's message queue copies larger ones over a socket.
 WIRE_BYTES: Final = 64 << 20
@@ -34,7 +35,7 @@ class SharedReader(LineReader):
     """Looks at the arena where it lies.
 
     Raises:
-        NotShared: the arena is on another machine.
+        MemoryNotShared: the arena is on another machine.
     """
 
     def __init__(self, attached: Attached) -> None:
@@ -86,13 +87,13 @@ def open_reader(
         ask: sends ranges to the worker and returns their bytes.
 
     Raises:
-        NotShared: "shared" was demanded and cannot be.
+        MemoryNotShared: "shared" was demanded and cannot be.
     """
     if transport == "wire":
         return WireReader(attached, ask)
     try:
         return SharedReader(attached)
-    except NotShared:
+    except MemoryNotShared:
         if transport == "shared":
             raise
         return WireReader(attached, ask)

@@ -14,15 +14,11 @@ import os
 import secrets
 from typing import Final
 
-from steercap.errors import SteercapError
+from steercap.errors import MemoryNotShared
 
 #: The first page holds the nonce; rows begin behind it.
 HEADER_BYTES: Final = mmap.PAGESIZE
 NONCE_BYTES: Final = 16
-
-
-class NotShared(SteercapError):
-    """The segment lies on another machine, or in another container."""
 
 
 class SharedSegment:
@@ -49,21 +45,21 @@ class SharedSegment:
         """Map a segment made by another process of this machine, for reading.
 
         Raises:
-            NotShared: it cannot be opened here, or is another one.
+            MemoryNotShared: it cannot be opened here, or is another one.
         """
         try:
             fd = os.open(path, os.O_RDWR)
         except OSError as error:
-            raise NotShared(f"cannot open {path}: {error}") from error
+            raise MemoryNotShared(f"cannot open {path}: {error}") from error
         try:
             memory = mmap.mmap(fd, 0)
         except (OSError, ValueError) as error:
-            raise NotShared(f"cannot map {path}: {error}") from error
+            raise MemoryNotShared(f"cannot map {path}: {error}") from error
         finally:
             os.close(fd)
         if memory[:NONCE_BYTES] != nonce:
             memory.close()
-            raise NotShared(f"{path} is not the segment that was announced")
+            raise MemoryNotShared(f"{path} is not the segment that was announced")
         return cls(memory, path, nonce, None)
 
     def trim(self, start: int, stop: int) -> None:

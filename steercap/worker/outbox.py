@@ -5,11 +5,13 @@ Number 6 and 7 in the life of a request.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
+import torch
 
-from steercap.core.messages import Owner, Parcel
+from steercap.core.messages import LineRange, Owner, Parcel
 from steercap.core.plan import CapturePlan
 from steercap.core.rows import Ints, ranks, rows_selected
 from steercap.core.spec import Reduction
@@ -71,27 +73,41 @@ class Outbox:
         """The rows cannot be trusted; the first reason is kept."""
         self.failure = self.failure or reason
 
-    def seal(self, total: int) -> Parcel:
-        """Say where the rows of the first `total` inputs are; reduce them first if the plan says so. Idempotent."""
-        positions = rows_selected(self.plan.ranges, self.plan.limit, total)
-        rows = len(positions)
-        dtype = self._arena.dtype
-        if self.plan.reduce and self.failure is None and self._points:
-            dtype = REDUCED_DTYPE
-            if not self._reduced:
+    def seal(self, total: int, first: int) -> Parcel:
+        """Say where the rows of the first `total` inputs are; reduce them first if the plan says so. Idempotent.
+
+        Args:
+            total: inputs of the sequence, as far as the client knows it.
+            first: rows to leave out, because the client has them already.
+        """
+        rows = len(rows_selected(self.plan.ranges, self.plan.limit, total))
+        stored, dtype = range(first, rows), self._arena.dtype
+        failure = self.failure or self._missing(rows)
+        if self.plan.reduce:
+            stored, dtype = range(min(rows, 1)), REDUCED_DTYPE
+            if rows and self._points and not failure and not self._reduced:
                 self._reduce(self.plan.reduce, rows)
         return Parcel(
             owner=self.owner,
             plan=self.plan,
             points=self._points,
-            pages=tuple(int(line) for line in self._first_lines),
-            stored_rows=min(rows, 1) if self.plan.reduce else rows,
+            lines=tuple(self._line_ranges(stored, dtype)) if not failure else (),
+            stored_rows=len(stored),
             dtype=str(dtype).removeprefix("torch."),
-            positions=self._positions[:rows].tobytes(),
-            token_ids=self._token_ids[:rows].tobytes(),
+            positions=self._positions[first:rows].tobytes(),
+            token_ids=self._token_ids[first:rows].tobytes(),
             writes=self.writes,
-            failure=self.failure,
+            failure=failure,
         )
+
+    def _line_ranges(self, rows: range, dtype: torch.dtype) -> Iterator[LineRange]:
+        """The lines of these rows, page by page; rows that were never reached have none."""
+        record = len(self._points) * dtype.itemsize // self._arena.dtype.itemsize
+        for number, line in enumerate(self._first_lines.tolist()):
+            start = max(rows.start - number * self._per_page, 0)
+            stop = min(rows.stop - number * self._per_page, self._per_page)
+            if start < stop:
+                yield LineRange(line + start * record, (stop - start) * record)
 
     def free(self) -> None:
         """Give the pages back."""
@@ -112,14 +128,15 @@ class Outbox:
         self._first_lines = np.array([self._arena.page_line(page) for page in self._pages], dtype=np.int64)
         return True
 
+    def _missing(self, rows: int) -> str | None:
+        missing = np.flatnonzero(self._positions[:rows] == ABSENT)
+        if not self._points or not len(missing):
+            return None
+        return f"{len(missing)} of {rows} rows were never computed, the first of them row {missing[0]}"
+
     def _reduce(self, reduction: Reduction, rows: int) -> None:
         """Replace the rows by their reduction, in the first page; the others are given back."""
-        if (self._positions[:rows] == ABSENT).any():
-            self.fail("rows to reduce were never computed")
-            return
         self._reduced = True
-        if not rows:
-            return
         reduce_rows(self._arena, self._first_lines, len(self._points), rows, reduction)
         self._arena.free(self._pages[1:])
         self._pages, self._first_lines = self._pages[:1], self._first_lines[:1]

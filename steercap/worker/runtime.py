@@ -145,7 +145,7 @@ class Runtime:
             case Collect(wanted):
                 return Collected(
                     tuple(
-                        self._outboxes[item.owner].seal(item.total)
+                        self._outboxes[item.owner].seal(item.total, item.first)
                         if item.owner in self._outboxes
                         else Unknown(item.owner)
                         for item in wanted

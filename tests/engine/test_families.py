@@ -45,3 +45,18 @@ async def test_the_stream_is_the_sum_of_what_the_blocks_add(tiny) -> None:
             added = sum(handle.captures[layer, site] for site in ("resid_pre", "attn_out", "mlp_out"))
             difference = (added - handle.captures[layer, "resid_post"]).abs().max()
             assert difference < 1e-4 * handle.captures[layer, "resid_post"].norm(dim=-1).min()
+
+
+async def test_compiled_rows_are_those_of_transformers(tiny_reference, record_property) -> None:
+    """Through torch.compile's graph (inductor), taps at all sites fire and read the same rows as in eager mode."""
+    prompts = [random_prompt(length, seed) for seed, length in enumerate((1, 40, 133))]
+    arguments = {**TINY_ENGINE, "enforce_eager": False}
+    async with opened(tiny_checkpoint("qwen3"), sites=tuple(SITES), **arguments) as model:
+        _, handles = await model.generate(
+            prompts, {"max_tokens": 20, **GREEDY}, capture=CaptureSpec(sites=tuple(SITES))
+        )
+        await model.fetch_captures_batch(handles)
+    for name, same in worst(parity(handle, tiny_reference) for handle in handles).items():
+        record_property(f"compiled {name}", f"1-cos {1 - same.cosine:.1e}, error {same.error:.1e}")
+        assert same.cosine > MIN_COSINE, name
+        assert same.error < MAX_ERROR, name

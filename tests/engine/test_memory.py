@@ -23,8 +23,10 @@ LITTLE = 1 << 20
 
 @pytest.fixture(scope="module")
 async def little() -> AsyncIterator[SteerModel]:
-    """An engine with a megabyte of capture memory."""
-    async with opened(tiny_checkpoint("qwen3"), capture_bytes=LITTLE, overflow_timeout=1.0, **TINY_ENGINE) as model:
+    """An engine with a megabyte of capture memory, whose rows travel as bytes."""
+    async with opened(
+        tiny_checkpoint("qwen3"), capture_bytes=LITTLE, overflow_timeout=1.0, transport="wire", **TINY_ENGINE
+    ) as model:
         yield model
 
 
@@ -170,9 +172,10 @@ async def test_two_thousand_requests_leave_memory_where_two_hundred_did(record_p
     allocator settles); 2,000 requests without capture and a small KV cache take that out beforehand.
     """
     arguments = {**TINY_ENGINE, "kv_cache_memory_bytes": 4 << 20}
+    client = psutil.Process()
+    others = set(client.children(recursive=True))
     async with opened(tiny_checkpoint("qwen3"), **arguments) as model:
-        client = psutil.Process()
-        (worker,) = [child for child in client.children(recursive=True) if shared(child)]
+        (worker,) = [child for child in set(client.children(recursive=True)) - others if shared(child)]
 
         async def run(requests: int, capture: CaptureSpec | None) -> list[int]:
             for batch in range(requests // 50):
@@ -192,4 +195,5 @@ async def test_two_thousand_requests_leave_memory_where_two_hundred_did(record_p
     record_property("client RSS, worker RSS, shared in client, in worker, MiB: after 200 and 2,000", shown)
     # A leak of what 1,800 requests captured would be 46 MiB; an allocator's arena moves by a few.
     assert all(after <= before + (8 << 20) for before, after in zip(first[:2], last[:2], strict=True)), shown
-    assert last[2:] <= first[2:], shown
+    # Which pages are touched depends on how many of 50 requests ran at once: within one page of the arena, 256 KiB.
+    assert all(after <= before + (256 << 10) for before, after in zip(first[2:], last[2:], strict=True)), shown

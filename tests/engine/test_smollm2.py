@@ -1,4 +1,4 @@
-"""A real model: SmolLM2-135M-Instruct, float32 and bfloat16, compiled and eager, chat included."""
+"""A real model: SmolLM2-135M-Instruct, float32 and bfloat16, chat included."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ async def test_float32_rows_are_those_of_transformers(smol, smol_reference, reco
         assert same.error < MAX_ERROR, name
 
 
-async def test_bfloat16_compiled_rows_are_those_of_transformers(record_property) -> None:
-    """bfloat16 through torch.compile's graph, all sites.
+async def test_bfloat16_rows_are_those_of_transformers(record_property) -> None:
+    """bfloat16, all sites.
 
     Layer by layer, on the rows captured before it: the least row cosine with transformers in bfloat16 is above 0.999.
     From end to end bfloat16 itself drifts (transformers in bfloat16 against transformers in float32 has a row of 0.96):
@@ -34,21 +34,17 @@ async def test_bfloat16_compiled_rows_are_those_of_transformers(record_property)
     """
     import torch
 
-    arguments = {"dtype": "bfloat16", "enforce_eager": False, "max_model_len": 512, "kv_cache_memory_bytes": 128 << 20}
+    arguments = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 128 << 20}
     async with opened(smollm2(), sites=ALL_SITES, **arguments) as model:
         _, handles = await model.generate(PROMPTS, PARAMS, capture=CaptureSpec(sites=ALL_SITES))
         await model.fetch_captures_batch(handles)
     assert all(rows.dtype == torch.bfloat16 for rows in handles[0].captures.values())
     half, full = Reference(smollm2(), torch.bfloat16), Reference(smollm2())
     for name, same in worst(parity(handle, half, by_layer=True) for handle in handles).items():
-        record_property(
-            f"SmolLM2 bfloat16 compiled, layer by layer, {name}", f"cos {same.cosine:.6f}, error {same.error:.1e}"
-        )
+        record_property(f"SmolLM2 bfloat16, layer by layer, {name}", f"cos {same.cosine:.6f}, error {same.error:.1e}")
         assert same.cosine > 0.999, (name, same)
     for name, same in worst(parity(handle, half) for handle in handles).items():
-        record_property(
-            f"SmolLM2 bfloat16 compiled, end to end, {name}", f"cos {same.cosine:.6f}, error {same.error:.1e}"
-        )
+        record_property(f"SmolLM2 bfloat16, end to end, {name}", f"cos {same.cosine:.6f}, error {same.error:.1e}")
     theirs = PERFECT
     for handle in handles:
         inputs = [*handle.prompt_token_ids, *handle.output_token_ids][:-1]

@@ -27,7 +27,7 @@ from steercap.core.messages import (
 from steercap.core.plan import CapturePlan
 from steercap.core.rows import BatchRows
 from steercap.core.tokens import Range
-from steercap.transport.assemble import assemble, page_ranges
+from steercap.transport.assemble import assemble
 from steercap.transport.reader import open_reader
 from steercap.worker.runtime import Runtime
 
@@ -74,16 +74,16 @@ class Bench:
                 continue
             rows = torch.zeros(len(base) + padding, WIDTH, dtype=self.runtime.dtype)
             rows[: len(base)] = (base[:, None] / 2).to(rows.dtype)
-            residual = rows + (point / 10 if point else 0) * (rows != 0)
+            residual = (rows + (point / 10 if point else 0) * (rows != 0)).to(rows.dtype)
             self.runtime.tables.on_tap(rows, residual, point)
         self.runtime.end_step()
 
-    async def rows(self, key: str, total: int) -> tuple[Parcel, torch.Tensor]:
-        answer = self.ask(Collect((Wanted(Owner(key, 0), total),)))
+    async def rows(self, key: str, total: int, first: int = 0) -> tuple[Parcel, torch.Tensor]:
+        answer = self.ask(Collect((Wanted(Owner(key, 0), total, first),)))
         assert isinstance(answer, Collected)
         (parcel,) = answer.parcels
         assert isinstance(parcel, Parcel)
-        return parcel, assemble(parcel, self.attached, await self.reader.read(page_ranges(parcel, self.attached)))
+        return parcel, assemble(parcel, WIDTH, await self.reader.read(parcel.lines))
 
 
 def expected(request: int, positions, point: int) -> torch.Tensor:
@@ -100,14 +100,39 @@ async def test_mixed_batches_keep_each_row_at_its_place() -> None:
     bench.step(("r1", 0, 5), ("r0", 0, 3), ("r2", 0, 6), padding=4)
     bench.step(("r3", 0, 10), ("r1", 5, 1), ("r2", 6, 1))
     bench.step(("r2", 0, 8), ("r1", 6, 1))  # r2 was preempted
-    for key, points, positions in (("r1", (0, 1, 2), range(7)), ("r2", (1,), (2, 4, 6)), ("r3", (0, 2), (0, 1, 2, 9))):
-        parcel, rows = await bench.rows(key, 10)
-        found = np.frombuffer(parcel.positions, dtype=np.int64)
-        assert [p for p in found if p >= 0] == list(positions)
+    for key, total, points, positions in (
+        ("r1", 7, (0, 1, 2), range(7)),
+        ("r2", 8, (1,), (2, 4, 6)),
+        ("r3", 10, (0, 2), (0, 1, 2, 9)),
+    ):
+        parcel, rows = await bench.rows(key, total)
+        assert np.frombuffer(parcel.positions, dtype=np.int64).tolist() == list(positions)
         assert parcel.points == points
         assert parcel.failure is None
         for index, point in enumerate(points):
             torch.testing.assert_close(rows[index, : len(positions)], expected(int(key[1:]), positions, point))
+
+
+async def test_rows_the_client_has_are_not_sent_again() -> None:
+    """`first` leaves out rows, across pages; what is left is the same."""
+    bench = Bench(4 << 20)
+    bench.plan("r1", limit=9_000)
+    bench.step(("r1", 0, 9_000))
+    _, full = await bench.rows("r1", 9_000)
+    for first in (0, 1, 2_500, 8_999, 9_000):
+        parcel, rows = await bench.rows("r1", 9_000, first)
+        assert np.frombuffer(parcel.positions, dtype=np.int64).tolist() == list(range(first, 9_000))
+        assert torch.equal(rows, full[:, first:])
+
+
+async def test_rows_that_were_never_computed_are_missed() -> None:
+    """A sequence longer than what ran is a failure that counts what is missing."""
+    bench = Bench()
+    bench.plan("r1")
+    bench.step(("r1", 0, 9))
+    (parcel,) = bench.ask(Collect((Wanted(Owner("r1", 0), 12),))).parcels
+    assert parcel.failure == "3 of 12 rows were never computed, the first of them row 9"
+    assert parcel.lines == ()
 
 
 async def test_rows_past_the_end_are_not_handed_over() -> None:
@@ -216,6 +241,6 @@ async def test_lines_can_be_sent_as_bytes() -> None:
     bench.plan("r1", points=(0,))
     bench.step(("r1", 0, 3))
     parcel, rows = await bench.rows("r1", 3)
-    answer = bench.ask(Read(tuple(page_ranges(parcel, bench.attached))))
+    answer = bench.ask(Read(parcel.lines))
     assert isinstance(answer, Lines)
     assert answer.data == rows[0].numpy().tobytes()
