@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from steercap.core.receipt import Receipt
     from steercap.core.spec import CaptureSpec, Point
     from steercap.handle import CaptureHandle
+    from steercap.job import Chunk
     from steercap.model import SteerModel
 
 __version__ = "0.1.0"
@@ -18,13 +19,14 @@ __version__ = "0.1.0"
 _HOMES = {
     "CaptureHandle": "steercap.handle",
     "CaptureSpec": "steercap.core.spec",
+    "Chunk": "steercap.job",
     "Point": "steercap.core.spec",
     "Receipt": "steercap.core.receipt",
     "Settings": "steercap.config",
     "SteerModel": "steercap.model",
 }
 
-__all__ = ["CaptureHandle", "CaptureSpec", "Point", "Receipt", "Settings", "SteerModel"]
+__all__ = ["CaptureHandle", "CaptureSpec", "Chunk", "Point", "Receipt", "Settings", "SteerModel"]
 
 
 def __getattr__(name: str) -> object:

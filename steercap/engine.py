@@ -164,12 +164,18 @@ class Engine:
         )
 
     def generate(
-        self, prompt: Rendered, params: SamplingParams, plan: CapturePlan | None, *, partial: bool = False
+        self,
+        prompt: Rendered,
+        params: SamplingParams,
+        plan: CapturePlan | None,
+        *,
+        partial: bool = False,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request; yields its outputs, the finished one last."""
         self._require_open()
         key = plan.key if plan else self.new_key()
-        return self.vllm.generate(prompt, params, key, plan, partial=partial)
+        return self.vllm.generate(prompt, params, key, plan, partial=partial, **options)
 
     async def admit(self, pages: int, call: object) -> Ticket:
         """Reserve pages of the arena, waiting for room if need be.

@@ -78,7 +78,8 @@ def load_handle(path: Path) -> CaptureHandle:
     Raises:
         InvalidFile: not such a file, truncated, or of a newer version.
     """
-    from steercap.handle import CaptureHandle, Captures
+    from steercap.captures import Captures
+    from steercap.handle import CaptureHandle
 
     header, tensors = _read(path)
     handle = CaptureHandle(

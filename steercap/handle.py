@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from steercap.captures import Captures
 from steercap.core.chat import MessageSpan
 from steercap.core.messages import Owner, Wanted
 from steercap.core.plan import CapturePlan
@@ -28,67 +29,11 @@ from steercap.errors import (
     CaptureReleased,
     InvalidRequest,
     InvalidSpec,
-    LayerOutOfRange,
 )
 
 if TYPE_CHECKING:
     from steercap.core.budget import Ticket
     from steercap.engine import Delivery, Engine
-
-
-class Captures(Mapping[Point, torch.Tensor]):
-    """Rows by point: `captures[layer]` where one site was captured, `captures[layer, site]` always.
-
-    Values are tensors [rows, hidden] in the model's dtype, or [1, hidden] in float32 after a reduction ([0, hidden]
-    if no token was there to reduce). Negative layers count from the model's last.
-
-    Args:
-        rows: the tensors.
-        num_layers: decoder layers of the model.
-    """
-
-    def __init__(self, rows: Mapping[Point, torch.Tensor], num_layers: int) -> None:
-        self._rows = dict(rows)
-        self._num_layers = num_layers
-        self._sites = tuple(dict.fromkeys(point.site for point in self._rows))
-
-    def __getitem__(self, key: int | tuple[int, str]) -> torch.Tensor:
-        layer, site = key if isinstance(key, tuple) else (key, self._only_site())
-        point = Point(layer + self._num_layers if layer < 0 else layer, site)
-        if point not in self._rows:
-            raise LayerOutOfRange(f"{point} was not captured; captured: {', '.join(map(str, self._rows))}")
-        return self._rows[point]
-
-    def __contains__(self, key: object) -> bool:
-        try:
-            self[key]  # type: ignore[index]
-        except (LayerOutOfRange, InvalidSpec, TypeError, ValueError):
-            return False
-        return True
-
-    def __iter__(self) -> Iterator[Point]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __repr__(self) -> str:
-        return "Captures(" + ", ".join(f"{p}: {tuple(t.shape)} {t.dtype}" for p, t in self._rows.items()) + ")"
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Layers captured, ascending."""
-        return tuple(sorted({point.layer for point in self._rows}))
-
-    @property
-    def sites(self) -> tuple[str, ...]:
-        """Sites captured."""
-        return self._sites
-
-    def _only_site(self) -> str:
-        if len(self._sites) != 1:
-            raise InvalidSpec(f"sites {', '.join(self._sites)} were captured; say which: captures[layer, site]")
-        return self._sites[0]
 
 
 class CaptureHandle:
@@ -272,36 +217,65 @@ class CaptureHandle:
     def _receive(self, delivery: Delivery) -> None:
         """Check what came against what must be, and take it."""
         assert self._source is not None
-        plan = self._source.plan
-        if delivery.failure:
-            raise CaptureIncomplete(f"{self.request_id}: {delivery.failure}")
-        expected = self._expected()
-        armed = self._source.engine.vllm.points
-        rows: dict[Point, torch.Tensor] = {}
-        writes = 0
-        for parcel, values in zip(delivery.parcels, delivery.rows, strict=True):
-            positions = np.frombuffer(parcel.positions, dtype=np.int64)
-            token_ids = np.frombuffer(parcel.token_ids, dtype=np.int64)
-            check_labels(self.request_id, expected, self._tokens(), positions, token_ids)
-            rows |= zip((armed[point] for point in parcel.points), values, strict=True)
-            writes += parcel.writes
-        check_points(self.request_id, self.points, list(rows))
-        token_ids = np.asarray(self._tokens(), dtype=np.int64)[expected]
-        self._receipt = Receipt(self.points, expected, token_ids, writes, plan.reduce)
-        self._captures = Captures({point: rows[point] for point in self.points}, self.num_layers)
+        expected = Expected(self.request_id, self._source.plan, self.points, self._tokens())
+        rows, self._receipt = received(expected, delivery, self._source.engine.vllm.points)
+        self._captures = Captures(rows, self.num_layers)
         self._free()
 
     def _wanted(self) -> Wanted:
         assert self._source is not None
         return Wanted(self._source.owner, len(self._tokens()) - 1)
 
-    def _expected(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        assert self._source is not None
-        plan = self._source.plan
-        return rows_selected(plan.ranges, plan.limit, len(self._tokens()) - 1)
-
     def _tokens(self) -> tuple[int, ...]:
         return self.prompt_token_ids + self.output_token_ids
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What must come.
+
+    Args:
+        name: name of the request, for messages.
+        plan: what was asked.
+        points: the points of the plan.
+        tokens: prompt and generated token ids, the last sampled one included.
+        first: rows that have come before.
+    """
+
+    name: str
+    plan: CapturePlan
+    points: tuple[Point, ...]
+    tokens: tuple[int, ...]
+    first: int = 0
+
+
+def received(
+    expected: Expected, delivery: Delivery, armed: Sequence[Point]
+) -> tuple[dict[Point, torch.Tensor], Receipt]:
+    """Check a delivery against what must be.
+
+    Returns:
+        Rows by point, in the order of the forward pass, and the receipt.
+
+    Raises:
+        CaptureIncomplete: a worker failed, a row or a point is missing, or a label differs.
+    """
+    if delivery.failure:
+        raise CaptureIncomplete(f"{expected.name}: {delivery.failure}")
+    plan = expected.plan
+    known = rows_selected(plan.ranges, plan.limit, len(expected.tokens) - 1)[expected.first :]
+    rows: dict[Point, torch.Tensor] = {}
+    writes = 0
+    for parcel, values in zip(delivery.parcels, delivery.rows, strict=True):
+        positions = np.frombuffer(parcel.positions, dtype=np.int64)
+        token_ids = np.frombuffer(parcel.token_ids, dtype=np.int64)
+        check_labels(expected.name, known, expected.tokens, positions, token_ids)
+        rows |= zip((armed[point] for point in parcel.points), values, strict=True)
+        writes += parcel.writes
+    check_points(expected.name, expected.points, list(rows))
+    token_ids = np.asarray(expected.tokens, dtype=np.int64)[known]
+    receipt = Receipt(expected.points, known, token_ids, writes, plan.reduce)
+    return {point: rows[point] for point in expected.points}, receipt
 
 
 @dataclass(frozen=True)

@@ -6,34 +6,24 @@ Number 1 in the life of a request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from steercap.codecs import CODECS
 from steercap.config import Overflow, Settings, Transport
-from steercap.core.chat import MessageSpan, message_spans
-from steercap.core.messages import Owner
-from steercap.core.plan import CapturePlan, compile_capture
-from steercap.core.rows import rows_selected
-from steercap.core.spec import CaptureSpec, Layers, Point, check_armed
-from steercap.core.tokens import selected
+from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.engine import Engine
-from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec, ModelClosed
+from steercap.errors import InvalidPrompt, InvalidRequest, ModelClosed
 from steercap.guard import require_main_guard
 from steercap.handle import CaptureHandle, fetch_all
-from steercap.sites import SITES
+from steercap.job import Chunk, Job, prepare, run_all, stream
+from steercap.prompts import capture_asked, each, listed, templated
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
-
-    from steercap.adapters.engine import Rendered
-
-#: What one prompt gives: vLLM's output, and a handle for each sample if anything is kept.
-_Done: TypeAlias = "tuple[RequestOutput, list[CaptureHandle] | None]"
 
 
 @dataclass(frozen=True)
@@ -57,17 +47,6 @@ class Stats:
     handles_held: int
     rows_captured: int
     steps: int
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One prompt on its way: rendered, with its parameters and its plan."""
-
-    prompt: Rendered
-    params: SamplingParams
-    plan: CapturePlan | None
-    points: tuple[Point, ...]
-    spans: tuple[MessageSpan, ...] = field(default=())
 
 
 class SteerModel:
@@ -159,6 +138,8 @@ class SteerModel:
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
         raw_output: bool = False,
+        lora_request: Any = None,
+        priority: int = 0,
     ) -> Any:
         """Generate text, keeping the activations asked for.
 
@@ -168,6 +149,8 @@ class SteerModel:
             capture_layers: shorthand for `capture=CaptureSpec(layers=capture_layers)`.
             capture: what to keep, for all prompts, or one each (None keeps nothing).
             raw_output: return vLLM's RequestOutput in place of each text.
+            lora_request: vLLM's LoRARequest, for an engine started with `enable_lora=True`.
+            priority: vLLM's request priority, for an engine started with `scheduling_policy="priority"`.
 
         Returns:
             The text, or a list of texts for a list of prompts; with `n > 1`, a list of n texts for each prompt. If
@@ -182,13 +165,14 @@ class SteerModel:
             CaptureMemoryFull: there is no room for the rows.
             ModelClosed: the model is not open.
         """
-        many, listed = _listed(prompts)
-        spec = _capture(capture_layers, capture)
+        many, given = listed(prompts)
+        spec = capture_asked(capture_layers, capture)
         engine = self._open_engine()
-        params = _each(sampling_params, len(listed), "sampling_params")
-        specs = _each(spec, len(listed), "capture")
-        jobs = [await self._prepare(engine, *item) for item in zip(listed, params, specs, strict=True)]
-        return await self._run(engine, jobs, many=many, captured=spec is not None, raw_output=raw_output)
+        params = each(sampling_params, len(given), "sampling_params")
+        specs = each(spec, len(given), "capture")
+        options = {"lora_request": lora_request, "priority": priority}
+        jobs = [await prepare(engine, *item, options=options) for item in zip(given, params, specs, strict=True)]
+        return await self._run(jobs, many=many, captured=spec is not None, raw_output=raw_output)
 
     async def chat(
         self,
@@ -198,13 +182,15 @@ class SteerModel:
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
         raw_output: bool = False,
+        lora_request: Any = None,
+        priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Generate the next message of a conversation, or of each of several.
 
         Args:
             messages: one conversation, a list of {"role", "content"} dicts, or a list of conversations.
-            sampling_params, capture_layers, capture, raw_output: as for `generate`.
+            sampling_params, capture_layers, capture, raw_output, lora_request, priority: as for `generate`.
             chat_template_kwargs: further arguments of the tokenizer's chat template.
 
         Returns:
@@ -221,15 +207,56 @@ class SteerModel:
             )
         many = not isinstance(messages[0], Mapping)
         conversations: list[Any] = list(messages) if many else [messages]
-        spec = _capture(capture_layers, capture)
+        spec = capture_asked(capture_layers, capture)
         engine = self._open_engine()
-        params = _each(sampling_params, len(conversations), "sampling_params")
-        specs = _each(spec, len(conversations), "capture")
+        params = each(sampling_params, len(conversations), "sampling_params")
+        specs = each(spec, len(conversations), "capture")
+        options = {"lora_request": lora_request, "priority": priority}
         jobs = []
         for conversation, one_params, one_spec in zip(conversations, params, specs, strict=True):
-            token_ids, spans = _templated(engine.vllm.tokenizer, conversation, dict(chat_template_kwargs or {}))
-            jobs.append(await self._prepare(engine, {"prompt_token_ids": token_ids}, one_params, one_spec, spans))
-        return await self._run(engine, jobs, many=many, captured=spec is not None, raw_output=raw_output)
+            token_ids, spans = templated(engine.vllm.tokenizer, conversation, dict(chat_template_kwargs or {}))
+            jobs.append(
+                await prepare(
+                    engine, {"prompt_token_ids": token_ids}, one_params, one_spec, options=options, spans=spans
+                )
+            )
+        return await self._run(jobs, many=many, captured=spec is not None, raw_output=raw_output)
+
+    async def stream(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        capture_layers: Layers | None = None,
+        capture: CaptureSpec | None = None,
+        lora_request: Any = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Generate text for one prompt, yielding text and rows as they come.
+
+        Args:
+            prompt: one prompt, as for `generate`.
+            sampling_params, capture_layers, capture, lora_request, priority: as for `generate`, for one sample.
+
+        Yields:
+            Chunks whose texts, token ids and rows, one after the other, are those of the whole; the first one brings
+            the rows of the prompt. Leaving the loop early cancels the request.
+
+        Raises:
+            InvalidRequest: several prompts, `n > 1`, or a reduction, which needs the whole sequence.
+            The errors of `generate`, and CaptureIncomplete.
+        """
+        many, given = listed(prompt)
+        spec = capture_asked(capture_layers, capture)
+        if many or isinstance(spec, (list, tuple)) or (spec is not None and spec.reduce):
+            raise InvalidRequest("stream takes one prompt, and rows rather than their reduction; use generate")
+        options = {"lora_request": lora_request, "priority": priority}
+        job = await prepare(self._open_engine(), given[0], sampling_params, spec, options=options)
+        if job.params.n != 1:
+            raise InvalidRequest(f"stream gives one sample, not n={job.params.n}; use generate")
+        async with aclosing(stream(job)) as chunks:
+            while (chunk := await self._next(chunks)) is not None:
+                yield chunk
 
     async def fetch_captures_batch(self, handles: Sequence[Any]) -> None:
         """Fetch many handles with one RPC; nested lists and None are welcome, fetched handles are left alone.
@@ -259,7 +286,7 @@ class SteerModel:
 
     @property
     def engine(self) -> AsyncLLM:
-        """VLLM's own engine."""
+        """The AsyncLLM that serves the model, vLLM's own."""
         return self._open_engine().vllm.llm
 
     @property
@@ -277,97 +304,30 @@ class SteerModel:
         """Points that have a tap, in the order of the forward pass."""
         return self._open_engine().vllm.points
 
-    # How it is done
-
-    async def _prepare(
-        self, engine: Engine, prompt: Any, params: Any, spec: CaptureSpec | None, spans: Sequence[MessageSpan] = ()
-    ) -> _Job:
-        """Check one request and compile its plan, before the engine hears of it."""
-        vllm = engine.vllm
-        points: tuple[Point, ...] = ()
-        if spec is not None:
-            points = spec.points(vllm.num_layers)
-            check_armed(points, vllm.points, SITES)
-            CODECS[spec.codec]  # an unknown one is an error here, not in the worker
-        sampling = vllm.sampling(params)
-        rendered = await vllm.render(prompt)
-        plan = None
-        if spec is not None:
-            plan = compile_capture(
-                spec,
-                key=engine.new_key(),
-                armed=engine.armed,
-                num_layers=vllm.num_layers,
-                prompt_len=len(rendered.token_ids),
-                limit=vllm.limit(len(rendered.token_ids), sampling),
-                samples=sampling.n,
-            )
-        return _Job(rendered, sampling, plan, points, tuple(spans))
-
-    async def _run(self, engine: Engine, jobs: Sequence[_Job], *, many: bool, captured: bool, raw_output: bool) -> Any:
-        call = object()
-        done = await self._together([partial(self._run_one, engine, job, call) for job in jobs])
+    async def _run(self, jobs: Sequence[Job], *, many: bool, captured: bool, raw_output: bool) -> Any:
+        done = await run_all(jobs, self._running)
         texts = [output if raw_output else _texts(output) for output, _ in done]
         handles = [_unnested(found, job) for (_, found), job in zip(done, jobs, strict=True)]
         if not many:
             return (texts[0], handles[0]) if captured else texts[0]
         return (texts, handles) if captured else texts
 
-    async def _together(self, works: Sequence[Callable[[], Coroutine[Any, Any, _Done]]]) -> list[_Done]:
-        """Run all at once; the first error cancels the others. Closing the model ends them with ModelClosed."""
-        tasks: list[asyncio.Task[_Done]] = []
-        try:
-            async with asyncio.TaskGroup() as group:
-                for work in works:
-                    task = group.create_task(work())
-                    tasks.append(task)
-                    self._running.add(task)
-                    task.add_done_callback(self._running.discard)
-        except BaseException as error:  # noqa: BLE001 -- raised again, out of its group
-            _release_done(tasks)
-            raise _first(error) from None
-        if any(task.cancelled() for task in tasks):
-            _release_done(tasks)
-            raise ModelClosed("the model was closed while this request ran")
-        return [task.result() for task in tasks]
+    async def _next(self, chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
+        """The next chunk, None after the last; closing the model ends the wait with ModelClosed."""
 
-    async def _run_one(self, engine: Engine, job: _Job, call: object) -> _Done:
-        if job.plan is None:
-            return await _last(engine.generate(job.prompt, job.params, None)), None
-        plan = job.plan
-        rows = int(selected(plan.ranges, plan.limit).sum())
-        ticket = await engine.admit(engine.pages_needed(plan, rows) * plan.samples, call)
+        async def step() -> Chunk | None:
+            return await anext(chunks, None)
+
+        task = asyncio.ensure_future(step())
+        self._running.add(task)
         try:
-            output = await _last(engine.generate(job.prompt, job.params, plan))
-        except BaseException:
-            engine.abandon(plan, ticket)
+            return await task
+        except asyncio.CancelledError:
+            if self._closed:
+                raise ModelClosed("the model was closed while this request ran") from None
             raise
-        return output, self._handles(engine, job, output, ticket)
-
-    def _handles(self, engine: Engine, job: _Job, output: RequestOutput, ticket: Any) -> list[CaptureHandle]:
-        assert job.plan is not None
-        plan = job.plan
-        kept = [
-            len(rows_selected(plan.ranges, plan.limit, plan.prompt_len + len(sample.token_ids) - 1))
-            for sample in output.outputs
-        ]
-        tickets = engine.finish(ticket, [engine.pages_needed(plan, rows) for rows in kept])
-        handles = []
-        for sample, own in zip(output.outputs, tickets, strict=True):
-            stop = plan.prompt_len + len(sample.token_ids)
-            reply = (MessageSpan("assistant", None, plan.prompt_len, stop),) if job.spans else ()
-            handle = CaptureHandle(
-                request_id=plan.key if plan.samples == 1 else f"{plan.key}/{sample.index}",
-                model=engine.vllm.model_name,
-                text=sample.text,
-                prompt_token_ids=job.prompt.token_ids,
-                output_token_ids=sample.token_ids,
-                points=job.points,
-                num_layers=engine.vllm.num_layers,
-                messages=job.spans + reply,
-            )
-            handles.append(handle._attach(engine, Owner(plan.key, sample.index), plan, own))
-        return handles
+        finally:
+            self._running.discard(task)
 
     def _open_engine(self) -> Engine:
         if self._engine is None:
@@ -376,61 +336,12 @@ class SteerModel:
         return self._engine
 
 
-def _listed(prompts: Any) -> tuple[bool, list[Any]]:
-    """Whether several prompts were given, and the list of them."""
-    if isinstance(prompts, (str, Mapping)):
-        return False, [prompts]
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise InvalidPrompt(f"prompts={prompts!r}; give a str, token ids, a prompt dict, or a list of these")
-    if not prompts:
-        raise InvalidPrompt("prompts=[] holds no prompt; give at least one")
-    if all(isinstance(token, int) and not isinstance(token, bool) for token in prompts):
-        return False, [{"prompt_token_ids": list(prompts)}]
-    return True, [
-        prompt if isinstance(prompt, (str, Mapping)) else {"prompt_token_ids": list(prompt)} for prompt in prompts
-    ]
-
-
-def _capture(layers: Layers | None, capture: Any) -> Any:
-    if layers is not None and capture is not None:
-        raise InvalidSpec("give capture_layers= or capture=, not both")
-    return CaptureSpec(layers=layers) if layers is not None else capture
-
-
-def _each(value: Any, count: int, name: str) -> list[Any]:
-    """One value for each prompt."""
-    if not isinstance(value, (list, tuple)):
-        return [value] * count
-    if len(value) != count:
-        raise InvalidRequest(f"{name} has {len(value)} entries for {count} prompts; give one for all, or one each")
-    return list(value)
-
-
-def _templated(
-    tokenizer: Any, conversation: Sequence[Mapping[str, Any]], kwargs: dict[str, Any]
-) -> tuple[list[int], list[MessageSpan]]:
-    """Token ids of a conversation that invites a reply, and where its messages lie."""
-
-    def ids(messages: Sequence[Mapping[str, Any]], *, invite: bool) -> list[int]:
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, **{"add_generation_prompt": invite, **kwargs}
-        )
-        return list(tokenizer.encode(text, add_special_tokens=False))
-
-    try:
-        full = ids(conversation, invite=True)
-        prefixes = [ids(conversation[: end + 1], invite=False) for end in range(len(conversation))]
-    except Exception as error:
-        raise InvalidRequest(f"the chat template refuses {conversation!r}: {error}") from error
-    return full, message_spans([str(message.get("role")) for message in conversation], prefixes, full)
-
-
 def _texts(output: RequestOutput) -> str | list[str]:
     texts = [sample.text for sample in output.outputs]
     return texts[0] if len(texts) == 1 else texts
 
 
-def _unnested(handles: list[CaptureHandle] | None, job: _Job) -> Any:
+def _unnested(handles: list[CaptureHandle] | None, job: Job) -> Any:
     return handles[0] if handles is not None and job.params.n == 1 else handles
 
 
@@ -440,24 +351,3 @@ def _flat(handles: Any) -> list[CaptureHandle]:
     if isinstance(handles, CaptureHandle):
         return [handles]
     return [handle for group in handles for handle in _flat(group)]
-
-
-async def _last(outputs: Any) -> RequestOutput:
-    last = None
-    async for output in outputs:
-        last = output
-    assert last is not None, "the engine ended a request without an output"
-    return last
-
-
-def _release_done(tasks: Sequence[asyncio.Task[_Done]]) -> None:
-    """Free what the finished part of a failed call holds: nobody will ever get these handles."""
-    for task in tasks:
-        if task.done() and not task.cancelled() and task.exception() is None:
-            for handle in task.result()[1] or ():
-                handle.release()
-
-
-def _first(error: BaseException) -> BaseException:
-    """The error itself, or the first of a group that is no group."""
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -97,7 +97,7 @@ async def tiny() -> AsyncIterator[SteerModel]:
 
 @pytest.fixture(scope="session")
 def tiny_reference() -> Reference:
-    """Transformers on the checkpoint of `tiny`."""
+    """transformers on the checkpoint of `tiny`."""
     return Reference(tiny_checkpoint("qwen3"))
 
 
@@ -112,5 +112,5 @@ async def smol() -> AsyncIterator[SteerModel]:
 
 @pytest.fixture(scope="session")
 def smol_reference() -> Reference:
-    """Transformers on SmolLM2, float32."""
+    """transformers on SmolLM2, float32."""
     return Reference(smollm2())

@@ -106,7 +106,7 @@ class VllmEngine:
 
     @property
     def llm(self) -> AsyncLLM:
-        """VLLM's engine.
+        """The AsyncLLM behind this.
 
         Raises:
             ModelClosed: it was shut down.
@@ -166,6 +166,7 @@ class VllmEngine:
         plan: CapturePlan | None,
         *,
         partial: bool = False,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request; yields its outputs, the finished one last.
 
@@ -175,6 +176,7 @@ class VllmEngine:
             request_id: the caller's id.
             plan: what the workers shall keep of it.
             partial: whether to yield the text so far at every step, not just the end.
+            **options: further arguments of `AsyncLLM.generate`.
 
         Raises:
             InvalidRequest: vLLM refuses the request.
@@ -186,7 +188,7 @@ class VllmEngine:
             if plan.reads_prompt:
                 params.skip_reading_prefix_cache = True
         try:
-            async with aclosing(self.llm.generate(prompt.payload, params, request_id)) as outputs:
+            async with aclosing(self.llm.generate(prompt.payload, params, request_id, **options)) as outputs:
                 async for output in outputs:
                     yield output
         except (VLLMClientError, ValueError) as error:

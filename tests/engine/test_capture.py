@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import ALL_SITES, MAX_ERROR, MIN_COSINE
-from rows import GREEDY, flattened, parity, points, random_prompt, worst
+from rows import GREEDY, flattened, parity, points, random_prompt, settled, worst
 
-from steercap import CaptureHandle, CaptureSpec
+from steercap import CaptureHandle, CaptureSpec, errors
 from steercap.core.spec import REDUCTIONS
+from steercap.testing import compare_rows
 
 SIX = {"max_tokens": 6, **GREEDY}
 
@@ -222,3 +223,53 @@ async def test_numpy_has_the_same_rows(tiny) -> None:
         arrays = handle.to_numpy()
         assert list(arrays) == [(2, "resid_post")]
         assert torch.equal(torch.from_numpy(arrays[2, "resid_post"]), handle.captures[2])
+
+
+async def test_a_stream_brings_each_row_once(tiny, tiny_reference) -> None:
+    """Chunks put together are the whole: text, tokens and rows; the first has the prompt's rows."""
+    prompt = random_prompt(30, 9)
+    params = {"max_tokens": 12, **GREEDY}
+    output, whole = await tiny.generate(prompt, params, capture=CaptureSpec(sites=ALL_SITES), raw_output=True)
+    await whole.fetch()
+    chunks = [chunk async for chunk in tiny.stream(prompt, params, capture=CaptureSpec(sites=ALL_SITES))]
+    assert len(chunks) > 1
+    assert [chunk.finished for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert [token for chunk in chunks for token in chunk.token_ids] == list(output.outputs[0].token_ids)
+    assert torch.cat([chunk.positions for chunk in chunks]).tolist() == whole.positions.tolist()
+    assert len(chunks[0].positions) >= 30
+    known = tiny_reference.rows([*whole.prompt_token_ids, *whole.output_token_ids][:-1], whole.points)
+    for point in whole.points:
+        rows = torch.cat([chunk.captures[point] for chunk in chunks])
+        same = compare_rows(rows, known[point])
+        assert same.cosine > MIN_COSINE
+        assert same.error < MAX_ERROR
+    plain = [chunk async for chunk in tiny.stream(prompt, params)]
+    assert "".join(chunk.text for chunk in plain) == whole.text
+    assert plain[0].captures is None
+
+
+async def test_leaving_a_stream_cancels_it_and_frees_its_rows(tiny) -> None:
+    """Breaking out of the loop ends the request; nothing of it stays."""
+    before = (await tiny.stats()).steps
+    stream = tiny.stream(random_prompt(30, 9), {"max_tokens": 200, **GREEDY}, capture_layers="all")
+    async for chunk in stream:
+        assert len(chunk.positions)
+        break
+    await stream.aclose()
+    assert await settled(tiny) == (0, 0, 0)
+    assert (await tiny.stats()).steps - before < 150
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"prompt": ["a", "b"]}, "one prompt"),
+        ({"prompt": "a", "capture": CaptureSpec(reduce="mean")}, "reduction"),
+        ({"prompt": "a", "sampling_params": {"n": 2}}, "n=2"),
+    ],
+)
+async def test_a_stream_is_one_sample_of_one_prompt(tiny, arguments, says) -> None:
+    """What cannot be streamed is refused before it runs."""
+    with pytest.raises(errors.InvalidRequest, match=says):
+        await anext(tiny.stream(**arguments))

@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -124,10 +125,13 @@ async def test_closing_ends_what_runs_and_leaves_nothing() -> None:
     running = asyncio.create_task(
         model.generate(random_prompt(30, 2), {"max_tokens": 200, **GREEDY}, capture_layers="all")
     )
+    streaming = asyncio.create_task(_drain(model.stream(random_prompt(30, 3), {"max_tokens": 200, **GREEDY})))
     steps = (await model.stats()).steps
     while (await model.stats()).steps < steps + 3:
         pass
     await model.aclose()
+    with pytest.raises(errors.ModelClosed, match="closed while this request ran"):
+        await streaming
     with pytest.raises(errors.ModelClosed, match="closed while this request ran"):
         await running
     with pytest.raises(errors.ModelClosed):
@@ -135,6 +139,34 @@ async def test_closing_ends_what_runs_and_leaves_nothing() -> None:
     assert read.captures[0].shape == (35, 128)
     unread.release()
     assert not before.new()
+
+
+async def _drain(stream: Any) -> None:
+    async for _ in stream:
+        pass
+
+
+async def test_a_worker_that_dies_fails_its_requests_and_leaves_nothing_of_ours() -> None:
+    """A killed worker is an EngineFailure for who waits and who comes, and closing still works."""
+    before = Leftovers()
+    model = await SteerModel(tiny_checkpoint("qwen3"), **TINY_ENGINE).start()
+    running = asyncio.create_task(
+        model.generate(random_prompt(30, 2), {"max_tokens": 200, **GREEDY}, capture_layers="all")
+    )
+    while (await model.stats()).handles_held == 0:
+        pass
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    ours = {int(line.split()[0]) for line in before.new()["processes"]}
+    for pid in ours & children:
+        if shared(psutil.Process(pid)):
+            psutil.Process(pid).kill()
+    with pytest.raises(errors.EngineFailure, match="died"):
+        await running
+    with pytest.raises(errors.EngineFailure, match="died"):
+        await model.generate(random_prompt(30, 2), SIX)
+    await model.aclose()
+    left = before.new()
+    assert set(left) <= {"shared memory files"}  # vLLM's own, which Python's resource tracker removes at exit
 
 
 async def test_cancelling_the_start_leaves_nothing() -> None:

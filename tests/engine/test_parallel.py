@@ -16,7 +16,7 @@ SEVEN = {"max_tokens": 7, **GREEDY}
 
 @pytest.fixture(autouse=True)
 def one_core_each(monkeypatch) -> None:
-    """VLLM's CPU workers want cores of their own; without as many NUMA nodes they must be told which."""
+    """vLLM's CPU workers want cores of their own; without as many NUMA nodes they must be told which."""
     if (os.cpu_count() or 1) < 2:
         pytest.skip("two workers need two cores")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")

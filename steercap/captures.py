@@ -1,0 +1,68 @@
+"""Rows by point, as a handle or a chunk of a stream holds them.
+
+Number 8 in the life of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from steercap.core.spec import Point
+from steercap.errors import InvalidSpec, LayerOutOfRange
+
+
+class Captures(Mapping[Point, torch.Tensor]):
+    """Rows by point: `captures[layer]` where one site was captured, `captures[layer, site]` always.
+
+    Values are tensors [rows, hidden] in the model's dtype, or [1, hidden] in float32 after a reduction ([0, hidden]
+    if no token was there to reduce). Negative layers count from the model's last.
+
+    Args:
+        rows: the tensors.
+        num_layers: decoder layers of the model.
+    """
+
+    def __init__(self, rows: Mapping[Point, torch.Tensor], num_layers: int) -> None:
+        self._rows = dict(rows)
+        self._num_layers = num_layers
+        self._sites = tuple(dict.fromkeys(point.site for point in self._rows))
+
+    def __getitem__(self, key: int | tuple[int, str]) -> torch.Tensor:
+        layer, site = key if isinstance(key, tuple) else (key, self._only_site())
+        point = Point(layer + self._num_layers if layer < 0 else layer, site)
+        if point not in self._rows:
+            raise LayerOutOfRange(f"{point} was not captured; captured: {', '.join(map(str, self._rows))}")
+        return self._rows[point]
+
+    def __contains__(self, key: object) -> bool:
+        try:
+            self[key]  # type: ignore[index]
+        except (LayerOutOfRange, InvalidSpec, TypeError, ValueError):
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[Point]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return "Captures(" + ", ".join(f"{p}: {tuple(t.shape)} {t.dtype}" for p, t in self._rows.items()) + ")"
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers captured, ascending."""
+        return tuple(sorted({point.layer for point in self._rows}))
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Sites captured."""
+        return self._sites
+
+    def _only_site(self) -> str:
+        if len(self._sites) != 1:
+            raise InvalidSpec(f"sites {', '.join(self._sites)} were captured; say which: captures[layer, site]")
+        return self._sites[0]
