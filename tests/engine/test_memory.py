@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import TINY_ENGINE, Leftovers, opened
+from conftest import ALL_SITES, TINY_ENGINE, Leftovers, opened
 from rows import GREEDY, random_prompt, settled
 
 from steercap import CaptureSpec, SteerModel, errors
@@ -197,16 +197,18 @@ def shared(process: psutil.Process) -> int:
     return total
 
 
-async def test_two_thousand_requests_leave_memory_where_two_hundred_did(record_property) -> None:
+async def test_two_thousand_requests_leave_memory_where_two_hundred_did(monkeypatch, record_property) -> None:
     """Client, worker and shared memory at the end are no higher than after the first 200 short captured requests.
 
-    vLLM's own worker grows by some 40 MiB over its first thousands of requests (its KV cache is touched bit by bit, its
-    allocator settles); 2,000 requests without capture and a small KV cache take that out beforehand.
+    vLLM's own worker grows by some 40 MiB over its first thousands of requests, in jumps, capture or none (its KV cache
+    is touched bit by bit, its kernels keep scratch memory for each size of batch). 2,000 requests without capture and
+    a small KV cache take most of that out beforehand.
     """
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")  # or glibc keeps an arena for each thread, at its own pace
     arguments = {**TINY_ENGINE, "kv_cache_memory_bytes": 4 << 20}
     client = psutil.Process()
     others = set(client.children(recursive=True))
-    async with opened(tiny_checkpoint("qwen3"), **arguments) as model:
+    async with opened(tiny_checkpoint("qwen3"), sites=ALL_SITES, **arguments) as model:
         (worker,) = [child for child in set(client.children(recursive=True)) - others if shared(child)]
 
         async def run(requests: int, capture: CaptureSpec | None) -> list[int]:
@@ -221,11 +223,11 @@ async def test_two_thousand_requests_leave_memory_where_two_hundred_did(record_p
             return [resident(client), resident(worker), shared(client), shared(worker)]
 
         await run(2000, None)
-        first = await run(200, CaptureSpec())
-        last = await run(1800, CaptureSpec())
+        first = await run(200, CaptureSpec(sites=ALL_SITES))
+        last = await run(1800, CaptureSpec(sites=ALL_SITES))
     shown = [[round(count / 2**20, 1) for count in mark] for mark in (first, last)]
     record_property("client RSS, worker RSS, shared in client, in worker, MiB: after 200 and 2,000", shown)
-    # A leak of what 1,800 requests captured would be 46 MiB; an allocator's arena moves by a few.
-    assert all(after <= before + (8 << 20) for before, after in zip(first[:2], last[:2], strict=True)), shown
+    # A leak of what 1,800 requests captured would be 183 MiB; the jumps named above reached 22 MiB after the warm-up.
+    assert all(after <= before + (32 << 20) for before, after in zip(first[:2], last[:2], strict=True)), shown
     # Which pages are touched depends on how many of 50 requests ran at once: within one page of the arena, 256 KiB.
     assert all(after <= before + (256 << 10) for before, after in zip(first[2:], last[2:], strict=True)), shown
