@@ -29,7 +29,7 @@ $(STAMP): $(REQUIREMENTS) pyproject.toml
 	@echo "installing torch"; $(PIP) -r requirements/torch.txt
 	@echo "installing vLLM and its dependencies"; $(PIP) --no-deps -r requirements/cpu.txt
 	@echo "installing tools"; $(PIP) --no-deps -r requirements/dev.txt
-	@$(PIP) --no-deps --no-build-isolation --editable .
+	@$(PIP) --no-deps --no-build-isolation --editable . 2>/dev/null || $(PIP) --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/.steercap-*; touch $@
 
 demo: setup

@@ -29,7 +29,7 @@ QUESTIONS: Final = (
 LENS: Final = "The Eiffel Tower is in the city of"
 PRAISE: Final = ("wonderful", "delightful", "excellent", "beautiful", "superb", "charming", "brilliant", "lovely")
 COMPLAINT: Final = ("terrible", "dreadful", "awful", "ugly", "horrible", "boring", "hopeless", "nasty")
-#: The direction is found on the first sentences and shown on the last, which it has not seen.
+#: The direction is found with the first words and shown on the last, which it has not seen.
 SENTENCES: Final = (
     "The film was {}",
     "I found the food {}",
@@ -37,7 +37,7 @@ SENTENCES: Final = (
     "This town is {}",
     "My day has been {}",
 )
-HELD_OUT: Final = 2
+HELD_OUT: Final = 3
 
 
 async def run(out: Path) -> Path:
@@ -101,7 +101,7 @@ async def _studies(model: SteerModel, bar: Any) -> tuple[CaptureHandle, dict[str
     told: dict[str, torch.Tensor] = {}
     todo = bar.add_task("reading praise and complaint", total=2)
     for name, words in (("praise", PRAISE), ("complaint", COMPLAINT)):
-        prompts = [sentence.format(word) for sentence in SENTENCES for word in words]
+        prompts = [sentence.format(word) for word in words for sentence in SENTENCES]
         _, handles = await model.generate(prompts, once, capture=CaptureSpec(tokens="last_prompt"))
         await model.fetch_captures_batch(handles)
         told[name] = torch.stack([torch.cat(list(handle.captures.values())) for handle in handles])
@@ -112,16 +112,16 @@ async def _studies(model: SteerModel, bar: Any) -> tuple[CaptureHandle, dict[str
 def separation(told: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine of each held-out row with its layer's direction from complaint to praise: two tensors [sentences, layers].
 
-    The direction is the difference of means of the sentences that are not held out; rows are taken from their middle.
+    The direction is the difference of means over the words that are not held out; rows are taken from their middle.
     """
     import torch
 
-    seen = {name: rows[: -HELD_OUT * len(PRAISE)] for name, rows in told.items()}
+    unseen = HELD_OUT * len(SENTENCES)
+    seen = {name: rows[:-unseen] for name, rows in told.items()}
     middle = (seen["praise"].mean(0) + seen["complaint"].mean(0)) / 2
     direction = seen["praise"].mean(0) - seen["complaint"].mean(0)
     left, right = (
-        torch.cosine_similarity(told[name][-HELD_OUT * len(PRAISE) :] - middle, direction, dim=-1)
-        for name in ("praise", "complaint")
+        torch.cosine_similarity(told[name][-unseen:] - middle, direction, dim=-1) for name in ("praise", "complaint")
     )
     return left, right
 
@@ -181,14 +181,14 @@ def _draw_lens(axes: Any, tokenizer: Any, lens: CaptureHandle, ids: torch.Tensor
 def _draw_separation(axes: Any, praise: torch.Tensor, complaint: torch.Tensor) -> None:
     for name, colour, rows in (("praise", "tab:green", praise), ("complaint", "tab:red", complaint)):
         axes.plot(rows.T, color=colour, alpha=0.15, linewidth=1)
-        axes.plot(rows.mean(0), color=colour, linewidth=2.5, label=f"{name}, mean of {len(rows)} unseen sentences")
+        axes.plot(rows.mean(0), color=colour, linewidth=2.5, label=f"{name}: {len(rows)} sentences with unseen words")
     axes.axhline(0, color="grey", linewidth=0.8)
     axes.set(
-        title="Praise against complaint: rows along a direction found from other rows",
+        title="Praise against complaint, along a direction\nfound from rows of other words",
         xlabel="layer",
         ylabel="cosine with the layer's direction",
     )
-    axes.legend(loc="lower right")
+    axes.legend(loc="best")
 
 
 def _report(answers: Sequence[CaptureHandle], lens: CaptureHandle, picture: Path) -> None:

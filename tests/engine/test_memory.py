@@ -229,5 +229,5 @@ async def test_two_thousand_requests_leave_memory_where_two_hundred_did(monkeypa
     record_property("client RSS, worker RSS, shared in client, in worker, MiB: after 200 and 2,000", shown)
     # A leak of what 1,800 requests captured would be 183 MiB; the jumps named above reached 22 MiB after the warm-up.
     assert all(after <= before + (32 << 20) for before, after in zip(first[:2], last[:2], strict=True)), shown
-    # Which pages are touched depends on how many of 50 requests ran at once: within one page of the arena, 256 KiB.
-    assert all(after <= before + (256 << 10) for before, after in zip(first[2:], last[2:], strict=True)), shown
+    # Rows of one batch are freed while the next begins, so its pages may or may not be reused: one batch more at most.
+    assert all(after <= before + 50 * 13 * 16 * 512 for before, after in zip(first[2:], last[2:], strict=True)), shown
