@@ -67,7 +67,10 @@ class Admission:
         return handles
 
     def release(self, ticket: Ticket) -> None:
-        """The ticket's pages are free, or it no longer waits."""
+        """The ticket's pages are free, or it no longer waits; patience begins anew."""
+        if self._watch:
+            self._watch.cancel()
+            self._watch = None
         self._settle(self.budget.release(ticket))
 
     def close(self) -> None:
@@ -100,7 +103,7 @@ class Admission:
 
     def _refuse_all(self) -> None:
         self._watch = None
-        for ticket in list(self._waiting):
+        while self.budget.stalled and (ticket := self.budget.head) is not None:
             self._refuse(ticket, f"no handle was released for {self._settings.overflow_timeout} s")
 
     def _refuse(self, ticket: Ticket, why: str) -> None:

@@ -54,13 +54,13 @@ class Settings:
             value = getattr(self, name)
             if value not in allowed:
                 raise InvalidSetting(f"{name}={value!r}; use one of {', '.join(map(repr, allowed))}")
-        if self.capture_bytes < 1:
-            raise InvalidSetting(f"capture_bytes={self.capture_bytes}; give a number of bytes above 0")
+        if not isinstance(self.capture_bytes, int) or self.capture_bytes < 1:
+            raise InvalidSetting(f"capture_bytes={self.capture_bytes!r}; give a whole number of bytes above 0")
         if self.overflow_timeout <= 0:
             raise InvalidSetting(f"overflow_timeout={self.overflow_timeout}; give seconds above 0")
 
     def armed(self, num_layers: int) -> tuple[Point, ...]:
-        """Every point to arm, in the order of the forward pass.
+        """Every point to arm, layer by layer.
 
         Raises:
             LayerOutOfRange: a layer the model does not have.

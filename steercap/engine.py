@@ -41,7 +41,7 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import CapturePlan
 from steercap.core.rows import PageShape
-from steercap.errors import EngineFailure, ModelClosed, WorkerFailure
+from steercap.errors import CaptureIncomplete, EngineFailure, ModelClosed, WorkerFailure
 from steercap.probe import probe
 from steercap.transport.assemble import assemble
 from steercap.transport.reader import LineReader, open_reader
@@ -138,13 +138,14 @@ class Engine:
             return
         self._closed = True
         self.admission.close()
-        if self._flush:
-            self._flush.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._flush
-        for rank in self._ranks:
-            rank.reader.close()
-        await asyncio.shield(self.vllm.shutdown())
+        try:
+            if self._flush:
+                self._flush.cancel()
+                await asyncio.wait([self._flush])
+        finally:
+            for rank in self._ranks:
+                rank.reader.close()
+            await asyncio.shield(self.vllm.shutdown())
 
     # Requests
 
@@ -201,6 +202,9 @@ class Engine:
         if self._closed:
             return
         self._given_back[owner] = ticket
+        self._schedule_flush()
+
+    def _schedule_flush(self) -> None:
         if self._flush is None or self._flush.done():
             self._flush = self._loop.create_task(self._release_soon())
 
@@ -233,8 +237,11 @@ class Engine:
                 continue
             failure = failure or parcel.failure
             if failure is None and parcel.points:
+                try:
+                    rows.append(await _gather(rank, parcel))
+                except CaptureIncomplete as error:
+                    failure = str(error)
                 parcels.append(parcel)
-                rows.append(await _gather(rank, parcel))
         return Delivery(tuple(parcels), tuple(rows), failure)
 
     async def _ask(
@@ -250,6 +257,8 @@ class Engine:
             frames = await self.vllm.rpc(encode(Call(tuple(given_back), question)))
         except BaseException:
             self._given_back = given_back | self._given_back
+            if self._given_back and not self._closed:
+                self._schedule_flush()
             raise
         for ticket in given_back.values():
             self.admission.release(ticket)

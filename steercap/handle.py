@@ -47,7 +47,7 @@ class CaptureHandle:
         text: generated text.
         prompt_token_ids: token ids of the prompt.
         output_token_ids: generated token ids; the last one has no row, for it was never an input.
-        points: what was captured, in the order of the forward pass.
+        points: what was captured, layer by layer.
         messages: for `chat`, the span of positions of each message.
     """
 
@@ -187,7 +187,8 @@ class CaptureHandle:
         """Drop the rows, here and in the worker. Idempotent; nothing can be read afterwards."""
         self._released = True
         self._captures = self._receipt = None
-        self._free()
+        if not self._lock.locked():  # or a fetch still reads the rows; it frees them when it is done
+            self._free()
 
     async def __aenter__(self) -> CaptureHandle:
         return await self.fetch()
@@ -255,7 +256,7 @@ def received(
     """Check a delivery against what must be.
 
     Returns:
-        Rows by point, in the order of the forward pass, and the receipt.
+        Rows by point, layer by layer, and the receipt.
 
     Raises:
         CaptureIncomplete: a worker failed, a row or a point is missing, or a label differs.
@@ -306,16 +307,26 @@ async def fetch_all(handles: Sequence[CaptureHandle]) -> None:
                 pending.append(handle)
         if not pending:
             return
-        engines = {handle._source.engine for handle in pending if handle._source is not None}
-        if len(engines) != 1:
-            raise InvalidRequest(f"these handles belong to {len(engines)} models; fetch those of one model at a time")
-        errors: list[CaptureIncomplete] = []
-        deliveries = await engines.pop().collect([handle._wanted() for handle in pending])
-        for handle, delivery in zip(pending, deliveries, strict=True):
-            try:
+        await _fetch_pending(pending)
+
+
+async def _fetch_pending(pending: Sequence[CaptureHandle]) -> None:
+    """Fetch handles whose locks are held."""
+    engines = {handle._source.engine for handle in pending if handle._source is not None}
+    if len(engines) != 1:
+        raise InvalidRequest(f"these handles belong to {len(engines)} models; fetch those of one model at a time")
+    errors: list[CaptureIncomplete] = []
+    deliveries = await engines.pop().collect([handle._wanted() for handle in pending])
+    for handle, delivery in zip(pending, deliveries, strict=True):
+        try:
+            if not handle._released:
                 handle._receive(delivery)
-            except CaptureIncomplete as error:
-                errors.append(error)
-        if errors:
-            rest = f" (and {len(errors) - 1} other handles of this batch)" if len(errors) > 1 else ""
-            raise CaptureIncomplete(f"{errors[0]}{rest}") from errors[0]
+        except CaptureIncomplete as error:
+            errors.append(error)
+    for handle in pending:
+        if handle._released:
+            handle._free()
+            handle._require_fetched()
+    if errors:
+        rest = f" (and {len(errors) - 1} other handles of this batch)" if len(errors) > 1 else ""
+        raise CaptureIncomplete(f"{errors[0]}{rest}") from errors[0]

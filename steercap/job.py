@@ -19,7 +19,7 @@ from steercap.core.plan import CapturePlan, compile_capture
 from steercap.core.rows import rows_selected
 from steercap.core.spec import CaptureSpec, Point, check_armed
 from steercap.core.tokens import selected
-from steercap.errors import ModelClosed
+from steercap.errors import InvalidSpec, ModelClosed
 from steercap.handle import CaptureHandle, Expected, received
 from steercap.sites import SITES
 
@@ -94,6 +94,8 @@ async def prepare(
     """
     vllm = engine.vllm
     points: tuple[Point, ...] = ()
+    if spec is not None and not isinstance(spec, CaptureSpec):
+        raise InvalidSpec(f"capture={spec!r}; give a CaptureSpec, or capture_layers= for layers alone")
     if spec is not None:
         points = spec.points(vllm.num_layers)
         check_armed(points, vllm.points, SITES)

@@ -94,6 +94,7 @@ class SteerModel:
         self._engine: Engine | None = None
         self._running: set[asyncio.Task[Any]] = set()
         self._closed = False
+        self._life = asyncio.Lock()
 
     # Life
 
@@ -106,11 +107,12 @@ class SteerModel:
             TapsNotInstalled: a tap does not fire.
             ModelClosed: the model was closed before.
         """
-        if self._closed:
-            raise ModelClosed("this SteerModel was closed; make a new one")
-        if self._engine is None:
-            require_main_guard()
-            self._engine = await Engine.start(self.model, self.settings, self._engine_args)
+        require_main_guard()
+        async with self._life:
+            if self._closed:
+                raise ModelClosed("this SteerModel was closed; make a new one")
+            if self._engine is None:
+                self._engine = await Engine.start(self.model, self.settings, self._engine_args)
         return self
 
     async def aclose(self) -> None:
@@ -118,9 +120,10 @@ class SteerModel:
         self._closed = True
         for task in self._running:
             task.cancel()
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            await engine.aclose()
+        async with self._life:  # a start that is under way ends first
+            engine, self._engine = self._engine, None
+            if engine is not None:
+                await engine.aclose()
 
     async def __aenter__(self) -> SteerModel:
         return await self.start()
@@ -194,8 +197,8 @@ class SteerModel:
             chat_template_kwargs: further arguments of the tokenizer's chat template.
 
         Returns:
-            As `generate`. Handles know which rows belong to which message: `handle.messages`, `handle.rows_of(0)`,
-            `handle.rows_of("assistant")`.
+            As `generate`. Handles know which rows are whose words (the template's own tokens are nobody's):
+            `handle.messages`, `handle.rows_of(0)`, `handle.rows_of("assistant")`.
 
         Raises:
             InvalidRequest: the tokenizer has no chat template, or it refuses the messages.
@@ -214,7 +217,9 @@ class SteerModel:
         options = {"lora_request": lora_request, "priority": priority}
         jobs = []
         for conversation, one_params, one_spec in zip(conversations, params, specs, strict=True):
-            token_ids, spans = templated(engine.vllm.tokenizer, conversation, dict(chat_template_kwargs or {}))
+            token_ids, spans = templated(
+                engine.vllm.tokenizer, conversation, dict(chat_template_kwargs or {}), spans=one_spec is not None
+            )
             jobs.append(
                 await prepare(
                     engine, {"prompt_token_ids": token_ids}, one_params, one_spec, options=options, spans=spans
@@ -240,7 +245,8 @@ class SteerModel:
 
         Yields:
             Chunks whose texts, token ids and rows, one after the other, are those of the whole; the first one brings
-            the rows of the prompt. Leaving the loop early cancels the request.
+            the rows of the prompt. Closing the generator (`contextlib.aclosing`, or
+            dropping it after leaving the loop) cancels the request.
 
         Raises:
             InvalidRequest: several prompts, `n > 1`, or a reduction, which needs the whole sequence.
@@ -248,7 +254,7 @@ class SteerModel:
         """
         many, given = listed(prompt)
         spec = capture_asked(capture_layers, capture)
-        if many or isinstance(spec, (list, tuple)) or (spec is not None and spec.reduce):
+        if many or isinstance(spec, (list, tuple)) or (isinstance(spec, CaptureSpec) and spec.reduce):
             raise InvalidRequest("stream takes one prompt, and rows rather than their reduction; use generate")
         options = {"lora_request": lora_request, "priority": priority}
         job = await prepare(self._open_engine(), given[0], sampling_params, spec, options=options)
@@ -301,7 +307,7 @@ class SteerModel:
 
     @property
     def points(self) -> tuple[Point, ...]:
-        """Points that have a tap, in the order of the forward pass."""
+        """Points that have a tap, layer by layer."""
         return self._open_engine().vllm.points
 
     async def _run(self, jobs: Sequence[Job], *, many: bool, captured: bool, raw_output: bool) -> Any:
@@ -314,6 +320,8 @@ class SteerModel:
 
     async def _next(self, chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
         """The next chunk, None after the last; closing the model ends the wait with ModelClosed."""
+        if self._closed:
+            raise ModelClosed("the model was closed while this request ran")
 
         async def step() -> Chunk | None:
             return await anext(chunks, None)

@@ -5,27 +5,42 @@ Number 1 in the life of a request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, SupportsIndex
 
-from steercap.core.chat import MessageSpan, message_spans
+from steercap.core.chat import STAND_IN, MessageSpan, content_region, token_span
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
 
 
 def listed(prompts: Any) -> tuple[bool, list[Any]]:
-    """Whether several prompts were given, and the list of them."""
+    """Whether several prompts were given, and the list of them, token ids as prompt dicts.
+
+    Raises:
+        InvalidPrompt: no prompt, or something that cannot be one.
+    """
     if isinstance(prompts, (str, Mapping)):
         return False, [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise InvalidPrompt(f"prompts={prompts!r}; give a str, token ids, a prompt dict, or a list of these")
     if not prompts:
         raise InvalidPrompt("prompts=[] holds no prompt; give at least one")
-    if all(isinstance(token, int) and not isinstance(token, bool) for token in prompts):
-        return False, [{"prompt_token_ids": list(prompts)}]
-    return True, [
-        prompt if isinstance(prompt, (str, Mapping)) else {"prompt_token_ids": list(prompt)} for prompt in prompts
-    ]
+    if all(_is_token(token) for token in prompts):
+        return False, [{"prompt_token_ids": [int(token) for token in prompts]}]
+    return True, [_one_prompt(prompt) for prompt in prompts]
+
+
+def _one_prompt(prompt: Any) -> Any:
+    if isinstance(prompt, (str, Mapping)):
+        return prompt
+    if isinstance(prompt, Sequence) and all(_is_token(token) for token in prompt):
+        return {"prompt_token_ids": [int(token) for token in prompt]}
+    raise InvalidPrompt(f"{prompt!r} cannot be a prompt; give a str, token ids or a prompt dict")
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, SupportsIndex) and not isinstance(value, bool)
 
 
 def capture_asked(layers: Layers | None, capture: Any) -> Any:
@@ -49,19 +64,48 @@ def each(value: Any, count: int, name: str) -> list[Any]:
 
 
 def templated(
-    tokenizer: Any, conversation: Sequence[Mapping[str, Any]], kwargs: dict[str, Any]
+    tokenizer: Any, conversation: Sequence[Mapping[str, Any]], kwargs: dict[str, Any], *, spans: bool
 ) -> tuple[list[int], list[MessageSpan]]:
-    """Token ids of a conversation that invites a reply, and where its messages lie."""
+    """Token ids of a conversation that invites a reply, and where its messages' contents lie.
 
-    def ids(messages: Sequence[Mapping[str, Any]], *, invite: bool) -> list[int]:
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, **{"add_generation_prompt": invite, **kwargs}
-        )
-        return list(tokenizer.encode(text, add_special_tokens=False))
+    Args:
+        tokenizer: the model's tokenizer.
+        conversation: {"role", "content"} dicts.
+        kwargs: further arguments of the chat template.
+        spans: whether to look for the messages, which takes one rendering each.
+
+    Raises:
+        InvalidRequest: there is no template, or it refuses the conversation.
+    """
+
+    def render(messages: Sequence[Mapping[str, Any]], *, invite: bool = True) -> str:
+        arguments = {"add_generation_prompt": invite, **kwargs, "tokenize": False}
+        return str(tokenizer.apply_chat_template([dict(message) for message in messages], **arguments))
 
     try:
-        full = ids(conversation, invite=True)
-        prefixes = [ids(conversation[: end + 1], invite=False) for end in range(len(conversation))]
+        text = render(conversation)
     except Exception as error:
         raise InvalidRequest(f"the chat template refuses {conversation!r}: {error}") from error
-    return full, message_spans([str(message.get("role")) for message in conversation], prefixes, full)
+    if not spans:
+        return list(tokenizer.encode(text, add_special_tokens=False)), []
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    regions = [(role, index, region) for role, index, region in _regions(text, conversation, render) if region]
+    found = [
+        MessageSpan(role, index, *token_span(encoded["offset_mapping"], region)) for role, index, region in regions
+    ]
+    return list(encoded["input_ids"]), found
+
+
+def _regions(
+    text: str, conversation: Sequence[Mapping[str, Any]], render: Callable[..., str]
+) -> Iterator[tuple[str, int | None, tuple[int, int] | None]]:
+    """Characters of each message's content, and of what invites the reply; None where the template says nothing."""
+    for index, message in enumerate(conversation):
+        changed = [*conversation[:index], {**message, "content": STAND_IN}, *conversation[index + 1 :]]
+        # A template may refuse the stand-in where it expects words of its own; that message then has no span.
+        with contextlib.suppress(Exception):
+            yield str(message.get("role")), index, content_region(text, render(changed))
+    with contextlib.suppress(Exception):
+        closed = render(conversation, invite=False)
+        if text.startswith(closed) and len(closed) < len(text):
+            yield "generation_prompt", None, (len(closed), len(text))

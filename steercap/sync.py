@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from steercap import handle as _handle
 from steercap import model as _model
 from steercap.core.spec import Point
+from steercap.errors import ModelClosed
 from steercap.guard import require_main_guard
+from steercap.job import Chunk
 
 Value = TypeVar("Value")
 
@@ -37,6 +39,9 @@ class _LoopThread:
 
     def run(self, work: Coroutine[Any, Any, Value]) -> Value:
         """Run a coroutine to its end; an interrupt cancels it."""
+        if self.loop.is_closed():
+            work.close()
+            raise ModelClosed("the model was closed; rows that were not fetched are gone")
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         try:
             return future.result()
@@ -47,9 +52,23 @@ class _LoopThread:
     def stop(self) -> None:
         """End the loop and its thread. Idempotent."""
         if self._thread.is_alive():
+            self.run(_cancel_others())
             self.loop.call_soon_threadsafe(self.loop.stop)
             self._thread.join()
             self.loop.close()
+
+
+async def _cancel_others() -> None:
+    """Let whatever still runs, such as a start that was interrupted, clean up after itself."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others)
+
+
+async def _call(work: Callable[[], Value]) -> Value:
+    return work()
 
 
 class CaptureHandle:
@@ -61,12 +80,18 @@ class CaptureHandle:
 
     def fetch(self) -> Self:
         """See `steercap.CaptureHandle.fetch`."""
-        self._thread.run(self._handle.fetch())
+        if not self._handle.fetched or not self._thread.loop.is_closed():
+            self._thread.run(self._handle.fetch())
         return self
+
+    load = staticmethod(_handle.CaptureHandle.load)
 
     def release(self) -> None:
         """See `steercap.CaptureHandle.release`."""
-        self._thread.loop.call_soon_threadsafe(self._handle.release)
+        if self._thread.loop.is_closed():
+            self._handle.release()
+        else:
+            self._thread.run(_call(self._handle.release))
 
     def __enter__(self) -> Self:
         return self.fetch()
@@ -103,8 +128,10 @@ class SteerModel:
         """See `steercap.SteerModel.aclose`. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            thread.run(self._model.aclose())
-            thread.stop()
+            try:
+                thread.run(self._model.aclose())
+            finally:
+                thread.stop()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -119,6 +146,15 @@ class SteerModel:
     def chat(self, messages: Any, sampling_params: Any = None, **arguments: Any) -> Any:
         """See `steercap.SteerModel.chat`."""
         return self._wrapped(self._run(self._model.chat(messages, sampling_params, **arguments)))
+
+    def stream(self, prompt: Any, sampling_params: Any = None, **arguments: Any) -> Iterator[Chunk]:
+        """See `steercap.SteerModel.stream`; closing the generator cancels the request."""
+        chunks = self._model.stream(prompt, sampling_params, **arguments)
+        try:
+            while (chunk := self._run(_after(chunks))) is not None:
+                yield chunk
+        finally:
+            self._run(chunks.aclose())
 
     def fetch_captures_batch(self, handles: Any) -> None:
         """See `steercap.SteerModel.fetch_captures_batch`."""
@@ -157,6 +193,10 @@ class SteerModel:
         if isinstance(found, (list, tuple)):
             return type(found)(self._wrapped(item) for item in found)
         return found
+
+
+async def _after(chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
+    return await anext(chunks, None)
 
 
 def _unwrapped(handles: Any) -> Any:

@@ -73,6 +73,16 @@ class Leftovers:
         }
 
 
+def mapped_files() -> set[Path]:
+    """Files of /dev/shm that this process or a child of it maps: another program's are not our business."""
+    found = set()
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            found |= {Path(line.split()[-1]) for line in lines if "/dev/shm/" in line}
+    return found
+
+
 @asynccontextmanager
 async def opened(path: str | Path, **arguments: Any) -> AsyncIterator[SteerModel]:
     """A SteerModel, and the proof that closing it left nothing of what it made (others may open meanwhile)."""
@@ -80,6 +90,7 @@ async def opened(path: str | Path, **arguments: Any) -> AsyncIterator[SteerModel
     try:
         async with SteerModel(str(path), **arguments) as model:
             made = before.new()
+            made["shared memory files"] = made.get("shared memory files", set()) & mapped_files()
             yield model
     except BaseException:
         assert not before.new()

@@ -20,7 +20,7 @@ from vllm.outputs import RequestOutput
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from steercap.adapters.settings import CONFIG_KEY, worker_config
 from steercap.core.plan import EXTRA_ARGS_KEY, CapturePlan
@@ -32,12 +32,17 @@ from steercap.errors import (
     InvalidSetting,
     ModelClosed,
     ModelNotLoaded,
+    SteercapError,
     UnsupportedRunner,
+    WorkerFailure,
 )
 from steercap.families import family_of
 
 EXTENSION: Final = "steercap.worker.extension.WorkerExtension"
 RPC: Final = "steercap_answer"
+#: Seconds between looks at whether the engine that owes an answer still lives.
+LIVENESS_SECONDS: Final = 1.0
+_DIED: Final = "the vLLM engine has died; its log says why"
 
 
 @dataclass(frozen=True)
@@ -194,19 +199,36 @@ class VllmEngine:
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequest(f"vLLM refuses request {request_id}: {error}") from error
         except EngineDeadError as error:
-            raise EngineFailure("the vLLM engine has died; its log says why") from error
+            raise EngineFailure(_DIED) from error
+        except EngineGenerateError as error:
+            raise InvalidRequest(f"vLLM could not run request {request_id}: {error.__cause__!r}") from error
 
     async def rpc(self, frame: bytes) -> list[bytes]:
         """Send one frame to every worker; returns their frames in the order of their ranks.
 
         Raises:
-            EngineFailure: the engine has died.
+            EngineFailure: the engine has died, or a worker failed.
+            ModelClosed: the engine was shut down meanwhile.
         """
+        call = asyncio.ensure_future(self.llm.collective_rpc(RPC, args=(frame,)))
         try:
-            answers: list[bytes] = await self.llm.collective_rpc(RPC, args=(frame,))
+            # vLLM leaves a call unanswered for ever when its engine dies or is shut down under it.
+            while not (await asyncio.wait({call}, timeout=LIVENESS_SECONDS))[0]:
+                self._require_alive()
+            answers: list[bytes] = call.result()
         except EngineDeadError as error:
-            raise EngineFailure("the vLLM engine has died; its log says why") from error
+            raise EngineFailure(_DIED) from error
+        except SteercapError:
+            raise
+        except Exception as error:
+            raise WorkerFailure(f"a call to the workers failed: {error}") from error
+        finally:
+            call.cancel()
         return answers
+
+    def _require_alive(self) -> None:
+        if self.llm.errored:
+            raise EngineFailure(_DIED)
 
     @property
     def tokenizer(self) -> Any:

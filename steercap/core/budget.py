@@ -53,6 +53,11 @@ class Budget:
         """Requests that hold pages."""
         return len(self._held)
 
+    @property
+    def head(self) -> Ticket | None:
+        """Who waits first."""
+        return self._queue[0] if self._queue else None
+
     def claim(self, ticket: Ticket) -> list[Ticket]:
         """Queue a claim; returns the tickets admitted by it."""
         self._queue.append(ticket)

@@ -1,18 +1,23 @@
-"""Which tokens of a templated conversation belong to which message.
+"""Which tokens of a templated conversation are which message's words.
 
-A chat template is a program; what it writes around a message is found by applying it to the first
-0, 1, 2, ... messages and comparing token ids, never by guessing its markers.
+A chat template is a program: it may drop, move or decorate messages, and treat the last one otherwise than the rest. So
+nothing is read off its markers. The conversation is rendered again with one message's content changed, and where
+the two texts differ is where that content is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
+
+#: Stands in for a message's content: one character that no content and no template holds.
+STAND_IN: Final = "\u241e"
 
 
 @dataclass(frozen=True)
 class MessageSpan:
-    """Positions of one message, the template's own tokens around it included: [start, stop).
+    """Positions of one message's content, the template's own tokens around it left out: [start, stop).
 
     Args:
         role: the message's role; "generation_prompt" for the tokens that invite the reply, and
@@ -28,30 +33,38 @@ class MessageSpan:
     stop: int
 
 
-def message_spans(roles: Sequence[str], prefixes: Sequence[Sequence[int]], full: Sequence[int]) -> list[MessageSpan]:
-    """Spans of the messages of one conversation.
+def content_region(text: str, changed: str) -> tuple[int, int] | None:
+    """Where a content lies in the rendered conversation.
 
     Args:
-        roles: role of each message.
-        prefixes: token ids of the template applied to the first 1, 2, ... messages, without generation prompt.
-        full: token ids of the prompt that is sent.
+        text: the rendered conversation.
+        changed: the same with the content replaced by `STAND_IN`.
 
-    A boundary is where the ids of a prefix stop agreeing with the full prompt: the template may close a
-    conversation otherwise than it continues it.
+    Returns:
+        Characters [start, stop) of the content in `text`, or None where the template leaves it out.
     """
-    spans: list[MessageSpan] = []
-    start = 0
-    for index, (role, prefix) in enumerate(zip(roles, prefixes, strict=True)):
-        stop = max(_agreement(prefix, full), start)
-        spans.append(MessageSpan(role, index, start, stop))
-        start = stop
-    if start < len(full):
-        spans.append(MessageSpan("generation_prompt", None, start, len(full)))
-    return spans
+    if text == changed:
+        return None
+    start = _common(text, changed)
+    most = min(len(text), len(changed)) - start
+    tail = _common(text[::-1][:most], changed[::-1][:most])
+    return start, len(text) - tail
 
 
-def _agreement(prefix: Sequence[int], full: Sequence[int]) -> int:
-    for index, (left, right) in enumerate(zip(prefix, full, strict=False)):
-        if left != right:
-            return index
-    return min(len(prefix), len(full))
+def token_span(offsets: Sequence[tuple[int, int]], region: tuple[int, int]) -> tuple[int, int]:
+    """The tokens that hold any character of a region: [start, stop), empty where the region is.
+
+    Args:
+        offsets: characters [start, stop) of each token.
+        region: characters [start, stop).
+    """
+    inside = [place for place, (start, stop) in enumerate(offsets) if start < region[1] and stop > region[0]]
+    return (inside[0], inside[-1] + 1) if inside else (0, 0)
+
+
+def _common(left: str, right: str) -> int:
+    """Length of the common prefix."""
+    for place, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return place
+    return min(len(left), len(right))

@@ -20,7 +20,7 @@ class Receipt:
     """Proof of a capture: what the workers recorded for one request.
 
     Args:
-        points: points captured, in the order of the forward pass.
+        points: points captured, layer by layer.
         positions: position of every row, int64 [rows].
         token_ids: id of the token the model read at each of them, int64 [rows].
         writes: how many rows were written, recomputed ones counted again.

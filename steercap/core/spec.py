@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, SupportsIndex, TypeAlias, cast
+from typing import Any, Final, Literal, NamedTuple, SupportsIndex, TypeAlias, cast
 
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.errors import InvalidSpec, LayerOutOfRange, PointNotArmed, UnknownName
@@ -45,7 +45,7 @@ class CaptureSpec:
         codec: how rows are stored on their way to the client; "raw" keeps them bit for bit.
 
     Raises:
-        InvalidSpec: no layer, no site, or an unknown reduction.
+        InvalidSpec: no site, an unknown reduction, or layers or sites of another type.
         InvalidSelection: a malformed `tokens`.
     """
 
@@ -56,15 +56,15 @@ class CaptureSpec:
     codec: str = "raw"
 
     def __post_init__(self) -> None:
-        sites = (self.sites,) if isinstance(self.sites, str) else tuple(self.sites)
+        sites = (self.sites,) if isinstance(self.sites, str) else _tuple(self.sites, "sites")
         if not sites:
             raise InvalidSpec("sites=() captures nothing; name at least one site")
         if self.reduce is not None and self.reduce not in REDUCTIONS:
             raise InvalidSpec(f"unknown reduce={self.reduce!r}; known: None, {', '.join(map(repr, REDUCTIONS))}")
         object.__setattr__(self, "sites", tuple(dict.fromkeys(sites)))
         object.__setattr__(self, "tokens", TokenSelection.parse(self.tokens))
-        if not isinstance(self.layers, (int, slice, range, str)):
-            object.__setattr__(self, "layers", tuple(self.layers))
+        if not isinstance(self.layers, (SupportsIndex, slice, range, str)):
+            object.__setattr__(self, "layers", _tuple(self.layers, "layers"))
 
     @property
     def selection(self) -> TokenSelection:
@@ -72,7 +72,7 @@ class CaptureSpec:
         return cast("TokenSelection", self.tokens)
 
     def points(self, num_layers: int) -> tuple[Point, ...]:
-        """The points asked for in a model of `num_layers` layers, in the order of the forward pass.
+        """The points asked for in a model of `num_layers` layers, layer by layer.
 
         Raises:
             LayerOutOfRange: an index outside the model.
@@ -114,6 +114,12 @@ def check_armed(points: Iterable[Point], armed: Iterable[Point], known_sites: It
                 + (f" at layers {armed_layers} for {point.site!r}" if armed_layers else "")
                 + f"; arm it with SteerModel(..., sites=[..., {point.site!r}], layers=...)"
             )
+
+
+def _tuple(values: Any, name: str) -> tuple[Any, ...]:
+    if not isinstance(values, Iterable):
+        raise InvalidSpec(f"{name}={values!r} is none; see CaptureSpec for what it can be")
+    return tuple(values)
 
 
 def _listed(layers: Layers, num_layers: int) -> Iterable[object]:

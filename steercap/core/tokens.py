@@ -6,6 +6,7 @@ plain ranges of positions once the length of the prompt is known.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -98,8 +99,8 @@ def _terms(tokens: Tokens) -> Iterable[str | int | tuple[int | None, int | None,
         yield tokens
     elif isinstance(tokens, bool) or tokens is None:
         raise InvalidSelection(f"tokens={tokens!r} is no selection; use a name, a slice, positions or a list of these")
-    elif isinstance(tokens, (int, np.integer)):
-        yield int(tokens)
+    elif (position := _index(tokens)) is not None:
+        yield position
     elif isinstance(tokens, range):
         yield from (int(position) for position in tokens)
     elif isinstance(tokens, slice):
@@ -109,6 +110,14 @@ def _terms(tokens: Tokens) -> Iterable[str | int | tuple[int | None, int | None,
             yield from _terms(part)
     else:
         raise InvalidSelection(f"tokens={tokens!r} is no selection; use a name, a slice, positions or a list of these")
+
+
+def _index(value: object) -> int | None:
+    """An integer of any library, or None; arrays of several have an `__index__` that fails."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def _slice_term(value: slice) -> tuple[int | None, int | None, int]:

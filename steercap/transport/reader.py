@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from steercap.core.messages import Attached, LineRange
-from steercap.errors import MemoryNotShared
+from steercap.errors import MemoryNotShared, ModelClosed
 from steercap.transport.shared import HEADER_BYTES, SharedSegment
 
 #: Most bytes asked for in one RPC: vLLM's message queue copies larger ones over a socket.
@@ -45,7 +45,8 @@ class SharedReader(LineReader):
         self._lines: torch.Tensor | None = flat[: len(flat) // line_bytes * line_bytes].view(-1, line_bytes)
 
     async def read(self, ranges: Sequence[LineRange]) -> list[torch.Tensor]:
-        assert self._lines is not None, "the reader is closed"
+        if self._lines is None:
+            raise ModelClosed("the model was closed while rows were fetched")
         return [self._lines[item.start : item.start + item.count] for item in ranges]
 
     def close(self) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from steercap.adapters import hook_runners, runtime_of
+from steercap.core.messages import Failed, encode
+from steercap.errors import UnsupportedRunner
 
 hook_runners()
 
@@ -20,4 +22,8 @@ class WorkerExtension:
 
     def steercap_answer(self, frame: bytes) -> bytes:
         """Answer one frame of the client; never raises."""
-        return runtime_of(self.model_runner).answer(frame)
+        try:
+            runtime = runtime_of(self.model_runner)
+        except UnsupportedRunner as error:
+            return encode(Failed(str(error)))
+        return runtime.answer(frame)

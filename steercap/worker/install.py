@@ -23,7 +23,7 @@ def install_taps(
     Args:
         model: the loaded model.
         family: how its layers are written.
-        armed: every point of the engine, in the order of the forward pass.
+        armed: every point of the engine, layer by layer.
         present: layers that this pipeline stage holds.
         device: where the model computes.
 

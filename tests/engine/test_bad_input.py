@@ -31,6 +31,8 @@ PROMPT = random_prompt(10, 1)
         ({"sampling_params": {"max_tokens": -3}}, errors.InvalidRequest, "max_tokens"),
         ({"sampling_params": {"max_tokenz": 3}}, errors.InvalidRequest, "max_tokenz"),
         ({"sampling_params": {"extra_args": {"steercap": b""}}}, errors.InvalidRequest, "belongs to steercap"),
+        ({"capture": {"layers": [1]}}, errors.InvalidSpec, "give a CaptureSpec"),
+        ({"prompts": [None]}, errors.InvalidPrompt, "None cannot be a prompt"),
         ({"prompts": []}, errors.InvalidPrompt, "holds no prompt"),
         ({"prompts": [PROMPT, []]}, errors.InvalidPrompt, "cannot be a prompt|holds no token"),
         ({"prompts": ""}, errors.InvalidPrompt, "''"),
@@ -134,6 +136,7 @@ async def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path) 
         ({"sites": ["resid_post", "resid_mid"]}, errors.UnknownName, "unknown site 'resid_mid'"),
         ({"overflow": "drop"}, errors.InvalidSetting, "overflow='drop'; use one of 'wait', 'error'"),
         ({"transport": "pigeon"}, errors.InvalidSetting, "transport='pigeon'"),
+        ({"capture_bytes": 1e9}, errors.InvalidSetting, "whole number"),
         ({"capture_bytes": 0}, errors.InvalidSetting, "capture_bytes=0"),
     ],
 )

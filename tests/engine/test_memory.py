@@ -80,6 +80,54 @@ async def test_waiting_ends_when_nobody_gives_anything_back(little) -> None:
     assert await settled(little) == (0, 0, 0)
 
 
+async def test_patience_that_ends_for_one_lets_the_next_run(little) -> None:
+    """The first in the queue is too large for what is left and gives up; the second, which fits, runs and is counted."""
+    held = [(await little.generate(random_prompt(110, seed), SIX, capture_layers="all"))[1] for seed in range(3)]
+    large = asyncio.create_task(
+        little.generate(random_prompt(200, 4), {"max_tokens": 20, **GREEDY}, capture_layers="all")
+    )
+    small = asyncio.create_task(little.generate(random_prompt(20, 5), SIX, capture_layers=[0]))
+    with pytest.raises(errors.CaptureMemoryFull, match="no handle was released"):
+        await large
+    _, handle = await small
+    budget = little._engine.admission.budget
+    assert budget.reserved == sum(ticket.pages for ticket in budget._held)
+    assert len(budget._held) == 4
+    await little.fetch_captures_batch([*held, handle])
+    assert await settled(little) == (0, 0, 0)
+
+
+async def test_a_stream_held_while_the_model_closes_ends() -> None:
+    """Closing between two chunks: the next one is ModelClosed, not a wait for ever. Start and close may race too."""
+    model = SteerModel(tiny_checkpoint("qwen3"), **TINY_ENGINE)
+    starting = asyncio.create_task(model.start())
+    await asyncio.sleep(0)
+    assert await model.start() is await starting
+    stream = model.stream(random_prompt(30, 3), {"max_tokens": 200, **GREEDY}, capture_layers="all")
+    await anext(stream)
+    _, handle = await model.generate(random_prompt(30, 3), SIX, capture_layers="all")
+    asking = asyncio.create_task(handle.fetch())
+    await asyncio.sleep(0)
+    await model.aclose()
+    with pytest.raises(errors.ModelClosed):
+        await anext(stream)
+    await asyncio.wait([asking], timeout=5)
+    assert asking.done()
+    assert asking.exception() is None or isinstance(asking.exception(), errors.ModelClosed)
+
+
+async def test_a_release_during_a_fetch_ends_released(tiny) -> None:
+    """The rows are freed when the fetch is done with them, and the fetch says that they are gone."""
+    _, handle = await tiny.generate(random_prompt(100, 3), SIX, capture_layers="all")
+    fetching = asyncio.create_task(handle.fetch())
+    await asyncio.sleep(0)
+    handle.release()
+    with pytest.raises(errors.CaptureReleased):
+        await fetching
+    assert not handle.fetched
+    assert await settled(tiny) == (0, 0, 0)
+
+
 async def test_a_handle_dropped_unread_frees_its_memory(tiny) -> None:
     """No release, no fetch, no reference: the rows go."""
     _, handles = await tiny.generate([random_prompt(30, seed) for seed in range(5)], SIX, capture_layers="all")

@@ -31,8 +31,16 @@ def test_sync_gives_what_async_gives(tiny_reference) -> None:
         assert all(torch.equal(other.captures[1], handles[0].captures[1]) for other in handles[1:])
         assert model.stats().handles_held == 0
         assert model.num_layers == 4
+        chunks = list(model.stream(random_prompt(9, 1), {"max_tokens": 4, **GREEDY}, capture_layers=[1]))
+        assert "".join(chunk.text for chunk in chunks) == text
+        assert torch.equal(torch.cat([chunk.positions for chunk in chunks]), torch.arange(12))
+        _, unread = model.generate(random_prompt(9, 1), {"max_tokens": 4, **GREEDY}, capture_layers=[1])
     model.close()
     with pytest.raises(errors.ModelClosed, match="is closed"):
         model.stats()
+    with pytest.raises(errors.ModelClosed):
+        unread.fetch()
+    unread.release()
+    assert handles[0].fetch().captures[1].shape == (12, 128)
     assert not before.new()
     assert not [thread for thread in threading.enumerate() if "steercap" in thread.name]

@@ -15,7 +15,6 @@ import steercap
 from steercap import errors
 from steercap.codecs import CODECS
 from steercap.codecs.base import Codec
-from steercap.core.chat import MessageSpan, message_spans
 from steercap.errors import InvalidFile, UnknownName
 from steercap.families import FAMILIES, family_of
 from steercap.files import load_handle
@@ -168,15 +167,52 @@ def test_only_adapters_name_vllm() -> None:
     assert guilty == []
 
 
-def test_spans_follow_the_template_not_its_looks() -> None:
-    """A message's span ends where the templated prefix stops agreeing with the prompt."""
-    full = [1, 2, 3, 4, 5, 6, 7, 8]
-    spans = message_spans(["system", "user"], [[1, 2, 3], [1, 2, 3, 4, 5, 99]], full)
-    assert spans == [
-        MessageSpan("system", 0, 0, 3),
-        MessageSpan("user", 1, 3, 5),
-        MessageSpan("generation_prompt", None, 5, 8),
-    ]
+#: As Qwen 3 does: the last message is rendered otherwise than the same message in the middle.
+LAST_IS_SPECIAL = (
+    "{% for m in messages %}<{{ m.role }}>{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
+    "{{ m.content | trim }}</{{ m.role }}>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+#: As Mistral does: the system message moves into the last user message.
+SYSTEM_MOVES = (
+    "{% for m in messages if m.role != 'system' %}[{{ m.role }}]"
+    "{% if loop.last %}{{ messages[0].content }} :: {% endif %}{{ m.content }}{% endfor %}"
+)
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " Why? Why? "},
+    {"role": "assistant", "content": "Why? Because."},
+    {"role": "user", "content": "Why? Because of what?"},
+]
+
+
+@pytest.mark.parametrize("template", [LAST_IS_SPECIAL, SYSTEM_MOVES])
+def test_a_message_is_found_wherever_the_template_puts_it(template) -> None:
+    """Decorated, trimmed, moved or alike: each span is its own message's words, and no other's."""
+    from transformers import AutoTokenizer
+
+    from steercap.prompts import templated
+    from steercap.testing import tiny_checkpoint
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint("qwen3"))
+    ids, spans = templated(tokenizer, TALK, {"chat_template": template}, spans=True)
+    words = {span.index: tokenizer.decode(ids[span.start : span.stop]) for span in spans if span.index is not None}
+    assert {index: text.strip() for index, text in words.items()} == {
+        index: message["content"].strip() for index, message in enumerate(TALK)
+    }
+    invited = [tokenizer.decode(ids[span.start : span.stop]) for span in spans if span.index is None]
+    assert invited == (["<assistant>"] if template == LAST_IS_SPECIAL else [])
+
+
+def test_a_message_that_the_template_leaves_out_has_no_span() -> None:
+    """What is not in the prompt is nobody's row."""
+    from transformers import AutoTokenizer
+
+    from steercap.prompts import templated
+    from steercap.testing import tiny_checkpoint
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint("qwen3"))
+    _, spans = templated(tokenizer, TALK, {"chat_template": "{{ messages[-1].content }}"}, spans=True)
+    assert [(span.index, span.start) for span in spans] == [(3, 0)]
 
 
 @pytest.mark.parametrize("content", [b"", b"not safetensors at all", None])

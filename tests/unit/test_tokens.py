@@ -79,6 +79,14 @@ def test_what_means_nothing_is_refused(tokens) -> None:
         TokenSelection.parse(tokens)
 
 
+def test_arrays_are_positions() -> None:
+    """NumPy and torch integers are integers."""
+    import torch
+
+    for tokens in (np.array([1, 2]), torch.tensor([1, 2]), [np.int64(1), torch.tensor(2)]):
+        assert TokenSelection.parse(tokens).terms == (1, 2)
+
+
 def test_an_empty_union_is_refused() -> None:
     """`tokens=[]` selects nothing, and says so when the spec is made."""
     with pytest.raises(EmptySelection):
