@@ -221,6 +221,8 @@ class VllmEngine:
         except SteercapError:
             raise
         except Exception as error:
+            if self._llm is None:
+                raise ModelClosed("the model was closed while the workers were asked") from error
             raise WorkerFailure(f"a call to the workers failed: {error}") from error
         finally:
             call.cancel()
