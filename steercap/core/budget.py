@@ -49,11 +49,6 @@ class Budget:
         return len(self._queue)
 
     @property
-    def holders(self) -> int:
-        """Requests that hold pages."""
-        return len(self._held)
-
-    @property
     def head(self) -> Ticket | None:
         """Who waits first."""
         return self._queue[0] if self._queue else None

@@ -11,7 +11,6 @@ from typing import Final, TypeAlias
 import msgspec
 
 from steercap.core.plan import CapturePlan
-from steercap.core.spec import Point
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -193,8 +192,3 @@ def decode_answer(frame: bytes) -> Answer:
         msgspec.MsgspecError: bytes that are no frame.
     """
     return _ANSWERS.decode(frame)
-
-
-def points_of(indices: tuple[int, ...], armed: tuple[Point, ...]) -> tuple[Point, ...]:
-    """Points by their indices into the engine's armed list."""
-    return tuple(armed[index] for index in indices)
