@@ -108,7 +108,7 @@ def idle_tap_cost() -> float:
             best = min(best, (time.perf_counter() - start) / calls)
         return best
 
-    bind(StepTables(1))
+    bind(StepTables(1, 576))
     hidden, residual = torch.randn(16, 576), torch.randn(16, 576)
     tapped = Layer()
     output_hook(tapped, "", "resid_post", torch.zeros(1, dtype=torch.int32), 1)

@@ -1,4 +1,4 @@
-"""steercap: read what a language model computes while vLLM serves it.
+"""steercap: read and steer what a language model computes while vLLM serves it.
 
 Importing it loads neither vLLM nor torch; the public names load what they need when first used.
 """
@@ -8,25 +8,62 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from steercap.config import Settings
-    from steercap.core.receipt import Receipt
+    from steercap.core.receipt import Receipt, SteeringReceipt
     from steercap.core.spec import CaptureSpec, Point
+    from steercap.edits.ablate import Ablate
+    from steercap.edits.add import Add
+    from steercap.edits.add_if import AddIf
+    from steercap.edits.cap import Cap
+    from steercap.edits.low_rank import LowRank
+    from steercap.edits.replace import Replace
+    from steercap.edits.sae_feature import SAEFeature
+    from steercap.edits.set_projection import SetProjection
     from steercap.handle import CaptureHandle
     from steercap.job import Chunk
     from steercap.model import SteerModel
+    from steercap.steering import SteeringSpec
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Ablate": "steercap.edits.ablate",
+    "Add": "steercap.edits.add",
+    "AddIf": "steercap.edits.add_if",
+    "Cap": "steercap.edits.cap",
     "CaptureHandle": "steercap.handle",
     "CaptureSpec": "steercap.core.spec",
     "Chunk": "steercap.job",
+    "LowRank": "steercap.edits.low_rank",
     "Point": "steercap.core.spec",
     "Receipt": "steercap.core.receipt",
+    "Replace": "steercap.edits.replace",
+    "SAEFeature": "steercap.edits.sae_feature",
+    "SetProjection": "steercap.edits.set_projection",
     "Settings": "steercap.config",
     "SteerModel": "steercap.model",
+    "SteeringReceipt": "steercap.core.receipt",
+    "SteeringSpec": "steercap.steering",
 }
 
-__all__ = ["CaptureHandle", "CaptureSpec", "Chunk", "Point", "Receipt", "Settings", "SteerModel"]
+__all__ = [
+    "Ablate",
+    "Add",
+    "AddIf",
+    "Cap",
+    "CaptureHandle",
+    "CaptureSpec",
+    "Chunk",
+    "LowRank",
+    "Point",
+    "Receipt",
+    "Replace",
+    "SAEFeature",
+    "SetProjection",
+    "Settings",
+    "SteerModel",
+    "SteeringReceipt",
+    "SteeringSpec",
+]
 
 
 def __getattr__(name: str) -> object:

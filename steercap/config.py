@@ -19,10 +19,13 @@ Transport = Literal["auto", "shared", "wire"]
 #: Rows of 113,000 tokens of an 8B model at one layer, or of 3,800 at all 36; resident only when used.
 DEFAULT_CAPTURE_BYTES: Final = 4 << 30
 
+#: 16,384 vectors of an 8B model; resident only when used.
+DEFAULT_VECTOR_BYTES: Final = 256 << 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How an engine captures.
+    """How an engine captures and steers.
 
     Args:
         sites: sites to arm. Each armed point costs a little time in every pass.
@@ -32,6 +35,9 @@ class Settings:
         overflow_timeout: seconds that requests wait while no request runs that could make room; then they fail.
         transport: how rows reach the client: "shared" memory, the "wire" (bytes over RPC), or "auto", which
             shares where it can.
+        steering_slots: different steering configurations that can be in use at once; requests beyond wait.
+        vector_bytes: memory of the vector bank on each worker, float32, in bytes.
+        edits_per_point: rank-one edits that one configuration can have at one point.
 
     Raises:
         InvalidSetting: a value that does not fit.
@@ -44,6 +50,9 @@ class Settings:
     overflow: Overflow = "wait"
     overflow_timeout: float = 60.0
     transport: Transport = "auto"
+    steering_slots: int = 256
+    vector_bytes: int = DEFAULT_VECTOR_BYTES
+    edits_per_point: int = 16
 
     def __post_init__(self) -> None:
         sites = (self.sites,) if isinstance(self.sites, str) else tuple(dict.fromkeys(self.sites))
@@ -54,8 +63,10 @@ class Settings:
             value = getattr(self, name)
             if value not in allowed:
                 raise InvalidSetting(f"{name}={value!r}; use one of {', '.join(map(repr, allowed))}")
-        if not isinstance(self.capture_bytes, int) or self.capture_bytes < 1:
-            raise InvalidSetting(f"capture_bytes={self.capture_bytes!r}; give a whole number of bytes above 0")
+        for name in ("capture_bytes", "steering_slots", "vector_bytes", "edits_per_point"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidSetting(f"{name}={value!r}; give a whole number above 0")
         if self.overflow_timeout <= 0:
             raise InvalidSetting(f"overflow_timeout={self.overflow_timeout}; give seconds above 0")
 

@@ -12,37 +12,47 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 import torch
 
 from steercap.admission import Admission
+from steercap.batching import Batcher
 from steercap.config import Settings
 from steercap.core.budget import Ticket
 from steercap.core.messages import (
     Answer,
     Attach,
     Attached,
+    Busy,
     Bystander,
     Call,
     Census,
     Collect,
     Collected,
     Counted,
+    Equip,
+    Equipped,
     Failed,
     LineRange,
     Lines,
     Owner,
     Parcel,
+    Question,
     Read,
+    Settle,
+    Settled,
+    SteeringRecord,
     Unknown,
     Wanted,
     decode_answer,
     encode,
 )
-from steercap.core.plan import CapturePlan
+from steercap.core.plan import CapturePlan, Plan
 from steercap.core.rows import PageShape
+from steercap.equipment import Equipment
 from steercap.errors import CaptureIncomplete, EngineFailure, ModelClosed, WorkerFailure
-from steercap.probe import probe
+from steercap.steering import Lowered, SteeringSpec, lower
 from steercap.transport.assemble import assemble
 from steercap.transport.reader import LineReader, open_reader
 
@@ -100,18 +110,20 @@ class Engine:
         self._numbers = count()
         self._ranks: tuple[Rank, ...] = ()
         self.admission = Admission(0, 0, settings)
-        self._given_back: dict[Owner, Ticket] = {}
+        self.equipment = Equipment(0, 0, settings, self._equip)
+        self._lowered: WeakKeyDictionary[SteeringSpec, Lowered] = WeakKeyDictionary()
+        self._settling: Batcher[Wanted, list[SteeringRecord | Unknown]] = Batcher(self._settle)
+        self._given_back: dict[Owner, Ticket | None] = {}
         self._flush: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._closed = False
 
     @classmethod
     async def start(cls, model: str, settings: Settings, engine_args: Mapping[str, Any]) -> Engine:
-        """Start vLLM with taps and prove that every one of them fires.
+        """Start vLLM with taps, and the workers' memory for rows and vectors.
 
         Raises:
             InvalidSetting, ModelNotLoaded, UnsupportedModel, UnsupportedRunner: see `VllmEngine.start`.
-            TapsNotInstalled: a tap does not fire.
         """
         from steercap.adapters.engine import VllmEngine
 
@@ -126,7 +138,6 @@ class Engine:
         engine = cls(vllm, settings)
         try:
             await engine._attach()
-            await probe(engine)
         except BaseException:
             await engine.aclose()
             raise
@@ -139,6 +150,8 @@ class Engine:
         self._closed = True
         self.admission.close()
         try:
+            await self.equipment.aclose()
+            await self._settling.aclose()
             if self._flush:
                 self._flush.cancel()
                 await asyncio.wait([self._flush])
@@ -152,6 +165,23 @@ class Engine:
     def new_key(self) -> str:
         """A name for a request, unique among all of this machine; without underscore, see `runner_v1.sample_of`."""
         return f"steercap-{self._name}-{next(self._numbers)}"
+
+    def lowered(self, spec: SteeringSpec) -> Lowered:
+        """A spec compiled for this engine; once, as long as the spec lives.
+
+        Raises:
+            InvalidSpec, PointNotArmed: it does not fit the model; see `steering.lower`.
+        """
+        found = self._lowered.get(spec)
+        if found is None:
+            found = self._lowered[spec] = lower(
+                spec,
+                armed=self.armed,
+                num_layers=self.vllm.num_layers,
+                width=self.vllm.hidden_size,
+                edits_per_point=self.settings.edits_per_point,
+            )
+        return found
 
     def pages_needed(self, plan: CapturePlan, rows: int) -> int:
         """Pages that `rows` rows of the plan take on the worker that holds most of them."""
@@ -168,15 +198,16 @@ class Engine:
         self,
         prompt: Rendered,
         params: SamplingParams,
-        plan: CapturePlan | None,
+        plan: Plan | None,
         *,
+        salt: str = "",
         partial: bool = False,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request; yields its outputs, the finished one last."""
         self._require_open()
         key = plan.key if plan else self.new_key()
-        return self.vllm.generate(prompt, params, key, plan, partial=partial, **options)
+        return self.vllm.generate(prompt, params, key, plan, salt=salt, partial=partial, **options)
 
     async def admit(self, pages: int, call: object) -> Ticket:
         """Reserve pages of the arena, waiting for room if need be.
@@ -191,14 +222,16 @@ class Engine:
         """A request ended: its claim becomes one ticket a handle, of so many pages each."""
         return self.admission.finish(ticket, parts)
 
-    def abandon(self, plan: CapturePlan, ticket: Ticket) -> None:
+    def abandon(self, plan: Plan, ticket: Ticket | None) -> None:
         """A request was cancelled or failed: free what it held, now and on the workers."""
-        handles = self.finish(ticket, [ticket.pages, *[0] * (plan.samples - 1)])
+        handles: list[Ticket | None] = [None] * plan.samples
+        if ticket is not None:
+            handles = [*self.finish(ticket, [ticket.pages, *[0] * (plan.samples - 1)])]
         for sample, handle in enumerate(handles):
             self.give_back(Owner(plan.key, sample), handle)
 
-    def give_back(self, owner: Owner, ticket: Ticket) -> None:
-        """Free a request's rows with the next RPC. Idempotent."""
+    def give_back(self, owner: Owner, ticket: Ticket | None) -> None:
+        """Free a request's rows and records with the next RPC. Idempotent."""
         if self._closed:
             return
         self._given_back[owner] = ticket
@@ -225,6 +258,21 @@ class Engine:
         answers = await self._ask(Collect(tuple(wanted)), Collected)
         return [await self._deliver([answer.parcels[index] for answer in answers]) for index in range(len(wanted))]
 
+    async def settle(self, wanted: Wanted) -> list[SteeringRecord | Unknown]:
+        """What each worker did to a finished request; one RPC for all that finish meanwhile.
+
+        Raises:
+            EngineFailure: the engine has died, or a worker cannot answer.
+        """
+        return await self._settling.ask(wanted)
+
+    async def _settle(self, wanted: Sequence[Wanted]) -> list[list[SteeringRecord | Unknown]]:
+        answers = await self._ask(Settle(tuple(wanted)), Settled)
+        return [[answer.records[index] for answer in answers] for index in range(len(wanted))]
+
+    async def _equip(self, question: Equip) -> list[Equipped | Busy]:
+        return await self._ask(question, (Equipped, Busy))
+
     async def census(self) -> list[Counted]:
         """What each capturing worker holds."""
         return await self._ask(Census(), Counted)
@@ -245,7 +293,7 @@ class Engine:
         return Delivery(tuple(parcels), tuple(rows), failure)
 
     async def _ask(
-        self, question: Attach | Collect | Read | Census, kind: type[Kind], rank: int | None = None
+        self, question: Question, kind: type[Kind] | tuple[type[Kind], ...], rank: int | None = None
     ) -> list[Kind]:
         """Send one frame; returns the answers of the capturing workers, or of one of them.
 
@@ -261,11 +309,16 @@ class Engine:
                 self._schedule_flush()
             raise
         for ticket in given_back.values():
-            self.admission.release(ticket)
+            if ticket is not None:
+                self.admission.release(ticket)
         return _answers(frames, kind, rank)
 
     async def _attach(self) -> None:
-        answers = await self._ask(Attach(self.settings.capture_bytes), Attached)
+        settings = self.settings
+        question = Attach(
+            settings.capture_bytes, settings.steering_slots, settings.vector_bytes, settings.edits_per_point
+        )
+        answers = await self._ask(question, Attached)
         self._ranks = tuple(
             Rank(index, attached, open_reader(attached, self.settings.transport, self._line_source(index)))
             for index, attached in enumerate(answers)
@@ -273,6 +326,7 @@ class Engine:
         shape = self._ranks[0].attached
         page_bytes = shape.page_lines * shape.width * getattr(torch, shape.dtype).itemsize
         self.admission = Admission(min(rank.attached.pages for rank in self._ranks), page_bytes, self.settings)
+        self.equipment = Equipment(settings.steering_slots, shape.bank_rows, settings, self._equip)
 
     def _line_source(self, rank: int) -> Any:
         async def ask(ranges: tuple[LineRange, ...]) -> bytes:
@@ -294,7 +348,7 @@ class Engine:
             raise ModelClosed("this model is closed; open it with `async with SteerModel(...)`")
 
 
-def _answers(frames: Sequence[bytes], kind: type[Kind], rank: int | None) -> list[Kind]:
+def _answers(frames: Sequence[bytes], kind: type[Kind] | tuple[type[Kind], ...], rank: int | None) -> list[Kind]:
     answers = [decode_answer(frame) for frame in frames]
     for worker, answer in enumerate(answers):
         if isinstance(answer, Failed):
@@ -303,7 +357,7 @@ def _answers(frames: Sequence[bytes], kind: type[Kind], rank: int | None) -> lis
     chosen = capturing if rank is None else [capturing[rank]]
     wrong = [answer for answer in chosen if not isinstance(answer, kind)]
     if wrong:
-        raise WorkerFailure(f"expected {kind.__name__}, got {type(wrong[0]).__name__}")
+        raise WorkerFailure(f"expected {kind}, got {type(wrong[0]).__name__}")
     return chosen  # type: ignore[return-value]
 
 

@@ -6,9 +6,12 @@ SteercapError
 │   ├── InvalidPrompt               an empty list of prompts, a prompt longer than the context
 │   ├── InvalidSelection            a `tokens=` that means nothing here
 │   │   └── EmptySelection          ... or that selects no token
-│   ├── InvalidSpec                 a malformed CaptureSpec
+│   ├── InvalidSpec                 a malformed CaptureSpec or SteeringSpec
 │   │   ├── LayerOutOfRange         a layer this model does not have
-│   │   └── UnknownName             a site, family or codec that is not registered
+│   │   ├── UnknownName             a site, family, codec or edit that is not registered
+│   │   ├── TooManyEdits            more edits than the engine's tables or vectors than its bank can hold
+│   │   └── InvalidEdit             an edit whose numbers do not fit
+│   │       └── InvalidVector       ... or whose vector is of another width, NaN, inf or zero
 │   └── PointNotArmed               a site or layer without a tap in this engine
 ├── EngineFailure (RuntimeError)    the engine is not there, or not as it must be
 │   ├── ModelNotLoaded              vLLM could not load the model
@@ -24,6 +27,9 @@ SteercapError
 │   ├── CaptureMemoryFull           no room for the rows, and none is coming
 │   ├── CaptureNotFetched           `captures` read before `fetch()`
 │   └── CaptureReleased             a handle used after its rows were given back
+├── SteeringError (RuntimeError)    what was asked to be changed was not
+│   ├── SteeringNotApplied          a worker did not make every edit, so there is no text
+│   └── SteeringSlotsFull           no slot is free, and overflow="error"
 └── InvalidFile (ValueError)        a file that is not what its name or header says
 """
 
@@ -53,7 +59,19 @@ class EmptySelection(InvalidSelection):
 
 
 class InvalidSpec(InvalidRequest):
-    """A capture specification that contradicts itself or the model."""
+    """A specification of captures or edits that contradicts itself or the model."""
+
+
+class TooManyEdits(InvalidSpec):
+    """More edits at one point, or more vectors, than this engine was started for."""
+
+
+class InvalidEdit(InvalidSpec):
+    """An edit that contradicts itself: its numbers, its bounds, its layers."""
+
+
+class InvalidVector(InvalidEdit):
+    """A vector of an edit that is of the wrong width, not finite, or zero where its direction counts."""
 
 
 class LayerOutOfRange(InvalidSpec):
@@ -122,6 +140,18 @@ class CaptureNotFetched(CaptureError):
 
 class CaptureReleased(CaptureError):
     """The handle was used after its rows had been given back."""
+
+
+class SteeringError(SteercapError, RuntimeError):
+    """What was asked to be changed was not changed."""
+
+
+class SteeringNotApplied(SteeringError):
+    """A worker did not make every edit that the spec and the tokens demand; no text is handed over."""
+
+
+class SteeringSlotsFull(SteeringError):
+    """No slot or no room for vectors is free, and waiting is not wanted."""
 
 
 class InvalidFile(SteercapError, ValueError):

@@ -6,20 +6,19 @@ reduction. Tensors are named `rows.<site>.<layer>`, `positions`, `token_ids`, `p
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from steercap.core.chat import MessageSpan
-from steercap.core.receipt import Receipt
+from steercap.core.receipt import Receipt, SteeringReceipt
 from steercap.core.spec import Point
 from steercap.errors import InvalidFile
+from steercap.formats.base import write_whole
 
 if TYPE_CHECKING:
     from steercap.handle import CaptureHandle
@@ -39,6 +38,7 @@ class Header(msgspec.Struct, frozen=True):
     messages: tuple[MessageSpan, ...]
     reduce: str | None
     writes: int
+    steering: SteeringReceipt | None = None
 
 
 def save_handle(handle: CaptureHandle, path: Path) -> Path:
@@ -54,21 +54,15 @@ def save_handle(handle: CaptureHandle, path: Path) -> Path:
         messages=handle.messages,
         reduce=receipt.reduce,
         writes=receipt.writes,
+        steering=receipt.steering,
     )
     tensors = {_name(point): rows.contiguous() for point, rows in handle.captures.items()}
     tensors["positions"] = handle.positions
     tensors["token_ids"] = handle.token_ids
     tensors["prompt_token_ids"] = torch.tensor(handle.prompt_token_ids, dtype=torch.int64)
     tensors["output_token_ids"] = torch.tensor(handle.output_token_ids, dtype=torch.int64)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle_fd, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle_fd)
-    try:
-        save_file(tensors, scratch, {"steercap": msgspec.json.encode(header).decode()})
-        Path(scratch).replace(path)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+    with write_whole(path) as scratch:
+        scratch.write_bytes(save(tensors, {"steercap": msgspec.json.encode(header).decode()}))
     return path
 
 
@@ -93,7 +87,7 @@ def load_handle(path: Path) -> CaptureHandle:
         messages=header.messages,
     )
     labels = tensors["positions"].numpy(), tensors["token_ids"].numpy()
-    handle._receipt = Receipt(header.points, *labels, header.writes, header.reduce)
+    handle._receipt = Receipt(header.points, *labels, header.writes, header.reduce, header.steering)
     handle._captures = Captures({point: tensors[_name(point)] for point in header.points}, header.num_layers)
     return handle
 

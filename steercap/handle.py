@@ -19,8 +19,8 @@ import torch
 from steercap.captures import Captures
 from steercap.core.chat import MessageSpan
 from steercap.core.messages import Owner, Wanted
-from steercap.core.plan import CapturePlan
-from steercap.core.receipt import Receipt, check_labels, check_points
+from steercap.core.plan import Plan
+from steercap.core.receipt import Receipt, SteeringReceipt, check_labels, check_points
 from steercap.core.rows import rows_selected
 from steercap.core.spec import Point
 from steercap.errors import (
@@ -78,8 +78,10 @@ class CaptureHandle:
         self._released = False
         self._lock = asyncio.Lock()
 
-    def _attach(self, engine: Engine, owner: Owner, plan: CapturePlan, ticket: Ticket) -> CaptureHandle:
-        self._source = _Source(engine, owner, plan, ticket)
+    def _attach(
+        self, engine: Engine, owner: Owner, plan: Plan, ticket: Ticket, steering: SteeringReceipt | None
+    ) -> CaptureHandle:
+        self._source = _Source(engine, owner, plan, ticket, steering)
         self._finalizer = weakref.finalize(self, engine.give_back_from_any_thread, owner, ticket)
         self._finalizer.atexit = False
         return self
@@ -218,7 +220,9 @@ class CaptureHandle:
     def _receive(self, delivery: Delivery) -> None:
         """Check what came against what must be, and take it."""
         assert self._source is not None
-        expected = Expected(self.request_id, self._source.plan, self.points, self._tokens())
+        expected = Expected(
+            self.request_id, self._source.plan, self.points, self._tokens(), steering=self._source.steering
+        )
         rows, self._receipt = received(expected, delivery, self._source.engine.vllm.points)
         self._captures = Captures(rows, self.num_layers)
         self._free()
@@ -241,13 +245,15 @@ class Expected:
         points: the points of the plan.
         tokens: prompt and generated token ids, the last sampled one included.
         first: rows that have come before.
+        steering: what is known to have been edited.
     """
 
     name: str
-    plan: CapturePlan
+    plan: Plan
     points: tuple[Point, ...]
     tokens: tuple[int, ...]
     first: int = 0
+    steering: SteeringReceipt | None = None
 
 
 def received(
@@ -263,8 +269,9 @@ def received(
     """
     if delivery.failure:
         raise CaptureIncomplete(f"{expected.name}: {delivery.failure}")
-    plan = expected.plan
-    known = rows_selected(plan.ranges, plan.limit, len(expected.tokens) - 1)[expected.first :]
+    capture = expected.plan.capture
+    assert capture is not None
+    known = rows_selected(capture.ranges, expected.plan.limit, len(expected.tokens) - 1)[expected.first :]
     rows: dict[Point, torch.Tensor] = {}
     writes = 0
     for parcel, values in zip(delivery.parcels, delivery.rows, strict=True):
@@ -275,7 +282,7 @@ def received(
         writes += parcel.writes
     check_points(expected.name, expected.points, list(rows))
     token_ids = np.asarray(expected.tokens, dtype=np.int64)[known]
-    receipt = Receipt(expected.points, known, token_ids, writes, plan.reduce)
+    receipt = Receipt(expected.points, known, token_ids, writes, capture.reduce, expected.steering)
     return {point: rows[point] for point in expected.points}, receipt
 
 
@@ -285,8 +292,9 @@ class _Source:
 
     engine: Engine
     owner: Owner
-    plan: CapturePlan
+    plan: Plan
     ticket: Ticket
+    steering: SteeringReceipt | None
 
 
 async def fetch_all(handles: Sequence[CaptureHandle]) -> None:

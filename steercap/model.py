@@ -6,24 +6,32 @@ Number 1 in the life of a request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from steercap.config import Overflow, Settings, Transport
+from steercap.context import FROM_CONTEXT, FromContext, asked, steered
 from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.engine import Engine
 from steercap.errors import InvalidPrompt, InvalidRequest, ModelClosed
 from steercap.guard import require_main_guard
 from steercap.handle import CaptureHandle, fetch_all
-from steercap.job import Chunk, Job, prepare, run_all, stream
+from steercap.job import Chunk, Done, Job, prepare, run_all, stream
+from steercap.probe import probe
 from steercap.prompts import capture_asked, each, listed, templated
+from steercap.steering import SteeringSpec
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from steercap.edits.base import Edit
+
+#: What one prompt's `steering=` may be.
+Steering: TypeAlias = "SteeringSpec | Edit | None"
 
 
 @dataclass(frozen=True)
@@ -34,10 +42,15 @@ class Stats:
         capture_bytes: most memory that rows may take on each capturing worker.
         capture_bytes_claimed: of that, claimed by running requests and unfetched handles.
         capture_bytes_in_use: of that, filled with rows, on the fullest worker.
-        requests_waiting: requests that wait for capture memory.
+        requests_waiting: requests that wait for capture memory, or for a steering slot.
         handles_held: requests whose rows a worker holds.
         rows_captured: rows written since the start, all requests together.
         steps: forward passes run.
+        steering_slots: configurations that can be in use at once.
+        steering_slots_in_use: of these, in use by requests.
+        vector_bytes: memory of the vector bank on each worker.
+        vector_bytes_in_use: of that, vectors of requests that run.
+        vector_bytes_sent: bytes of vectors sent to the workers since the start.
     """
 
     capture_bytes: int
@@ -47,19 +60,27 @@ class Stats:
     handles_held: int
     rows_captured: int
     steps: int
+    steering_slots: int
+    steering_slots_in_use: int
+    vector_bytes: int
+    vector_bytes_in_use: int
+    vector_bytes_sent: int
 
 
 class SteerModel:
-    """A model served by vLLM whose activations can be read while it generates.
+    """A model served by vLLM whose activations can be read and changed while it generates.
 
     Args:
         model: path or name of the model, as vLLM takes it.
         sites: sites to arm: "resid_pre", "resid_post", "attn_out", "mlp_out".
         layers: layers to arm them at; all by default.
         capture_bytes: most shared memory that captured rows may take on each capturing worker, in bytes.
-        overflow: what a request does that finds no room: "wait" for its turn, or "error".
+        overflow: what a request does that finds no room, or no slot: "wait" for its turn, or "error".
         overflow_timeout: seconds that requests wait while no request runs that could make room.
         transport: how rows reach this process: "auto", "shared" or "wire".
+        steering_slots: different steering configurations in use at once; a request that brings one more waits.
+        vector_bytes: memory for the vectors of all configurations on each worker, in bytes, float32.
+        edits_per_point: rank-one edits that one spec may have at one layer and site.
         **engine_args: vLLM's `AsyncEngineArgs`.
 
     Raises:
@@ -79,6 +100,9 @@ class SteerModel:
         overflow: Overflow = "wait",
         overflow_timeout: float = Settings.overflow_timeout,
         transport: Transport = "auto",
+        steering_slots: int = Settings.steering_slots,
+        vector_bytes: int = Settings.vector_bytes,
+        edits_per_point: int = Settings.edits_per_point,
         **engine_args: Any,
     ) -> None:
         self.model = str(model)
@@ -89,6 +113,9 @@ class SteerModel:
             overflow=overflow,
             overflow_timeout=overflow_timeout,
             transport=transport,
+            steering_slots=steering_slots,
+            vector_bytes=vector_bytes,
+            edits_per_point=edits_per_point,
         )
         self._engine_args = engine_args
         self._engine: Engine | None = None
@@ -104,7 +131,7 @@ class SteerModel:
         Raises:
             MainGuardMissing: the script would start engines without end.
             ModelNotLoaded, UnsupportedModel, UnsupportedRunner: the model cannot be served with taps.
-            TapsNotInstalled: a tap does not fire.
+            TapsNotInstalled: a tap does not fire, or its edits have no effect.
             ModelClosed: the model was closed before.
         """
         require_main_guard()
@@ -112,7 +139,13 @@ class SteerModel:
             if self._closed:
                 raise ModelClosed("this SteerModel was closed; make a new one")
             if self._engine is None:
-                self._engine = await Engine.start(self.model, self.settings, self._engine_args)
+                engine = await Engine.start(self.model, self.settings, self._engine_args)
+                try:
+                    await probe(engine)
+                except BaseException:
+                    await engine.aclose()
+                    raise
+                self._engine = engine
         return self
 
     async def aclose(self) -> None:
@@ -140,6 +173,7 @@ class SteerModel:
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
+        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
         raw_output: bool = False,
         lora_request: Any = None,
         priority: int = 0,
@@ -151,7 +185,10 @@ class SteerModel:
             sampling_params: vLLM's SamplingParams or a dict of its fields, for all prompts or one each.
             capture_layers: shorthand for `capture=CaptureSpec(layers=capture_layers)`.
             capture: what to keep, for all prompts, or one each (None keeps nothing).
-            raw_output: return vLLM's RequestOutput in place of each text.
+            steering: what to change: a SteeringSpec (or one edit) for all prompts, or one each; None changes
+                nothing. Left out, it is what `model.steered` says around the call.
+            raw_output: return vLLM's RequestOutput in place of each text; its attribute `steering` then holds a
+                `SteeringReceipt` for each sample, None where nothing was to be changed.
             lora_request: vLLM's LoRARequest, for an engine started with `enable_lora=True`.
             priority: vLLM's request priority, for an engine started with `scheduling_policy="priority"`.
 
@@ -165,7 +202,8 @@ class SteerModel:
 
         Raises:
             InvalidPrompt, InvalidSpec, InvalidSelection, PointNotArmed: before anything runs.
-            CaptureMemoryFull: there is no room for the rows.
+            CaptureMemoryFull, SteeringSlotsFull: there is no room.
+            SteeringNotApplied: a worker did not make every edit; the text is not handed over.
             ModelClosed: the model is not open.
         """
         many, given = listed(prompts)
@@ -173,8 +211,10 @@ class SteerModel:
         engine = self._open_engine()
         params = each(sampling_params, len(given), "sampling_params")
         specs = each(spec, len(given), "capture")
+        edits = each(asked(self, steering), len(given), "steering")
         options = {"lora_request": lora_request, "priority": priority}
-        jobs = [await prepare(engine, *item, options=options) for item in zip(given, params, specs, strict=True)]
+        items = zip(given, params, specs, edits, strict=True)
+        jobs = [await prepare(engine, *item, options=options) for item in items]
         return await self._run(jobs, many=many, captured=spec is not None, raw_output=raw_output)
 
     async def chat(
@@ -184,6 +224,7 @@ class SteerModel:
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
+        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
         raw_output: bool = False,
         lora_request: Any = None,
         priority: int = 0,
@@ -193,7 +234,7 @@ class SteerModel:
 
         Args:
             messages: one conversation, a list of {"role", "content"} dicts, or a list of conversations.
-            sampling_params, capture_layers, capture, raw_output, lora_request, priority: as for `generate`.
+            sampling_params, capture_layers, capture, steering, raw_output, lora_request, priority: as for `generate`.
             chat_template_kwargs: further arguments of the tokenizer's chat template.
 
         Returns:
@@ -214,17 +255,14 @@ class SteerModel:
         engine = self._open_engine()
         params = each(sampling_params, len(conversations), "sampling_params")
         specs = each(spec, len(conversations), "capture")
+        edits = each(asked(self, steering), len(conversations), "steering")
         options = {"lora_request": lora_request, "priority": priority}
         jobs = []
-        for conversation, one_params, one_spec in zip(conversations, params, specs, strict=True):
+        for conversation, *asks in zip(conversations, params, specs, edits, strict=True):
             token_ids, spans = templated(
-                engine.vllm.tokenizer, conversation, dict(chat_template_kwargs or {}), spans=one_spec is not None
+                engine.vllm.tokenizer, conversation, dict(chat_template_kwargs or {}), spans=asks[1] is not None
             )
-            jobs.append(
-                await prepare(
-                    engine, {"prompt_token_ids": token_ids}, one_params, one_spec, options=options, spans=spans
-                )
-            )
+            jobs.append(await prepare(engine, {"prompt_token_ids": token_ids}, *asks, options=options, spans=spans))
         return await self._run(jobs, many=many, captured=spec is not None, raw_output=raw_output)
 
     async def stream(
@@ -234,6 +272,7 @@ class SteerModel:
         *,
         capture_layers: Layers | None = None,
         capture: CaptureSpec | None = None,
+        steering: Steering | FromContext = FROM_CONTEXT,
         lora_request: Any = None,
         priority: int = 0,
     ) -> AsyncGenerator[Chunk, None]:
@@ -241,7 +280,8 @@ class SteerModel:
 
         Args:
             prompt: one prompt, as for `generate`.
-            sampling_params, capture_layers, capture, lora_request, priority: as for `generate`, for one sample.
+            sampling_params, capture_layers, capture, steering, lora_request, priority: as for `generate`, for one
+                sample.
 
         Yields:
             Chunks whose texts, token ids and rows, one after the other, are those of the whole; the first one brings
@@ -250,19 +290,40 @@ class SteerModel:
 
         Raises:
             InvalidRequest: several prompts, `n > 1`, or a reduction, which needs the whole sequence.
-            The errors of `generate`, and CaptureIncomplete.
+            The errors of `generate`, and CaptureIncomplete. SteeringNotApplied comes in place of the last chunk.
         """
         many, given = listed(prompt)
         spec = capture_asked(capture_layers, capture)
         if many or isinstance(spec, (list, tuple)) or (isinstance(spec, CaptureSpec) and spec.reduce):
             raise InvalidRequest("stream takes one prompt, and rows rather than their reduction; use generate")
         options = {"lora_request": lora_request, "priority": priority}
-        job = await prepare(self._open_engine(), given[0], sampling_params, spec, options=options)
+        edits = asked(self, steering)
+        job = await prepare(self._open_engine(), given[0], sampling_params, spec, edits, options=options)
         if job.params.n != 1:
             raise InvalidRequest(f"stream gives one sample, not n={job.params.n}; use generate")
         async with aclosing(stream(job)) as chunks:
             while (chunk := await self._next(chunks)) is not None:
                 yield chunk
+
+    @asynccontextmanager
+    async def steered(self, steering: SteeringSpec | Edit) -> AsyncIterator[SteeringSpec]:
+        """Steer every call inside that does not give `steering=` itself: `async with model.steered(spec): ...`.
+
+        Inside another, its edits come after those of the other. Tasks started inside inherit it; tasks beside it
+        do not see it.
+
+        Args:
+            steering: a SteeringSpec, or one edit.
+
+        Yields:
+            The spec in force, outer ones included.
+
+        Raises:
+            InvalidSpec: not a spec, or one that does not fit the model.
+        """
+        with steered(self, steering) as spec:
+            self._open_engine().lowered(spec)
+            yield spec
 
     async def fetch_captures_batch(self, handles: Sequence[Any]) -> None:
         """Fetch many handles with one RPC; nested lists and None are welcome, fetched handles are left alone.
@@ -278,14 +339,20 @@ class SteerModel:
         engine = self._open_engine()
         counts = await engine.census()
         budget, page_bytes = engine.admission.budget, engine.admission.page_bytes
+        slots, vector_bytes = engine.equipment.slots, engine.vllm.hidden_size * 4
         return Stats(
             capture_bytes=budget.pages * page_bytes,
             capture_bytes_claimed=budget.reserved * page_bytes,
             capture_bytes_in_use=max(count.pages_in_use * count.page_bytes for count in counts),
-            requests_waiting=budget.waiting,
+            requests_waiting=budget.waiting + engine.equipment.waiting,
             handles_held=max(count.requests for count in counts),
             rows_captured=sum(count.rows_written for count in counts),
             steps=max(count.steps for count in counts),
+            steering_slots=slots.slots,
+            steering_slots_in_use=slots.slots_in_use,
+            vector_bytes=slots.rows * vector_bytes,
+            vector_bytes_in_use=slots.rows_in_use * vector_bytes,
+            vector_bytes_sent=engine.equipment.bytes_sent,
         )
 
     # What is reachable
@@ -306,14 +373,19 @@ class SteerModel:
         return self._open_engine().vllm.num_layers
 
     @property
+    def hidden_size(self) -> int:
+        """Elements of a row."""
+        return self._open_engine().vllm.hidden_size
+
+    @property
     def points(self) -> tuple[Point, ...]:
         """Points that have a tap, layer by layer."""
         return self._open_engine().vllm.points
 
     async def _run(self, jobs: Sequence[Job], *, many: bool, captured: bool, raw_output: bool) -> Any:
         done = await run_all(jobs, self._running)
-        texts = [output if raw_output else _texts(output) for output, _ in done]
-        handles = [_unnested(found, job) for (_, found), job in zip(done, jobs, strict=True)]
+        texts = [_raw(one) if raw_output else _texts(one.output) for one in done]
+        handles = [_unnested(one.handles, job) for one, job in zip(done, jobs, strict=True)]
         if not many:
             return (texts[0], handles[0]) if captured else texts[0]
         return (texts, handles) if captured else texts
@@ -342,6 +414,11 @@ class SteerModel:
             state = "is closed" if self._closed else "was never started"
             raise ModelClosed(f"this SteerModel {state}; use it inside `async with SteerModel(...) as model:`")
         return self._engine
+
+
+def _raw(done: Done) -> RequestOutput:
+    done.output.steering = done.receipts
+    return done.output
 
 
 def _texts(output: RequestOutput) -> str | list[str]:

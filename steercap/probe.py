@@ -1,19 +1,27 @@
-"""The start-up probe: one short request that captures everything, before the first user does.
+"""The start-up probe: short requests that read and change every point, before the first user does.
 
 Number 4 in the life of a request, once for all requests. A compiled artifact without taps, a layer that is
-never called, a model that skips its modules: all would give plausible texts and no rows.
+never called, a model that skips its modules, an edit that a compiler takes for dead: all would give plausible texts,
+and no rows or no steering.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from steercap.core.messages import Owner, Wanted
-from steercap.core.plan import CapturePlan
+from steercap.core.plan import CapturePlan, Plan
 from steercap.core.tokens import Range
-from steercap.errors import TapsNotInstalled
+from steercap.edits.add import Add
+from steercap.errors import SteeringNotApplied, TapsNotInstalled
+from steercap.job import prepare, run_all
+from steercap.steering import SteeringSpec
 
 if TYPE_CHECKING:
+    from vllm.outputs import RequestOutput
+
     from steercap.engine import Delivery, Engine
 
 #: Prompt tokens and generated tokens: a prefill pass, then a decode pass.
@@ -21,24 +29,22 @@ _PROMPT, _GENERATED = 3, 2
 
 
 async def probe(engine: Engine) -> None:
-    """See that every armed tap fires, in prefill and in decode.
+    """See that every armed tap fires, in prefill and in decode, and that what it changes reaches the model's output.
 
     Raises:
-        TapsNotInstalled: a tap did not fire, or what it read cannot be a row.
+        TapsNotInstalled: a tap did not fire, what it read cannot be a row, or what it changed had no effect.
     """
+    await _probe_reading(engine)
+    await _probe_editing(engine)
+
+
+async def _probe_reading(engine: Engine) -> None:
+    """One request that captures everything."""
     prompt = await engine.vllm.render(list(range(1, _PROMPT + 1)))
     rows = _PROMPT + _GENERATED - 1
-    plan = CapturePlan(
-        key=engine.new_key(),
-        points=tuple(engine.armed.values()),
-        ranges=(Range(0, None),),
-        prompt_len=_PROMPT,
-        limit=rows,
-        reduce=None,
-        codec="raw",
-        samples=1,
-    )
-    ticket = await engine.admit(engine.pages_needed(plan, rows), call=probe)
+    capture = CapturePlan(tuple(engine.armed.values()), (Range(0, None),), reduce=None, codec="raw")
+    plan = Plan(engine.new_key(), _PROMPT, limit=rows, capture=capture)
+    ticket = await engine.admit(engine.pages_needed(capture, rows), call=probe)
     params = engine.vllm.sampling({"max_tokens": _GENERATED, "min_tokens": _GENERATED, "temperature": 0.0})
     try:
         async for _ in engine.generate(prompt, params, plan):
@@ -64,3 +70,36 @@ def _check(engine: Engine, delivery: Delivery) -> None:
     missing = [str(armed[point]) for point in engine.armed.values() if point not in seen]
     if missing:
         raise TapsNotInstalled(f"the start-up probe got no rows of {', '.join(missing)}")
+
+
+async def _probe_editing(engine: Engine) -> None:
+    """A request for each point that adds a random vector there alone: the next token's probability must change."""
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(engine.vllm.hidden_size, generator=generator)
+    specs = [
+        None,
+        *(SteeringSpec([Add(vector, relative=True, layer=point.layer, site=point.site)]) for point in engine.armed),
+    ]
+    params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1}
+    prompt = {"prompt_token_ids": list(range(1, _PROMPT + 1))}
+    jobs = [await prepare(engine, prompt, params, None, spec, options={}) for spec in specs]
+    slots = engine.settings.steering_slots
+    try:
+        done = [
+            one for first in range(0, len(jobs), slots) for one in await run_all(jobs[first : first + slots], set())
+        ]
+    except SteeringNotApplied as error:
+        raise TapsNotInstalled(f"the start-up probe failed: {error}; this engine would steer nothing right") from error
+    clean, *edited = [_likelihood(one.output) for one in done]
+    silent = [str(point) for point, found in zip(engine.armed, edited, strict=True) if found == clean]
+    if silent:
+        raise TapsNotInstalled(
+            f"the start-up probe changed the rows at {', '.join(silent)}, and the model's output did not change; "
+            "the tap there reads, but what it writes is lost"
+        )
+
+
+def _likelihood(output: RequestOutput) -> dict[int, float]:
+    """Logarithm of the probability of the most likely next token, by its id."""
+    logprobs = output.outputs[0].logprobs or [{}]
+    return {token: value.logprob for token, value in logprobs[0].items()}

@@ -14,15 +14,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from steercap import handle as _handle
 from steercap import model as _model
+from steercap.context import steered
 from steercap.core.spec import Point
 from steercap.errors import ModelClosed
 from steercap.guard import require_main_guard
 from steercap.job import Chunk
+from steercap.steering import SteeringSpec
 
 Value = TypeVar("Value")
 
@@ -156,6 +159,12 @@ class SteerModel:
         finally:
             self._run(chunks.aclose())
 
+    @contextmanager
+    def steered(self, steering: Any) -> Iterator[SteeringSpec]:
+        """See `steercap.SteerModel.steered`; for the calls of this thread."""
+        with steered(self._model, steering) as spec:
+            yield spec
+
     def fetch_captures_batch(self, handles: Any) -> None:
         """See `steercap.SteerModel.fetch_captures_batch`."""
         self._run(self._model.fetch_captures_batch(_unwrapped(handles)))
@@ -168,6 +177,11 @@ class SteerModel:
     def num_layers(self) -> int:
         """See `steercap.SteerModel.num_layers`."""
         return self._model.num_layers
+
+    @property
+    def hidden_size(self) -> int:
+        """See `steercap.SteerModel.hidden_size`."""
+        return self._model.hidden_size
 
     @property
     def points(self) -> tuple[Point, ...]:

@@ -33,6 +33,16 @@ TINY_ENGINE: dict[str, Any] = {
     "kv_cache_memory_bytes": 32 << 20,
 }
 
+#: Chunks every long prompt (64 tokens a step), runs 16 requests at once, and has so little KV memory that some are
+#: preempted.
+CRAMPED: dict[str, Any] = {
+    **TINY_ENGINE,
+    "block_size": 32,
+    "kv_cache_memory_bytes": 2 << 20,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 16,
+}
+
 
 class Leftovers:
     """What exists now and must not exist in addition later."""
@@ -103,6 +113,13 @@ async def opened(path: str | Path, **arguments: Any) -> AsyncIterator[SteerModel
 async def tiny() -> AsyncIterator[SteerModel]:
     """Tiny qwen3, all sites armed, eager, float32."""
     async with opened(tiny_checkpoint("qwen3"), sites=ALL_SITES, **TINY_ENGINE) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+async def cramped() -> AsyncIterator[SteerModel]:
+    """Tiny qwen3 where there is little room, all sites armed."""
+    async with opened(tiny_checkpoint("qwen3"), sites=ALL_SITES, **CRAMPED) as model:
         yield model
 
 

@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from conftest import MAX_ERROR, MIN_COSINE
+from prometheus_client import REGISTRY
 
-from steercap import SteerModel
+from steercap import SteeringSpec, SteerModel
 from steercap.core.spec import Point
 from steercap.handle import CaptureHandle
 from steercap.testing import Parity, Reference, compare_rows
@@ -23,14 +25,17 @@ def random_prompt(length: int, seed: int, vocabulary: int = 250) -> list[int]:
     return torch.randint(3, vocabulary, (length,), generator=generator).tolist()
 
 
-def parity(handle: CaptureHandle, reference: Reference, *, by_layer: bool = False) -> dict[str, Parity]:
+def parity(
+    handle: CaptureHandle, reference: Reference, steering: SteeringSpec | None = None, *, by_layer: bool = False
+) -> dict[str, Parity]:
     """The worst row of each site, prompt and generated rows apart, e.g. `resid_post prompt`.
 
     With `by_layer` the reference's layers get the captured `resid_pre` as their input, so each is compared by itself.
     """
     inputs = [*handle.prompt_token_ids, *handle.output_token_ids][:-1]
     given = {layer: handle.captures[layer, "resid_pre"] for layer in handle.captures.layers} if by_layer else None
-    known = reference.rows(inputs, handle.points, given)
+    prompt_len = len(handle.prompt_token_ids)
+    known = reference.rows(inputs, handle.points, given, steering=steering, prompt_len=prompt_len)
     assert handle.token_ids.tolist() == [inputs[position] for position in handle.positions.tolist()]
     prompt = handle.positions < len(handle.prompt_token_ids)
     found: dict[str, Parity] = {}
@@ -72,3 +77,24 @@ async def settled(model: SteerModel) -> tuple[int, int, int]:
         await asyncio.sleep(0.1)
         stats = await model.stats()
     return stats.handles_held, stats.capture_bytes_claimed, stats.capture_bytes_in_use
+
+
+def counter(name: str) -> float:
+    """A counter of vLLM's, summed over engines."""
+    return sum(
+        sample.value
+        for metric in REGISTRY.collect()
+        for sample in metric.samples
+        if sample.name == f"vllm:{name}_total"
+    )
+
+
+def hold(handles: Any, reference: Reference, specs: Iterable[SteeringSpec | None] | None = None) -> dict[str, Parity]:
+    """Assert the float32 bounds for the worst row of all handles, each steered by its own spec."""
+    given = flattened(handles)
+    known = [None] * len(given) if specs is None else list(specs)
+    found = worst(parity(handle, reference, spec) for handle, spec in zip(given, known, strict=True))
+    for name, same in found.items():
+        assert same.cosine > MIN_COSINE, (name, same)
+        assert same.error < MAX_ERROR, (name, same)
+    return found

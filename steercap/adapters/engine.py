@@ -23,7 +23,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from steercap.adapters.settings import CONFIG_KEY, worker_config
-from steercap.core.plan import EXTRA_ARGS_KEY, CapturePlan
+from steercap.core.plan import EXTRA_ARGS_KEY, Plan
 from steercap.core.spec import Point
 from steercap.errors import (
     EngineFailure,
@@ -73,6 +73,7 @@ class VllmEngine:
         self.model_name: str = config.model
         self.num_layers: int = config.get_total_num_hidden_layers()
         self.max_model_len: int = config.max_model_len
+        self.hidden_size: int = config.get_hidden_size()
 
     @classmethod
     def start(
@@ -168,8 +169,9 @@ class VllmEngine:
         prompt: Rendered,
         params: SamplingParams,
         request_id: str,
-        plan: CapturePlan | None,
+        plan: Plan | None,
         *,
+        salt: str = "",
         partial: bool = False,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
@@ -179,7 +181,8 @@ class VllmEngine:
             prompt: the rendered prompt.
             params: sampling parameters, which this call owns.
             request_id: the caller's id.
-            plan: what the workers shall keep of it.
+            plan: what the workers shall keep and change of it.
+            salt: what its keys and values depend on besides its tokens; added to the user's own `cache_salt`.
             partial: whether to yield the text so far at every step, not just the end.
             **options: further arguments of `AsyncLLM.generate`.
 
@@ -192,8 +195,11 @@ class VllmEngine:
             params.extra_args = {**(params.extra_args or {}), EXTRA_ARGS_KEY: plan.encode()}
             if plan.reads_prompt:
                 params.skip_reading_prefix_cache = True
+        payload = prompt.payload
+        if salt:
+            payload = {**payload, "cache_salt": f"{payload.get('cache_salt') or ''}|steercap {salt}"}
         try:
-            async with aclosing(self.llm.generate(prompt.payload, params, request_id, **options)) as outputs:
+            async with aclosing(self.llm.generate(payload, params, request_id, **options)) as outputs:
                 async for output in outputs:
                     yield output
         except (VLLMClientError, ValueError) as error:

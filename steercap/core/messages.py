@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from steercap.core.plan import CapturePlan
+from steercap.core.program import Configuration
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -39,13 +39,58 @@ class LineRange(msgspec.Struct, frozen=True, array_like=True):
     count: int
 
 
+class Vectors(msgspec.Struct, frozen=True, array_like=True):
+    """Rows for the vector bank.
+
+    Args:
+        digest: SHA-256 of the float32 bytes.
+        places: the bank row of each.
+        data: the float32 bytes.
+    """
+
+    digest: bytes
+    places: tuple[int, ...]
+    data: bytes
+
+
+class Placed(msgspec.Struct, frozen=True, array_like=True):
+    """A configuration, its slot, and the bank rows of each of its blobs."""
+
+    slot: int
+    configuration: Configuration
+    places: tuple[tuple[int, ...], ...]
+
+
 # Questions of the client
 
 
 class Attach(Message, frozen=True):
-    """First frame after start-up: make the arena, say what is armed."""
+    """First frame after start-up: make the arena and the tables, say what is armed.
+
+    Args:
+        capture_bytes: most the arena may take.
+        slots: configurations held at once.
+        vector_bytes: most the vector bank may take.
+        edits_per_point: rank-one edits that a slot holds for one point.
+    """
 
     capture_bytes: int
+    slots: int
+    vector_bytes: int
+    edits_per_point: int
+
+
+class Equip(Message, frozen=True):
+    """Write vectors, then configurations, for requests about to come; every rank does."""
+
+    vectors: tuple[Vectors, ...]
+    configurations: tuple[Placed, ...]
+
+
+class Settle(Message, frozen=True):
+    """Say what was edited of finished requests, and forget it; every rank does."""
+
+    wanted: tuple[Wanted, ...]
 
 
 class Collect(Message, frozen=True):
@@ -64,11 +109,14 @@ class Census(Message, frozen=True):
     """Count what the worker holds."""
 
 
+Question: TypeAlias = Attach | Collect | Read | Census | Equip | Settle
+
+
 class Call(Message, frozen=True):
     """One RPC: rows given back since the last one, then a question."""
 
     released: tuple[Owner, ...]
-    question: Attach | Collect | Read | Census
+    question: Question
 
 
 # Answers of a worker
@@ -87,6 +135,7 @@ class Attached(Message, frozen=True):
         dtype: the model's dtype, by its torch name.
         page_lines: lines of a page.
         pages: pages of the arena.
+        bank_rows: rows of the vector bank.
         path: where a process of the same machine can open the arena.
         nonce: first bytes of the arena, to know it by.
     """
@@ -96,6 +145,7 @@ class Attached(Message, frozen=True):
     dtype: str
     page_lines: int
     pages: int
+    bank_rows: int
     path: str
     nonce: bytes
 
@@ -105,7 +155,7 @@ class Parcel(Message, frozen=True):
 
     Args:
         owner: whose rows.
-        plan: what had been asked.
+        codec: how the rows are stored.
         points: indices into the engine's armed points, in the order of the lines of a record.
         lines: where the records are, in the order of the rows.
         stored_rows: records in these lines: the rows, or one for a reduction.
@@ -117,7 +167,7 @@ class Parcel(Message, frozen=True):
     """
 
     owner: Owner
-    plan: CapturePlan
+    codec: str
     points: tuple[int, ...]
     lines: tuple[LineRange, ...]
     stored_rows: int
@@ -147,9 +197,10 @@ class Lines(Message, frozen=True):
 
 
 class Counted(Message, frozen=True):
-    """Answer to Census."""
+    """Answer to Census: requests whose rows, or whose record of edits, are held; pages; rows and passes so far."""
 
     requests: int
+    steered: int
     pages_in_use: int
     pages_touched: int
     pages: int
@@ -158,13 +209,45 @@ class Counted(Message, frozen=True):
     steps: int
 
 
+class Equipped(Message, frozen=True):
+    """Answer to Equip: it is done."""
+
+
+class Busy(Message, frozen=True):
+    """Answer to Equip: a request that has ended, but not yet left the engine, uses a place; nothing was written."""
+
+
+class SteeringRecord(Message, frozen=True):
+    """What one rank did to one request.
+
+    Args:
+        owner: whose rows.
+        computed: bit `i` says whether position `i` was computed here, rather than read from the prefix cache.
+        rows: rows that each edit touched, all its points on this rank together.
+        failure: why the edits cannot be trusted, or None.
+        witness: whether these rows count: other ranks of a tensor-parallel group touch the same ones.
+    """
+
+    owner: Owner
+    computed: bytes
+    rows: tuple[int, ...]
+    failure: str | None
+    witness: bool
+
+
+class Settled(Message, frozen=True):
+    """Answer to Settle, in its order."""
+
+    records: tuple[SteeringRecord | Unknown, ...]
+
+
 class Failed(Message, frozen=True):
     """The worker could not answer."""
 
     reason: str
 
 
-Answer: TypeAlias = Bystander | Attached | Collected | Lines | Counted | Failed
+Answer: TypeAlias = Bystander | Attached | Collected | Lines | Counted | Equipped | Busy | Settled | Failed
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _CALLS: Final = msgspec.msgpack.Decoder(Call)

@@ -10,9 +10,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from steercap.core.messages import SteeringRecord, Unknown
+from steercap.core.plan import Plan
+from steercap.core.program import Configuration, applications, scope_masks
 from steercap.core.rows import Ints
 from steercap.core.spec import Point
-from steercap.errors import CaptureIncomplete
+from steercap.errors import CaptureIncomplete, SteeringNotApplied
+
+
+@dataclass(frozen=True)
+class SteeringReceipt:
+    """Proof of steering: what the workers did to one request.
+
+    Args:
+        rows: rows that each edit touched, in the order of the spec's edits, all its layers together; a row counts
+            when the edit was applied to it, whether or not its value changed.
+        computed: tokens that this request had computed.
+        cached: tokens read from the prefix cache, where an equally steered request had written them.
+    """
+
+    rows: tuple[int, ...]
+    computed: int
+    cached: int
 
 
 @dataclass(frozen=True)
@@ -25,6 +44,7 @@ class Receipt:
         token_ids: id of the token the model read at each of them, int64 [rows].
         writes: how many rows were written, recomputed ones counted again.
         reduce: the reduction applied in the worker, or None.
+        steering: what was edited, or None where nothing was to be.
     """
 
     points: tuple[Point, ...]
@@ -32,6 +52,7 @@ class Receipt:
     token_ids: Ints
     writes: int
     reduce: str | None
+    steering: SteeringReceipt | None = None
 
     @property
     def rows(self) -> int:
@@ -78,3 +99,40 @@ def check_points(request: str, expected: Sequence[Point], captured: Sequence[Poi
     missing = [str(point) for point in expected if point not in set(captured)]
     if missing:
         raise CaptureIncomplete(f"{request}: no worker captured {', '.join(missing)}")
+
+
+def check_edits(
+    request: str, plan: Plan, configuration: Configuration, total: int, records: Sequence[SteeringRecord | Unknown]
+) -> SteeringReceipt:
+    """Compare what the workers did with what the spec and the tokens demand.
+
+    Args:
+        request: name of the request, for the message.
+        plan: the request.
+        configuration: its edits.
+        total: inputs of the sequence.
+        records: what each worker says.
+
+    Raises:
+        SteeringNotApplied: a worker failed, knows nothing of the request, or touched other rows.
+    """
+    assert plan.steering is not None
+    known: list[SteeringRecord] = []
+    for worker, record in enumerate(records):
+        if isinstance(record, Unknown):
+            raise SteeringNotApplied(f"{request}: worker {worker} never saw this request; its text is not handed over")
+        if record.failure:
+            raise SteeringNotApplied(f"{request}: worker {worker}: {record.failure}; its text is not handed over")
+        known.append(record)
+    computed = np.unpackbits(np.frombuffer(known[0].computed, dtype=np.uint8))[:total].astype(np.bool_)
+    masks = scope_masks(plan.steering.scopes, plan.limit)[:total][computed]
+    positions = np.array([((masks >> scope) & 1).sum() for scope in range(configuration.scopes)])
+    everywhere = {point for entry in configuration.entries for point in entry.points}
+    expected = tuple((applications(configuration, everywhere) @ positions).tolist())
+    touched = tuple(sum(rows) for rows in zip(*(record.rows for record in known if record.witness), strict=True))
+    if touched != expected or len({record.computed for record in known}) > 1:
+        raise SteeringNotApplied(
+            f"{request}: the edits should have touched {expected} rows, the workers touched {touched}; "
+            "its text is not handed over"
+        )
+    return SteeringReceipt(touched, int(computed.sum()), total - int(computed.sum()))

@@ -43,6 +43,8 @@ class CaptureSpec:
         reduce: None for one row a token, or "mean", "sum", "max", "last" over the tokens selected, computed in the
             worker in float32: one row a point.
         codec: how rows are stored on their way to the client; "raw" keeps them bit for bit.
+        before_edits: keep rows as they were before the edits of their own point; by default they are what the
+            model goes on with, edits included. Edits at earlier points have had their effect either way.
 
     Raises:
         InvalidSpec: no site, an unknown reduction, or layers or sites of another type.
@@ -54,6 +56,7 @@ class CaptureSpec:
     tokens: Tokens | TokenSelection = "all"
     reduce: Reduction | None = None
     codec: str = "raw"
+    before_edits: bool = False
 
     def __post_init__(self) -> None:
         sites = (self.sites,) if isinstance(self.sites, str) else _tuple(self.sites, "sites")

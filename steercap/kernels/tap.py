@@ -1,9 +1,9 @@
-"""The tap operator, `steercap::tap`: at one point, copy the rows that somebody wants into the arena.
+"""The tap operator, `steercap::tap`: at one point, edit the rows that are steered and copy those that are kept.
 
 Number 5 in the life of a request. The operator takes tensors only, so that every layer traces to the same
 code; what it does is decided by the step's tables, whose addresses never change, never by Python that a
-compiled or replayed graph would skip. It declares that it mutates `hidden`, since edits do, and so it is
-never eliminated as dead.
+compiled or replayed graph would skip. It declares that it mutates `hidden` and `residual`, since edits do, and so it
+is never eliminated as dead.
 
 Shape legend: n = tokens of the pass, padding included; width = hidden size.
 """
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 
 LIBRARY: Final = torch.library.Library("steercap", "FRAGMENT")
-LIBRARY.define("tap(Tensor(a!) hidden, Tensor? residual, Tensor point) -> ()")
+LIBRARY.define("tap(Tensor(a!) hidden, Tensor(b!)? residual, Tensor point) -> ()")
 
 
 class Tappable(Protocol):
@@ -25,7 +25,7 @@ class Tappable(Protocol):
     def on_tap(
         self, hidden: Float[torch.Tensor, "n width"], residual: Float[torch.Tensor, "n width"] | None, point: int
     ) -> None:
-        """Read (and one day edit) the rows of one point of the running pass."""
+        """Read and edit the rows of one point of the running pass."""
 
 
 _bound: Tappable | None = None
@@ -59,7 +59,8 @@ def tap(
 
     Args:
         hidden: the stream, or its undeferred part; edits change it in place.
-        residual: what is to be added to `hidden` to give the row; None when `hidden` is the row.
+        residual: what is to be added to `hidden` to give the row, zero for a row that was edited; None when `hidden` is
+            the row.
         point: index of the point, int32 [1], on the model's device.
     """
     torch.ops.steercap.tap(hidden, residual, point)

@@ -5,8 +5,9 @@ Teacher-forced: the finished sequence goes through the model in one pass, and ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import nn
 from steercap.core.spec import Point
 from steercap.families import family_of
 from steercap.families.base import Family
+from steercap.steering import SteeringSpec
+from steercap.testing.edits import edited
 
 
 class Reference:
@@ -34,7 +37,13 @@ class Reference:
         self.family: Family = family_of(self.model.config.architectures)
 
     def rows(
-        self, token_ids: Sequence[int], points: Iterable[Point], inputs: Mapping[int, torch.Tensor] | None = None
+        self,
+        token_ids: Sequence[int],
+        points: Iterable[Point],
+        inputs: Mapping[int, torch.Tensor] | None = None,
+        *,
+        steering: SteeringSpec | None = None,
+        prompt_len: int = 0,
     ) -> dict[Point, torch.Tensor]:
         """Rows of every token at every point: [tokens, hidden], in the model's dtype.
 
@@ -43,45 +52,70 @@ class Reference:
             points: where to read.
             inputs: rows [tokens, hidden] to put in place of what reaches each of these layers. A 16-bit model drifts
                 from layer to layer; given the rows captured before it, each layer is compared by itself.
+            steering: edits to make at their points, in float64, before the rows are read.
+            prompt_len: prompt tokens, which the edits' token selections refer to.
         """
         found: dict[Point, torch.Tensor] = {}
         layers = self.model.get_submodule(self.family.layers)
         with ExitStack() as hooks, torch.inference_mode():
             for layer, rows in (inputs or {}).items():
                 hooks.callback(layers[layer].register_forward_pre_hook(_replace(rows), with_kwargs=True).remove)
+            for point, change in _changes(steering, prompt_len, len(layers)):
+                hooks.callback(_change(layers[point.layer], self.family, point, change).remove)
             for point in points:
                 hooks.callback(_keep(layers[point.layer], self.family, point, found).remove)
             self.model(torch.tensor([list(token_ids)]), use_cache=False)
         return found
 
 
+def _changes(
+    spec: SteeringSpec | None, prompt_len: int, num_layers: int
+) -> Iterator[tuple[Point, Callable[[torch.Tensor], torch.Tensor]]]:
+    """What to do to the rows of each point that the spec edits."""
+    if spec is not None:
+        for point in {point for edit in spec.flat() for point in edit.points(num_layers)}:
+            yield point, partial(edited, spec, point, prompt_len=prompt_len, num_layers=num_layers)
+
+
 def _keep(layer: nn.Module, family: Family, point: Point, found: dict[Point, torch.Tensor]) -> Any:
-    def keep(value: Any) -> None:
-        hidden = value[0] if isinstance(value, tuple) else value
+    def keep(hidden: torch.Tensor) -> None:
         found[point] = hidden.reshape(-1, hidden.shape[-1]).clone()
 
+    return _at(layer, family, point, keep)
+
+
+def _change(layer: nn.Module, family: Family, point: Point, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    def edit(hidden: torch.Tensor) -> None:
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        hidden.copy_(change(rows).to(hidden.dtype).reshape(hidden.shape))
+
+    return _at(layer, family, point, edit)
+
+
+def _at(layer: nn.Module, family: Family, point: Point, visit: Callable[[torch.Tensor], None]) -> Any:
+    """Visit the rows of a point, which may be changed in place, in each pass."""
     match point.site:
         case "resid_pre":
-            return layer.register_forward_pre_hook(_first_input(keep), with_kwargs=True)
+            return layer.register_forward_pre_hook(_first_input(visit), with_kwargs=True)
         case "resid_post":
-            return layer.register_forward_hook(_output(keep))
+            return layer.register_forward_hook(_output(visit))
         case "attn_out":
-            return layer.get_submodule(family.attn_out).register_forward_hook(_output(keep))
+            return layer.get_submodule(family.attn_out).register_forward_hook(_output(visit))
         case "mlp_out":
-            return layer.get_submodule(family.mlp_out).register_forward_hook(_output(keep))
+            return layer.get_submodule(family.mlp_out).register_forward_hook(_output(visit))
     raise NotImplementedError(f"no reference for site {point.site!r}")
 
 
-def _output(keep: Callable[[Any], None]) -> Callable[..., None]:
+def _output(visit: Callable[[torch.Tensor], None]) -> Callable[..., None]:
     def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-        keep(output)
+        visit(output[0] if isinstance(output, tuple) else output)
 
     return hook
 
 
-def _first_input(keep: Callable[[Any], None]) -> Callable[..., None]:
+def _first_input(visit: Callable[[torch.Tensor], None]) -> Callable[..., None]:
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        keep(args[0] if args else kwargs["hidden_states"])
+        visit(args[0] if args else kwargs["hidden_states"])
 
     return hook
 

@@ -29,7 +29,7 @@ def assemble(parcel: Parcel, width: int, lines: Sequence[torch.Tensor]) -> torch
         CaptureIncomplete: the lines do not hold as many records as the parcel says.
     """
     dtype: torch.dtype = getattr(torch, parcel.dtype)
-    codec = CODECS[parcel.plan.codec]
+    codec = CODECS[parcel.codec]
     points = len(parcel.points)
     rows = torch.empty((points, parcel.stored_rows, width), dtype=dtype)
     record_bytes = sum(page.numel() for page in lines) // max(parcel.stored_rows, 1)

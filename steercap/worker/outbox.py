@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from steercap.core.messages import LineRange, Owner, Parcel
-from steercap.core.plan import CapturePlan
+from steercap.core.plan import CapturePlan, Plan
 from steercap.core.rows import Ints, ranks, rows_selected
 from steercap.core.spec import Reduction
 from steercap.worker.arena import Arena
@@ -25,19 +25,21 @@ class Outbox:
 
     Args:
         owner: whose rows.
-        plan: what was asked.
+        plan: the request.
+        capture: what it keeps.
         local: index of every point of this rank among the engine's armed points, ascending.
         arena: where the rows go.
     """
 
-    def __init__(self, owner: Owner, plan: CapturePlan, local: tuple[int, ...], arena: Arena) -> None:
+    def __init__(self, owner: Owner, plan: Plan, capture: CapturePlan, local: tuple[int, ...], arena: Arena) -> None:
         self.owner = owner
-        self.plan = plan
+        self.capture = capture
+        self.limit = plan.limit
         self.failure: str | None = None
         self.writes = 0
         self._arena = arena
-        self._ranks = ranks(plan.ranges, plan.limit)
-        self._offsets, self._points = record_layout(plan.points, local)
+        self._ranks = ranks(capture.ranges, plan.limit)
+        self._offsets, self._points = record_layout(capture.points, local)
         self._per_page = arena.shape.records(len(self._points)) if self._points else 0
         self._pages: list[int] = []
         self._first_lines = np.empty(0, dtype=np.int64)
@@ -67,7 +69,7 @@ class Outbox:
         self.writes += len(rows)
         page, slot = np.divmod(rows, self._per_page)
         lines = self._first_lines[page] + slot * len(self._points)
-        return StepRows(chosen + first_token, lines, self._offsets)
+        return StepRows(chosen + first_token, lines, self._offsets, self.capture.before_edits)
 
     def fail(self, reason: str) -> None:
         """The rows cannot be trusted; the first reason is kept."""
@@ -80,16 +82,16 @@ class Outbox:
             total: inputs of the sequence, as far as the client knows it.
             first: rows to leave out, because the client has them already.
         """
-        rows = len(rows_selected(self.plan.ranges, self.plan.limit, total))
+        rows = len(rows_selected(self.capture.ranges, self.limit, total))
         stored, dtype = range(first, rows), self._arena.dtype
         failure = self.failure or self._missing(rows)
-        if self.plan.reduce:
+        if self.capture.reduce:
             stored, dtype = range(min(rows, 1)), REDUCED_DTYPE
             if rows and self._points and not failure and not self._reduced:
-                self._reduce(self.plan.reduce, rows)
+                self._reduce(self.capture.reduce, rows)
         return Parcel(
             owner=self.owner,
-            plan=self.plan,
+            codec=self.capture.codec,
             points=self._points,
             lines=tuple(self._line_ranges(stored, dtype)) if not failure else (),
             stored_rows=len(stored),

@@ -21,25 +21,29 @@ from steercap.core.messages import (
     Collect,
     Collected,
     Counted,
+    Equip,
     Failed,
     LineRange,
     Lines,
     Owner,
     Read,
+    Settle,
     Unknown,
     decode_call,
     encode,
 )
-from steercap.core.plan import CapturePlan
+from steercap.core.plan import Plan
 from steercap.core.rows import BatchRows, page_shape
 from steercap.errors import WorkerFailure
 from steercap.worker.arena import Arena
+from steercap.worker.edits import EditTables, StepEdits
 from steercap.worker.outbox import Outbox
-from steercap.worker.tables import StepTables
+from steercap.worker.steering import Steering
+from steercap.worker.tables import StepRows, StepTables
 
 
 class Runtime:
-    """One rank's capture.
+    """One rank's captures and edits.
 
     Args:
         points: indices of this rank's points among the engine's armed points, ascending; the position in this tuple
@@ -55,9 +59,10 @@ class Runtime:
         self.width = width
         self.dtype = dtype
         self.captures = captures
-        self.tables = StepTables(len(points))
+        self.tables = StepTables(len(points), width)
         self._shape = page_shape(max(armed, 1), width * dtype.itemsize)
         self._arena: Arena | None = None
+        self._steering: Steering | None = None
         self._outboxes: dict[Owner, Outbox] = {}
         self._by_request: dict[str, Outbox] = {}
         self._requests: dict[Owner, str] = {}
@@ -69,50 +74,71 @@ class Runtime:
 
     def register(self, request_id: str, plan_bytes: bytes, sample: int) -> None:
         """A request with a plan is scheduled for the first time (or again, after preemption)."""
-        if not self.captures or self._arena is None or request_id in self._by_request:
-            return
-        plan = CapturePlan.decode(plan_bytes)
+        plan = Plan.decode(plan_bytes)
         owner = Owner(plan.key, sample)
+        if plan.steering is not None and self._steering is not None:
+            self._steering.register(request_id, owner, plan, plan.steering)
+        if plan.capture is None or self._arena is None or request_id in self._by_request:
+            return
         if owner not in self._outboxes:
-            self._outboxes[owner] = Outbox(owner, plan, self.points, self._arena)
+            self._outboxes[owner] = Outbox(owner, plan, plan.capture, self.points, self._arena)
         self._by_request[request_id] = self._outboxes[owner]
         self._requests[owner] = request_id
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """These requests will not run again; their rows stay until the client gives them back."""
-        for request_id in request_ids:
+        gone = tuple(request_ids)
+        for request_id in gone:
             self._by_request.pop(request_id, None)
+        if self._steering is not None:
+            self._steering.forget(gone)
 
     def begin_step(self, batch: BatchRows) -> None:
         """Fill the tables for the pass that is about to run."""
         self._steps += 1
-        self._in_step, steps = [], []
+        self._in_step = []
+        copies: list[StepRows] = []
+        edits: list[StepEdits] = []
         first_tokens = np.concatenate(([0], np.cumsum(batch.counts)))
         for index, request_id in enumerate(batch.request_ids):
-            outbox = self._by_request.get(request_id)
-            if outbox is None:
+            outbox, steering = self._by_request.get(request_id), self._steering_of(request_id)
+            if outbox is None and steering is None:
                 continue
             first, stop, start = int(first_tokens[index]), int(first_tokens[index + 1]), int(batch.starts[index])
             if batch.positions[first] != start or batch.positions[stop - 1] != start + stop - first - 1:
-                outbox.fail(f"the runner computes position {batch.positions[first]} where {start} was scheduled")
+                reason = f"the runner computes position {batch.positions[first]} where {start} was scheduled"
+                self._fail(outbox, steering, request_id, reason)
                 continue
-            rows = outbox.place(start, first, batch.token_ids[first:stop])
-            if rows is not None:
+            if outbox and (rows := outbox.place(start, first, batch.token_ids[first:stop])):
                 self._in_step.append(outbox)
-                steps.append(rows)
-        if steps:
-            self.tables.fill(steps, int(first_tokens[-1]))
+                copies.append(rows)
+            if steering and (changes := steering.place(request_id, start, first, stop - first)):
+                edits.append(changes)
+        if copies or edits:
+            self.tables.fill(copies, edits, int(first_tokens[-1]))
+
+    def _steering_of(self, request_id: str) -> Steering | None:
+        return self._steering if self._steering and self._steering.steers(request_id) else None
+
+    @staticmethod
+    def _fail(outbox: Outbox | None, steering: Steering | None, request_id: str, reason: str) -> None:
+        if outbox:
+            outbox.fail(reason)
+        if steering:
+            steering.fail_request(request_id, reason)
 
     def end_step(self, error: BaseException | None = None) -> None:
-        """The pass has run, or failed: see that every tap fired once, and close the tables."""
-        self.tables.clear()
-        if not self._in_step:
+        """The pass has run, or failed: see that every tap fired once and every edit was made, and close the tables."""
+        if not self.tables.open:
             return
+        applied = self.tables.clear()
         reason = f"the forward pass failed: {error!r}" if error else self._misfires()
         for outbox in self._in_step:
             if reason:
                 outbox.fail(reason)
         self._in_step = []
+        if self._steering is not None:
+            self._steering.end_step(applied, reason)
 
     def _misfires(self) -> str | None:
         if self.tables.misfit:
@@ -136,12 +162,16 @@ class Runtime:
         except Exception as error:  # noqa: BLE001 -- the RPC boundary
             return encode(Failed(f"{type(error).__name__}: {error}"))
 
-    def _reply(self, call: Call) -> Answer:
-        if not self.captures:
-            return Bystander()
+    def _reply(self, call: Call) -> Answer:  # noqa: PLR0911 -- one answer a question
         match call.question:
-            case Attach(capture_bytes):
-                return self._attach(capture_bytes)
+            case Attach():
+                return self._attach(call.question)
+            case Equip():
+                return self._equipment().equip(call.question)
+            case Settle(wanted):
+                return self._equipment().settle(wanted)
+            case _ if not self.captures:
+                return Bystander()
             case Collect(wanted):
                 return Collected(
                     tuple(
@@ -157,23 +187,33 @@ class Runtime:
                 return self._count()
         raise WorkerFailure(f"no answer to {call.question!r}")
 
-    def _attach(self, capture_bytes: int) -> Attached:
+    def _attach(self, asked: Attach) -> Answer:
+        bank_rows = asked.vector_bytes // (self.width * torch.float32.itemsize)
+        with torch.inference_mode(mode=False):  # or its lines could be written in inference mode alone
+            if self._steering is None:
+                tables = EditTables(
+                    self.points, self.width, slots=asked.slots, rows=bank_rows, entries=asked.edits_per_point
+                )
+                self._steering = Steering(self.points, tables, witness=self.captures)
+            if self.captures and self._arena is None:
+                self._arena = Arena(self._shape, self.width, self.dtype, asked.capture_bytes)
+        self.tables.use(self._arena.lines if self._arena else None, self._steering.tables)
         if self._arena is None:
-            with torch.inference_mode(mode=False):  # or its lines could be written in inference mode alone
-                self._arena = Arena(self._shape, self.width, self.dtype, capture_bytes)
-            self.tables.use(self._arena.lines)
-        arena = self._arena
+            return Bystander()
         return Attached(
             points=self.points,
             width=self.width,
             dtype=str(self.dtype).removeprefix("torch."),
             page_lines=self._shape.lines,
-            pages=arena.pages.total,
-            path=arena.segment.path,
-            nonce=arena.segment.nonce,
+            pages=self._arena.pages.total,
+            bank_rows=bank_rows,
+            path=self._arena.segment.path,
+            nonce=self._arena.segment.nonce,
         )
 
-    def _release(self, owners: Iterable[Owner]) -> None:
+    def _release(self, owners: Sequence[Owner]) -> None:
+        if self._steering is not None:
+            self._steering.release(owners)
         for owner in owners:
             outbox = self._outboxes.pop(owner, None)
             if outbox is None:
@@ -193,6 +233,7 @@ class Runtime:
         arena = self._attached()
         return Counted(
             requests=len(self._outboxes),
+            steered=self._equipment().held,
             pages_in_use=arena.pages.in_use,
             pages_touched=arena.pages.touched,
             pages=arena.pages.total,
@@ -200,6 +241,11 @@ class Runtime:
             rows_written=self._rows_written + sum(outbox.writes for outbox in self._outboxes.values()),
             steps=self._steps,
         )
+
+    def _equipment(self) -> Steering:
+        if self._steering is None:
+            raise WorkerFailure("the tables are not attached yet")
+        return self._steering
 
     def _attached(self) -> Arena:
         if self._arena is None:

@@ -1,58 +1,23 @@
 """Rows stay right while everything that moves requests about happens, alone and together.
 
-A 4-layer qwen3 in an engine that chunks every long prompt (64 tokens a step), runs 16 requests at once and has so
-little KV memory that requests are preempted.
+A 4-layer qwen3 in the cramped engine of conftest: chunks, preemption, 16 requests at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
 from typing import Any
 
-import pytest
-from conftest import ALL_SITES, MAX_ERROR, MIN_COSINE, TINY_ENGINE, opened
-from prometheus_client import REGISTRY
-from rows import GREEDY, flattened, parity, random_prompt, settled, worst
+from conftest import ALL_SITES
+from rows import GREEDY, counter, flattened, hold, random_prompt, settled
+from specs import random_spec, spec
 
-from steercap import CaptureSpec, SteerModel
-from steercap.testing import Reference, tiny_checkpoint
+from steercap import CaptureSpec
 
-CRAMPED: dict[str, Any] = {
-    **TINY_ENGINE,
-    "block_size": 32,
-    "kv_cache_memory_bytes": 2 << 20,
-    "max_num_batched_tokens": 64,
-    "max_num_seqs": 16,
-}
 EVERYTHING = CaptureSpec(sites=ALL_SITES)
-
-
-@pytest.fixture(scope="module")
-async def cramped() -> AsyncIterator[SteerModel]:
-    """The engine described above."""
-    async with opened(tiny_checkpoint("qwen3"), sites=ALL_SITES, **CRAMPED) as model:
-        yield model
-
-
-def counter(name: str) -> float:
-    """A counter of vLLM's, summed over engines."""
-    return sum(
-        sample.value
-        for metric in REGISTRY.collect()
-        for sample in metric.samples
-        if sample.name == f"vllm:{name}_total"
-    )
-
-
-def hold(handles: Any, reference: Reference) -> dict[str, Any]:
-    """Assert the float32 bounds for the worst row of all handles."""
-    found = worst(parity(handle, reference) for handle in flattened(handles))
-    for name, same in found.items():
-        assert same.cosine > MIN_COSINE, (name, same)
-        assert same.error < MAX_ERROR, (name, same)
-    return found
+#: Rows that are computed whatever the prefix cache holds, so that it is read.
+LATE = CaptureSpec(sites=ALL_SITES, tokens=["last_prompt", "generated"])
 
 
 async def test_a_prompt_longer_than_a_step(cramped, tiny_reference) -> None:
@@ -167,3 +132,58 @@ async def test_everything_at_once(cramped, tiny_reference, record_property) -> N
         record_property(name, f"1-cos {1 - same.cosine:.1e}, error {same.error:.1e}")
     del ended, tasks, doomed
     assert await settled(cramped) == (0, 0, 0)
+
+
+async def test_steered_requests_at_once(cramped, tiny_reference, record_property) -> None:
+    """64 requests at random moments with 40 different specs, and some with none; repeated prompts, samples, cancelled
+    neighbours, chunks, preemption and cache hits: every row of each is that of its own spec alone.
+    """
+    rng = random.Random(12)
+    preempted, hits = counter("num_preemptions"), counter("prefix_cache_hits")
+    lengths = (2, 3, 31, 64, 65, 120)
+    known = [random_spec(rng, 128, 4, ALL_SITES, min(lengths)) for _ in range(40)]
+
+    async def request(number: int) -> Any:
+        await asyncio.sleep(rng.random())
+        prompt = random_prompt(rng.choice(lengths), rng.randrange(8))
+        steering = None if number % 8 == 3 else known[number % 40]
+        samples = {"n": 2, "temperature": 1.0, "ignore_eos": True} if number % 8 == 0 else GREEDY
+        params = {**samples, "max_tokens": rng.randint(8, 60)}
+        capture = EVERYTHING if number % 3 else LATE
+        _, handles = await cramped.generate(prompt, params, capture=capture, steering=steering)
+        return flattened([handles]), steering
+
+    tasks = [asyncio.create_task(request(number)) for number in range(64)]
+    doomed = [task for number, task in enumerate(tasks) if number % 9 == 4]
+    for task in doomed:
+        asyncio.get_running_loop().call_later(rng.random() * 4, task.cancel)
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert not [end for end in ended if isinstance(end, Exception)]
+    assert counter("num_preemptions") > preempted
+    assert counter("prefix_cache_hits") > hits
+    done = [end for end in ended if not isinstance(end, BaseException)]
+    handles = [handle for found, _ in done for handle in found]
+    specs = [steering for found, steering in done for _ in found]
+    assert len(handles) > 60
+    assert len({id(steering) for steering in specs}) > 35
+    await cramped.fetch_captures_batch(handles)
+    assert any(handle.receipt.steering.cached for handle in handles if handle.receipt.steering)
+    for name, same in hold(handles, tiny_reference, specs).items():
+        record_property(f"steered {name}", f"1-cos {1 - same.cosine:.1e}, error {same.error:.1e}")
+    del ended, tasks, doomed, done
+    assert await settled(cramped) == (0, 0, 0)
+    stats = await cramped.stats()
+    assert (stats.steering_slots_in_use, stats.vector_bytes_in_use) == (0, 0)
+
+
+async def test_steered_preemption(cramped, tiny_reference) -> None:
+    """Requests that are thrown out and recomputed are steered each time, and each row counts once."""
+    preempted = counter("num_preemptions")
+    prompts = [random_prompt(100 + seed, 200 + seed) for seed in range(16)]
+    specs = [spec("cap" if seed % 2 else "relative", 128, seed=seed, layers="all") for seed in range(16)]
+    _, handles = await cramped.generate(prompts, {"max_tokens": 60, **GREEDY}, capture=EVERYTHING, steering=specs)
+    assert counter("num_preemptions") > preempted
+    await cramped.fetch_captures_batch(handles)
+    assert any(handle.receipt.writes > handle.receipt.rows for handle in handles)
+    assert all(handle.receipt.steering.rows == (4 * handle.receipt.rows,) for handle in handles)
+    hold(handles, tiny_reference, specs)

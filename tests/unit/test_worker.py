@@ -9,22 +9,30 @@ import torch
 from steercap.core.messages import (
     Attach,
     Attached,
+    Busy,
+    Bystander,
     Call,
     Census,
     Collect,
     Collected,
     Counted,
+    Equip,
+    Equipped,
     Failed,
     Lines,
     Owner,
     Parcel,
+    Placed,
     Read,
+    Settle,
     Unknown,
+    Vectors,
     Wanted,
     decode_answer,
     encode,
 )
-from steercap.core.plan import CapturePlan
+from steercap.core.plan import CapturePlan, Plan
+from steercap.core.program import Blob, Configuration, Entry, Response, SteeringPlan
 from steercap.core.rows import BatchRows
 from steercap.core.tokens import Range
 from steercap.transport.assemble import assemble
@@ -32,6 +40,7 @@ from steercap.transport.reader import open_reader
 from steercap.worker.runtime import Runtime
 
 WIDTH, POINTS = 8, 3
+SLOTS, BANK_BYTES, ENTRIES = 4, 64 * WIDTH * 4, 8
 
 
 class Bench:
@@ -39,7 +48,7 @@ class Bench:
 
     def __init__(self, capture_bytes: int = 1 << 20, dtype: torch.dtype = torch.float32) -> None:
         self.runtime = Runtime(range(POINTS), POINTS, WIDTH, dtype, captures=True)
-        self.attached = self.ask(Attach(capture_bytes))
+        self.attached = self.ask(Attach(capture_bytes, SLOTS, BANK_BYTES, ENTRIES))
         assert isinstance(self.attached, Attached)
         self.reader = open_reader(self.attached, "shared", self.no_wire)
 
@@ -51,7 +60,7 @@ class Bench:
         return decode_answer(self.runtime.answer(encode(Call(released, question))))
 
     def plan(self, key: str, points=(0, 1, 2), ranges=(Range(0, None),), limit: int = 100, reduce=None) -> None:
-        plan = CapturePlan(key, tuple(points), tuple(ranges), 10, limit, reduce, "raw", 1)
+        plan = Plan(key, 10, limit, capture=CapturePlan(tuple(points), tuple(ranges), reduce, "raw"))
         self.runtime.register(key, plan.encode(), 0)
 
     def step(self, *parts: tuple[str, int, int], padding: int = 0, skip_point: int | None = None) -> None:
@@ -244,3 +253,153 @@ async def test_lines_can_be_sent_as_bytes() -> None:
     answer = bench.ask(Read(parcel.lines))
     assert isinstance(answer, Lines)
     assert answer.data == rows[0].numpy().tobytes()
+
+
+# Steering
+
+
+def steering_plan(configuration, slot: int = 0, ranges=((Range(0, None),),), identity: bytes = b"id") -> SteeringPlan:
+    return SteeringPlan(slot, configuration.digest, identity, ranges, ())
+
+
+def adding(value: float, points=(0, 2), blob: bytes = b"v") -> tuple[Configuration, Vectors]:
+    """A configuration that adds `value` to every element at some points."""
+    configuration = Configuration((Entry(0, points, 0, 0, response=Response(offset=1.0)),), (Blob(blob, 1),), 1, 0)
+    return configuration, Vectors(blob, (5,), np.full(WIDTH, value, dtype=np.float32).tobytes())
+
+
+def equip(bench: Bench, configuration: Configuration, vectors: Vectors, slot: int = 0):
+    return bench.ask(Equip((vectors,), (Placed(slot, configuration, (vectors.places,)),)))
+
+
+def steer(bench: Bench, key: str, steering: SteeringPlan, capture: bool = True) -> None:
+    kept = CapturePlan((0, 1, 2), (Range(0, None),), None, "raw") if capture else None
+    bench.runtime.register(key, Plan(key, 10, 100, capture=kept, steering=steering).encode(), 0)
+
+
+def settled(bench: Bench, key: str, total: int):
+    (record,) = bench.ask(Settle((Wanted(Owner(key, 0), total),))).records
+    return record
+
+
+async def test_edits_reach_their_rows_and_are_counted() -> None:
+    """Beside a clean request in one batch: captured rows are those after the edit, at its points and positions alone."""
+    bench = Bench()
+    configuration, vectors = adding(500.0)
+    assert isinstance(equip(bench, configuration, vectors), Equipped)
+    steer(bench, "r1", steering_plan(configuration, ranges=((Range(1, 3),),)))
+    bench.plan("r2")
+    bench.step(("r2", 0, 3), ("r1", 0, 4), padding=2)
+    bench.step(("r1", 4, 1), ("r2", 3, 1))
+    _, rows = await bench.rows("r1", 5)
+    for point in range(POINTS):
+        added = torch.zeros(5, 1)
+        added[1:3] = 500.0 if point != 1 else 0.0
+        torch.testing.assert_close(rows[point], expected(1, range(5), point) + added)
+    _, clean = await bench.rows("r2", 4)
+    torch.testing.assert_close(clean[0], expected(2, range(4), 0))
+    record = settled(bench, "r1", 5)
+    assert (record.failure, record.rows, record.witness) == (None, (4,), True)
+    assert np.unpackbits(np.frombuffer(record.computed, dtype=np.uint8))[:5].all()
+    assert settled(bench, "r1", 5) == Unknown(Owner("r1", 0))
+
+
+async def test_positions_read_from_the_cache_do_not_count_as_computed() -> None:
+    """A first pass that starts late, and one that resumes: what lies before was in the prefix cache."""
+    bench = Bench()
+    configuration, vectors = adding(1.0)
+    equip(bench, configuration, vectors)
+    steer(bench, "r1", steering_plan(configuration))
+    bench.step(("r1", 4, 2))
+    bench.step(("r1", 0, 3))  # preempted, and nothing in the cache
+    bench.step(("r1", 5, 3))
+    record = settled(bench, "r1", 8)
+    computed = np.unpackbits(np.frombuffer(record.computed, dtype=np.uint8))[:8]
+    assert computed.tolist() == [1, 1, 1, 0, 1, 1, 1, 1]
+    assert record.rows == (2 * 7,)
+
+
+async def test_a_tap_that_does_not_edit_is_found_out() -> None:
+    """A silent tap fails the requests of its pass that it should have edited, and taints what they wrote."""
+    bench = Bench()
+    configuration, vectors = adding(1.0)
+    equip(bench, configuration, vectors)
+    steer(bench, "r1", steering_plan(configuration), capture=False)
+    bench.step(("r1", 0, 4), skip_point=2)
+    assert "fired [0] times" in settled(bench, "r1", 4).failure
+    steer(bench, "r2", steering_plan(configuration), capture=False)  # it may have read what r1 wrote
+    bench.step(("r2", 2, 2))
+    assert "fired [0] times" in settled(bench, "r2", 4).failure
+    steer(bench, "r3", steering_plan(configuration, identity=b"other"), capture=False)
+    bench.step(("r3", 0, 4))
+    assert settled(bench, "r3", 4).failure is None
+
+
+async def test_an_edit_lost_inside_the_kernel_is_found_out(monkeypatch) -> None:
+    """The kernel counts what it applied, token by token; fewer than the plan demands is a failure."""
+    bench = Bench()
+    configuration, vectors = adding(1.0)
+    equip(bench, configuration, vectors)
+    steer(bench, "r1", steering_plan(configuration), capture=False)
+    tables = bench.runtime.tables._edits
+    monkeypatch.setattr(tables, "apply", lambda *_: None)
+    bench.step(("r1", 0, 4))
+    assert settled(bench, "r1", 4).failure == "4 of 4 tokens of a pass did not get their edits"
+
+
+async def test_a_slot_with_something_else_is_found_out() -> None:
+    """An empty slot, or another configuration in it: the request fails, unedited as it is."""
+    bench = Bench()
+    configuration, vectors = adding(1.0)
+    equip(bench, configuration, vectors)
+    other, _ = adding(1.0, points=(1,))
+    for key, plan in (("r1", steering_plan(configuration, slot=1)), ("r2", steering_plan(other, identity=b"2"))):
+        steer(bench, key, plan, capture=False)
+        bench.step((key, 0, 4))
+        assert "does not hold this request's configuration" in settled(bench, key, 4).failure
+
+
+async def test_nothing_in_use_is_overwritten() -> None:
+    """Places of a request that has not left the engine are refused; what is there already is welcome; afterwards all is."""
+    bench = Bench()
+    configuration, vectors = adding(1.0)
+    equip(bench, configuration, vectors)
+    steer(bench, "r1", steering_plan(configuration), capture=False)
+    other, others = adding(2.0, blob=b"w")
+    assert isinstance(equip(bench, other, others, slot=1), Busy)  # the same bank row
+    elsewhere = Vectors(b"w", (6,), others.data)
+    assert isinstance(equip(bench, other, elsewhere, slot=0), Busy)  # the same slot
+    assert isinstance(equip(bench, other, elsewhere, slot=1), Equipped)
+    assert isinstance(equip(bench, configuration, vectors), Equipped)
+    bench.runtime.forget(["r1"])
+    assert isinstance(equip(bench, other, others, slot=0), Equipped)
+
+
+async def test_rows_are_kept_before_or_after_their_edits() -> None:
+    """Two requests of one slot and one pass, one keeps rows before the edits, the other after."""
+    bench = Bench()
+    configuration, vectors = adding(500.0)
+    equip(bench, configuration, vectors)
+    for key, before in (("r1", True), ("r2", False)):
+        kept = CapturePlan((0, 1, 2), (Range(0, None),), None, "raw", before)
+        plan = Plan(key, 10, 100, capture=kept, steering=steering_plan(configuration))
+        bench.runtime.register(key, plan.encode(), 0)
+    bench.step(("r1", 0, 3), ("r2", 0, 3))
+    for number, added in ((1, 0.0), (2, 500.0)):
+        _, rows = await bench.rows(f"r{number}", 3)
+        torch.testing.assert_close(rows[0], expected(number, range(3), 0) + added)
+
+
+async def test_a_rank_without_rows_steers_all_the_same() -> None:
+    """Rank 1 of a tensor-parallel group captures nothing and edits everything; its rows are not counted twice."""
+    runtime = Runtime(range(POINTS), POINTS, WIDTH, torch.float32, captures=False)
+    bench = Bench.__new__(Bench)
+    bench.runtime = runtime
+    assert isinstance(bench.ask(Attach(1 << 20, SLOTS, BANK_BYTES, ENTRIES)), Bystander)
+    configuration, vectors = adding(500.0)
+    assert isinstance(equip(bench, configuration, vectors), Equipped)
+    steer(bench, "r1", steering_plan(configuration))
+    bench.step(("r1", 0, 4))
+    record = settled(bench, "r1", 4)
+    assert (record.failure, record.witness, record.rows) == (None, False, (8,))
+    assert isinstance(bench.ask(Census()), Bystander)

@@ -1,0 +1,181 @@
+"""What steering costs: plain vLLM, steercap idle, one layer, all layers; and 1, 8, 64 different specs in one batch.
+
+    python scripts/bench_steering.py [--repeats 7] [--eager] [--json out.json]
+
+Three engines serve SmolLM2-135M in turn, so that the machine's mood hits all alike: plain vLLM, steercap, and steercap
+with 8 slots only, where 64 specs must wait for each other. Each repetition runs every variant once, in random order.
+Times are wall time until the texts are there, receipts checked. Percentages are the median of the ratios to plain vLLM
+in the same repetition; spread is half the distance between the quartiles. Every steered request is steered at every
+token; prefix caching is off, so that nothing is spared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench_capture import ENGINE_ARGS, plain_run, prompts, sampling, spread
+
+WORKLOADS = {"1x(32+48)": (1, 32, 48), "64x(32+16)": (64, 32, 16), "8x(256+1)": (8, 256, 1)}
+WIDTH, LAYERS, SLOTS = 576, 30, 8
+
+
+def specs(operation: str, layers: Any, different: int) -> list[Any]:
+    """Specs with vectors of their own, too weak to end a sentence early."""
+    import torch
+
+    from steercap import Add, Cap, LowRank, SteeringSpec
+
+    def one(seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        v = torch.randn(WIDTH, generator=generator)
+        match operation:
+            case "add":
+                return SteeringSpec([Add(v, 0.01, layers=layers)])
+            case "cap":
+                return SteeringSpec([Cap(v, low=-5.0, high=5.0, layers=layers)])
+            case "rank 8":
+                read, write = (torch.randn(8, WIDTH, generator=generator) * 1e-3 for _ in range(2))
+                return SteeringSpec([LowRank(read, write, layers=layers)])
+        raise ValueError(operation)
+
+    return [one(seed) for seed in range(different)]
+
+
+def variants(count: int) -> dict[str, list[Any] | None]:
+    """The specs of each variant for a workload of `count` requests; None is no steering."""
+    found: dict[str, list[Any] | None] = {
+        "idle": None,
+        "add, one layer": specs("add", [15], 1),
+        "add, all layers, K=1": specs("add", "all", 1),
+        "cap, all layers, K=1": specs("cap", "all", 1),
+        "rank 8, all layers, K=1": specs("rank 8", "all", 1),
+    }
+    found |= {f"add, all layers, K={k}": specs("add", "all", k) for k in (8, 64) if k <= count}
+    found |= {f"cap, all layers, K={k}": specs("cap", "all", k) for k in (8, 64) if k <= count}
+    return found
+
+
+async def steered_run(model: Any, tokens: list[list[int]], generated: int, chosen: list[Any] | None) -> float:
+    """Wall seconds; every request's receipt is compared with what its spec demands, inside."""
+    steering = None if chosen is None else [chosen[place % len(chosen)] for place in range(len(tokens))]
+    start = time.perf_counter()
+    await model.generate(tokens, sampling(generated), steering=steering)
+    return time.perf_counter() - start
+
+
+async def compare(
+    plain: Any, model: Any, narrow: Any, repeats: int, count: int, length: int, generated: int
+) -> dict[str, list[float]]:
+    """Wall times of every variant on one workload, in turn."""
+    asked = variants(count)
+    runs: dict[str, Callable[[list[list[int]]], Any]] = {
+        "plain vLLM": lambda tokens: plain_run(plain, tokens, generated)
+    }
+    for name, chosen in asked.items():
+        runs[name] = lambda tokens, chosen=chosen: steered_run(model, tokens, generated, chosen)
+    if count >= 64:
+        wide = asked["add, all layers, K=64"]
+        runs[f"add, all layers, K=64, {SLOTS} slots"] = lambda tokens: steered_run(narrow, tokens, generated, wide)
+    walls: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(repeats + 1):  # the first warms up
+        tokens = prompts(count, length, repeat)
+        order = list(runs)
+        random.Random(repeat).shuffle(order)
+        for name in order:
+            wall = await runs[name](tokens)
+            if repeat:
+                walls[name].append(wall)
+    return walls
+
+
+def show(name: str, walls: dict[str, list[float]]) -> None:
+    """Print one workload."""
+    print(f"\n{name}")
+    for variant, values in walls.items():
+        ratio = statistics.median(value / plain for value, plain in zip(values, walls["plain vLLM"], strict=True))
+        print(f"  {variant:32s} {statistics.median(values):7.3f} s ±{spread(values):.3f}  {100 * (ratio - 1):+6.2f} %")
+    print(end="", flush=True)
+
+
+def kernel_times() -> dict[str, float]:
+    """Microseconds of one point for 64 tokens of 1, 8 and 64 slots: the reference kernel by itself."""
+    import numpy as np
+    import torch
+
+    from steercap.core.spec import Point
+    from steercap.steering import lower
+    from steercap.worker.edits import EditTables, StepEdits
+
+    found = {}
+    for different in (1, 8, 64):
+        tables = EditTables((0,), WIDTH, slots=64, rows=64, entries=16)
+        for slot, spec in enumerate(specs("cap", [0], different)):
+            ready = lower(spec, armed={Point(0, "resid_post"): 0}, num_layers=1, width=WIDTH, edits_per_point=16)
+            tables.put([slot], ready.vectors[ready.configuration.blobs[0].digest])
+            tables.configure(slot, ready.configuration, [[slot]])
+        each = 64 // different
+        none = np.full((each, 0), -1, dtype=np.int64)
+        steps = [
+            StepEdits(slot, np.arange(each) + slot * each, np.ones(each, dtype=np.int32), none)
+            for slot in range(different)
+        ]
+        hidden, residual = torch.randn(64, WIDTH), torch.randn(64, WIDTH)
+        with torch.inference_mode():
+            tables.open(steps)
+            best = float("inf")
+            for _ in range(7):
+                start = time.perf_counter()
+                for _ in range(300):
+                    tables.apply(hidden, residual, 0)
+                best = min(best, (time.perf_counter() - start) / 300)
+        found[f"K={different}"] = best * 1e6
+    return found
+
+
+async def main(repeats: int, *, eager: bool, out: Path | None) -> None:
+    """Run everything and print the tables."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from steercap import SteerModel
+    from steercap.testing import smollm2
+
+    results: dict[str, Any] = {"eager": eager, "repeats": repeats, "kernel": kernel_times()}
+    print(
+        "one point, 64 tokens, cap:", {name: f"{time:.0f} µs" for name, time in results["kernel"].items()}, flush=True
+    )
+    path = str(smollm2())
+    arguments = {**ENGINE_ARGS, "enforce_eager": eager}
+    plain = AsyncLLM.from_engine_args(AsyncEngineArgs(model=path, **arguments))
+    try:
+        async with (
+            SteerModel(path, **arguments) as model,
+            SteerModel(path, steering_slots=SLOTS, **arguments) as narrow,
+        ):
+            for name, shape in WORKLOADS.items():
+                results[name] = await compare(plain, model, narrow, repeats, *shape)
+                show(name, results[name])
+    finally:
+        plain.shutdown()
+    if out:
+        out.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--eager", action="store_true", help="enforce_eager, instead of vLLM's default")
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    asyncio.run(main(args.repeats, eager=args.eager, out=args.json))

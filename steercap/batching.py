@@ -1,0 +1,70 @@
+"""Many small questions in one call: what is asked while a call is under way goes with the next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
+
+from steercap.errors import ModelClosed
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Batcher(Generic[Item, Result]):
+    """Collects questions of one kind.
+
+    Args:
+        send: asks several at once; returns their answers in order.
+    """
+
+    def __init__(self, send: Callable[[Sequence[Item]], Awaitable[Sequence[Result]]]) -> None:
+        self._send = send
+        self._pending: list[tuple[Item, asyncio.Future[Result]]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def ask(self, item: Item) -> Result:
+        """Ask one; who stops waiting has asked all the same.
+
+        Raises:
+            ModelClosed: the batcher was closed meanwhile.
+            Whatever `send` raises.
+        """
+        answer: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._pending.append((item, answer))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._drain(), name="steercap batch")
+        return await answer
+
+    async def aclose(self) -> None:
+        """Fail whoever waits. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        closed = ModelClosed("the model was closed while the workers were asked")
+        _fail([answer for _, answer in self._pending], closed)
+        self._pending = []
+
+    async def _drain(self) -> None:
+        while self._pending:
+            await asyncio.sleep(0)  # those who are about to ask join
+            batch, self._pending = self._pending, []
+            answers = [answer for _, answer in batch]
+            try:
+                results = await self._send([item for item, _ in batch])
+            except Exception as error:  # noqa: BLE001 -- it is theirs who asked
+                _fail(answers, error)
+            except BaseException:
+                _fail(answers, ModelClosed("the model was closed while the workers were asked"))
+                raise
+            else:
+                for answer, result in zip(answers, results, strict=True):
+                    if not answer.done():
+                        answer.set_result(result)
+
+
+def _fail(answers: Sequence[asyncio.Future[Result]], error: Exception) -> None:
+    for answer in answers:
+        if not answer.done():
+            answer.set_exception(error)

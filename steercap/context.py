@@ -1,0 +1,60 @@
+"""The steering that calls inside `async with model.steered(spec):` have when they say nothing themselves.
+
+Number 1 in the life of a request. A context variable: tasks that run side by side do not see each other's.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final
+
+from steercap.errors import InvalidSpec
+from steercap.steering import SteeringSpec, spec_of
+
+
+class FromContext(enum.Enum):
+    """The default of `steering=`: what `model.steered` says around the call."""
+
+    token = "what model.steered() says"  # noqa: S105 -- no secret
+
+
+FROM_CONTEXT: Final = FromContext.token
+
+#: The specs in force, innermost last, each for one model, by its id.
+_steered: ContextVar[tuple[tuple[int, SteeringSpec], ...]] = ContextVar("steercap steered", default=())
+
+
+@contextmanager
+def steered(model: object, steering: Any) -> Iterator[SteeringSpec]:
+    """Put a spec in force for the calls of one model; inside another, its edits come after those of the other.
+
+    Yields:
+        All that is in force.
+
+    Raises:
+        InvalidSpec: not a spec.
+    """
+    spec = spec_of(steering)
+    if spec is None:
+        raise InvalidSpec("steered(None) says nothing; give a SteeringSpec, and steering=None to a call without any")
+    outer = in_force(model)
+    combined = spec if outer is None else outer + spec
+    token = _steered.set((*_steered.get(), (id(model), combined)))
+    try:
+        yield combined
+    finally:
+        _steered.reset(token)
+
+
+def in_force(model: object) -> SteeringSpec | None:
+    """What calls of this model have when they say nothing."""
+    own = [spec for owner, spec in _steered.get() if owner == id(model)]
+    return own[-1] if own else None
+
+
+def asked(model: object, steering: Any) -> Any:
+    """What a call asks, its own word or the context's."""
+    return in_force(model) if steering is FROM_CONTEXT else steering

@@ -1,0 +1,190 @@
+"""Steering, compiled: every operation as rank-one edits in order, nothing left to interpret.
+
+Number 2 in the life of a request. One edit is `h <- h + f(u·h + b) w`; the worker knows nothing but these. Shape
+legend: blob = rows of the vector bank that are sent and kept together: one vector, or the rows of a replacement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from math import inf
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from steercap.core.tokens import Range, selected
+
+#: A read, a write or a replacement that an entry does not have.
+NONE: Final = -1
+#: Different `tokens=` of one configuration: each is a bit of a token's int32 mask.
+MAX_SCOPES: Final = 31
+#: Different replacements of one configuration: columns of a step's table of replacements.
+MAX_REPLACEMENTS: Final = 256
+
+
+class Response(msgspec.Struct, frozen=True, array_like=True):
+    """f: how far a row goes along the write direction, from its projection p = u·h + bias.
+
+        f(p) = g s (clamp(gain q + offset, low, high) - minus q)
+        q = max(p, floor);  g = 1 if p > threshold else 0;  s = ‖h‖ if relative else 1
+
+    One formula for every operation, so that one kernel runs them all.
+    """
+
+    bias: float = 0.0
+    gain: float = 0.0
+    offset: float = 0.0
+    minus: float = 0.0
+    low: float = -inf
+    high: float = inf
+    floor: float = -inf
+    threshold: float = -inf
+    relative: bool = False
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """The numbers, in the order of a table's columns."""
+        return (self.bias, self.gain, self.offset, self.minus, self.low, self.high, self.floor, self.threshold)
+
+
+#: Columns of a table of responses.
+RESPONSE_NUMBERS: Final = len(Response().numbers)
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One rank-one edit, or one replacement, at some points.
+
+    Args:
+        edit: index of the user's edit that it comes from.
+        points: indices into the engine's armed points.
+        scope: index of its token selection among those of the configuration.
+        write: index of the blob of w, or of the rows put in place.
+        read: index of the blob of u; NONE for a response that needs no projection.
+        response: f.
+        joined: whether it reads the row as it was before the entry before it, as the parts of one low-rank edit do.
+        replacement: number of the replacement among those of the configuration; NONE for a rank-one edit.
+        norm: entries of equal number keep a row's norm between them: it is measured before the first at a
+            point and restored after the last; NONE where the norm may change.
+    """
+
+    edit: int
+    points: tuple[int, ...]
+    scope: int
+    write: int
+    read: int = NONE
+    response: Response = Response()
+    joined: bool = False
+    replacement: int = NONE
+    norm: int = NONE
+
+
+class Blob(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of the bank that belong together, known by their content.
+
+    Args:
+        digest: SHA-256 of the float32 rows.
+        rows: how many.
+    """
+
+    digest: bytes
+    rows: int
+
+
+class Configuration(msgspec.Struct, frozen=True):
+    """What a slot holds: the edits of a spec, independent of any prompt.
+
+    Args:
+        entries: in the order in which they are applied.
+        blobs: vectors they use.
+        scopes: how many different token selections there are.
+        replacements: how many entries replace rows, in the order of their numbers.
+    """
+
+    entries: tuple[Entry, ...]
+    blobs: tuple[Blob, ...]
+    scopes: int
+    replacements: int
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of everything in it; equal configurations share a slot."""
+        return hashlib.sha256(_ENCODER.encode(self)).digest()
+
+    @property
+    def edits(self) -> int:
+        """How many edits the user gave."""
+        return 1 + max((entry.edit for entry in self.entries), default=NONE)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the bank that the blobs take."""
+        return sum(blob.rows for blob in self.blobs)
+
+    def at(self, point: int) -> tuple[Entry, ...]:
+        """The entries of one point, in order."""
+        return tuple(entry for entry in self.entries if point in entry.points)
+
+
+class SteeringPlan(msgspec.Struct, frozen=True):
+    """One request's steering, as the worker reads it.
+
+    Args:
+        slot: where its configuration is.
+        configuration: digest of what must be there.
+        identity: what the request's KV depends on; see `identity`.
+        scopes: positions of each token selection.
+        replaced: positions of each replacement, in the order of its rows.
+    """
+
+    slot: int
+    configuration: bytes
+    identity: bytes
+    scopes: tuple[tuple[Range, ...], ...]
+    replaced: tuple[tuple[int, ...], ...]
+
+
+def identity(
+    configuration: bytes, scopes: Sequence[Sequence[Range]], replaced: Sequence[Sequence[int]], epoch: int
+) -> bytes:
+    """What the KV of a steered request depends on besides its tokens: SHA-256.
+
+    Resolved positions are part of it: `tokens="prompt"` means other positions for a longer prompt, which may share its
+    first blocks with the generated tokens of a shorter one.
+
+    Args:
+        configuration: digest of the edits.
+        scopes: positions of each token selection.
+        replaced: positions of each replacement.
+        epoch: raised whenever steering failed, so that what was written then is never read.
+    """
+    return hashlib.sha256(_ENCODER.encode((configuration, scopes, replaced, epoch))).digest()
+
+
+@lru_cache(maxsize=256)
+def scope_masks(scopes: tuple[tuple[Range, ...], ...], limit: int) -> npt.NDArray[np.int32]:
+    """Bit `i` of entry `p` says whether scope `i` selects position `p`: int32 [limit]."""
+    masks = np.zeros(limit, dtype=np.int32)
+    for bit, ranges in enumerate(scopes):
+        masks |= selected(ranges, limit).astype(np.int32) << bit
+    masks.flags.writeable = False
+    return masks
+
+
+def applications(configuration: Configuration, points: Iterable[int]) -> npt.NDArray[np.int64]:
+    """Rows that each edit touches for each position of a scope, over some points: int64 [edits, scopes].
+
+    A low-rank edit touches a row once, however many parts it has.
+    """
+    counts = np.zeros((configuration.edits, configuration.scopes), dtype=np.int64)
+    known = set(points)
+    for entry in configuration.entries:
+        if not entry.joined:
+            counts[entry.edit, entry.scope] += sum(point in known for point in entry.points)
+    return counts
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder()

@@ -1,0 +1,178 @@
+"""Which slot a configuration has, and where its vectors lie: counted, shared, reused.
+
+Number 3 in the life of a request. Pure bookkeeping, kept by the client for all workers alike: it decides what must be
+sent and what may be overwritten. What nobody uses any more stays, least lately used first, until its place is needed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from steercap.core.program import Blob, Configuration
+
+
+@dataclass(eq=False)
+class _Held:
+    """A configuration in its slot, or a blob in its bank rows."""
+
+    places: tuple[int, ...]
+    users: int = 0
+    sent: bool = False
+    dependents: set[bytes] = field(default_factory=set)
+
+
+class _Shelf:
+    """Places of one kind and what lies in them, by digest.
+
+    Args:
+        places: how many.
+    """
+
+    def __init__(self, places: int) -> None:
+        self.total = places
+        self.held: dict[bytes, _Held] = {}
+        self._idle: OrderedDict[bytes, None] = OrderedDict()
+        self._free = list(range(places - 1, -1, -1))
+        self._idle_places = 0
+
+    @property
+    def in_use(self) -> int:
+        """Places of what has users."""
+        return self.total - len(self._free) - self._idle_places
+
+    def room(self, wanted: Iterable[tuple[bytes, int]]) -> bool:
+        """Whether things of so many places fit beside all that has users."""
+        missing = reusable = 0
+        for digest, places in wanted:
+            if digest not in self.held:
+                missing += places
+            elif not self.held[digest].users:
+                reusable += places
+        return missing <= len(self._free) + self._idle_places - reusable
+
+    def take(self, digest: bytes, places: int) -> tuple[_Held, set[bytes]]:
+        """Use a thing, in its own places or in new ones; returns it, and who depended on what it displaced."""
+        bereft: set[bytes] = set()
+        held = self.held.get(digest)
+        if held is None:
+            while len(self._free) < places:
+                bereft |= self.drop(next(iter(self._idle)))
+            held = self.held[digest] = _Held(tuple(self._free.pop() for _ in range(places)))
+        elif not held.users:
+            self._unshelve(digest)
+        held.users += 1
+        return held, bereft
+
+    def release(self, digest: bytes) -> None:
+        """One user less; without any the thing may be displaced."""
+        held = self.held[digest]
+        held.users -= 1
+        if not held.users:
+            self._idle[digest] = None
+            self._idle_places += len(held.places)
+
+    def drop(self, digest: bytes) -> set[bytes]:
+        """Forget a thing without users; returns who depended on it."""
+        self._unshelve(digest)
+        held = self.held.pop(digest)
+        self._free.extend(held.places)
+        return held.dependents
+
+    def _unshelve(self, digest: bytes) -> None:
+        del self._idle[digest]
+        self._idle_places -= len(self.held[digest].places)
+
+
+@dataclass(frozen=True, eq=False)
+class Grant:
+    """A configuration's places, until `Slots.release`.
+
+    Args:
+        configuration: what it is for.
+        digest: digest of the configuration.
+        slot: its slot.
+        places: bank rows of each of its blobs.
+    """
+
+    configuration: Configuration
+    digest: bytes
+    slot: int
+    places: tuple[tuple[int, ...], ...]
+
+
+class Slots:
+    """Slots and bank rows of an engine.
+
+    Args:
+        slots: configurations held at once.
+        rows: rows of the vector bank.
+    """
+
+    def __init__(self, slots: int, rows: int) -> None:
+        self._slots = _Shelf(slots)
+        self._bank = _Shelf(rows)
+
+    @property
+    def slots(self) -> int:
+        """Configurations held at once."""
+        return self._slots.total
+
+    @property
+    def rows(self) -> int:
+        """Rows of the vector bank."""
+        return self._bank.total
+
+    @property
+    def slots_in_use(self) -> int:
+        """Slots whose configuration some request uses."""
+        return self._slots.in_use
+
+    @property
+    def rows_in_use(self) -> int:
+        """Bank rows whose vectors some request uses."""
+        return self._bank.in_use
+
+    def can_ever_hold(self, configuration: Configuration) -> bool:
+        """Whether there is room when nobody else holds anything."""
+        return self.slots > 0 and configuration.rows <= self.rows
+
+    def claim(self, configuration: Configuration) -> Grant | None:
+        """Find places for a configuration, or None if what others use leaves no room."""
+        digest = configuration.digest
+        blobs = [(blob.digest, blob.rows) for blob in configuration.blobs]
+        if not self._slots.room([(digest, 1)]) or not self._bank.room(blobs):
+            return None
+        held, _ = self._slots.take(digest, 1)
+        places = []
+        for blob, rows in self._own_first(blobs):
+            vectors, bereft = self._bank.take(blob, rows)
+            vectors.dependents.add(digest)
+            places.append((blob, vectors.places))
+            for other in bereft:
+                if other in self._slots.held and other != digest:
+                    self._slots.drop(other)
+        found = dict(places)
+        return Grant(configuration, digest, held.places[0], tuple(found[blob] for blob, _ in blobs))
+
+    def unsent(self, grant: Grant) -> tuple[Blob, ...] | None:
+        """The blobs that must be sent before the configuration can run; None if it can run as it is."""
+        missing = tuple(blob for blob in grant.configuration.blobs if not self._bank.held[blob.digest].sent)
+        return missing if missing or not self._slots.held[grant.digest].sent else None
+
+    def confirm(self, grant: Grant) -> None:
+        """The workers hold the configuration and its blobs."""
+        self._slots.held[grant.digest].sent = True
+        for blob in grant.configuration.blobs:
+            self._bank.held[blob.digest].sent = True
+
+    def release(self, grant: Grant) -> None:
+        """One user less."""
+        self._slots.release(grant.digest)
+        for blob in grant.configuration.blobs:
+            self._bank.release(blob.digest)
+
+    def _own_first(self, blobs: list[tuple[bytes, int]]) -> list[tuple[bytes, int]]:
+        """Blobs that are there before those that must displace others, lest they displace one of their own."""
+        return sorted(blobs, key=lambda blob: blob[0] not in self._bank.held)

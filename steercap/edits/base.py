@@ -1,0 +1,161 @@
+"""What an edit is: a change to rows, where it applies, and the rank-one edits it comes down to.
+
+Number 1 in the life of a request. An edit is checked by itself when it is made, and against the model when it is used.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+
+import torch
+from jaxtyping import Float
+
+from steercap.core.program import Response
+from steercap.core.spec import Layers, Point, resolve_layers
+from steercap.core.tokens import Tokens, TokenSelection
+from steercap.errors import InvalidEdit, InvalidVector
+
+if TYPE_CHECKING:
+    import numpy as np
+
+#: What a user may give as a vector, or as rows: a tensor, an array, or numbers; kept as a float32 copy.
+Vector: TypeAlias = "torch.Tensor | np.ndarray[Any, Any] | Sequence[float] | Sequence[Sequence[float]]"
+
+
+class RankOne(NamedTuple):
+    """One rank-one edit, `h <- h + f(u·h + b) w`, or one replacement.
+
+    Args:
+        write: w, float32 [1, width]; of a replacement the rows put in place, float32 [rows, width].
+        response: f and b.
+        read: u, float32 [1, width], or None for a response that needs no projection.
+        joined: whether it reads the row as it was before the part before it.
+        replaces: whether it is a replacement.
+    """
+
+    write: Float[torch.Tensor, "rows width"]
+    response: Response = Response()
+    read: Float[torch.Tensor, "1 width"] | None = None
+    joined: bool = False
+    replaces: bool = False
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Edit(ABC):
+    """A change to rows; its scope is the same for every operation.
+
+    Args:
+        layer: one layer; negative counts from the last.
+        layers: several: a slice, a range, a sequence, or "all". Give one of both.
+        site: place in the layer: "resid_pre", "resid_post", "attn_out" or "mlp_out".
+        tokens: "all", "prompt", "generated", "last_prompt", a slice, positions (negative counts from the end of the
+            prompt), or a list of these. The last sampled token is never an input of the model, so never edited.
+
+    Raises:
+        InvalidEdit: a number that does not fit, or no layer.
+        InvalidVector: a vector that holds NaN or inf, has a wrong shape, or is zero where its direction counts.
+        InvalidSelection: a malformed `tokens`.
+    """
+
+    layer: int | None = None
+    layers: Layers | None = None
+    site: str = "resid_post"
+    tokens: Tokens | TokenSelection = "all"
+
+    def __post_init__(self) -> None:
+        if (self.layer is None) == (self.layers is None):
+            raise InvalidEdit(f"{self.name}: give layer= for one layer, or layers= for several (and not both)")
+        if isinstance(self.layer, (slice, range, str, list, tuple)):
+            raise InvalidEdit(f"{self.name}: layer={self.layer!r} is not one layer; give it as layers=")
+        if not isinstance(self.site, str):
+            raise InvalidEdit(f"{self.name}: site={self.site!r}; an edit has one site, so give one name")
+        object.__setattr__(self, "tokens", TokenSelection.parse(self.tokens))
+        self._check()
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Check the operation's own arguments and keep copies of its vectors."""
+
+    @abstractmethod
+    def lower(self) -> tuple[RankOne, ...]:
+        """The operation as rank-one edits, in order."""
+
+    @property
+    def name(self) -> str:
+        """Name of the operation."""
+        return type(self).__name__
+
+    @property
+    def selection(self) -> TokenSelection:
+        """The tokens to edit, parsed."""
+        return cast("TokenSelection", self.tokens)
+
+    @property
+    def replaced(self) -> tuple[int, ...]:
+        """Positions of the rows of a replacement, in their order; empty for any other operation."""
+        return ()
+
+    def points(self, num_layers: int) -> tuple[Point, ...]:
+        """The points to edit in a model of `num_layers` layers.
+
+        Raises:
+            LayerOutOfRange: an index outside the model.
+        """
+        layers = self.layers if self.layer is None else self.layer
+        assert layers is not None
+        return tuple(Point(layer, self.site) for layer in resolve_layers(layers, num_layers))
+
+    def __str__(self) -> str:
+        where = f"layer={self.layer}" if self.layer is not None else f"layers={self.layers!r}"
+        return f"{self.name}({where}, site={self.site!r}, tokens={self.tokens})"
+
+    def _keep(self, field: str, shape: str = "width") -> Float[torch.Tensor, ...]:
+        """Replace a field by a float32 copy of its own that no later change of the user's tensor reaches.
+
+        Args:
+            field: name of the field.
+            shape: "width" for one vector, "rows width" for several.
+        """
+        value = getattr(self, field)
+        try:
+            kept = torch.as_tensor(value).detach().to(device="cpu", dtype=torch.float32, copy=True).contiguous()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidVector(f"{self.name}: {field} is no tensor: {error}") from error
+        if kept.dim() != len(shape.split()) or not kept.numel():
+            raise InvalidVector(f"{self.name}: {field} has shape {tuple(kept.shape)}; expected [{shape}]")
+        wrong = int((~kept.isfinite()).sum())
+        if wrong:
+            raise InvalidVector(
+                f"{self.name}: {field} holds {wrong} values of {kept.numel()} that are NaN or inf (in float32); "
+                "look at where it was computed"
+            )
+        object.__setattr__(self, field, kept)
+        return kept
+
+    def _number(self, field: str, *, infinite: bool = False) -> None:
+        value = getattr(self, field)
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise InvalidEdit(f"{self.name}: {field}={value!r} is no number") from error
+        if math.isnan(number) or (math.isinf(number) and not infinite):
+            raise InvalidEdit(f"{self.name}: {field}={number}; give a finite number")
+        object.__setattr__(self, field, number)
+
+
+def unit(edit: Edit, field: str) -> Float[torch.Tensor, "1 width"]:
+    """A vector of an edit, scaled to norm 1 in float64: float32 [1, width].
+
+    Raises:
+        InvalidVector: it is zero, and so has no direction.
+    """
+    vector: torch.Tensor = getattr(edit, field)
+    norm = vector.double().norm()
+    if norm == 0:
+        raise InvalidVector(f"{edit.name}: {field} is zero, so it has no direction, and the direction is what counts")
+    direction: torch.Tensor = (vector.double() / norm).float()
+    return direction[None]

@@ -1,0 +1,19 @@
+"""Files of steering, our own and those people have: one module a format, each read into our own types."""
+
+from steercap.formats.capping import load_capping
+from steercap.formats.control_vector import load_control_vector, save_control_vector
+from steercap.formats.layers_pt import load_layers_pt, save_layers_pt
+from steercap.formats.native import load_steering, load_vectors, read_header, save_steering, save_vectors
+
+__all__ = [
+    "load_capping",
+    "load_control_vector",
+    "load_layers_pt",
+    "load_steering",
+    "load_vectors",
+    "read_header",
+    "save_control_vector",
+    "save_layers_pt",
+    "save_steering",
+    "save_vectors",
+]

@@ -1,0 +1,78 @@
+"""What the formats share: a file appears whole or not at all, and what is wrong with one names it."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from steercap.errors import InvalidFile
+
+#: What torch's restricted unpickler raises on damaged files: collected by changing and cutting bytes at random.
+_NO_PICKLE: Final = (
+    pickle.UnpicklingError,
+    struct.error,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    OSError,
+    OverflowError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+@contextmanager
+def write_whole(path: Path) -> Iterator[Path]:
+    """A path to write to that becomes `path` when the block ends well, and nothing when it does not."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        yield scratch
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def blame(path: Path) -> Iterator[None]:
+    """Values from a file that our types refuse are the file's fault.
+
+    Raises:
+        InvalidFile: the block raised a `ValueError`, as every `InvalidRequest` is, or a `TypeError`.
+    """
+    try:
+        yield
+    except InvalidFile:
+        raise
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidFile(f"{path} holds something that does not fit: {error}") from error
+
+
+def read_pt(path: Path) -> Any:
+    """What `torch.save` wrote, tensors on the CPU; no code in it is run.
+
+    Raises:
+        InvalidFile: missing, truncated, no `.pt` file, or one with more than tensors, numbers, text and containers.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except _NO_PICKLE as error:
+        raise InvalidFile(
+            f"{path} cannot be read as a .pt file of tensors: {_first_line(error)}; fetch or save it again, "
+            "as tensors, numbers, text, dicts and lists only (steercap runs no code from files)"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,315 @@
+"""Our own format: a SteeringSpec or LayerVectors as one safetensors file with a JSON header.
+
+The header is the metadata entry `steercap`: format version, kind, model, layer convention, SHA-256 of the tensors, and
+the content: the dataclass as `{"type": ..., "fields": ...}`, down to tensors by name. What JSON lacks has one key that
+says what it is: `{"tensor": name}`, `{"slice": [...]}`, `{"tokens": [...]}`. Every field is written, whatever its
+default, so that a later default changes no file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import operator
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, SupportsIndex
+
+import msgspec
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from steercap.core.tokens import TokenSelection
+from steercap.edits import EDITS
+from steercap.edits.base import Edit
+from steercap.errors import InvalidFile, InvalidSpec
+from steercap.formats.base import blame, write_whole
+from steercap.steering import SteeringSpec
+from steercap.vectors import LayerVectors
+
+VERSION: Final = 1
+#: What the numbers of layers in every file mean.
+CONVENTION: Final = "layers count from 0; resid_post of layer i is hidden_states[i + 1] of transformers"
+#: How to read each kind of file that steercap writes.
+READERS: Final = {"steering": "SteeringSpec.load", "vectors": "LayerVectors.load", "captures": "CaptureHandle.load"}
+_TYPES: Final[Mapping[str, type]] = {"SteeringSpec": SteeringSpec, "LayerVectors": LayerVectors}
+
+
+class _Preface(msgspec.Struct, frozen=True):
+    """What the header of any version and kind holds; files of captures name no kind."""
+
+    version: int
+    kind: str = "captures"
+
+
+class Header(msgspec.Struct, frozen=True):
+    """The JSON header.
+
+    Args:
+        version: of the format.
+        kind: "steering" or "vectors".
+        model: the model it was made for, "" if unknown.
+        convention: what the numbers of layers mean.
+        sha256: of the tensors, in hexadecimal.
+        content: the dataclass, see the module.
+    """
+
+    version: int
+    kind: str
+    model: str
+    convention: str
+    sha256: str
+    content: Any
+
+
+def save_steering(spec: SteeringSpec, path: str | Path, *, model: str = "") -> Path:
+    """Write a whole spec: its edits with all their fields, the specs inside it, what preserves the norm.
+
+    Args:
+        spec: the spec.
+        path: the file, which appears whole or not at all.
+        model: the model it was made for, for those who read the header.
+
+    Raises:
+        InvalidSpec: an edit that is no member of `EDITS`, or a field that cannot be written.
+    """
+    return _save(spec, Path(path), "steering", model)
+
+
+def load_steering(path: str | Path) -> SteeringSpec:
+    """Read what `save_steering` wrote; it compiles to the same configuration.
+
+    Raises:
+        InvalidFile: truncated, changed, of another kind or a newer version, or with an edit or field not known here.
+    """
+    spec = _load(Path(path), "steering", SteeringSpec)
+    assert isinstance(spec, SteeringSpec)
+    return spec
+
+
+def save_vectors(vectors: LayerVectors, path: str | Path) -> Path:
+    """Write vectors and labels; the file appears whole or not at all."""
+    return _save(vectors, Path(path), "vectors", vectors.model)
+
+
+def load_vectors(path: str | Path) -> LayerVectors:
+    """Read what `save_vectors` wrote.
+
+    Raises:
+        InvalidFile: truncated, changed, of another kind or a newer version.
+    """
+    vectors = _load(Path(path), "vectors", LayerVectors)
+    assert isinstance(vectors, LayerVectors)
+    return vectors
+
+
+def read_header(path: str | Path) -> Header:
+    """What a file of steering or vectors says of itself; tensors are neither read nor checked.
+
+    Raises:
+        InvalidFile: no such file, truncated, or of a newer version.
+    """
+    return _read(Path(path), tensors=False)[0]
+
+
+def _save(value: SteeringSpec | LayerVectors, path: Path, kind: str, model: str) -> Path:
+    store = _Store()
+    content = _pack(value, "", store)
+    header = Header(VERSION, kind, model, CONVENTION, _digest(store.tensors), content)
+    with write_whole(path) as scratch:
+        scratch.write_bytes(save(store.tensors, {"steercap": msgspec.json.encode(header).decode()}))
+    return path
+
+
+def _load(path: Path, kind: str, expected: type) -> object:
+    header, tensors = _read(path)
+    if header.kind != kind:
+        raise InvalidFile(f"{path} holds {header.kind}, not {kind}; read it with {READERS[header.kind]}")
+    found = _digest(tensors)
+    if found != header.sha256:
+        raise InvalidFile(
+            f"{path} was changed after it was saved: its tensors have SHA-256 {found}, its header says "
+            f"{header.sha256}; copy or save it again"
+        )
+    with blame(path):
+        value = _unpack(header.content, tensors)
+    if not isinstance(value, expected):
+        raise InvalidFile(f"{path} says that it holds {kind}, but holds a {type(value).__name__}; save it again")
+    return value
+
+
+def _read(path: Path, *, tensors: bool = True) -> tuple[Header, dict[str, torch.Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            header = _header(path, metadata.get("steercap"))
+            return header, {name: file.get_tensor(name) for name in file.keys() if tensors}  # noqa: SIM118 -- no mapping
+    except (SafetensorError, OSError) as error:
+        raise InvalidFile(
+            f"{path} cannot be read as a safetensors file of steercap: {error}; copy or save it again"
+        ) from error
+
+
+def _header(path: Path, text: str | None) -> Header:
+    if text is None:
+        raise InvalidFile(f"{path} is a safetensors file, but not of steercap: its header has no 'steercap' entry")
+    try:
+        preface = msgspec.json.decode(text, type=_Preface)
+        _check_preface(path, preface)
+        header = msgspec.json.decode(text, type=Header)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidFile(f"{path} has a steercap header that cannot be read: {error}; save it again") from error
+    if header.convention != CONVENTION:
+        raise InvalidFile(f"{path} counts layers otherwise: {header.convention!r}; steercap reads {CONVENTION!r}")
+    return header
+
+
+def _check_preface(path: Path, preface: _Preface) -> None:
+    if preface.kind == "captures":
+        raise InvalidFile(f"{path} holds captures, not steering or vectors; read it with {READERS['captures']}")
+    if preface.version != VERSION or preface.kind not in READERS:
+        raise InvalidFile(
+            f"{path} holds {preface.kind!r} in format version {preface.version}; this steercap reads version "
+            f"{VERSION} of 'steering' and 'vectors'; upgrade steercap to read newer files"
+        )
+
+
+class _Store:
+    """Tensors on their way into a file, equal ones once."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[str, str] = {}
+
+    def put(self, tensor: torch.Tensor, at: str) -> str:
+        """The name of the tensor in the file: `at`, or that of an equal one."""
+        tensor = tensor.detach().cpu().contiguous()
+        name = self._names.setdefault(_digest({"": tensor}), at)
+        self.tensors.setdefault(name, tensor)
+        return name
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes, in the order of the names: hexadecimal."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _pack(value: object, at: str, store: _Store) -> Any:  # noqa: C901 -- one case a type
+    """A value as JSON; tensors go to the store.
+
+    Args:
+        value: a spec, an edit, vectors, or a field of one.
+        at: the way to it from the top, for the names of tensors: "edits.0.vector".
+        store: takes the tensors.
+
+    Raises:
+        InvalidSpec: a value of another type.
+    """
+    packed: Any
+    match value:
+        case None | bool() | str():
+            packed = value
+        case torch.Tensor():
+            packed = {"tensor": store.put(value, at)}
+        case SteeringSpec() | Edit() | LayerVectors():
+            packed = {"type": _type_name(value), "fields": _pack_fields(value, at, store)}
+        case TokenSelection(terms):
+            packed = {"tokens": [_pack(slice(*t) if isinstance(t, tuple) else t, at, store) for t in terms]}
+        case slice() | range():
+            packed = {type(value).__name__: _pack([value.start, value.stop, value.step], at, store)}
+        case float():
+            packed = float(value) if math.isfinite(value) else {"float": str(value)}
+        case np.generic() | np.ndarray():
+            packed = _pack(value.tolist(), at, store)
+        case Mapping():
+            packed = {"map": [[_pack(k, at, store), _pack(v, _join(at, k), store)] for k, v in value.items()]}
+        case list() | tuple() | set() | frozenset():
+            packed = [_pack(part, _join(at, number), store) for number, part in enumerate(value)]
+        case SupportsIndex():
+            packed = operator.index(value)
+        case _:
+            raise InvalidSpec(f"{at}={value!r} cannot be written to a file; give numbers, slices, lists or tensors")
+    return packed
+
+
+def _pack_fields(value: Any, at: str, store: _Store) -> dict[str, Any]:
+    names = _fields(type(value))
+    if isinstance(value, Edit) and value.replaced:
+        names.pop("tokens")  # it follows from the positions, and is refused beside them
+    return {name: _pack(getattr(value, name), _join(at, name), store) for name in names}
+
+
+def _unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """What `_pack` was given, sequences as tuples.
+
+    Raises:
+        InvalidSpec: something `_pack` does not write, or an edit, a field or a tensor that is not there.
+        TypeError, ValueError: what the types refuse.
+    """
+    found: Any
+    match value:
+        case list():
+            found = tuple(_unpack(part, tensors) for part in value)
+        case {"type": str(name), "fields": dict(fields)}:
+            found = _make(name, {field: _unpack(part, tensors) for field, part in fields.items()})
+        case {"tensor": str(name)} if name in tensors:
+            found = tensors[name]
+        case {"tokens": terms}:
+            found = TokenSelection.parse(_unpack(terms, tensors))
+        case {"slice": [start, stop, step]}:
+            found = slice(start, stop, step)
+        case {"range": [start, stop, step]}:
+            found = range(start, stop, step)
+        case {"float": str(text)}:
+            found = float(text)
+        case {"map": pairs}:
+            found = dict(_unpack(pairs, tensors))
+        case dict():
+            raise InvalidSpec(f"{value!r} is nothing that this steercap knows; upgrade it, or save the file again")
+        case _:
+            found = value
+    return found
+
+
+def _make(name: str, values: dict[str, Any]) -> object:
+    """A dataclass from its fields."""
+    if name not in _TYPES and name not in EDITS:
+        known = ", ".join(map(repr, EDITS))
+        raise InvalidSpec(f"unknown edit {name!r}; known: {known}; upgrade steercap if the file is of a newer one")
+    made = _TYPES[name] if name in _TYPES else EDITS[name]
+    required = _fields(made)
+    unknown = values.keys() - required.keys()
+    if unknown:
+        raise InvalidSpec(f"{name} has fields {sorted(unknown)} that this steercap does not know; upgrade it")
+    missing = [field for field, needed in required.items() if needed and field not in values]
+    if missing:
+        raise InvalidSpec(f"{name} lacks {missing}; save the file again")
+    return made(**values)
+
+
+def _fields(kind: type) -> dict[str, bool]:
+    """Names of the fields, and whether each must be given."""
+    missing = dataclasses.MISSING
+    return {
+        field.name: field.default is missing and field.default_factory is missing
+        for field in dataclasses.fields(kind)
+        if field.init
+    }
+
+
+def _type_name(value: object) -> str:
+    for name, kind in (*_TYPES.items(), *EDITS.items()):
+        if type(value) is kind:
+            return name
+    raise InvalidSpec(f"{value} is no edit of steercap, so a file could not say what it does; save its parts instead")
+
+
+def _join(at: str, part: object) -> str:
+    return f"{at}.{part}" if at else str(part)

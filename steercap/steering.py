@@ -1,0 +1,240 @@
+"""What a user asks to change: edits in order, checked against the model and compiled before anything runs.
+
+Number 1 and 2 in the life of a request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from steercap.core.program import MAX_REPLACEMENTS, MAX_SCOPES, NONE, Blob, Configuration, Entry
+from steercap.core.spec import Point, check_armed
+from steercap.core.tokens import Range, TokenSelection
+from steercap.edits.base import Edit, RankOne
+from steercap.errors import InvalidSelection, InvalidSpec, InvalidVector, TooManyEdits
+from steercap.sites import SITES
+
+
+@dataclass(frozen=True, eq=False)
+class SteeringSpec:
+    """Edits, applied in the order given.
+
+    Args:
+        edits: edits, or specs whose edits take their place in the order.
+        preserve_norm: rescale each row, at each point, to the norm it had before these edits.
+
+    Raises:
+        InvalidSpec: no edit, something that is none, or `preserve_norm` inside `preserve_norm`.
+
+    `a + b` is both, one after the other.
+    """
+
+    edits: Sequence[Edit | SteeringSpec]
+    preserve_norm: bool = False
+
+    def __post_init__(self) -> None:
+        edits = (self.edits,) if isinstance(self.edits, (Edit, SteeringSpec)) else self.edits
+        if not isinstance(edits, Iterable):
+            raise InvalidSpec(f"SteeringSpec({edits!r}); give a list of edits")
+        object.__setattr__(self, "edits", tuple(edits))
+        for edit in self.edits:
+            if not isinstance(edit, (Edit, SteeringSpec)):
+                raise InvalidSpec(f"SteeringSpec: {edit!r} is no edit; give Add, Cap, Ablate, ... of steercap")
+            if self.preserve_norm and isinstance(edit, SteeringSpec) and edit._keeps_norm():
+                raise InvalidSpec("SteeringSpec: preserve_norm inside preserve_norm; set it once, outside or inside")
+        if not self.edits:
+            raise InvalidSpec("SteeringSpec([]) changes nothing; give at least one edit, or steering=None")
+
+    def __add__(self, other: SteeringSpec) -> SteeringSpec:
+        return SteeringSpec([self, other])
+
+    def flat(self) -> tuple[Edit, ...]:
+        """Every edit in order, those of specs inside included."""
+        return tuple(edit for edit, _ in self._segments())
+
+    def save(self, path: str | Path, *, model: str = "") -> Path:
+        """Write the spec to one safetensors file; see `steercap.formats.native`.
+
+        Args:
+            path: the file, which appears whole or not at all.
+            model: the model it was made for, for those who read the header.
+        """
+        from steercap.formats.native import save_steering
+
+        return save_steering(self, path, model=model)
+
+    @staticmethod
+    def load(path: str | Path) -> SteeringSpec:
+        """Read what `save` wrote; it compiles to the same configuration.
+
+        Raises:
+            InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
+        """
+        from steercap.formats.native import load_steering
+
+        return load_steering(path)
+
+    def _keeps_norm(self) -> bool:
+        return self.preserve_norm or any(isinstance(edit, SteeringSpec) and edit._keeps_norm() for edit in self.edits)
+
+    def _segments(self, path: tuple[int, ...] = ()) -> Iterator[tuple[Edit, tuple[int, ...] | None]]:
+        """Every edit, with the place of the spec that preserves the norm around it; None where none does.
+
+        A place is a path of indices: a spec that occurs twice is two places.
+        """
+        for place, edit in enumerate(self.edits):
+            if isinstance(edit, Edit):
+                yield edit, path if self.preserve_norm else None
+            else:
+                for inner, keeper in edit._segments((*path, place)):
+                    yield inner, path if self.preserve_norm else keeper
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A spec compiled for one engine, independent of any prompt.
+
+    Args:
+        configuration: what a slot will hold.
+        vectors: float32 rows [rows, width] by digest.
+        selections: the token selection of each scope.
+        replaced: positions of each replacement as the user wrote them.
+        changes_kv: whether any edit reaches keys or values that are cached.
+    """
+
+    configuration: Configuration
+    vectors: Mapping[bytes, torch.Tensor]
+    selections: tuple[TokenSelection, ...]
+    replaced: tuple[tuple[int, ...], ...]
+    changes_kv: bool
+
+
+def spec_of(steering: Any) -> SteeringSpec | None:
+    """The spec a user gave: one, or a single edit.
+
+    Raises:
+        InvalidSpec: something else.
+    """
+    if steering is None or isinstance(steering, SteeringSpec):
+        return steering
+    if isinstance(steering, Edit):
+        return SteeringSpec([steering])
+    raise InvalidSpec(f"steering={steering!r}; give a SteeringSpec, an edit, or None")
+
+
+def lower(
+    spec: SteeringSpec, *, armed: Mapping[Point, int], num_layers: int, width: int, edits_per_point: int
+) -> Lowered:
+    """Check a spec against the model and compile it.
+
+    Args:
+        spec: what the user asks.
+        armed: index of every armed point.
+        num_layers: decoder layers of the model.
+        width: elements of a row.
+        edits_per_point: rank-one edits that the tables hold for one point.
+
+    Raises:
+        LayerOutOfRange, UnknownName, PointNotArmed: a point the engine does not have.
+        InvalidVector: a vector of another width.
+        TooManyEdits: more edits at one point than the tables hold.
+    """
+    entries: list[Entry] = []
+    vectors: dict[bytes, torch.Tensor] = {}
+    places: dict[bytes, int] = {}
+    scopes: dict[TokenSelection, int] = {}
+    keepers: dict[tuple[int, ...], int] = {}
+    replaced: list[tuple[int, ...]] = []
+    points: set[Point] = set()
+
+    def place(rows: torch.Tensor) -> int:
+        digest = hashlib.sha256(rows.contiguous().numpy().tobytes()).digest()
+        vectors[digest] = rows
+        return places.setdefault(digest, len(places))
+
+    for number, (edit, keeper) in enumerate(spec._segments()):
+        at = edit.points(num_layers)
+        check_armed(at, armed, SITES)
+        points.update(at)
+        for part in edit.lower():
+            _check_width(edit, part, width)
+            entries.append(
+                Entry(
+                    edit=number,
+                    points=tuple(armed[point] for point in at),
+                    scope=scopes.setdefault(edit.selection, len(scopes)),
+                    write=place(part.write),
+                    read=NONE if part.read is None else place(part.read),
+                    response=part.response,
+                    joined=part.joined,
+                    replacement=len(replaced) if part.replaces else NONE,
+                    norm=NONE if keeper is None else keepers.setdefault(keeper, len(keepers)),
+                )
+            )
+            if part.replaces:
+                replaced.append(edit.replaced)
+    _check_counts(entries, scopes, replaced, edits_per_point)
+    blobs = tuple(Blob(digest, len(vectors[digest])) for digest in places)
+    configuration = Configuration(tuple(entries), blobs, len(scopes), len(replaced))
+    return Lowered(
+        configuration, vectors, tuple(scopes), tuple(replaced), any(_changes_kv(p, num_layers) for p in points)
+    )
+
+
+def scopes_of(
+    lowered: Lowered, prompt_len: int, limit: int
+) -> tuple[tuple[tuple[Range, ...], ...], tuple[tuple[int, ...], ...]]:
+    """Positions of each scope and of each replacement, for a prompt of `prompt_len` tokens.
+
+    Raises:
+        InvalidSelection, EmptySelection: a selection that does not fit the prompt.
+    """
+    scopes = tuple(selection.ranges(prompt_len, limit) for selection in lowered.selections)
+    replaced = tuple(
+        tuple(position + prompt_len if position < 0 else position for position in positions)
+        for positions in lowered.replaced
+    )
+    for positions in replaced:
+        if len(set(positions)) < len(positions):
+            raise InvalidSelection(
+                f"Replace: positions {list(positions)} name one twice in a prompt of {prompt_len} tokens"
+            )
+    return scopes, replaced
+
+
+def _check_width(edit: Edit, part: RankOne, width: int) -> None:
+    for vector in (part.write, part.read):
+        if vector is not None and vector.shape[-1] != width:
+            raise InvalidVector(
+                f"{edit}: the vector has width {vector.shape[-1]}, the model's rows have {width}; "
+                "it was made for another model"
+            )
+
+
+def _check_counts(entries: Sequence[Entry], scopes: Any, replaced: Any, edits_per_point: int) -> None:
+    counts = Counter(point for entry in entries for point in entry.points)
+    most = max(counts.values())
+    if most > edits_per_point:
+        raise TooManyEdits(
+            f"this spec has {most} rank-one edits at one point (a LowRank of rank k counts k), the engine holds "
+            f"{edits_per_point}; raise SteerModel(..., edits_per_point=)"
+        )
+    if len(scopes) > MAX_SCOPES:
+        raise TooManyEdits(f"this spec has {len(scopes)} different tokens=, of which {MAX_SCOPES} fit; merge some")
+    if len(replaced) > MAX_REPLACEMENTS:
+        raise TooManyEdits(
+            f"this spec has {len(replaced)} Replace edits, of which {MAX_REPLACEMENTS} fit; "
+            "put the positions of a layer into one"
+        )
+
+
+def _changes_kv(point: Point, num_layers: int) -> bool:
+    """Whether a later key or value depends on the row: not after the attention of the last layer."""
+    return point.layer < num_layers - 1 or point.site == "resid_pre"

@@ -1,0 +1,274 @@
+"""The operations as formulas: the one kernel against plain float64, and what each operation promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from specs import OPERATIONS, VARIANTS, spec, vector
+
+from steercap import Ablate, Add, AddIf, Cap, LowRank, Replace, SAEFeature, SetProjection, SteeringSpec
+from steercap.core.messages import Equip, Owner, Placed, Vectors
+from steercap.core.plan import Plan
+from steercap.core.program import SteeringPlan
+from steercap.core.slots import Slots
+from steercap.core.spec import Point
+from steercap.edits import EDITS
+from steercap.errors import InvalidEdit, InvalidSelection, InvalidSpec, InvalidVector, SteercapError, TooManyEdits
+from steercap.steering import lower, scopes_of
+from steercap.testing.edits import edited
+from steercap.worker.edits import EditTables
+from steercap.worker.steering import Steering
+
+WIDTH, LAYERS = 24, 3
+ARMED = {Point(layer, "resid_post"): layer for layer in range(LAYERS)}
+PROMPT = 5
+
+
+def lowered(steering: SteeringSpec, edits_per_point: int = 32):
+    return lower(steering, armed=ARMED, num_layers=LAYERS, width=WIDTH, edits_per_point=edits_per_point)
+
+
+def run(
+    specs: list[SteeringSpec], rows: list[torch.Tensor], layer: int, residual: torch.Tensor | None = None
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
+    """Each spec on its own sequence, all in one pass through the tap's kernel.
+
+    Returns:
+        The edited rows of each sequence, and what hidden and residual became.
+    """
+    tables = EditTables(range(LAYERS), WIDTH, slots=len(specs), rows=256, entries=32)
+    steering, slots = Steering(range(LAYERS), tables, witness=True), Slots(len(specs), 256)
+    steps, first = [], 0
+    for number, (one, sequence) in enumerate(zip(specs, rows, strict=True)):
+        ready = lowered(one)
+        grant = slots.claim(ready.configuration)
+        assert grant is not None
+        blobs = zip(ready.configuration.blobs, grant.places, strict=True)
+        vectors = tuple(Vectors(b.digest, p, ready.vectors[b.digest].numpy().tobytes()) for b, p in blobs)
+        steering.equip(Equip(vectors, (Placed(grant.slot, grant.configuration, grant.places),)))
+        scopes, replaced = scopes_of(ready, PROMPT, 99)
+        plan = SteeringPlan(grant.slot, grant.digest, b"", scopes, replaced)
+        steering.register(str(number), Owner(str(number), 0), Plan(str(number), PROMPT, 99), plan)
+        step = steering.place(str(number), 0, first, len(sequence))
+        steps += [step] if step else []
+        first += len(sequence)
+    hidden = torch.cat(rows).clone()
+    if steps:
+        tables.open(steps)
+        if tables.edits(layer):
+            tables.apply(hidden, residual, layer)
+    total = hidden if residual is None else hidden + residual
+    return list(total.split([len(sequence) for sequence in rows])), hidden, residual
+
+
+def one(steering: SteeringSpec, rows: torch.Tensor, layer: int = 1) -> torch.Tensor:
+    return run([steering], [rows], layer)[0][0]
+
+
+def close(left: torch.Tensor, right: torch.Tensor) -> None:
+    scale = right.double().norm(dim=-1, keepdim=True).clamp(min=1e-6)
+    assert ((left.double() - right.double()).abs() / scale).max() < 2e-5
+
+
+names = st.sampled_from((*OPERATIONS, *VARIANTS))
+tokens = st.sampled_from(["all", "prompt", "generated", "last_prompt", slice(2, 8, 3), [0, -1, 6]])
+seeds = st.integers(0, 10_000)
+
+
+@st.composite
+def specs(draw) -> SteeringSpec:
+    parts = draw(st.lists(st.tuples(names, tokens, seeds, st.booleans()), min_size=1, max_size=4))
+    built = [
+        spec(name, WIDTH, seed=seed, layers="all" if everywhere else [1], tokens=chosen)
+        for name, chosen, seed, everywhere in parts
+    ]
+    if draw(st.booleans()):
+        return SteeringSpec(built)
+    return SteeringSpec([edit for part in built for edit in part.flat()], preserve_norm=draw(st.booleans()))
+
+
+@given(st.lists(specs(), min_size=1, max_size=5), seeds, st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_one_kernel_does_what_each_formula_says(many, seed, deferred) -> None:
+    """Any edits in any order, several specs in one pass: the kernel equals the float64 formulas, row by row."""
+    rows = [vector(9, WIDTH, seed=seed + number) for number in range(len(many))]
+    residual = vector(9 * len(many), WIDTH, seed=seed + 77) if deferred else None
+    kept = None if residual is None else residual.clone()
+    found, _, _ = run(many, rows, 1, residual)
+    streams = rows if kept is None else [row + part for row, part in zip(rows, kept.split(9), strict=True)]
+    for steering, stream, got in zip(many, streams, found, strict=True):
+        close(got, edited(steering, Point(1, "resid_post"), stream, PROMPT, LAYERS))
+
+
+@given(seeds)
+def test_what_changes_nothing_changes_no_bit(seed) -> None:
+    """Scale zero, keep one, bounds not reached, a closed gate: rows are left bit for bit, hidden and residual apart."""
+    v, rows = vector(WIDTH, seed=seed), vector(9, WIDTH, seed=seed + 1)
+    residual = vector(9, WIDTH, seed=seed + 2)
+    for edit in (
+        Add(v, 0.0, layer=1),
+        Add(v, 0.0, relative=True, layer=1),
+        Ablate(v, keep=1.0, layer=1),
+        Cap(v, low=-1e6, high=1e6, layer=1),
+        AddIf(v, v, threshold=1e6, layer=1),
+        LowRank(v[None], v[None], scale=0.0, layer=1),
+    ):
+        _, hidden, left = run([SteeringSpec([edit])], [rows], 1, residual.clone())
+        assert torch.equal(hidden, rows), edit
+        assert torch.equal(left, residual), edit
+
+
+@given(seeds)
+def test_a_changed_row_leaves_no_residual(seed) -> None:
+    """An edited row is whole in hidden, its residual is zero; its neighbours keep theirs."""
+    rows, residual = vector(9, WIDTH, seed=seed), vector(9, WIDTH, seed=seed + 1)
+    steering = SteeringSpec([Add(vector(WIDTH, seed=seed + 2), layer=1, tokens=[3])])
+    _, hidden, left = run([steering], [rows], 1, residual.clone())
+    touched = torch.arange(9) == 3
+    assert not left[touched].any()
+    assert torch.equal(left[~touched], residual[~touched])
+    assert torch.equal(hidden[~touched], rows[~touched])
+
+
+@given(seeds, st.floats(-2, 2), st.floats(0, 2))
+def test_cap_and_set_projection_are_idempotent(seed, low, span) -> None:
+    """A second time changes nothing, and the projection lies where it must."""
+    v, rows = vector(WIDTH, seed=seed), vector(9, WIDTH, seed=seed + 1)
+    for edit in (Cap(v, low=low, high=low + span, layer=1), SetProjection(v, low, layer=1)):
+        once = one(SteeringSpec([edit]), rows)
+        close(one(SteeringSpec([edit, edit]), rows), once)
+        along = once @ (v / v.norm())
+        top = low if isinstance(edit, SetProjection) else low + span
+        assert ((along > low - 1e-4) & (along < top + 1e-4)).all()
+
+
+@given(seeds)
+def test_ablate_twice_is_ablate(seed) -> None:
+    """And nothing of the direction is left."""
+    v, rows = vector(WIDTH, seed=seed), vector(9, WIDTH, seed=seed + 1)
+    edit = Ablate(v, layer=1)
+    once = one(SteeringSpec([edit]), rows)
+    close(one(SteeringSpec([edit, edit]), rows), once)
+    assert (once @ (v / v.norm())).abs().max() < 1e-5
+
+
+@given(seeds)
+def test_order_matters_exactly_where_it_should(seed) -> None:
+    """Additions commute, edits along orthogonal directions commute; an addition and a cap along one direction do not."""
+    v, rows = vector(WIDTH, seed=seed), vector(9, WIDTH, seed=seed + 1)
+    other = vector(WIDTH, seed=seed + 2)
+    orthogonal = other - (other @ v) / (v @ v) * v
+
+    def both(first, second) -> tuple[torch.Tensor, torch.Tensor]:
+        return one(SteeringSpec([first, second]), rows), one(SteeringSpec([second, first]), rows)
+
+    close(*both(Add(v, layer=1), Add(other, layer=1)))
+    close(*both(Ablate(v, layer=1), Cap(orthogonal, high=0.1, layer=1)))
+    left, right = both(Add(v, 2.0, layer=1), Cap(v, high=0.1, layer=1))
+    assert (left - right).abs().max() > 0.1
+    left, right = both(Replace(other, 3, layer=1), Add(v, layer=1))
+    assert torch.allclose((left - right)[3], v, atol=1e-4)
+    close(left[:3], right[:3])
+
+
+@given(seeds)
+def test_preserve_norm_keeps_norms_and_turns_rows(seed) -> None:
+    """Each row has its norm, and another direction; edits of a spec beside it are not rescaled."""
+    rows = vector(9, WIDTH, seed=seed)
+    turn = SteeringSpec([Add(vector(WIDTH, seed=seed + 1), 3.0, layer=1)], preserve_norm=True)
+    turned = one(turn, rows)
+    close(turned.norm(dim=-1), rows.norm(dim=-1))
+    assert torch.cosine_similarity(turned, rows).max() < 0.999
+    beside = one(turn + SteeringSpec([Add(rows[0], layer=1)]), rows)
+    close(beside, turned + rows[0])
+
+
+def test_sixteen_bit_rows_are_edited_in_float32_and_rounded_once() -> None:
+    """bfloat16: the edited row is the float32 result rounded, however large what cancels in the residual is."""
+    rows, residual = vector(9, WIDTH, seed=1).bfloat16(), (1000 * vector(9, WIDTH, seed=2)).bfloat16()
+    direction = vector(WIDTH, seed=3)
+    _, hidden, left = run([SteeringSpec([Ablate(direction, layer=1)])], [rows], 1, residual.clone())
+    whole = rows.float() + residual.float()
+    unit = direction / direction.norm()
+    expected = whole - (whole @ unit)[:, None] * unit
+    assert torch.equal(left, torch.zeros_like(left))
+    close(hidden.float(), expected.bfloat16().float())
+
+
+def test_every_operation_is_tested_here() -> None:
+    """A new file in edits/ must be added to tests/specs.py."""
+    assert set(EDITS) == set(OPERATIONS)
+
+
+V = torch.ones(WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: Add(torch.ones(WIDTH + 1), layer=1), InvalidVector, "width 25, the model's rows have 24"),
+        (lambda: Add(torch.full((WIDTH,), float("nan")), layer=1), InvalidVector, "24 values of 24 that are NaN"),
+        (lambda: Add(torch.full((WIDTH,), float("inf")), layer=1), InvalidVector, "NaN or inf"),
+        (lambda: Add([[1.0]], layer=1), InvalidVector, "expected [width]"),
+        (lambda: Add("evil", layer=1), InvalidVector, "no tensor"),
+        (lambda: Add(V, float("nan"), layer=1), InvalidEdit, "scale=nan"),
+        (lambda: Add(0 * V, relative=True, layer=1), InvalidVector, "zero"),
+        (lambda: Ablate(0 * V, layer=1), InvalidVector, "no direction"),
+        (lambda: SetProjection(0 * V, 1.0, layer=1), InvalidVector, "no direction"),
+        (lambda: Cap(V, layer=1), InvalidEdit, "neither low= nor high="),
+        (lambda: Cap(V, low=2, high=1, layer=1), InvalidEdit, "low=2.0 is above high=1.0"),
+        (lambda: AddIf(V, torch.ones(3), layer=1), InvalidVector, "probe has width 3"),
+        (lambda: AddIf(V, 0 * V, layer=1), InvalidVector, "probe is zero"),
+        (lambda: SAEFeature(V, torch.ones(3), 1.0, layer=1), InvalidVector, "must agree"),
+        (lambda: LowRank(torch.ones(17, WIDTH), torch.ones(17, WIDTH), layer=1), InvalidEdit, "above 16"),
+        (lambda: LowRank(torch.ones(2, WIDTH), torch.ones(3, WIDTH), layer=1), InvalidVector, "must agree"),
+        (lambda: Replace(V, [0, 1], layer=1), InvalidVector, "1 rows for 2 positions"),
+        (lambda: Replace(torch.ones(2, WIDTH), [1, 1], layer=1), InvalidEdit, "twice"),
+        (lambda: Replace(torch.ones(2, WIDTH), [4, -1], layer=1), InvalidSelection, "twice"),
+        (lambda: Add(V), InvalidEdit, "layer="),
+        (lambda: Add(V, layer=1, layers=[2]), InvalidEdit, "not both"),
+        (lambda: Add(V, layer=7), SteercapError, "3 layers"),
+        (lambda: Add(V, layer=1, site="resid"), SteercapError, "unknown site 'resid'"),
+        (lambda: Add(V, layer=1, site="mlp_out"), SteercapError, "has no tap"),
+        (lambda: Add(V, layer=1, tokens="assistant"), InvalidSelection, "unknown tokens"),
+        (lambda: Add(V, layer=1, tokens=[]), InvalidSelection, "selects no token"),
+        (lambda: Add(V, layer=1, tokens=[200]), InvalidSelection, "outside the sequence"),
+        (lambda: SteeringSpec([]), InvalidSpec, "changes nothing"),
+        (lambda: SteeringSpec([V]), InvalidSpec, "no edit"),
+        (lambda: SteeringSpec([Add(V, layer=1)] * 40), TooManyEdits, "edits_per_point"),
+        (
+            lambda: SteeringSpec([Add(V, layer=1, tokens=[n]) for n in range(32)], preserve_norm=True),
+            TooManyEdits,
+            "different tokens=",
+        ),
+    ],
+)
+def test_bad_input_is_named_and_so_is_the_remedy(make, error, says) -> None:
+    """Whatever is wrong with an edit is an error that names the value, before anything runs."""
+
+    def ask() -> None:
+        made = make()
+        scopes_of(lowered(made if isinstance(made, SteeringSpec) else SteeringSpec([made])), PROMPT, 99)
+
+    with pytest.raises(error) as raised:
+        ask()
+    assert says in str(raised.value)
+
+
+def test_a_spec_keeps_its_own_copies() -> None:
+    """Changing a tensor afterwards does not change the edit."""
+    mine = torch.ones(WIDTH)
+    edit = Add(mine, layer=1)
+    mine.zero_()
+    assert edit.vector.sum() == WIDTH
+
+
+def test_equal_specs_share_a_configuration() -> None:
+    """What a slot holds is known by content, vectors included; any difference is another configuration."""
+    same = [lowered(spec("cap", WIDTH, seed=3, layers=[0, 1])).configuration.digest for _ in range(2)]
+    other = lowered(spec("cap", WIDTH, seed=4, layers=[0, 1])).configuration.digest
+    moved = lowered(spec("cap", WIDTH, seed=3, layers=[0, 2])).configuration.digest
+    assert same[0] == same[1]
+    assert len({same[0], other, moved}) == 3
