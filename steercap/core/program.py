@@ -48,11 +48,11 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     @property
     def numbers(self) -> tuple[float, ...]:
         """The numbers, in the order of a table's columns."""
-        return (self.bias, self.gain, self.offset, self.minus, self.low, self.high, self.floor, self.threshold)
+        return tuple(getattr(self, name) for name in RESPONSE_NUMBERS)
 
 
-#: Columns of a table of responses.
-RESPONSE_NUMBERS: Final = len(Response().numbers)
+#: What the columns of a table of responses are.
+RESPONSE_NUMBERS: Final = ("bias", "gain", "offset", "minus", "low", "high", "floor", "threshold")
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):

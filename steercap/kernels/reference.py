@@ -7,6 +7,7 @@ of one point, in order; replaced = columns of the step's table of replacements.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,31 +26,54 @@ RESTORES: Final = 128  # ... and restored after it
 
 
 @dataclass(frozen=True)
-class Program:
-    """The entries of one point for the tokens of a step: a row a token, or one row for all of them.
+class Column:
+    """One entry of a point, the `n`-th of every slot: a number for each token of a step, or one for all of them.
+
+    What is the same as not being there is None, for most operations need little of the whole formula.
 
     Args:
-        kinds: bits that occur in each column of `kind`.
-        kind: bits of each entry.
-        scope: bit of the token's mask that each entry asks for.
+        kinds: bits that occur in it; what does not occur is not computed.
         write: bank row of w.
         read: bank row of u.
+        used: whether the token's slot has such an entry; None if all have.
+        scope: bit of the token's mask that it asks for; None if every token is in its scope.
         replacement: column of the table of replacements.
-        response: bias, gain, offset, minus, low, high, floor and threshold of f; see `core.program.Response`.
+        reads, relative, replaces, joined, measures, restores: bits of its kind; None if all that use it have them.
+        bias, gain, offset, minus, low, high, floor, threshold: of f, see `core.program.Response`.
     """
 
-    kinds: tuple[int, ...]
-    kind: Int[torch.Tensor, "rows entries"]
-    scope: Int[torch.Tensor, "rows entries"]
-    write: Int[torch.Tensor, "rows entries"]
-    read: Int[torch.Tensor, "rows entries"]
-    replacement: Int[torch.Tensor, "rows entries"]
-    response: Float[torch.Tensor, "rows entries 8"]
+    kinds: int
+    write: Int[torch.Tensor, rows]
+    read: Int[torch.Tensor, rows]
+    replacement: Int[torch.Tensor, rows]
+    gain: Float[torch.Tensor, rows]
+    offset: Float[torch.Tensor, rows]
+    used: Bool[torch.Tensor, rows] | None = None
+    scope: Int[torch.Tensor, rows] | None = None
+    reads: Bool[torch.Tensor, rows] | None = None
+    relative: Bool[torch.Tensor, rows] | None = None
+    replaces: Bool[torch.Tensor, rows] | None = None
+    joined: Bool[torch.Tensor, rows] | None = None
+    measures: Bool[torch.Tensor, rows] | None = None
+    restores: Bool[torch.Tensor, rows] | None = None
+    bias: Float[torch.Tensor, rows] | None = None
+    minus: Float[torch.Tensor, rows] | None = None
+    low: Float[torch.Tensor, rows] | None = None
+    high: Float[torch.Tensor, rows] | None = None
+    floor: Float[torch.Tensor, rows] | None = None
+    threshold: Float[torch.Tensor, rows] | None = None
+
+    def active(self, masks: Int[torch.Tensor, steered]) -> Bool[torch.Tensor, steered] | None:
+        """The tokens it applies to; None for all."""
+        if self.scope is None:
+            return self.used
+        inside = ((masks >> self.scope) & 1).bool()
+        return inside if self.used is None else inside & self.used
 
 
 def edit_rows(
     rows: Float[torch.Tensor, "steered width"],
-    program: Program,
+    program: Sequence[Column],
     masks: Int[torch.Tensor, steered],
     replacements: Int[torch.Tensor, "steered replaced"],
     bank: Float[torch.Tensor, "vectors width"],
@@ -68,54 +92,66 @@ def edit_rows(
     """
     applied = torch.zeros_like(masks)
     norm = before = rows
-    for entry, occurring in enumerate(program.kinds):
-        kind = program.kind[:, entry]
-        active = _has(kind, USED) & ((masks >> program.scope[:, entry]) & 1).bool()
-        if occurring & MEASURES:
-            norm = _norm(rows) if norm is rows else torch.where(_has(kind, MEASURES), _norm(rows), norm)
-        if occurring & LEADS:
+    for column in program:
+        active = column.active(masks)
+        if column.kinds & MEASURES:
+            norm = _norm(rows) if norm is rows else _where(column.measures, _norm(rows), norm)
+        if column.kinds & LEADS:
             # Whoever is in the middle of a joined edit keeps the row it started from.
-            before = rows.clone() if before is rows else torch.where(_has(kind, JOINED)[:, None], before, rows)
-        if occurring & REPLACES:
-            source = _chosen(replacements, program.replacement[:, entry])
-            active &= ~_has(kind, REPLACES) | (source >= 0)
-            put = active & _has(kind, REPLACES)
+            inside = column.joined if column.kinds & JOINED else None
+            before = rows.clone() if before is rows or inside is None else torch.where(inside[:, None], before, rows)
+        if column.kinds & REPLACES:
+            source = replacements.gather(1, column.replacement.expand(len(rows))[:, None])[:, 0]
+            put = source >= 0 if column.replaces is None else (source >= 0) & column.replaces
+            active = put if column.replaces is None else _both(active, put | ~column.replaces)
             rows[put] = bank[source[put]]
-        length = _length(rows, before, program, entry, bank)
-        rows.addcmul_(torch.where(active, length, 0.0)[:, None], bank[program.write[:, entry]])
-        if occurring & RESTORES:
+        length = _length(rows, before, column, bank)
+        if active is not None:
+            length = torch.where(active, length, 0.0)
+        rows.addcmul_(length[:, None], bank[column.write])
+        if column.kinds & RESTORES:
             now = _norm(rows)
-            rows *= torch.where(_has(kind, RESTORES) & (now > 0), norm / now, 1.0)[:, None]
-        applied += active
+            factor = torch.where(now > 0, norm / now, 1.0)
+            rows *= _where(column.restores, factor, torch.ones_like(factor))[:, None]
+        applied += 1 if active is None else active
     return applied
 
 
 def _length(
     rows: Float[torch.Tensor, "steered width"],
     before: Float[torch.Tensor, "steered width"],
-    program: Program,
-    entry: int,
+    column: Column,
     bank: Float[torch.Tensor, "vectors width"],
 ) -> Float[torch.Tensor, steered | 1]:
     """f(u·h + b) of one entry, for the rows it applies to and the others alike."""
-    occurring, kind = program.kinds[entry], program.kind[:, entry]
-    bias, gain, offset, minus, low, high, floor, threshold = program.response[:, entry].unbind(-1)
-    if not occurring & READS:
-        length = offset
-    else:
-        read = torch.where(_has(kind, JOINED)[:, None], before, rows) if occurring & JOINED else rows
-        projection = torch.linalg.vecdot(read, bank[program.read[:, entry]]) + bias
-        projection = torch.where(_has(kind, READS), projection, 0.0)
-        reach = torch.maximum(projection, floor)
-        length = torch.clamp(gain * reach + offset, low, high) - minus * reach
-        length = torch.where(projection > threshold, length, 0.0)
-    if occurring & RELATIVE:
-        length = torch.where(_has(kind, RELATIVE), length * _norm(rows), length)
-    return torch.as_tensor(length)
+    length = column.offset
+    if column.kinds & READS:
+        read = rows
+        if column.kinds & JOINED:
+            read = before if column.joined is None else torch.where(column.joined[:, None], before, rows)
+        projection = torch.linalg.vecdot(read, bank[column.read])
+        projection = projection if column.bias is None else projection + column.bias
+        projection = _where(column.reads, projection, torch.zeros_like(projection))
+        reach = projection if column.floor is None else torch.maximum(projection, column.floor)
+        length = torch.addcmul(column.offset, column.gain, reach)
+        length = length if column.low is None else torch.maximum(length, column.low)
+        length = length if column.high is None else torch.minimum(length, column.high)
+        length = length if column.minus is None else length - column.minus * reach
+        length = length if column.threshold is None else torch.where(projection > column.threshold, length, 0.0)
+    if column.kinds & RELATIVE:
+        length = _where(column.relative, length * _norm(rows), length)
+    return length
 
 
-def _has(kind: Int[torch.Tensor, rows], bit: int) -> Bool[torch.Tensor, rows]:
-    return (kind & bit) != 0
+def _where(
+    chosen: Bool[torch.Tensor, rows] | None, then: torch.Tensor, otherwise: torch.Tensor
+) -> Float[torch.Tensor, ...]:
+    """`torch.where`, for a condition that may hold everywhere."""
+    return then if chosen is None else torch.where(chosen, then, otherwise)
+
+
+def _both(left: Bool[torch.Tensor, rows] | None, right: Bool[torch.Tensor, steered]) -> Bool[torch.Tensor, steered]:
+    return right if left is None else left & right
 
 
 def _norm(rows: Float[torch.Tensor, "steered width"]) -> Float[torch.Tensor, steered]:
@@ -123,17 +159,11 @@ def _norm(rows: Float[torch.Tensor, "steered width"]) -> Float[torch.Tensor, ste
     return norm
 
 
-def _chosen(table: Int[torch.Tensor, "steered replaced"], column: Int[torch.Tensor, rows]) -> torch.Tensor:
-    """One column of each row of the table; [steered]."""
-    one: torch.Tensor = table.gather(1, column.to(torch.int64).expand(len(table))[:, None])
-    return one[:, 0]
-
-
 def edit_stream(  # noqa: PLR0917 -- the tables of a tap
     hidden: Float[torch.Tensor, "n width"],
     residual: Float[torch.Tensor, "n width"] | None,
     tokens: Int[torch.Tensor, steered],
-    program: Program,
+    program: Sequence[Column],
     masks: Int[torch.Tensor, steered],
     replacements: Int[torch.Tensor, "steered replaced"],
     bank: Float[torch.Tensor, "vectors width"],

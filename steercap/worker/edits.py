@@ -7,16 +7,16 @@ tensors. Shape legend: points = points of this rank; entries = most rank-one edi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from jaxtyping import Float
 
-from steercap.core.program import MAX_SCOPES, NONE, RESPONSE_NUMBERS, Configuration, Entry
+from steercap.core.program import MAX_SCOPES, NONE, RESPONSE_NUMBERS, Configuration, Entry, Response
 from steercap.core.rows import Ints
 from steercap.kernels.reference import (
     JOINED,
@@ -27,10 +27,20 @@ from steercap.kernels.reference import (
     REPLACES,
     RESTORES,
     USED,
-    Program,
+    Column,
     edit_stream,
 )
 
+#: The bits of an entry's kind that a column keeps, token by token.
+_BITS: Final = {
+    "used": USED,
+    "reads": READS,
+    "relative": RELATIVE,
+    "replaces": REPLACES,
+    "joined": JOINED,
+    "measures": MEASURES,
+    "restores": RESTORES,
+}
 _SCOPE_BITS: Final = np.arange(MAX_SCOPES, dtype=np.int32)
 
 
@@ -70,12 +80,14 @@ class EditTables:
         self._columns = {
             name: np.zeros(shape, dtype=np.int32) for name in ("kind", "scope", "write", "read", "replacement")
         }
-        self._response = np.zeros((*shape, RESPONSE_NUMBERS), dtype=np.float32)
+        self._response = np.zeros((*shape, len(RESPONSE_NUMBERS)), dtype=np.float32)
+        self._scopes = np.zeros(slots, dtype=np.int64)
         self._per_scope = np.zeros((slots, MAX_SCOPES), dtype=np.int64)
         self._written = 0  # how often a slot was written
         self._layout: tuple[object, ...] = ()
-        self._programs: dict[int, Program] = {}
-        self._kinds: list[tuple[int, ...]] = [()] * len(self.points)
+        self._programs: dict[int, tuple[Column, ...]] = {}
+        self._used = [0] * len(self.points)  # entries of the longest program of each point
+        self._single_scope = False
         self._slots = np.zeros(0, dtype=np.int64)
         self._expected = np.zeros(0, dtype=np.int64)
         self._tokens = torch.zeros(0, dtype=torch.int64)
@@ -98,6 +110,8 @@ class EditTables:
         self._written += 1
         for column in self._columns.values():
             column[slot] = 0
+        self._response[slot] = Response().numbers
+        self._scopes[slot] = configuration.scopes
         self._per_scope[slot] = 0
         for local, point in enumerate(self.points):
             entries = configuration.at(point)
@@ -132,13 +146,13 @@ class EditTables:
         """Which slot each token has: one for all of them where they agree; and which points have work at all."""
         distinct = sorted(set(slots))
         self._slots = np.array(distinct) if len(distinct) == 1 else np.repeat(slots, counts)
-        occurring = np.bitwise_or.reduce(self._columns["kind"][distinct], axis=0)
-        self._kinds = [_used(kinds) for kinds in occurring]
+        self._used = (self._columns["kind"][distinct] != 0).any(0).sum(-1).tolist()
+        self._single_scope = bool((self._scopes[distinct] == 1).all())
         self._programs = {}
 
     def edits(self, point: int) -> bool:
         """Whether anybody edits at this point in this pass."""
-        return bool(self._kinds[point]) and len(self._tokens) > 0
+        return self._used[point] > 0 and len(self._tokens) > 0
 
     def apply(
         self, hidden: Float[torch.Tensor, "n width"], residual: Float[torch.Tensor, "n width"] | None, point: int
@@ -157,13 +171,35 @@ class EditTables:
         self._tokens = self._tokens[:0]
         return got
 
-    def _program(self, point: int) -> Program:
-        kinds = self._kinds[point]
-        chosen = {
-            name: torch.from_numpy(column[self._slots, point, : len(kinds)]) for name, column in self._columns.items()
-        }
-        response = torch.from_numpy(self._response[self._slots, point, : len(kinds)])
-        return Program(kinds=kinds, response=response, **chosen)
+    def _program(self, point: int) -> tuple[Column, ...]:
+        where = self._slots, point
+        return tuple(
+            _column(
+                {name: column[(*where, entry)] for name, column in self._columns.items()},
+                self._response[(*where, entry)],
+                single_scope=self._single_scope,
+            )
+            for entry in range(self._used[point])
+        )
+
+
+def _column(
+    columns: Mapping[str, npt.NDArray[np.int32]], response: npt.NDArray[np.float32], *, single_scope: bool
+) -> Column:
+    """One entry of every token's slot."""
+    kind = columns["kind"]
+    fields: dict[str, Any] = {
+        name: torch.from_numpy(values) if (values != neutral).any() else None
+        for name, values, neutral in zip(RESPONSE_NUMBERS, response.T, Response().numbers, strict=True)
+    }
+    for name in ("gain", "offset"):
+        fields[name] = torch.from_numpy(response[:, RESPONSE_NUMBERS.index(name)])
+    for name, bit in _BITS.items():
+        fields[name] = None if (kind & bit).all() else torch.from_numpy((kind & bit) != 0)
+    for name in ("write", "read", "replacement"):
+        fields[name] = torch.from_numpy(columns[name]).to(torch.int64)
+    scope = None if single_scope else torch.from_numpy(columns["scope"])
+    return Column(kinds=int(np.bitwise_or.reduce(kind)), scope=scope, **fields)
 
 
 def _kind(entries: Sequence[Entry], at: int) -> int:
@@ -179,11 +215,6 @@ def _kind(entries: Sequence[Entry], at: int) -> int:
         bits |= MEASURES if at == 0 or entries[at - 1].norm != entry.norm else 0
         bits |= RESTORES if at + 1 == len(entries) or entries[at + 1].norm != entry.norm else 0
     return bits
-
-
-def _used(kinds: npt.NDArray[np.int32]) -> tuple[int, ...]:
-    """The columns that hold an entry; they come first."""
-    return tuple(kinds[: int((kinds != 0).sum())].tolist())
 
 
 def _stacked(tables: Sequence[Ints]) -> Ints:

@@ -15,6 +15,7 @@ import steercap
 from steercap import errors
 from steercap.codecs import CODECS
 from steercap.codecs.base import Codec
+from steercap.edits import EDITS
 from steercap.errors import InvalidFile, UnknownName
 from steercap.families import FAMILIES, family_of
 from steercap.files import load_handle
@@ -136,7 +137,7 @@ def test_every_module_is_on_the_map() -> None:
     modules = {name for name in modules if not name.endswith("__init__.py")}
     plugged = {
         f"{axis}/{name}.py"
-        for axis, found in (("sites", SITES), ("families", FAMILIES), ("codecs", CODECS))
+        for axis, found in (("sites", SITES), ("families", FAMILIES), ("codecs", CODECS), ("edits", EDITS))
         for name in found
     }
     assert modules - plugged - named == set(), "not on the map"
