@@ -1,6 +1,6 @@
 """Our own format: a SteeringSpec or LayerVectors as one safetensors file with a JSON header.
 
-The header is the metadata entry `steercap`: format version, kind, model, layer convention, SHA-256 of the tensors, and
+The header is the metadata entry `steercap`: format version, kind, model, layer convention, SHA-256 of it all, and
 the content: the dataclass as `{"type": ..., "fields": ...}`, down to tensors by name. What JSON lacks has one key that
 says what it is: `{"tensor": name}`, `{"slice": [...]}`, `{"tokens": [...]}`. Every field is written, whatever its
 default, so that a later default changes no file.
@@ -53,7 +53,7 @@ class Header(msgspec.Struct, frozen=True):
         kind: "steering" or "vectors".
         model: the model it was made for, "" if unknown.
         convention: what the numbers of layers mean.
-        sha256: of the tensors, in hexadecimal.
+        sha256: of the tensors and of all else in the header, in hexadecimal.
         content: the dataclass, see the module.
     """
 
@@ -118,7 +118,7 @@ def read_header(path: str | Path) -> Header:
 def _save(value: SteeringSpec | LayerVectors, path: Path, kind: str, model: str) -> Path:
     store = _Store()
     content = _pack(value, "", store)
-    header = Header(VERSION, kind, model, CONVENTION, _digest(store.tensors), content)
+    header = _signed(Header(VERSION, kind, model, CONVENTION, "", content), store.tensors)
     with write_whole(path) as scratch:
         scratch.write_bytes(save(store.tensors, {"steercap": msgspec.json.encode(header).decode()}))
     return path
@@ -128,10 +128,10 @@ def _load(path: Path, kind: str, expected: type) -> object:
     header, tensors = _read(path)
     if header.kind != kind:
         raise InvalidFile(f"{path} holds {header.kind}, not {kind}; read it with {READERS[header.kind]}")
-    found = _digest(tensors)
+    found = _signed(header, tensors).sha256
     if found != header.sha256:
         raise InvalidFile(
-            f"{path} was changed after it was saved: its tensors have SHA-256 {found}, its header says "
+            f"{path} was changed after it was saved: it has SHA-256 {found}, its header says "
             f"{header.sha256}; copy or save it again"
         )
     with blame(path):
@@ -190,6 +190,12 @@ class _Store:
         name = self._names.setdefault(_digest({"": tensor}), at)
         self.tensors.setdefault(name, tensor)
         return name
+
+
+def _signed(header: Header, tensors: Mapping[str, torch.Tensor]) -> Header:
+    """The header with the SHA-256 of the tensors and of all else it says."""
+    said = msgspec.json.encode(msgspec.structs.replace(header, sha256=_digest(tensors)))
+    return msgspec.structs.replace(header, sha256=hashlib.sha256(said).hexdigest())
 
 
 def _digest(tensors: Mapping[str, torch.Tensor]) -> str:

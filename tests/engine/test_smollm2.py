@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 from conftest import ALL_SITES, MAX_ERROR, MIN_COSINE, opened
 from rows import GREEDY, parity, worst
+from specs import OPERATIONS, VARIANTS, spec
 
 from steercap import CaptureSpec
-from steercap.testing import Reference, compare_rows, smollm2
+from steercap.testing import Parity, Reference, compare_rows, smollm2
 from steercap.testing.parity import PERFECT
 
 PROMPTS = ["The capital of France is", "Once upon a time there was", "def fibonacci(n):", "1"]
@@ -127,3 +128,33 @@ async def test_chat_knows_whose_row_is_whose(smol, smol_reference) -> None:
         generated = handle.positions >= len(handle.prompt_token_ids)
         assert handle.rows_of("assistant").sum() == generated.sum() + handle.rows_of(2).sum()
         assert parity(handle, smol_reference)["resid_post generated"].cosine > MIN_COSINE
+
+
+async def test_bfloat16_edits_are_those_of_transformers(record_property) -> None:
+    """bfloat16, every operation at three sites: layer by layer, on the rows captured before it, cosine > 0.999."""
+    import torch
+
+    arguments = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 128 << 20}
+    asked = [
+        (name, spec(name, 576, seed=seed, layers=[4, 15, 26], site=site, tokens=slice(1, None)))
+        for seed, (name, site) in enumerate(product((*OPERATIONS, *VARIANTS), ("resid_post", "attn_out", "mlp_out")))
+    ]
+    async with opened(smollm2(), sites=ALL_SITES, **arguments) as model:
+        prompts = [PROMPTS[number % len(PROMPTS)] + " well" for number in range(len(asked))]
+        _, handles = await model.generate(
+            prompts,
+            {"max_tokens": 8, **GREEDY},
+            capture=CaptureSpec(sites=ALL_SITES),
+            steering=[steering for _, steering in asked],
+        )
+        await model.fetch_captures_batch(handles)
+    half = Reference(smollm2(), torch.bfloat16)
+    found: dict[str, Parity] = {}
+    for (name, steering), handle in zip(asked, handles, strict=True):
+        clean = parity(handle, half, by_layer=True).values()
+        assert min(same.cosine for same in clean) < 0.999, f"without {name} the bound would hold too"
+        for same in parity(handle, half, steering, by_layer=True).values():
+            found[name] = found.get(name, PERFECT).worse(same)
+    for name, same in found.items():
+        record_property(f"SmolLM2 bfloat16 steered by {name}, layer by layer", f"cos {same.cosine:.6f}")
+        assert same.cosine > 0.999, (name, same)

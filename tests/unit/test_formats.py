@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pickle
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -34,7 +36,7 @@ from steercap.formats import (
     save_layers_pt,
     save_steering,
 )
-from steercap.formats.native import _digest
+from steercap.formats.native import Header, _signed
 from steercap.steering import SteeringSpec, lower
 from steercap.vectors import LayerVectors
 
@@ -90,12 +92,14 @@ def some_vectors(**labels: str) -> LayerVectors:
 
 
 def rewritten(path: Path, *, tensors: dict[str, torch.Tensor] | None = None, **header: Any) -> Path:
-    """The same file with other tensors, whose hash is right, or with other entries in its header."""
+    """The same file with other tensors, or with other entries in its header, and the hash of that."""
     kept = load_file(path) if tensors is None else tensors
     with safe_open(path, framework="pt") as file:
         old = json.loads(file.metadata()["steercap"])
-    old["sha256"] = _digest(kept)
-    save_file(kept, path, {"steercap": json.dumps(old | header)})
+    new = old | header
+    with contextlib.suppress(msgspec.ValidationError):  # whose hash nobody will look at
+        new["sha256"] = _signed(msgspec.convert(new, Header), kept).sha256
+    save_file(kept, path, {"steercap": json.dumps(new)})
     return path
 
 
@@ -541,3 +545,11 @@ def test_a_replacement_keeps_its_positions(tmp_path) -> None:
     spec = SteeringSpec([Replace(torch.ones(WIDTH), -1, layer=0)])
     (edit,) = SteeringSpec.load(spec.save(tmp_path / "x.safetensors")).edits
     assert edit.replaced == (-1,)
+
+
+def test_a_number_changed_in_the_header_is_noticed(tmp_path) -> None:
+    """The hash covers scales and layers too, not the tensors alone."""
+    path = SteeringSpec([Add(torch.ones(WIDTH), 2.5, layer=0)]).save(tmp_path / "x.safetensors")
+    path.write_bytes(path.read_bytes().replace(b'\\"scale\\":2.5', b'\\"scale\\":9.5'))
+    with pytest.raises(InvalidFile, match="was changed after it was saved"):
+        SteeringSpec.load(path)
