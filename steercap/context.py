@@ -56,5 +56,7 @@ def in_force(model: object) -> SteeringSpec | None:
 
 
 def asked(model: object, steering: Any) -> Any:
-    """What a call asks, its own word or the context's."""
-    return in_force(model) if steering is FROM_CONTEXT else steering
+    """What a call asks, its own word or the context's: a spec, None, or a list of what each prompt asks."""
+    if steering is FROM_CONTEXT:
+        return in_force(model)
+    return steering if isinstance(steering, (list, tuple)) else spec_of(steering)

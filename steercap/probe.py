@@ -80,7 +80,7 @@ async def _probe_editing(engine: Engine) -> None:
         None,
         *(SteeringSpec([Add(vector, relative=True, layer=point.layer, site=point.site)]) for point in engine.armed),
     ]
-    params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 1}
+    params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0}  # the sampled token's own
     prompt = {"prompt_token_ids": list(range(1, _PROMPT + 1))}
     jobs = [await prepare(engine, prompt, params, None, spec, options={}) for spec in specs]
     slots = engine.settings.steering_slots
@@ -100,6 +100,6 @@ async def _probe_editing(engine: Engine) -> None:
 
 
 def _likelihood(output: RequestOutput) -> dict[int, float]:
-    """Logarithm of the probability of the most likely next token, by its id."""
+    """Logarithm of the probability of the next token, by its id."""
     logprobs = output.outputs[0].logprobs or [{}]
     return {token: value.logprob for token, value in logprobs[0].items()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ from steercap.core.plan import Plan
 from steercap.core.program import NONE, Configuration, SteeringPlan, applications, scope_masks
 from steercap.core.rows import Ints
 from steercap.worker.edits import EditTables, StepEdits
+
+#: Failed identities remembered; a client that hears of a failure uses another identity from then on.
+TAINTS: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -244,6 +248,8 @@ class Steering:
     def _fail(self, steered: Steered, reason: str) -> None:
         steered.fail(reason)
         self._tainted.setdefault(steered.steering.identity, reason)
+        if len(self._tainted) > TAINTS:
+            del self._tainted[next(iter(self._tainted))]
 
 
 def _slot(placed: Placed) -> Slot:

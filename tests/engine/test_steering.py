@@ -17,6 +17,7 @@ from steercap.errors import (
     InvalidRequest,
     InvalidSpec,
     InvalidVector,
+    ModelClosed,
     SteeringNotApplied,
     SteeringSlotsFull,
     TooManyEdits,
@@ -296,6 +297,40 @@ async def test_a_steered_request_that_is_cancelled_leaves_nothing(tiny) -> None:
     assert (await tiny._engine.census())[0].steered == 0
 
 
+async def test_a_stop_string_ends_the_count(tiny, tiny_reference) -> None:
+    """The engine runs on for a moment past a stop string; text, rows and receipt end where the text does."""
+    steering = spec("relative", WIDTH, seed=21, layers="all")
+    prompt = random_prompt(12, 17)
+    whole = await tiny.generate(prompt, {"max_tokens": 60, **GREEDY}, steering=steering, raw_output=True)
+    ids = list(whole.outputs[0].token_ids)
+    stop = tiny.tokenizer.decode([next(token for token in ids[8:] if token < 128)])
+    outputs, handles = await tiny.generate(
+        [prompt] * 8,
+        {"max_tokens": 60, "stop": [stop], **GREEDY},
+        capture=EVERYTHING,
+        steering=steering,
+        raw_output=True,
+    )
+    await tiny.fetch_captures_batch(handles)
+    assert outputs[0].outputs[0].finish_reason == "stop"
+    total = len(prompt) + len(handles[0].output_token_ids) - 1
+    assert total < len(prompt) + 59
+    assert all(handle.receipt.steering.rows == (4 * total,) for handle in handles)
+    hold(handles, tiny_reference, [steering] * 8)
+
+
+async def test_a_stream_left_early_gives_its_slot_back(tiny) -> None:
+    """Closing the generator cancels the request, and nothing of it stays."""
+    stream = tiny.stream(random_prompt(9, 18), {"max_tokens": 200, **GREEDY}, steering=spec("add", WIDTH, layer=1))
+    async for _ in stream:
+        assert (await tiny.stats()).steering_slots_in_use == 1
+        break
+    await stream.aclose()
+    await settled(tiny)
+    assert (await tiny.stats()).steering_slots_in_use == 0
+    assert (await tiny._engine.census())[0].steered == 0
+
+
 async def test_vectors_are_sent_once(tiny) -> None:
     """Equal vectors of different specs and calls are one; a spec used again sends nothing."""
     v = vector(WIDTH, seed=99)
@@ -341,6 +376,14 @@ async def test_full_slots_make_requests_wait_in_order(tiny_reference) -> None:
         await asyncio.gather(*doomed, return_exceptions=True)
         assert await model.generate(random_prompt(5, 1), PARAMS, steering=specs[7])
         assert (await model.stats()).steering_slots_in_use == 0
+        cut_off = [
+            asyncio.create_task(model.generate(random_prompt(5, 1), {"max_tokens": 200, **GREEDY}, steering=one))
+            for one in specs[:6]
+        ]
+        await asyncio.sleep(0.1)
+        await model.aclose()
+        ended = await asyncio.gather(*cut_off, return_exceptions=True)
+        assert all(isinstance(end, ModelClosed) for end in ended), ended
 
 
 async def test_overflow_error_says_so() -> None:
