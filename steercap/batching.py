@@ -53,13 +53,14 @@ class Batcher(Generic[Item, Result]):
             answers = [answer for _, answer in batch]
             try:
                 results = await self._send([item for item, _ in batch])
+                paired = list(zip(answers, results, strict=True))
             except Exception as error:  # noqa: BLE001 -- it is theirs who asked
                 _fail(answers, error)
             except BaseException:
                 _fail(answers, ModelClosed("the model was closed while the workers were asked"))
                 raise
             else:
-                for answer, result in zip(answers, results, strict=True):
+                for answer, result in paired:
                     if not answer.done():
                         answer.set_result(result)
 

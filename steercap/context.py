@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
 
-from steercap.errors import InvalidSpec
 from steercap.steering import SteeringSpec, spec_of
 
 
@@ -23,8 +22,8 @@ class FromContext(enum.Enum):
 
 FROM_CONTEXT: Final = FromContext.token
 
-#: The specs in force, innermost last, each for one model, by its id.
-_steered: ContextVar[tuple[tuple[int, SteeringSpec], ...]] = ContextVar("steercap steered", default=())
+#: The specs in force, innermost last, each for one model.
+_steered: ContextVar[tuple[tuple[object, SteeringSpec], ...]] = ContextVar("steercap steered", default=())
 
 
 @contextmanager
@@ -38,11 +37,9 @@ def steered(model: object, steering: Any) -> Iterator[SteeringSpec]:
         InvalidSpec: not a spec.
     """
     spec = spec_of(steering)
-    if spec is None:
-        raise InvalidSpec("steered(None) says nothing; give a SteeringSpec, and steering=None to a call without any")
     outer = in_force(model)
     combined = spec if outer is None else outer + spec
-    token = _steered.set((*_steered.get(), (id(model), combined)))
+    token = _steered.set((*_steered.get(), (model, combined)))
     try:
         yield combined
     finally:
@@ -51,12 +48,10 @@ def steered(model: object, steering: Any) -> Iterator[SteeringSpec]:
 
 def in_force(model: object) -> SteeringSpec | None:
     """What calls of this model have when they say nothing."""
-    own = [spec for owner, spec in _steered.get() if owner == id(model)]
+    own = [spec for owner, spec in _steered.get() if owner is model]
     return own[-1] if own else None
 
 
-def asked(model: object, steering: Any) -> Any:
-    """What a call asks, its own word or the context's: a spec, None, or a list of what each prompt asks."""
-    if steering is FROM_CONTEXT:
-        return in_force(model)
-    return steering if isinstance(steering, (list, tuple)) else spec_of(steering)
+def by_word_or_context(model: object, steering: Any) -> Any:
+    """What a call is steered by: its own word, or what is in force where it is called, whoever awaits it elsewhere."""
+    return in_force(model) if steering is FROM_CONTEXT else steering

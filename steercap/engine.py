@@ -24,7 +24,6 @@ from steercap.core.messages import (
     Answer,
     Attach,
     Attached,
-    Busy,
     Bystander,
     Call,
     Census,
@@ -52,7 +51,7 @@ from steercap.core.plan import CapturePlan, Plan
 from steercap.core.rows import PageShape
 from steercap.equipment import Equipment
 from steercap.errors import CaptureIncomplete, EngineFailure, ModelClosed, WorkerFailure
-from steercap.steering import Lowered, SteeringSpec, lower
+from steercap.steering import Lowered, SteeringSpec, lower, spec_of
 from steercap.transport.assemble import assemble
 from steercap.transport.reader import LineReader, open_reader
 
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from steercap.adapters.engine import Rendered, VllmEngine
+    from steercap.edits.base import Edit
 
 #: Seconds that rows given back may wait for company before an RPC of their own.
 RELEASE_DELAY: Final = 0.05
@@ -111,8 +111,10 @@ class Engine:
         self._ranks: tuple[Rank, ...] = ()
         self.admission = Admission(0, 0, settings)
         self.equipment = Equipment(0, 0, settings, self._equip)
-        self._lowered: WeakKeyDictionary[SteeringSpec, Lowered] = WeakKeyDictionary()
-        self._settling: Batcher[Wanted, list[SteeringRecord | Unknown]] = Batcher(self._settle)
+        self._lowered: WeakKeyDictionary[SteeringSpec | Edit, Lowered] = WeakKeyDictionary()
+        self._settling: Batcher[tuple[Sequence[Wanted], bool], list[list[SteeringRecord | Unknown]]] = Batcher(
+            self._settle
+        )
         self._given_back: dict[Owner, Ticket | None] = {}
         self._flush: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -166,15 +168,16 @@ class Engine:
         """A name for a request, unique among all of this machine; without underscore, see `runner_v1.sample_of`."""
         return f"steercap-{self._name}-{next(self._numbers)}"
 
-    def lowered(self, spec: SteeringSpec) -> Lowered:
-        """A spec compiled for this engine; once, as long as the spec lives.
+    def lowered(self, steering: Any) -> Lowered:
+        """A spec, or one edit, compiled for this engine; once, as long as it lives.
 
         Raises:
-            InvalidSpec, PointNotArmed: it does not fit the model; see `steering.lower`.
+            InvalidSpec, PointNotArmed: it is none, or does not fit the model; see `steering.lower`.
         """
-        found = self._lowered.get(spec)
+        spec = spec_of(steering)
+        found = self._lowered.get(steering)
         if found is None:
-            found = self._lowered[spec] = lower(
+            found = self._lowered[steering] = lower(
                 spec,
                 armed=self.armed,
                 num_layers=self.vllm.num_layers,
@@ -258,20 +261,25 @@ class Engine:
         answers = await self._ask(Collect(tuple(wanted)), Collected)
         return [await self._deliver([answer.parcels[index] for answer in answers]) for index in range(len(wanted))]
 
-    async def settle(self, wanted: Wanted) -> list[SteeringRecord | Unknown]:
-        """What each worker did to a finished request; one RPC for all that finish meanwhile.
+    async def settle(self, wanted: Sequence[Wanted], *, ended: bool) -> list[list[SteeringRecord | Unknown]]:
+        """What each worker did to samples of a request so far; one RPC for all that ask meanwhile.
 
         Raises:
             EngineFailure: the engine has died, or a worker cannot answer.
         """
-        return await self._settling.ask(wanted)
+        return await self._settling.ask((wanted, ended))
 
-    async def _settle(self, wanted: Sequence[Wanted]) -> list[list[SteeringRecord | Unknown]]:
-        answers = await self._ask(Settle(tuple(wanted)), Settled)
-        return [[answer.records[index] for answer in answers] for index in range(len(wanted))]
+    async def _settle(
+        self, asked: Sequence[tuple[Sequence[Wanted], bool]]
+    ) -> list[list[list[SteeringRecord | Unknown]]]:
+        wanted = tuple(item for items, _ in asked for item in items)
+        ended = tuple(end for items, end in asked for _ in items)
+        answers = await self._ask(Settle(wanted, ended), Settled)
+        records = iter([[answer.records[index] for answer in answers] for index in range(len(wanted))])
+        return [[next(records) for _ in items] for items, _ in asked]
 
-    async def _equip(self, question: Equip) -> list[Equipped | Busy]:
-        return await self._ask(question, (Equipped, Busy))
+    async def _equip(self, question: Equip) -> list[Equipped]:
+        return await self._ask(question, Equipped)
 
     async def census(self) -> list[Counted]:
         """What each capturing worker holds."""
@@ -292,9 +300,7 @@ class Engine:
                 parcels.append(parcel)
         return Delivery(tuple(parcels), tuple(rows), failure)
 
-    async def _ask(
-        self, question: Question, kind: type[Kind] | tuple[type[Kind], ...], rank: int | None = None
-    ) -> list[Kind]:
+    async def _ask(self, question: Question, kind: type[Kind], rank: int | None = None) -> list[Kind]:
         """Send one frame; returns the answers of the capturing workers, or of one of them.
 
         Rows given back since the last frame travel with it, and their memory is free when it returns.
@@ -348,7 +354,7 @@ class Engine:
             raise ModelClosed("this model is closed; open it with `async with SteerModel(...)`")
 
 
-def _answers(frames: Sequence[bytes], kind: type[Kind] | tuple[type[Kind], ...], rank: int | None) -> list[Kind]:
+def _answers(frames: Sequence[bytes], kind: type[Kind], rank: int | None) -> list[Kind]:
     answers = [decode_answer(frame) for frame in frames]
     for worker, answer in enumerate(answers):
         if isinstance(answer, Failed):
@@ -357,7 +363,7 @@ def _answers(frames: Sequence[bytes], kind: type[Kind] | tuple[type[Kind], ...],
     chosen = capturing if rank is None else [capturing[rank]]
     wrong = [answer for answer in chosen if not isinstance(answer, kind)]
     if wrong:
-        raise WorkerFailure(f"expected {kind}, got {type(wrong[0]).__name__}")
+        raise WorkerFailure(f"expected {kind.__name__}, got {type(wrong[0]).__name__}")
     return chosen  # type: ignore[return-value]
 
 

@@ -6,13 +6,12 @@ Number 3 in the life of a request: the awaiting around `core.slots`, which decid
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 from steercap.batching import Batcher
-from steercap.core.messages import Busy, Equip, Equipped, Placed, Vectors
+from steercap.core.messages import Equip, Equipped, Placed, Vectors
 from steercap.core.slots import Grant, Slots
 from steercap.errors import ModelClosed, SteeringSlotsFull, TooManyEdits, WorkerFailure
 
@@ -42,7 +41,7 @@ class Equipment:
         slots: int,
         rows: int,
         settings: Settings,
-        ask: Callable[[Equip], Awaitable[Sequence[Equipped | Busy]]],
+        ask: Callable[[Equip], Awaitable[Sequence[Equipped]]],
     ) -> None:
         self.slots = Slots(slots, rows)
         #: Raised when steering failed: keys and values written until then are not asked for again.
@@ -50,9 +49,9 @@ class Equipment:
         self.bytes_sent = 0
         self._settings = settings
         self._ask = ask
-        self._queue: deque[tuple[Lowered, asyncio.Future[Grant]]] = deque()
+        self._queue: dict[asyncio.Future[Grant], Lowered] = {}  # in order of arrival
         self._loading: dict[bytes, asyncio.Task[None]] = {}
-        self._loads: Batcher[tuple[Grant, Lowered], None] = Batcher(self._load_all)
+        self._loads: Batcher[tuple[Grant, Lowered], bool] = Batcher(self._load_all)
         self._closed = False
 
     @property
@@ -79,49 +78,51 @@ class Equipment:
     async def aclose(self) -> None:
         """Fail whoever waits. Idempotent."""
         self._closed = True
-        for _, granted in self._queue:
+        for granted in self._queue:
             if not granted.done():
                 granted.set_exception(ModelClosed("the model was closed while this request waited for a slot"))
         await self._loads.aclose()
 
     async def _claim(self, lowered: Lowered) -> Grant:
+        if self._closed:
+            raise ModelClosed("the model was closed before this request could be steered")
         if not self.slots.can_ever_hold(lowered.configuration):
             raise TooManyEdits(
                 f"this spec has {lowered.configuration.rows} vectors and needs a slot; the engine holds "
                 f"{self.slots.rows} vectors and {self.slots.slots} slots; raise SteerModel(..., vector_bytes=)"
             )
-        granted: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
-        self._queue.append((lowered, granted))
-        self._admit()
-        if not granted.done() and self._settings.overflow == "error":
-            self._queue.remove((lowered, granted))
+        grant = None if self._queue else self.slots.claim(lowered.configuration, lowered.digest)
+        if grant is not None:
+            return grant
+        if self._settings.overflow == "error":
             raise SteeringSlotsFull(
                 f"all {self.slots.slots} slots or all room for vectors is in use ({self.slots.slots_in_use} slots, "
                 f"{self.slots.rows_in_use} of {self.slots.rows} vectors) and overflow='error'; "
                 "raise SteerModel(..., steering_slots=, vector_bytes=), or let requests wait"
             )
+        return await self._wait(lowered)
+
+    async def _wait(self, lowered: Lowered) -> Grant:
+        granted: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+        self._queue[granted] = lowered
         try:
             return await granted
         except BaseException:
-            if granted.done() and not granted.cancelled() and granted.exception() is None:
-                self._release(granted.result())
-            elif (lowered, granted) in self._queue:
-                self._queue.remove((lowered, granted))
-                self._admit()
+            if self._queue.pop(granted, None) is None and not granted.cancelled() and granted.exception() is None:
+                self.slots.release(granted.result())
+            self._admit()
             raise
 
     def _admit(self) -> None:
         """Give slots to the head of the queue while there are any."""
         while self._queue and not self._closed:
-            lowered, granted = self._queue[0]
-            if granted.done():
-                self._queue.popleft()
-                continue
-            grant = self.slots.claim(lowered.configuration)
-            if grant is None:
-                return
-            self._queue.popleft()
-            granted.set_result(grant)
+            granted, lowered = next(iter(self._queue.items()))
+            if not granted.done():
+                grant = self.slots.claim(lowered.configuration, lowered.digest)
+                if grant is None:
+                    return
+                granted.set_result(grant)
+            del self._queue[granted]
 
     def _release(self, grant: Grant) -> None:
         self.slots.release(grant)
@@ -132,44 +133,51 @@ class Equipment:
         if self.slots.unsent(grant) is None:
             return
         if grant.digest not in self._loading:
-            self._loading[grant.digest] = asyncio.create_task(self._load_once(lowered), name="steercap load")
+            task = asyncio.create_task(self._load_once(lowered), name="steercap load")
+            task.add_done_callback(_heard)
+            self._loading[grant.digest] = task
         await asyncio.shield(self._loading[grant.digest])
 
     async def _load_once(self, lowered: Lowered) -> None:
         # A claim of its own keeps the places, whoever gives up waiting.
-        grant = self.slots.claim(lowered.configuration)
+        grant = self.slots.claim(lowered.configuration, lowered.digest)
         assert grant is not None
+        waited = 0.0
         try:
-            await self._loads.ask((grant, lowered))
+            while not await self._loads.ask((grant, lowered)):
+                if waited > PATIENCE_SECONDS:
+                    raise WorkerFailure(f"requests that have ended have held their slots for {PATIENCE_SECONDS} s")
+                await asyncio.sleep(RETRY_SECONDS)
+                waited += RETRY_SECONDS
         finally:
             del self._loading[grant.digest]
             self._release(grant)
 
-    async def _load_all(self, loads: Sequence[tuple[Grant, Lowered]]) -> Sequence[None]:
+    async def _load_all(self, loads: Sequence[tuple[Grant, Lowered]]) -> Sequence[bool]:
+        """Send what the workers lack; whether each configuration is in place afterwards."""
         vectors = {vector.digest: vector for load in loads for vector in self._unsent(*load)}
         for batch in _batches(list(vectors.values())):
-            await self._equip(Equip(batch, ()))
-        placed = (Placed(grant.slot, grant.configuration, grant.places) for grant, _ in loads)
-        await self._equip(Equip((), tuple(placed)))
-        for grant, _ in loads:
-            self.slots.confirm(grant)
+            await self._ask(Equip(batch, ()))
         self.bytes_sent += sum(len(vector.data) for vector in vectors.values())
-        return [None] * len(loads)
+        placed = (Placed(grant.slot, grant.configuration, grant.places) for grant, _ in loads)
+        answers = await self._ask(Equip((), tuple(placed)))
+        refused = {digest for answer in answers for digest in answer.refused}
+        for grant, _ in loads:
+            if grant.digest not in refused:
+                self.slots.confirm(grant)
+        return [grant.digest not in refused for grant, _ in loads]
 
     def _unsent(self, grant: Grant, lowered: Lowered) -> Iterator[Vectors]:
         missing = self.slots.unsent(grant) or ()
         for blob, places in zip(grant.configuration.blobs, grant.places, strict=True):
             if blob in missing:
-                yield Vectors(blob.digest, places, lowered.vectors[blob.digest].numpy().tobytes())
+                yield Vectors(blob.digest, places, lowered.vectors[blob.digest])
 
-    async def _equip(self, question: Equip) -> None:
-        """Write, as soon as no request that has ended is left in the engine and uses what would be overwritten."""
-        try:
-            async with asyncio.timeout(PATIENCE_SECONDS):
-                while any(isinstance(answer, Busy) for answer in await self._ask(question)):  # noqa: ASYNC110
-                    await asyncio.sleep(RETRY_SECONDS)
-        except TimeoutError as error:
-            raise WorkerFailure(f"requests that have ended hold their slots for {PATIENCE_SECONDS} s") from error
+
+def _heard(task: asyncio.Task[None]) -> None:
+    """Take note of how a load ended, in case all who asked for it have left."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _batches(vectors: Sequence[Vectors]) -> Iterator[tuple[Vectors, ...]]:

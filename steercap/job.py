@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -26,7 +26,7 @@ from steercap.core.tokens import Range, selected
 from steercap.errors import InvalidSpec, ModelClosed, SteeringNotApplied
 from steercap.handle import CaptureHandle, Expected, received
 from steercap.sites import SITES
-from steercap.steering import Lowered, scopes_of, spec_of
+from steercap.steering import Lowered, scopes_of
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from steercap.adapters.engine import Rendered
     from steercap.core.budget import Ticket
-    from steercap.core.slots import Grant
     from steercap.engine import Engine
 
 
@@ -68,18 +67,33 @@ class Change:
     replaced: tuple[tuple[int, ...], ...]
 
 
-class Admitted(NamedTuple):
-    """What a request holds while it runs.
+class Planned(NamedTuple):
+    """What the workers shall do, complete.
 
     Args:
-        plan: what the workers shall do, complete.
-        ticket: its memory for rows, or None.
-        salt: what its keys and values depend on, "" if on its tokens alone.
+        plan: the plan, its steering in its slot.
+        salt: what keys and values depend on besides the tokens, "" for nothing.
     """
 
     plan: Plan | None
-    ticket: Ticket | None = None
-    salt: str = ""
+    salt: str
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A sample of a stream, so far.
+
+    Args:
+        text: its text.
+        token_ids: generated token ids, a copy: vLLM's own list grows on.
+        finished: whether it has ended.
+        receipt: what was edited so far, None where nothing was to be.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finished: bool
+    receipt: SteeringReceipt | None = None
 
 
 @dataclass(frozen=True)
@@ -151,8 +165,7 @@ async def prepare(
         points = spec.points(vllm.num_layers)
         check_armed(points, vllm.points, SITES)
         CODECS[spec.codec]  # an unknown one is an error here, not in the worker
-    edits = spec_of(steering)
-    lowered = None if edits is None else engine.lowered(edits)
+    lowered = None if steering is None else engine.lowered(steering)
     sampling = vllm.sampling(params)
     rendered = await vllm.render(prompt)
     prompt_len = len(rendered.token_ids)
@@ -198,31 +211,55 @@ async def run_all(jobs: Sequence[Job], running: set[asyncio.Task[Any]]) -> list[
 
 
 async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
-    """Run one job of one sample; yields text and rows as they come.
+    """Run one job of one sample; yields text and rows as they come, once every edit is known to have been made.
+
+    The request runs on whether or not its chunks are taken, and gives its slot back when it ends.
 
     Raises:
         CaptureIncomplete: rows are missing or belong to another token.
-        SteeringNotApplied: a worker did not make every edit; known when the last chunk is due.
+        SteeringNotApplied: a worker did not make every edit.
     """
-    tokens = rows = characters = 0
-    async with (
-        _admitted(job, object(), keep=False) as admitted,
-        aclosing(_outputs(job, admitted, partial=True)) as outputs,
-    ):
-        async for output in outputs:
-            (sample,) = output.outputs
-            captures, positions = await _new_rows(job, sample.token_ids, rows)
+    ticket = await _memory(job, object())
+    outputs: asyncio.Queue[Grown | None] = asyncio.Queue()
+
+    def ended(_task: asyncio.Task[None]) -> None:
+        nonlocal ticket
+        if ticket is not None:  # it waits for its reader now, as a handle does
+            (ticket,) = job.engine.finish(ticket, [ticket.pages])
+        outputs.put_nowait(None)
+
+    running = asyncio.create_task(_follow(job, outputs), name="steercap stream")
+    running.add_done_callback(ended)
+    try:
+        last, rows = Grown("", (), finished=False), 0
+        while (grown := await outputs.get()) is not None:
+            captures, positions = await _new_rows(job, grown.token_ids, rows)
             rows += 0 if positions is None else len(positions)
-            receipts = await _receipts(job, admitted, output) if output.finished else None
             yield Chunk(
-                sample.text[characters:],
-                tuple(sample.token_ids[tokens:]),
+                grown.text[len(last.text) :],
+                grown.token_ids[len(last.token_ids) :],
                 captures,
                 positions,
-                output.finished,
-                receipts[0] if receipts else None,
+                grown.finished,
+                grown.receipt if grown.finished else None,
             )
-            tokens, characters = len(sample.token_ids), len(sample.text)
+            last = grown
+        await running
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        if job.plan is not None:
+            job.engine.abandon(job.plan, ticket)
+
+
+async def _follow(job: Job, outputs: asyncio.Queue[Grown | None]) -> None:
+    """Run a job of one sample, and check its edits whenever it has grown."""
+    async with _planned(job) as planned, aclosing(_outputs(job, planned, partial=True)) as found:
+        async for output in found:
+            (sample,) = output.outputs
+            grown = Grown(sample.text, tuple(sample.token_ids), finished=output.finished)
+            receipts = await _receipts(job, planned.plan, [len(grown.token_ids)], ended=grown.finished)
+            outputs.put_nowait(replace(grown, receipt=receipts[0] if receipts else None))
 
 
 async def _new_rows(job: Job, generated: Sequence[int], first: int) -> tuple[Captures | None, torch.Tensor | None]:
@@ -239,81 +276,72 @@ async def _new_rows(job: Job, generated: Sequence[int], first: int) -> tuple[Cap
 
 
 async def _run(job: Job, call: object) -> Done:
-    async with _admitted(job, call, keep=True) as admitted:
-        output = await _last(_outputs(job, admitted, partial=False))
-        receipts = await _receipts(job, admitted, output)
-    handles = None if admitted.ticket is None else _handles(job, output, admitted.ticket, receipts)
+    ticket = await _memory(job, call)
+    try:
+        async with _planned(job) as planned:
+            output = await _last(_outputs(job, planned, partial=False))
+            lengths = [len(sample.token_ids) for sample in output.outputs]
+            receipts = await _receipts(job, planned.plan, lengths, ended=True)
+    except BaseException:
+        if job.plan is not None:
+            job.engine.abandon(job.plan, ticket)
+        raise
+    handles = None if ticket is None else _handles(job, output, ticket, receipts)
     return Done(output, handles, receipts)
 
 
-@asynccontextmanager
-async def _admitted(job: Job, call: object, *, keep: bool) -> AsyncIterator[Admitted]:
-    """Hold the memory, then the slot that a request needs.
+async def _memory(job: Job, call: object) -> Ticket | None:
+    """Reserve the memory of the longest the request can get.
 
-    In this order: who waits for a slot waits for running requests alone, and these wait for nobody.
-
-    Args:
-        job: the request.
-        call: the call it belongs to.
-        keep: whether its rows stay when it ends well, for handles.
+    It comes before the slot: who waits for a slot waits for running requests alone, and these wait for nobody.
     """
-    if job.plan is None:
-        yield Admitted(None)
-        return
-    ticket = await _memory(job, job.plan, call)
-    kept = False
-    try:
-        if job.change is None:
-            yield Admitted(job.plan, ticket)
-        else:
-            async with job.engine.equipment.holding(job.change.lowered) as grant:
-                yield _steered(job, job.plan, job.change, grant, ticket)
-        kept = keep
-    finally:
-        if not kept:
-            job.engine.abandon(job.plan, ticket)
-
-
-async def _memory(job: Job, plan: Plan, call: object) -> Ticket | None:
-    """Reserve the memory of the longest the request can get."""
-    if plan.capture is None:
+    plan = job.plan
+    if plan is None or plan.capture is None:
         return None
     rows = int(selected(plan.capture.ranges, plan.limit).sum())
     return await job.engine.admit(job.engine.pages_needed(plan.capture, rows) * plan.samples, call)
 
 
-def _steered(job: Job, plan: Plan, change: Change, grant: Grant, ticket: Ticket | None) -> Admitted:
-    """The plan with its slot, and the salt that keeps its keys and values apart from all others'."""
-    name = identity(grant.digest, change.scopes, change.replaced, job.engine.equipment.epoch)
-    steering = SteeringPlan(grant.slot, grant.digest, name, change.scopes, change.replaced)
-    salt = name.hex() if change.lowered.changes_kv else ""
-    return Admitted(msgspec.structs.replace(plan, steering=steering), ticket, salt)
+@asynccontextmanager
+async def _planned(job: Job) -> AsyncIterator[Planned]:
+    """Hold the slot that a request needs, if it needs one."""
+    if job.plan is None or job.change is None:
+        yield Planned(job.plan, "")
+        return
+    async with job.engine.equipment.holding(job.change.lowered) as grant:
+        change = job.change
+        name = identity(grant.digest, change.scopes, change.replaced, job.engine.equipment.epoch)
+        steering = SteeringPlan(grant.slot, grant.digest, name, change.scopes, change.replaced)
+        salt = name.hex() if change.lowered.changes_kv else ""
+        yield Planned(msgspec.structs.replace(job.plan, steering=steering), salt)
 
 
-def _outputs(job: Job, admitted: Admitted, *, partial: bool) -> AsyncGenerator[RequestOutput, None]:
-    return job.engine.generate(
-        job.prompt, job.params, admitted.plan, salt=admitted.salt, partial=partial, **job.options
-    )
+def _outputs(job: Job, planned: Planned, *, partial: bool) -> AsyncGenerator[RequestOutput, None]:
+    return job.engine.generate(job.prompt, job.params, planned.plan, salt=planned.salt, partial=partial, **job.options)
 
 
-async def _receipts(job: Job, admitted: Admitted, output: RequestOutput) -> list[SteeringReceipt] | None:
-    """What was edited of each sample, compared with what must be.
+async def _receipts(
+    job: Job, plan: Plan | None, lengths: Sequence[int], *, ended: bool
+) -> list[SteeringReceipt] | None:
+    """What was edited of each sample so far, compared with what must be.
+
+    Args:
+        job: the request.
+        plan: its plan.
+        lengths: generated tokens of each sample.
+        ended: whether the request has ended.
 
     Raises:
         SteeringNotApplied: they differ; keys and values written until now are never read again.
     """
-    plan = admitted.plan
     if plan is None or job.change is None:
         return None
     configuration = job.change.lowered.configuration
-    wanted = [
-        Wanted(Owner(plan.key, sample.index), plan.prompt_len + len(sample.token_ids) - 1) for sample in output.outputs
-    ]
-    async with asyncio.TaskGroup() as group:
-        records = [group.create_task(job.engine.settle(item)) for item in wanted]
+    wanted = [Wanted(Owner(plan.key, at), plan.prompt_len + length - 1) for at, length in enumerate(lengths)]
+    records = await job.engine.settle(wanted, ended=ended)
     try:
         return [
-            check_edits(plan.key, plan, configuration, item.total, record.result())
+            check_edits(plan.key, plan, configuration, item.total, record)
             for item, record in zip(wanted, records, strict=True)
         ]
     except SteeringNotApplied:

@@ -6,13 +6,14 @@ Number 1 in the life of a request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from steercap.config import Overflow, Settings, Transport
-from steercap.context import FROM_CONTEXT, FromContext, asked, steered
+from steercap.context import FROM_CONTEXT, FromContext, by_word_or_context, steered
+from steercap.core.chat import MessageSpan
 from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.engine import Engine
 from steercap.errors import InvalidPrompt, InvalidRequest, ModelClosed
@@ -32,6 +33,23 @@ if TYPE_CHECKING:
 
 #: What one prompt's `steering=` may be.
 Steering: TypeAlias = "SteeringSpec | Edit | None"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a call asks besides its prompts; see `SteerModel.generate`."""
+
+    sampling_params: Any
+    capture_layers: Layers | None
+    capture: Any
+    steering: Any
+    options: dict[str, Any]
+    raw_output: bool = False
+
+    @property
+    def spec(self) -> Any:
+        """What is to be kept, for all prompts or one each."""
+        return capture_asked(self.capture_layers, self.capture)
 
 
 @dataclass(frozen=True)
@@ -166,7 +184,7 @@ class SteerModel:
 
     # Work
 
-    async def generate(
+    def generate(
         self,
         prompts: Any,
         sampling_params: SamplingParams | Mapping[str, Any] | Sequence[Any] | None = None,
@@ -177,7 +195,7 @@ class SteerModel:
         raw_output: bool = False,
         lora_request: Any = None,
         priority: int = 0,
-    ) -> Any:
+    ) -> Coroutine[Any, Any, Any]:
         """Generate text, keeping the activations asked for.
 
         Args:
@@ -206,18 +224,13 @@ class SteerModel:
             SteeringNotApplied: a worker did not make every edit; the text is not handed over.
             ModelClosed: the model is not open.
         """
-        many, given = listed(prompts)
-        spec = capture_asked(capture_layers, capture)
-        engine = self._open_engine()
-        params = each(sampling_params, len(given), "sampling_params")
-        specs = each(spec, len(given), "capture")
-        edits = each(asked(self, steering), len(given), "steering")
         options = {"lora_request": lora_request, "priority": priority}
-        items = zip(given, params, specs, edits, strict=True)
-        jobs = [await prepare(engine, *item, options=options) for item in items]
-        return await self._run(jobs, many=many, captured=spec is not None, raw_output=raw_output)
+        ask = Ask(
+            sampling_params, capture_layers, capture, by_word_or_context(self, steering), options, raw_output=raw_output
+        )
+        return self._generate(prompts, ask)
 
-    async def chat(
+    def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Mapping[str, Any] | Sequence[Any] | None = None,
@@ -229,7 +242,7 @@ class SteerModel:
         lora_request: Any = None,
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> Coroutine[Any, Any, Any]:
         """Generate the next message of a conversation, or of each of several.
 
         Args:
@@ -245,27 +258,13 @@ class SteerModel:
             InvalidRequest: the tokenizer has no chat template, or it refuses the messages.
             The errors of `generate`.
         """
-        if isinstance(messages, Mapping) or not messages or not all(messages):
-            raise InvalidPrompt(
-                f"messages={messages!r}; give a list of {{'role', 'content'}} dicts, or a list of such lists"
-            )
-        many = not isinstance(messages[0], Mapping)
-        conversations: list[Any] = list(messages) if many else [messages]
-        spec = capture_asked(capture_layers, capture)
-        engine = self._open_engine()
-        params = each(sampling_params, len(conversations), "sampling_params")
-        specs = each(spec, len(conversations), "capture")
-        edits = each(asked(self, steering), len(conversations), "steering")
         options = {"lora_request": lora_request, "priority": priority}
-        jobs = []
-        for conversation, *asks in zip(conversations, params, specs, edits, strict=True):
-            token_ids, spans = templated(
-                engine.vllm.tokenizer, conversation, dict(chat_template_kwargs or {}), spans=asks[1] is not None
-            )
-            jobs.append(await prepare(engine, {"prompt_token_ids": token_ids}, *asks, options=options, spans=spans))
-        return await self._run(jobs, many=many, captured=spec is not None, raw_output=raw_output)
+        ask = Ask(
+            sampling_params, capture_layers, capture, by_word_or_context(self, steering), options, raw_output=raw_output
+        )
+        return self._chat(messages, ask, dict(chat_template_kwargs or {}))
 
-    async def stream(
+    def stream(
         self,
         prompt: Any,
         sampling_params: SamplingParams | Mapping[str, Any] | None = None,
@@ -292,18 +291,9 @@ class SteerModel:
             InvalidRequest: several prompts, `n > 1`, or a reduction, which needs the whole sequence.
             The errors of `generate`, and CaptureIncomplete. SteeringNotApplied comes in place of the last chunk.
         """
-        many, given = listed(prompt)
-        spec = capture_asked(capture_layers, capture)
-        if many or isinstance(spec, (list, tuple)) or (isinstance(spec, CaptureSpec) and spec.reduce):
-            raise InvalidRequest("stream takes one prompt, and rows rather than their reduction; use generate")
         options = {"lora_request": lora_request, "priority": priority}
-        edits = asked(self, steering)
-        job = await prepare(self._open_engine(), given[0], sampling_params, spec, edits, options=options)
-        if job.params.n != 1:
-            raise InvalidRequest(f"stream gives one sample, not n={job.params.n}; use generate")
-        async with aclosing(stream(job)) as chunks:
-            while (chunk := await self._next(chunks)) is not None:
-                yield chunk
+        ask = Ask(sampling_params, capture_layers, capture, by_word_or_context(self, steering), options)
+        return self._stream(prompt, ask)
 
     @asynccontextmanager
     async def steered(self, steering: SteeringSpec | Edit) -> AsyncIterator[SteeringSpec]:
@@ -382,13 +372,52 @@ class SteerModel:
         """Points that have a tap, layer by layer."""
         return self._open_engine().vllm.points
 
-    async def _run(self, jobs: Sequence[Job], *, many: bool, captured: bool, raw_output: bool) -> Any:
+    async def _generate(self, prompts: Any, ask: Ask) -> Any:
+        many, given = listed(prompts)
+        return await self._answer([(prompt, []) for prompt in given], ask, many=many)
+
+    async def _chat(self, messages: Any, ask: Ask, template_kwargs: dict[str, Any]) -> Any:
+        if isinstance(messages, Mapping) or not messages or not all(messages):
+            raise InvalidPrompt(
+                f"messages={messages!r}; give a list of {{'role', 'content'}} dicts, or a list of such lists"
+            )
+        many = not isinstance(messages[0], Mapping)
+        tokenizer, spans = self.tokenizer, ask.spec is not None
+        rendered = [
+            templated(tokenizer, conversation, template_kwargs, spans=spans)
+            for conversation in (messages if many else [messages])
+        ]
+        return await self._answer([({"prompt_token_ids": ids}, found) for ids, found in rendered], ask, many=many)
+
+    async def _answer(self, prompts: Sequence[tuple[Any, list[MessageSpan]]], ask: Ask, *, many: bool) -> Any:
+        """Run prompts, with the spans of their messages, and give back what the user gets."""
+        engine, captured = self._open_engine(), ask.spec is not None
+        params = each(ask.sampling_params, len(prompts), "sampling_params")
+        specs = each(ask.spec, len(prompts), "capture")
+        edits = each(ask.steering, len(prompts), "steering")
+        jobs = [
+            await prepare(engine, prompt, *asked, options=ask.options, spans=spans)
+            for (prompt, spans), *asked in zip(prompts, params, specs, edits, strict=True)
+        ]
         done = await run_all(jobs, self._running)
-        texts = [_raw(one) if raw_output else _texts(one.output) for one in done]
+        texts = [_raw(one) if ask.raw_output else _texts(one.output) for one in done]
         handles = [_unnested(one.handles, job) for one, job in zip(done, jobs, strict=True)]
         if not many:
             return (texts[0], handles[0]) if captured else texts[0]
         return (texts, handles) if captured else texts
+
+    async def _stream(self, prompt: Any, ask: Ask) -> AsyncGenerator[Chunk, None]:
+        many, given = listed(prompt)
+        spec = ask.spec
+        if many or isinstance(spec, (list, tuple)) or (isinstance(spec, CaptureSpec) and spec.reduce):
+            raise InvalidRequest("stream takes one prompt, and rows rather than their reduction; use generate")
+        engine = self._open_engine()
+        job = await prepare(engine, given[0], ask.sampling_params, spec, ask.steering, options=ask.options)
+        if job.params.n != 1:
+            raise InvalidRequest(f"stream gives one sample, not n={job.params.n}; use generate")
+        async with aclosing(stream(job)) as chunks:
+            while (chunk := await self._next(chunks)) is not None:
+                yield chunk
 
     async def _next(self, chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
         """The next chunk, None after the last; closing the model ends the wait with ModelClosed."""

@@ -55,7 +55,11 @@ def capture_asked(layers: Layers | None, capture: Any) -> Any:
 
 
 def each(value: Any, count: int, name: str) -> list[Any]:
-    """One value for each prompt."""
+    """One value for each prompt.
+
+    Raises:
+        InvalidRequest: a list of another length.
+    """
     if not isinstance(value, (list, tuple)):
         return [value] * count
     if len(value) != count:

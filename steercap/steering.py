@@ -97,36 +97,38 @@ class SteeringSpec:
                     yield inner, path if self.preserve_norm else keeper
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lowered:
     """A spec compiled for one engine, independent of any prompt.
 
     Args:
         configuration: what a slot will hold.
-        vectors: float32 rows [rows, width] by digest.
+        digest: its digest.
+        vectors: the bytes of each blob's float32 rows, by their digest: what was hashed is what is sent.
         selections: the token selection of each scope.
         replaced: positions of each replacement as the user wrote them.
         changes_kv: whether any edit reaches keys or values that are cached.
     """
 
     configuration: Configuration
-    vectors: Mapping[bytes, torch.Tensor]
+    digest: bytes
+    vectors: Mapping[bytes, bytes]
     selections: tuple[TokenSelection, ...]
     replaced: tuple[tuple[int, ...], ...]
     changes_kv: bool
 
 
-def spec_of(steering: Any) -> SteeringSpec | None:
+def spec_of(steering: Any) -> SteeringSpec:
     """The spec a user gave: one, or a single edit.
 
     Raises:
         InvalidSpec: something else.
     """
-    if steering is None or isinstance(steering, SteeringSpec):
-        return steering
     if isinstance(steering, Edit):
         return SteeringSpec([steering])
-    raise InvalidSpec(f"steering={steering!r}; give a SteeringSpec, an edit, or None")
+    if isinstance(steering, SteeringSpec):
+        return steering
+    raise InvalidSpec(f"steering={steering!r}; give a SteeringSpec, an edit, or None for no steering")
 
 
 def lower(
@@ -147,7 +149,7 @@ def lower(
         TooManyEdits: more edits at one point than the tables hold.
     """
     entries: list[Entry] = []
-    vectors: dict[bytes, torch.Tensor] = {}
+    vectors: dict[bytes, bytes] = {}
     places: dict[bytes, int] = {}
     scopes: dict[TokenSelection, int] = {}
     keepers: dict[tuple[int, ...], int] = {}
@@ -155,8 +157,9 @@ def lower(
     points: set[Point] = set()
 
     def place(rows: torch.Tensor) -> int:
-        digest = hashlib.sha256(rows.contiguous().numpy().tobytes()).digest()
-        vectors[digest] = rows
+        data = rows.contiguous().numpy().tobytes()
+        digest = hashlib.sha256(data).digest()
+        vectors[digest] = data
         return places.setdefault(digest, len(places))
 
     for number, (edit, keeper) in enumerate(spec._segments()):
@@ -181,10 +184,16 @@ def lower(
             if part.replaces:
                 replaced.append(edit.replaced)
     _check_counts(entries, scopes, replaced, edits_per_point)
-    blobs = tuple(Blob(digest, len(vectors[digest])) for digest in places)
+    row_bytes = width * torch.float32.itemsize
+    blobs = tuple(Blob(digest, len(vectors[digest]) // row_bytes) for digest in places)
     configuration = Configuration(tuple(entries), blobs, len(scopes), len(replaced))
     return Lowered(
-        configuration, vectors, tuple(scopes), tuple(replaced), any(_changes_kv(p, num_layers) for p in points)
+        configuration=configuration,
+        digest=configuration.digest,
+        vectors=vectors,
+        selections=tuple(scopes),
+        replaced=tuple(replaced),
+        changes_kv=any(_changes_kv(point, num_layers) for point in points),
     )
 
 

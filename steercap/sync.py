@@ -152,7 +152,9 @@ class SteerModel:
 
     def stream(self, prompt: Any, sampling_params: Any = None, **arguments: Any) -> Iterator[Chunk]:
         """See `steercap.SteerModel.stream`; closing the generator cancels the request."""
-        chunks = self._model.stream(prompt, sampling_params, **arguments)
+        return self._taken(self._model.stream(prompt, sampling_params, **arguments))
+
+    def _taken(self, chunks: AsyncGenerator[Chunk, None]) -> Iterator[Chunk]:
         try:
             while (chunk := self._run(_after(chunks))) is not None:
                 yield chunk
@@ -163,6 +165,7 @@ class SteerModel:
     def steered(self, steering: Any) -> Iterator[SteeringSpec]:
         """See `steercap.SteerModel.steered`; for the calls of this thread."""
         with steered(self._model, steering) as spec:
+            self._model._open_engine().lowered(spec)
             yield spec
 
     def fetch_captures_batch(self, handles: Any) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from conftest import MAX_ERROR, MIN_COSINE
-from prometheus_client import REGISTRY
 
 from steercap import SteeringSpec, SteerModel
 from steercap.core.spec import Point
@@ -79,14 +78,10 @@ async def settled(model: SteerModel) -> tuple[int, int, int]:
     return stats.handles_held, stats.capture_bytes_claimed, stats.capture_bytes_in_use
 
 
-def counter(name: str) -> float:
-    """A counter of vLLM's, summed over engines."""
-    return sum(
-        sample.value
-        for metric in REGISTRY.collect()
-        for sample in metric.samples
-        if sample.name == f"vllm:{name}_total"
-    )
+def counter(model: SteerModel, name: str) -> float:
+    """A counter of one engine of vLLM's, by its attribute: the registry forgets an engine when another starts."""
+    (prometheus,) = (one for one in model.engine.logger_manager.stat_loggers if hasattr(one, name))
+    return sum(child._value.get() for child in getattr(prometheus, name).values())
 
 
 def hold(handles: Any, reference: Reference, specs: Iterable[SteeringSpec | None] | None = None) -> dict[str, Parity]:

@@ -81,16 +81,22 @@ class Attach(Message, frozen=True):
 
 
 class Equip(Message, frozen=True):
-    """Write vectors, then configurations, for requests about to come; every rank does."""
+    """Write vectors, then configurations, for requests about to come; every rank does what it can."""
 
     vectors: tuple[Vectors, ...]
     configurations: tuple[Placed, ...]
 
 
 class Settle(Message, frozen=True):
-    """Say what was edited of finished requests, and forget it; every rank does."""
+    """Say what was edited of requests, as far as they have come; every rank does.
+
+    Args:
+        wanted: whose edits, and how many inputs each sequence has.
+        ended: whether each of them has ended, and can be forgotten.
+    """
 
     wanted: tuple[Wanted, ...]
+    ended: tuple[bool, ...]
 
 
 class Collect(Message, frozen=True):
@@ -210,11 +216,14 @@ class Counted(Message, frozen=True):
 
 
 class Equipped(Message, frozen=True):
-    """Answer to Equip: it is done."""
+    """Answer to Equip.
 
+    Args:
+        refused: digests of the configurations that are not in place, because a request that has ended for the
+            client, but not yet left the engine, uses their slot or rows they need.
+    """
 
-class Busy(Message, frozen=True):
-    """Answer to Equip: a request that has ended, but not yet left the engine, uses a place; nothing was written."""
+    refused: tuple[bytes, ...]
 
 
 class SteeringRecord(Message, frozen=True):
@@ -247,7 +256,7 @@ class Failed(Message, frozen=True):
     reason: str
 
 
-Answer: TypeAlias = Bystander | Attached | Collected | Lines | Counted | Equipped | Busy | Settled | Failed
+Answer: TypeAlias = Bystander | Attached | Collected | Lines | Counted | Equipped | Settled | Failed
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _CALLS: Final = msgspec.msgpack.Decoder(Call)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from steercap.core.rows import Ints
 from steercap.core.spec import Point
 from steercap.errors import CaptureIncomplete, SteeringNotApplied
 
+#: What becomes of the text, and what to do.
+_WITHHELD: Final = "its text is not handed over; asked again, it will read nothing of what was written until now"
+
 
 @dataclass(frozen=True)
 class SteeringReceipt:
@@ -26,7 +30,8 @@ class SteeringReceipt:
         rows: rows that each edit touched, in the order of the spec's edits, all its layers together; a row counts
             when the edit was applied to it, whether or not its value changed.
         computed: tokens that this request had computed.
-        cached: tokens read from the prefix cache, where an equally steered request had written them.
+        cached: tokens read from the prefix cache: written by an equally steered request, or by any where no edit
+            reaches a key or value.
     """
 
     rows: tuple[int, ...]
@@ -120,10 +125,12 @@ def check_edits(
     known: list[SteeringRecord] = []
     for worker, record in enumerate(records):
         if isinstance(record, Unknown):
-            raise SteeringNotApplied(f"{request}: worker {worker} never saw this request; its text is not handed over")
+            raise SteeringNotApplied(f"{request}: worker {worker} never saw this request; {_WITHHELD}")
         if record.failure:
-            raise SteeringNotApplied(f"{request}: worker {worker}: {record.failure}; its text is not handed over")
+            raise SteeringNotApplied(f"{request}: worker {worker}: {record.failure}; {_WITHHELD}")
         known.append(record)
+    if total > plan.limit:
+        raise SteeringNotApplied(f"{request}: {total} tokens were inputs, more than the {plan.limit} it can have")
     computed = np.unpackbits(np.frombuffer(known[0].computed, dtype=np.uint8))[:total].astype(np.bool_)
     masks = scope_masks(plan.steering.scopes, plan.limit)[:total][computed]
     positions = np.array([((masks >> scope) & 1).sum() for scope in range(configuration.scopes)])
@@ -132,7 +139,6 @@ def check_edits(
     touched = tuple(sum(rows) for rows in zip(*(record.rows for record in known if record.witness), strict=True))
     if touched != expected or len({record.computed for record in known}) > 1:
         raise SteeringNotApplied(
-            f"{request}: the edits should have touched {expected} rows, the workers touched {touched}; "
-            "its text is not handed over"
+            f"{request}: the edits should have touched {expected} rows, the workers touched {touched}; {_WITHHELD}"
         )
     return SteeringReceipt(touched, int(computed.sum()), total - int(computed.sum()))

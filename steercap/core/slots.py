@@ -8,19 +8,24 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from steercap.core.program import Blob, Configuration
 
 
 @dataclass(eq=False)
 class _Held:
-    """A configuration in its slot, or a blob in its bank rows."""
+    """A configuration in its slot, or a blob in its bank rows.
+
+    Args:
+        places: where it lies.
+        users: requests that use it.
+        sent: what the workers were told: that it is there, or, of a configuration, where its blobs are.
+    """
 
     places: tuple[int, ...]
     users: int = 0
-    sent: bool = False
-    dependents: set[bytes] = field(default_factory=set)
+    sent: object = None
 
 
 class _Shelf:
@@ -52,18 +57,17 @@ class _Shelf:
                 reusable += places
         return missing <= len(self._free) + self._idle_places - reusable
 
-    def take(self, digest: bytes, places: int) -> tuple[_Held, set[bytes]]:
-        """Use a thing, in its own places or in new ones; returns it, and who depended on what it displaced."""
-        bereft: set[bytes] = set()
+    def take(self, digest: bytes, places: int) -> _Held:
+        """Use a thing, in its own places or in new ones."""
         held = self.held.get(digest)
         if held is None:
             while len(self._free) < places:
-                bereft |= self.drop(next(iter(self._idle)))
+                self._free.extend(self.held.pop(self._unshelve(next(iter(self._idle)))).places)
             held = self.held[digest] = _Held(tuple(self._free.pop() for _ in range(places)))
         elif not held.users:
             self._unshelve(digest)
         held.users += 1
-        return held, bereft
+        return held
 
     def release(self, digest: bytes) -> None:
         """One user less; without any the thing may be displaced."""
@@ -73,16 +77,10 @@ class _Shelf:
             self._idle[digest] = None
             self._idle_places += len(held.places)
 
-    def drop(self, digest: bytes) -> set[bytes]:
-        """Forget a thing without users; returns who depended on it."""
-        self._unshelve(digest)
-        held = self.held.pop(digest)
-        self._free.extend(held.places)
-        return held.dependents
-
-    def _unshelve(self, digest: bytes) -> None:
+    def _unshelve(self, digest: bytes) -> bytes:
         del self._idle[digest]
         self._idle_places -= len(self.held[digest].places)
+        return digest
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,32 +136,25 @@ class Slots:
         """Whether there is room when nobody else holds anything."""
         return self.slots > 0 and configuration.rows <= self.rows
 
-    def claim(self, configuration: Configuration) -> Grant | None:
+    def claim(self, configuration: Configuration, digest: bytes) -> Grant | None:
         """Find places for a configuration, or None if what others use leaves no room."""
-        digest = configuration.digest
         blobs = [(blob.digest, blob.rows) for blob in configuration.blobs]
         if not self._slots.room([(digest, 1)]) or not self._bank.room(blobs):
             return None
-        held, _ = self._slots.take(digest, 1)
-        places = []
-        for blob, rows in self._own_first(blobs):
-            vectors, bereft = self._bank.take(blob, rows)
-            vectors.dependents.add(digest)
-            places.append((blob, vectors.places))
-            for other in bereft:
-                if other in self._slots.held and other != digest:
-                    self._slots.drop(other)
-        found = dict(places)
-        return Grant(configuration, digest, held.places[0], tuple(found[blob] for blob, _ in blobs))
+        slot = self._slots.take(digest, 1).places[0]
+        # What is there comes first, lest what is not displaces it.
+        known = sorted(blobs, key=lambda blob: blob[0] not in self._bank.held)
+        places = {blob: self._bank.take(blob, rows).places for blob, rows in known}
+        return Grant(configuration, digest, slot, tuple(places[blob] for blob, _ in blobs))
 
     def unsent(self, grant: Grant) -> tuple[Blob, ...] | None:
         """The blobs that must be sent before the configuration can run; None if it can run as it is."""
         missing = tuple(blob for blob in grant.configuration.blobs if not self._bank.held[blob.digest].sent)
-        return missing if missing or not self._slots.held[grant.digest].sent else None
+        return missing if missing or self._slots.held[grant.digest].sent != grant.places else None
 
     def confirm(self, grant: Grant) -> None:
         """The workers hold the configuration and its blobs."""
-        self._slots.held[grant.digest].sent = True
+        self._slots.held[grant.digest].sent = grant.places
         for blob in grant.configuration.blobs:
             self._bank.held[blob.digest].sent = True
 
@@ -172,7 +163,3 @@ class Slots:
         self._slots.release(grant.digest)
         for blob in grant.configuration.blobs:
             self._bank.release(blob.digest)
-
-    def _own_first(self, blobs: list[tuple[bytes, int]]) -> list[tuple[bytes, int]]:
-        """Blobs that are there before those that must displace others, lest they displace one of their own."""
-        return sorted(blobs, key=lambda blob: blob[0] not in self._bank.held)

@@ -5,10 +5,10 @@ Number 1 in the life of a request. An edit is checked by itself when it is made,
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -74,6 +74,8 @@ class Edit(ABC):
         if not isinstance(self.site, str):
             raise InvalidEdit(f"{self.name}: site={self.site!r}; an edit has one site, so give one name")
         object.__setattr__(self, "tokens", TokenSelection.parse(self.tokens))
+        if not isinstance(self.layers, (int, slice, range, str, NoneType)):
+            object.__setattr__(self, "layers", tuple(self.layers))
         self._check()
 
     @abstractmethod
@@ -113,20 +115,23 @@ class Edit(ABC):
         where = f"layer={self.layer}" if self.layer is not None else f"layers={self.layers!r}"
         return f"{self.name}({where}, site={self.site!r}, tokens={self.tokens})"
 
-    def _keep(self, field: str, shape: str = "width") -> Float[torch.Tensor, ...]:
+    def _keep(self, field: str, *shapes: str) -> Float[torch.Tensor, ...]:
         """Replace a field by a float32 copy of its own that no later change of the user's tensor reaches.
 
         Args:
             field: name of the field.
-            shape: "width" for one vector, "rows width" for several.
+            shapes: what it may have: "width" for one vector, "rows width" for several; "width" if none is given.
         """
         value = getattr(self, field)
         try:
             kept = torch.as_tensor(value).detach().to(device="cpu", dtype=torch.float32, copy=True).contiguous()
         except (TypeError, ValueError, RuntimeError) as error:
             raise InvalidVector(f"{self.name}: {field} is no tensor: {error}") from error
-        if kept.dim() != len(shape.split()) or not kept.numel():
-            raise InvalidVector(f"{self.name}: {field} has shape {tuple(kept.shape)}; expected [{shape}]")
+        expected = shapes or ("width",)
+        if kept.dim() not in {len(shape.split()) for shape in expected} or not kept.numel():
+            raise InvalidVector(
+                f"{self.name}: {field} has shape {tuple(kept.shape)}; expected [{'] or ['.join(expected)}]"
+            )
         wrong = int((~kept.isfinite()).sum())
         if wrong:
             raise InvalidVector(
@@ -136,14 +141,14 @@ class Edit(ABC):
         object.__setattr__(self, field, kept)
         return kept
 
-    def _number(self, field: str, *, infinite: bool = False) -> None:
+    def _number(self, field: str) -> None:
         value = getattr(self, field)
         try:
             number = float(value)
         except (TypeError, ValueError) as error:
             raise InvalidEdit(f"{self.name}: {field}={value!r} is no number") from error
-        if math.isnan(number) or (math.isinf(number) and not infinite):
-            raise InvalidEdit(f"{self.name}: {field}={number}; give a finite number")
+        if not abs(number) <= torch.finfo(torch.float32).max:
+            raise InvalidEdit(f"{self.name}: {field}={number}; give a number that float32 can hold")
         object.__setattr__(self, field, number)
 
 

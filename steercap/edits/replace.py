@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import torch
 
@@ -29,14 +31,11 @@ class Replace(Edit):
     positions: int | Sequence[int]
 
     def _check(self) -> None:
-        try:
-            given = self.positions if isinstance(self.positions, Iterable) else (self.positions,)
-            positions = tuple(operator.index(position) for position in given)
-        except TypeError as error:
-            raise InvalidEdit(f"Replace: positions={self.positions!r}; give integers") from error
-        if isinstance(self.rows, (torch.Tensor, list, tuple)) and torch.as_tensor(self.rows).dim() == 1:
-            object.__setattr__(self, "rows", torch.as_tensor(self.rows)[None])
-        rows = self._keep("rows", "positions width")
+        positions = self._positions()
+        rows = self._keep("rows", "positions width", "width")
+        if rows.dim() == 1:
+            rows = rows[None]
+            object.__setattr__(self, "rows", rows)
         if len(rows) != len(positions) or not positions:
             raise InvalidVector(f"Replace: {len(rows)} rows for {len(positions)} positions; give one row each")
         if len(set(positions)) < len(positions):
@@ -46,6 +45,17 @@ class Replace(Edit):
             raise InvalidEdit("Replace: positions says which tokens; do not give tokens= too")
         object.__setattr__(self, "positions", positions)
         object.__setattr__(self, "tokens", selection)
+
+    def _positions(self) -> tuple[int, ...]:
+        """The positions as integers, in the order of the rows."""
+        if isinstance(self.positions, SupportsIndex) and getattr(self.positions, "ndim", 0) == 0:
+            return (operator.index(self.positions),)
+        if not isinstance(self.positions, Iterable) or isinstance(self.positions, (AbstractSet, str)):
+            raise InvalidEdit(f"Replace: positions={self.positions!r}; give integers, in the order of the rows")
+        try:
+            return tuple(operator.index(position) for position in self.positions)
+        except TypeError as error:
+            raise InvalidEdit(f"Replace: positions={self.positions!r}; give integers") from error
 
     @property
     def replaced(self) -> tuple[int, ...]:

@@ -93,7 +93,7 @@ class EditTables:
         self._tokens = torch.zeros(0, dtype=torch.int64)
         self._masks = torch.zeros(0, dtype=torch.int32)
         self._replacements = torch.zeros((0, 1), dtype=torch.int64)
-        self._applied = torch.zeros(0, dtype=torch.int32)
+        self._evidence = torch.zeros(0, dtype=torch.int64)
 
     def put(self, places: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
         """Write vectors into the bank."""
@@ -118,7 +118,7 @@ class EditTables:
             for at, entry in enumerate(entries):
                 self._write(slot, local, at, entry, places)
                 self._columns["kind"][slot, local, at] = _kind(entries, at)
-                self._per_scope[slot, entry.scope] += 1
+                self._per_scope[slot, entry.scope] += _weight(local)
 
     def _write(self, slot: int, local: int, at: int, entry: Entry, places: Sequence[Sequence[int]]) -> None:
         where = slot, local, at
@@ -133,7 +133,7 @@ class EditTables:
         self._tokens = torch.from_numpy(np.concatenate([step.tokens for step in steps]))
         masks = np.concatenate([step.masks for step in steps])
         self._masks = torch.from_numpy(masks)
-        self._applied = torch.zeros_like(self._masks)
+        self._evidence = torch.zeros(len(masks), dtype=torch.int64)
         self._replacements = torch.from_numpy(_stacked([step.replacements for step in steps]))
         layout = (self._written, tuple((step.slot, len(step.tokens)) for step in steps))
         if layout != self._layout:
@@ -161,13 +161,12 @@ class EditTables:
         program = self._programs.get(point)
         if program is None:
             program = self._programs[point] = self._program(point)
-        self._applied += edit_stream(
-            hidden, residual, self._tokens, program, self._masks, self._replacements, self.bank
-        )
+        applied = edit_stream(hidden, residual, self._tokens, program, self._masks, self._replacements, self.bank)
+        self._evidence.add_(applied, alpha=_weight(point))
 
     def close(self) -> Ints:
         """The pass has run: whether each token got all its edits; bool [steered], in the order of `open`."""
-        got: Ints = self._applied.numpy() == self._expected
+        got: Ints = self._evidence.numpy() == self._expected
         self._tokens = self._tokens[:0]
         return got
 
@@ -181,6 +180,11 @@ class EditTables:
             )
             for entry in range(self._used[point])
         )
+
+
+def _weight(point: int) -> int:
+    """What an application at a point counts: one too few here and one too many there do not cancel."""
+    return 1_000_003 * point + 1
 
 
 def _column(

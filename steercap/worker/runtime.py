@@ -168,8 +168,8 @@ class Runtime:
                 return self._attach(call.question)
             case Equip():
                 return self._equipment().equip(call.question)
-            case Settle(wanted):
-                return self._equipment().settle(wanted)
+            case Settle():
+                return self._equipment().settle(call.question)
             case _ if not self.captures:
                 return Bystander()
             case Collect(wanted):

@@ -5,6 +5,7 @@ Number 4 to 7 in the life of a request.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -13,23 +14,22 @@ import numpy as np
 import torch
 
 from steercap.core.messages import (
-    Busy,
     Equip,
     Equipped,
     Owner,
-    Placed,
+    Settle,
     Settled,
     SteeringRecord,
     Unknown,
     Vectors,
-    Wanted,
 )
 from steercap.core.plan import Plan
 from steercap.core.program import NONE, Configuration, SteeringPlan, applications, scope_masks
 from steercap.core.rows import Ints
+from steercap.errors import WorkerFailure
 from steercap.worker.edits import EditTables, StepEdits
 
-#: Failed identities remembered; a client that hears of a failure uses another identity from then on.
+#: Failed identities remembered; with as many, nothing is trusted any more.
 TAINTS: Final = 4096
 
 
@@ -67,10 +67,11 @@ class Steered:
         self._computed = np.zeros(plan.limit, dtype=np.bool_)
         self._cached = np.zeros(plan.limit, dtype=np.bool_)
         self._next = 0
-        self._replacements = {} if slot is None else _replacements(slot, steering)
         if slot is None or slot.digest != steering.configuration:
-            self.slot = None
+            self.slot, self._replacements = None, {}
             self.failure = f"slot {steering.slot} does not hold this request's configuration"
+        else:
+            self._replacements = _replacements(slot, steering)
 
     def place(self, start: int, first_token: int, count: int) -> StepEdits | None:
         """The tokens of a pass that some scope holds; from here on they count as computed, unless `fail` is called.
@@ -85,10 +86,8 @@ class Steered:
             self._cached[self._next : start] = True
         self._next = max(self._next, stop)
         self._computed[start:stop] = True
+        # Drafts and what follows a stop string may lie beyond all the request can keep.
         masks = self._masks[start:stop]
-        if len(masks) < count:
-            self.fail(f"position {stop - 1} was computed, beyond the {len(self._masks)} the request can have")
-            return None
         chosen = np.flatnonzero(masks)
         if self.slot is None or not len(chosen):
             return None
@@ -149,40 +148,63 @@ class Steering:
 
     # The client's calls
 
-    def equip(self, question: Equip) -> Equipped | Busy:
-        """Write vectors and configurations, unless a request that runs still uses what they would displace."""
-        vectors = [item for item in question.vectors if not self._holds(item)]
-        configurations = [item for item in question.configurations if self._slots.get(item.slot) != _slot(item)]
+    def equip(self, question: Equip) -> Equipped:
+        """Write vectors and configurations where no request that runs uses what they would displace.
+
+        Raises:
+            WorkerFailure: a vector is not what its digest says.
+        """
         running = {steered.steering.slot: steered.slot for steered in self._by_request.values() if steered.slot}
-        rows = {row for slot in running.values() for blob in slot.places for row in blob}
-        if running.keys() & {item.slot for item in configurations}:
-            return Busy()
-        if any(row in rows for item in vectors for row in item.places):
-            return Busy()
-        for item in vectors:
-            values = torch.frombuffer(bytearray(item.data), dtype=torch.float32)
-            self.tables.put(item.places, values.view(len(item.places), -1))
-            self._rows.update((row, (item.digest, at)) for at, row in enumerate(item.places))
-        for placed in configurations:
+        used = {row for slot in running.values() for blob in slot.places for row in blob}
+        for vectors in question.vectors:
+            if not self._holds(vectors.digest, vectors.places) and not used.intersection(vectors.places):
+                self._put(vectors)
+        refused = []
+        for placed in question.configurations:
+            slot = Slot(placed.configuration, placed.configuration.digest, placed.places)
+            if self._slots.get(placed.slot) == slot:
+                continue
+            blobs = zip(placed.configuration.blobs, placed.places, strict=True)
+            if placed.slot in running or not all(self._holds(blob.digest, places) for blob, places in blobs):
+                refused.append(slot.digest)
+                continue
             self.tables.configure(placed.slot, placed.configuration, placed.places)
-            self._slots[placed.slot] = _slot(placed)
-        return Equipped()
+            self._slots[placed.slot] = slot
+        return Equipped(tuple(refused))
 
-    def _holds(self, vectors: Vectors) -> bool:
-        return all(self._rows.get(row) == (vectors.digest, at) for at, row in enumerate(vectors.places))
+    def _put(self, vectors: Vectors) -> None:
+        """Write vectors; configurations that used what was there before are gone."""
+        if hashlib.sha256(vectors.data).digest() != vectors.digest:
+            raise WorkerFailure("vectors arrived that are not what their SHA-256 says")
+        values = torch.frombuffer(bytearray(vectors.data), dtype=torch.float32)
+        self.tables.put(vectors.places, values.view(len(vectors.places), -1))
+        self._rows.update((row, (vectors.digest, at)) for at, row in enumerate(vectors.places))
+        written = set(vectors.places)
+        for number, slot in list(self._slots.items()):
+            if any(written.intersection(places) for places in slot.places):
+                del self._slots[number]
 
-    def settle(self, wanted: Iterable[Wanted]) -> Settled:
-        """Say what was done to finished requests, and forget it."""
+    def _holds(self, digest: bytes, places: Sequence[int]) -> bool:
+        return all(self._rows.get(row) == (digest, at) for at, row in enumerate(places))
+
+    def settle(self, question: Settle) -> Settled:
+        """Say what was done to requests, and forget those that have ended."""
         records: list[SteeringRecord | Unknown] = []
-        for item in wanted:
-            steered = self._records.pop(item.owner, None)
+        for item, ended in zip(question.wanted, question.ended, strict=True):
+            steered = self._records.pop(item.owner, None) if ended else self._records.get(item.owner)
             if steered is None:
                 records.append(Unknown(item.owner))
                 continue
-            if steered.steering.identity in self._tainted:
-                steered.fail(self._tainted[steered.steering.identity])
+            if reason := self._taint(steered.steering.identity):
+                steered.fail(reason)
             records.append(steered.seal(item.total, self.points, witness=self.witness))
         return Settled(tuple(records))
+
+    def _taint(self, identity: bytes) -> str | None:
+        """Why what was written under an identity cannot be trusted."""
+        if len(self._tainted) >= TAINTS:
+            return f"edits failed for {TAINTS} requests or more; start the engine anew"
+        return self._tainted.get(identity)
 
     def release(self, owners: Iterable[Owner]) -> None:
         """Nobody will settle these."""
@@ -247,13 +269,8 @@ class Steering:
 
     def _fail(self, steered: Steered, reason: str) -> None:
         steered.fail(reason)
-        self._tainted.setdefault(steered.steering.identity, reason)
-        if len(self._tainted) > TAINTS:
-            del self._tainted[next(iter(self._tainted))]
-
-
-def _slot(placed: Placed) -> Slot:
-    return Slot(placed.configuration, placed.configuration.digest, placed.places)
+        if len(self._tainted) < TAINTS:
+            self._tainted.setdefault(steered.steering.identity, reason)
 
 
 def _replacements(slot: Slot, steering: SteeringPlan) -> dict[int, Ints]:

@@ -201,6 +201,13 @@ async def test_steered_contexts_nest_and_stay_apart(tiny) -> None:
 
     found, other = await asyncio.gather(inside(), beside())
     assert found == [only_a, a_then_b, clean, only_b, only_a, clean, only_a]
+    async with tiny.steered(a):
+        made_inside, stream_made_inside = tiny.generate(prompt, PARAMS), tiny.stream(prompt, PARAMS)
+    made_outside = tiny.generate(prompt, PARAMS)
+    async with tiny.steered(b):
+        assert await made_outside == clean
+    assert await made_inside == only_a
+    assert "".join([chunk.text async for chunk in stream_made_inside]) == only_a
     assert other == clean == await tiny.generate(prompt, PARAMS)
 
 
@@ -376,6 +383,7 @@ async def test_full_slots_make_requests_wait_in_order(tiny_reference) -> None:
         await asyncio.gather(*doomed, return_exceptions=True)
         assert await model.generate(random_prompt(5, 1), PARAMS, steering=specs[7])
         assert (await model.stats()).steering_slots_in_use == 0
+        await a_loop_over_a_stream_may_steer_others(model, specs)
         cut_off = [
             asyncio.create_task(model.generate(random_prompt(5, 1), {"max_tokens": 200, **GREEDY}, steering=one))
             for one in specs[:6]
@@ -384,6 +392,27 @@ async def test_full_slots_make_requests_wait_in_order(tiny_reference) -> None:
         await model.aclose()
         ended = await asyncio.gather(*cut_off, return_exceptions=True)
         assert all(isinstance(end, ModelClosed) for end in ended), ended
+
+
+async def a_loop_over_a_stream_may_steer_others(model, specs) -> None:
+    """Two streams have both slots; what their readers ask gets one when the streams' requests end, read or not."""
+    first = model.stream(random_prompt(5, 1), {"max_tokens": 30, **GREEDY}, steering=specs[0])
+    second = model.stream(random_prompt(5, 2), {"max_tokens": 30, **GREEDY}, steering=specs[1])
+    chunks = 0
+    async for _, _ in zipped(first, second):
+        if not chunks:
+            async with asyncio.timeout(60):
+                assert await model.generate(random_prompt(5, 3), PARAMS, steering=specs[2])
+        chunks += 1
+    assert chunks > 1
+
+
+async def zipped(*streams) -> Any:
+    """Chunks of several streams, side by side, as long as all have some."""
+    while None not in (both := [await anext(stream, None) for stream in streams]):
+        yield both
+    for stream in streams:
+        await stream.aclose()
 
 
 async def test_overflow_error_says_so() -> None:

@@ -49,10 +49,10 @@ async def test_prefix_cache_hits(cramped, tiny_reference) -> None:
 
 async def test_preemption(cramped, tiny_reference) -> None:
     """Requests that are thrown out and recomputed have each row once, and right."""
-    preempted = counter("num_preemptions")
+    preempted = counter(cramped, "counter_num_preempted_reqs")
     prompts = [random_prompt(100 + seed, seed) for seed in range(16)]
     _, handles = await cramped.generate(prompts, {"max_tokens": 60, **GREEDY}, capture=EVERYTHING)
-    preemptions = counter("num_preemptions") - preempted
+    preemptions = counter(cramped, "counter_num_preempted_reqs") - preempted
     assert preemptions > 0
     await cramped.fetch_captures_batch(handles)
     assert any(handle.receipt.writes > handle.receipt.rows for handle in handles)
@@ -98,7 +98,7 @@ async def test_everything_at_once(cramped, tiny_reference, record_property) -> N
     cancelled neighbours, chunks and preemption.
     """
     rng = random.Random(11)
-    preempted, hits = counter("num_preemptions"), counter("prefix_cache_hits")
+    preempted, hits = counter(cramped, "counter_num_preempted_reqs"), counter(cramped, "counter_prefix_cache_hits")
 
     async def request(number: int) -> Any:
         await asyncio.sleep(rng.random())  # the moment of its arrival
@@ -123,8 +123,8 @@ async def test_everything_at_once(cramped, tiny_reference, record_property) -> N
     ended = await asyncio.gather(*tasks, return_exceptions=True)
     failed = [end for end in ended if isinstance(end, Exception)]
     assert not failed
-    assert counter("num_preemptions") > preempted
-    assert counter("prefix_cache_hits") > hits
+    assert counter(cramped, "counter_num_preempted_reqs") > preempted
+    assert counter(cramped, "counter_prefix_cache_hits") > hits
     handles = flattened([end[1] for end in ended if isinstance(end, tuple) and end[1] is not None])
     assert len(handles) > 40
     await cramped.fetch_captures_batch(handles)
@@ -139,7 +139,7 @@ async def test_steered_requests_at_once(cramped, tiny_reference, record_property
     neighbours, chunks, preemption and cache hits: every row of each is that of its own spec alone.
     """
     rng = random.Random(12)
-    preempted, hits = counter("num_preemptions"), counter("prefix_cache_hits")
+    preempted, hits = counter(cramped, "counter_num_preempted_reqs"), counter(cramped, "counter_prefix_cache_hits")
     lengths = (2, 3, 31, 64, 65, 120)
     known = [random_spec(rng, 128, 4, ALL_SITES, min(lengths)) for _ in range(40)]
 
@@ -159,8 +159,8 @@ async def test_steered_requests_at_once(cramped, tiny_reference, record_property
         asyncio.get_running_loop().call_later(rng.random() * 4, task.cancel)
     ended = await asyncio.gather(*tasks, return_exceptions=True)
     assert not [end for end in ended if isinstance(end, Exception)]
-    assert counter("num_preemptions") > preempted
-    assert counter("prefix_cache_hits") > hits
+    assert counter(cramped, "counter_num_preempted_reqs") > preempted
+    assert counter(cramped, "counter_prefix_cache_hits") > hits
     done = [end for end in ended if not isinstance(end, BaseException)]
     handles = [handle for found, _ in done for handle in found]
     specs = [steering for found, steering in done for _ in found]
@@ -178,11 +178,11 @@ async def test_steered_requests_at_once(cramped, tiny_reference, record_property
 
 async def test_steered_preemption(cramped, tiny_reference) -> None:
     """Requests that are thrown out and recomputed are steered each time, and each row counts once."""
-    preempted = counter("num_preemptions")
+    preempted = counter(cramped, "counter_num_preempted_reqs")
     prompts = [random_prompt(100 + seed, 200 + seed) for seed in range(16)]
     specs = [spec("cap" if seed % 2 else "relative", 128, seed=seed, layers="all") for seed in range(16)]
     _, handles = await cramped.generate(prompts, {"max_tokens": 60, **GREEDY}, capture=EVERYTHING, steering=specs)
-    assert counter("num_preemptions") > preempted
+    assert counter(cramped, "counter_num_preempted_reqs") > preempted
     await cramped.fetch_captures_batch(handles)
     assert any(handle.receipt.writes > handle.receipt.rows for handle in handles)
     assert all(handle.receipt.steering.rows == (4 * handle.receipt.rows,) for handle in handles)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -43,10 +46,10 @@ def run(
     steps, first = [], 0
     for number, (one, sequence) in enumerate(zip(specs, rows, strict=True)):
         ready = lowered(one)
-        grant = slots.claim(ready.configuration)
+        grant = slots.claim(ready.configuration, ready.digest)
         assert grant is not None
         blobs = zip(ready.configuration.blobs, grant.places, strict=True)
-        vectors = tuple(Vectors(b.digest, p, ready.vectors[b.digest].numpy().tobytes()) for b, p in blobs)
+        vectors = tuple(Vectors(b.digest, p, ready.vectors[b.digest]) for b, p in blobs)
         steering.equip(Equip(vectors, (Placed(grant.slot, grant.configuration, grant.places),)))
         scopes, replaced = scopes_of(ready, PROMPT, 99)
         plan = SteeringPlan(grant.slot, grant.digest, b"", scopes, replaced)
@@ -214,6 +217,9 @@ V = torch.ones(WIDTH)
         (lambda: Add([[1.0]], layer=1), InvalidVector, "expected [width]"),
         (lambda: Add("evil", layer=1), InvalidVector, "no tensor"),
         (lambda: Add(V, float("nan"), layer=1), InvalidEdit, "scale=nan"),
+        (lambda: Add(V, 1e39, layer=1), InvalidEdit, "float32"),
+        (lambda: Replace(torch.ones(2, WIDTH), {11, 2}, layer=1), InvalidEdit, "in the order of the rows"),
+        (lambda: Replace([[1.0], [1.0, 2.0]], [0, 1], layer=1), InvalidVector, "no tensor"),
         (lambda: Add(0 * V, relative=True, layer=1), InvalidVector, "zero"),
         (lambda: Ablate(0 * V, layer=1), InvalidVector, "no direction"),
         (lambda: SetProjection(0 * V, 1.0, layer=1), InvalidVector, "no direction"),
@@ -259,10 +265,29 @@ def test_bad_input_is_named_and_so_is_the_remedy(make, error, says) -> None:
 
 def test_a_spec_keeps_its_own_copies() -> None:
     """Changing a tensor afterwards does not change the edit."""
-    mine = torch.ones(WIDTH)
-    edit = Add(mine, layer=1)
+    mine, layers = torch.ones(WIDTH), [1]
+    edit = Add(mine, layers=layers)
     mine.zero_()
+    layers.append(2)
     assert edit.vector.sum() == WIDTH
+    assert len(edit.points(LAYERS)) == 1
+
+
+def test_what_was_hashed_is_what_is_sent() -> None:
+    """A tensor reached into after a spec was compiled changes nothing under the digest of what it was."""
+    steering = SteeringSpec([Add(torch.ones(WIDTH), layer=1)])
+    ready = lowered(steering)
+    steering.edits[0].vector.mul_(7)
+    (blob,) = ready.configuration.blobs
+    assert hashlib.sha256(ready.vectors[blob.digest]).digest() == blob.digest
+
+
+def test_rows_to_replace_come_in_any_form() -> None:
+    """One row for one position, as a tensor, an array or numbers; several as a list, a range or an array of positions."""
+    for rows in (V, V.numpy(), V.tolist()):
+        assert Replace(rows, -1, layer=1).rows.shape == (1, WIDTH)
+    for positions in ([0, 1], range(2), np.arange(2), torch.arange(2)):
+        assert Replace(torch.ones(2, WIDTH), positions, layer=1).replaced == (0, 1)
 
 
 def test_equal_specs_share_a_configuration() -> None:

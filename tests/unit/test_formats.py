@@ -169,7 +169,6 @@ class Homemade(Add):
     ("edit", "says"),
     [
         (Homemade(torch.ones(WIDTH), layer=0), "no edit of steercap"),
-        (Add(torch.ones(WIDTH), layers=iter([1])), "layers="),
     ],
 )
 def test_what_a_file_cannot_say_is_not_saved(edit, says, tmp_path) -> None:

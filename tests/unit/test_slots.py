@@ -37,7 +37,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, len(KNOWN) - 1))
     def claim(self, which: int) -> None:
-        grant = self.slots.claim(KNOWN[which])
+        grant = self.slots.claim(KNOWN[which], KNOWN[which].digest)
         used = {held.digest for held in self.grants}
         rows = {blob.digest: blob.rows for held in self.grants for blob in held.configuration.blobs}
         rows |= {blob.digest: blob.rows for blob in KNOWN[which].blobs}
@@ -82,9 +82,9 @@ TestModel.settings = settings(max_examples=150, stateful_step_count=40, deadline
 def test_what_is_used_again_is_not_sent_again() -> None:
     """Released vectors stay until their place is needed; a configuration larger than the bank never fits."""
     slots = Slots(2, 4)
-    grant = slots.claim(KNOWN[0])
+    grant = slots.claim(KNOWN[0], KNOWN[0].digest)
     assert slots.unsent(grant) is not None
     slots.confirm(grant)
     slots.release(grant)
-    assert slots.unsent(slots.claim(KNOWN[0])) is None
+    assert slots.unsent(slots.claim(KNOWN[0], KNOWN[0].digest)) is None
     assert not slots.can_ever_hold(configuration(9, ((7, 5),)))

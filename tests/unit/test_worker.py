@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,6 @@ import torch
 from steercap.core.messages import (
     Attach,
     Attached,
-    Busy,
     Bystander,
     Call,
     Census,
@@ -262,10 +263,12 @@ def steering_plan(configuration, slot: int = 0, ranges=((Range(0, None),),), ide
     return SteeringPlan(slot, configuration.digest, identity, ranges, ())
 
 
-def adding(value: float, points=(0, 2), blob: bytes = b"v") -> tuple[Configuration, Vectors]:
-    """A configuration that adds `value` to every element at some points."""
-    configuration = Configuration((Entry(0, points, 0, 0, response=Response(offset=1.0)),), (Blob(blob, 1),), 1, 0)
-    return configuration, Vectors(blob, (5,), np.full(WIDTH, value, dtype=np.float32).tobytes())
+def adding(value: float, points=(0, 2), row: int = 5) -> tuple[Configuration, Vectors]:
+    """A configuration that adds `value` to every element at some points, and its vector in a row of the bank."""
+    data = np.full(WIDTH, value, dtype=np.float32).tobytes()
+    digest = hashlib.sha256(data).digest()
+    configuration = Configuration((Entry(0, points, 0, 0, response=Response(offset=1.0)),), (Blob(digest, 1),), 1, 0)
+    return configuration, Vectors(digest, (row,), data)
 
 
 def equip(bench: Bench, configuration: Configuration, vectors: Vectors, slot: int = 0):
@@ -278,7 +281,7 @@ def steer(bench: Bench, key: str, steering: SteeringPlan, capture: bool = True) 
 
 
 def settled(bench: Bench, key: str, total: int):
-    (record,) = bench.ask(Settle((Wanted(Owner(key, 0), total),))).records
+    (record,) = bench.ask(Settle((Wanted(Owner(key, 0), total),), (True,))).records
     return record
 
 
@@ -286,7 +289,7 @@ async def test_edits_reach_their_rows_and_are_counted() -> None:
     """Beside a clean request in one batch: captured rows are those after the edit, at its points and positions alone."""
     bench = Bench()
     configuration, vectors = adding(500.0)
-    assert isinstance(equip(bench, configuration, vectors), Equipped)
+    assert equip(bench, configuration, vectors) == Equipped(())
     steer(bench, "r1", steering_plan(configuration, ranges=((Range(1, 3),),)))
     bench.plan("r2")
     bench.step(("r2", 0, 3), ("r1", 0, 4), padding=2)
@@ -365,14 +368,72 @@ async def test_nothing_in_use_is_overwritten() -> None:
     configuration, vectors = adding(1.0)
     equip(bench, configuration, vectors)
     steer(bench, "r1", steering_plan(configuration), capture=False)
-    other, others = adding(2.0, blob=b"w")
-    assert isinstance(equip(bench, other, others, slot=1), Busy)  # the same bank row
-    elsewhere = Vectors(b"w", (6,), others.data)
-    assert isinstance(equip(bench, other, elsewhere, slot=0), Busy)  # the same slot
-    assert isinstance(equip(bench, other, elsewhere, slot=1), Equipped)
-    assert isinstance(equip(bench, configuration, vectors), Equipped)
+    other, same_row = adding(2.0)
+    _, elsewhere = adding(2.0, row=6)
+    refused = Equipped((other.digest,))
+    assert equip(bench, other, same_row, slot=1) == refused
+    assert equip(bench, other, elsewhere, slot=0) == refused
+    assert equip(bench, other, elsewhere, slot=1) == Equipped(())
+    assert equip(bench, configuration, vectors) == Equipped(())
     bench.runtime.forget(["r1"])
-    assert isinstance(equip(bench, other, others, slot=0), Equipped)
+    assert equip(bench, other, same_row, slot=0) == Equipped(())
+
+
+async def test_a_configuration_whose_vectors_are_gone_is_gone() -> None:
+    """Rows written over take with them every configuration that used them."""
+    bench = Bench()
+    configuration, vectors = adding(1.0)
+    equip(bench, configuration, vectors)
+    _, other = adding(-777.0)
+    bench.ask(Equip((other,), ()))
+    steer(bench, "r1", steering_plan(configuration), capture=False)
+    bench.step(("r1", 0, 4))
+    assert "does not hold this request's configuration" in settled(bench, "r1", 4).failure
+
+
+async def test_vectors_that_are_not_what_they_say_are_refused() -> None:
+    """The worker hashes what arrives."""
+    bench = Bench()
+    _, vectors = adding(1.0)
+    answer = bench.ask(Equip((Vectors(vectors.digest, (5,), bytes(WIDTH * 4)),), ()))
+    assert isinstance(answer, Failed)
+    assert "SHA-256" in answer.reason
+
+
+async def test_a_plan_that_fits_nothing_fails_alone() -> None:
+    """A slot with another configuration, and a plan that replaces rows: no exception reaches the engine."""
+    bench = Bench()
+    configuration, vectors = adding(1.0)
+    equip(bench, configuration, vectors)
+    steer(bench, "r1", SteeringPlan(0, b"another", b"id", ((Range(0, 1),),), ((0,),)), capture=False)
+    bench.step(("r1", 0, 4))
+    assert "does not hold" in settled(bench, "r1", 4).failure
+
+
+async def test_drafts_beyond_the_end_are_no_failure() -> None:
+    """Positions past all that the request can keep are computed and thrown away by speculation; the rest counts."""
+    bench = Bench()
+    configuration, vectors = adding(1.0)
+    equip(bench, configuration, vectors)
+    bench.runtime.register("r1", Plan("r1", 4, 6, steering=steering_plan(configuration)).encode(), 0)
+    bench.step(("r1", 0, 9))
+    record = settled(bench, "r1", 6)
+    assert (record.failure, record.rows) == (None, (12,))
+
+
+async def test_edits_can_be_looked_at_before_the_end() -> None:
+    """A record is given as often as asked while its request runs, and forgotten with the last time."""
+    bench = Bench()
+    configuration, vectors = adding(1.0)
+    equip(bench, configuration, vectors)
+    steer(bench, "r1", steering_plan(configuration), capture=False)
+    bench.step(("r1", 0, 4))
+    for _ in range(2):
+        (record,) = bench.ask(Settle((Wanted(Owner("r1", 0), 4),), (False,))).records
+        assert record.rows == (8,)
+    bench.step(("r1", 4, 1))
+    assert settled(bench, "r1", 5).rows == (10,)
+    assert settled(bench, "r1", 5) == Unknown(Owner("r1", 0))
 
 
 async def test_rows_are_kept_before_or_after_their_edits() -> None:
@@ -397,7 +458,7 @@ async def test_a_rank_without_rows_steers_all_the_same() -> None:
     bench.runtime = runtime
     assert isinstance(bench.ask(Attach(1 << 20, SLOTS, BANK_BYTES, ENTRIES)), Bystander)
     configuration, vectors = adding(500.0)
-    assert isinstance(equip(bench, configuration, vectors), Equipped)
+    assert equip(bench, configuration, vectors) == Equipped(())
     steer(bench, "r1", steering_plan(configuration))
     bench.step(("r1", 0, 4))
     record = settled(bench, "r1", 4)

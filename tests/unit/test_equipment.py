@@ -1,0 +1,189 @@
+"""The queue before the slots: order, cancellation, closing, and workers that need a moment."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+from specs import spec
+
+from steercap.batching import Batcher
+from steercap.config import Settings
+from steercap.context import FROM_CONTEXT, by_word_or_context, in_force, steered
+from steercap.core.messages import Equip, Equipped
+from steercap.core.spec import Point
+from steercap.equipment import Equipment
+from steercap.errors import ModelClosed, SteeringSlotsFull, TooManyEdits, WorkerFailure
+from steercap.steering import lower
+
+WIDTH = 8
+
+
+def lowered(seed: int, name: str = "add"):
+    return lower(
+        spec(name, WIDTH, seed=seed, layer=0),
+        armed={Point(0, "resid_post"): 0},
+        num_layers=1,
+        width=WIDTH,
+        edits_per_point=16,
+    )
+
+
+class Workers:
+    """Answers every question, refusing each configuration so many times."""
+
+    def __init__(self, refusals: int = 0) -> None:
+        self.asked: list[Equip] = []
+        self.refusals = refusals
+        self.times: dict[bytes, int] = {}
+
+    async def __call__(self, question: Equip) -> list[Equipped]:
+        self.asked.append(question)
+        await asyncio.sleep(0)
+        refused = []
+        for placed in question.configurations:
+            digest = placed.configuration.digest
+            self.times[digest] = self.times.get(digest, 0) + 1
+            if self.times[digest] <= self.refusals:
+                refused.append(digest)
+        return [Equipped(tuple(refused))]
+
+
+def equipment(slots: int = 2, rows: int = 4, overflow: str = "wait", refusals: int = 0) -> tuple[Equipment, Workers]:
+    workers = Workers(refusals)
+    return Equipment(slots, rows, Settings(overflow=overflow), workers), workers
+
+
+async def hold(owner: Equipment, ready, done: list[int], number: int) -> None:
+    async with owner.holding(ready):
+        done.append(number)
+        await asyncio.sleep(0.01)
+
+
+async def test_requests_wait_in_order_and_all_finish() -> None:
+    """More configurations than slots: first come, first served, and nothing is held afterwards."""
+    owner, _ = equipment()
+    done: list[int] = []
+    await asyncio.gather(*(hold(owner, lowered(number), done, number) for number in range(9)))
+    assert done == list(range(9))
+    assert (owner.slots.slots_in_use, owner.slots.rows_in_use, owner.waiting) == (0, 0, 0)
+
+
+async def test_whoever_gives_up_leaves_the_queue_to_the_others() -> None:
+    """Cancelled waiters, equal ones among them, vanish; those behind go on."""
+    owner, _ = equipment(slots=1)
+    done: list[int] = []
+    async with owner.holding(lowered(0)):
+        # Equal in content, not the same object: an edit given to two calls.
+        waiters = [asyncio.create_task(hold(owner, lowered(1), done, number)) for number in range(4)]
+        await asyncio.sleep(0)
+        waiters[1].cancel()
+        waiters[3].cancel()
+        ended = await asyncio.gather(waiters[1], waiters[3], return_exceptions=True)
+        assert all(isinstance(end, asyncio.CancelledError) for end in ended)
+        assert owner.waiting == 2
+    await asyncio.gather(waiters[0], waiters[2])
+    assert done == [0, 2]
+    assert owner.slots.slots_in_use == 0
+
+
+async def test_closing_fails_those_who_wait_and_those_who_come() -> None:
+    """ModelClosed for both; nobody hangs."""
+    owner, _ = equipment(slots=1)
+    async with AsyncExitStack() as held:
+        await held.enter_async_context(owner.holding(lowered(0)))
+        waiting = asyncio.create_task(hold(owner, lowered(1), [], 0))
+        await asyncio.sleep(0)
+        await owner.aclose()
+        with pytest.raises(ModelClosed):
+            await waiting
+    with pytest.raises(ModelClosed):
+        await hold(owner, lowered(2), [], 0)
+
+
+async def test_what_can_never_fit_and_what_must_not_wait_is_said() -> None:
+    """A spec larger than the bank, and overflow='error' with everything in use."""
+    owner, _ = equipment(slots=1, rows=2, overflow="error")
+    with pytest.raises(TooManyEdits, match="vector_bytes"):
+        await hold(owner, lowered(0, "low_rank"), [], 0)
+    async with owner.holding(lowered(0)):
+        with pytest.raises(SteeringSlotsFull, match="steering_slots"):
+            await hold(owner, lowered(1), [], 0)
+        await hold(owner, lowered(0), [], 0)  # an equal one shares the slot
+
+
+async def test_requests_of_one_tick_are_equipped_by_one_call() -> None:
+    """64 new configurations: their vectors in one frame, and they in another; used again, nothing is sent."""
+    owner, workers = equipment(slots=64, rows=64)
+    ready = [lowered(seed) for seed in range(64)]
+    await asyncio.gather(*(hold(owner, one, [], 0) for one in ready))
+    assert [(len(call.vectors), len(call.configurations)) for call in workers.asked] == [(64, 0), (0, 64)]
+    await asyncio.gather(*(hold(owner, one, [], 0) for one in ready))
+    assert len(workers.asked) == 2
+    assert owner.bytes_sent == 64 * WIDTH * 4
+
+
+async def test_a_busy_worker_is_asked_again() -> None:
+    """A configuration that is refused for a while holds up nobody but itself, and gets there."""
+    owner, workers = equipment(refusals=5)
+    done: list[int] = []
+    await hold(owner, lowered(0), done, 0)
+    assert done == [0]
+    assert max(workers.times.values()) == 6
+
+
+async def test_a_call_that_fails_fails_those_who_need_it_and_is_made_again() -> None:
+    """Nobody is told that a configuration is in place when it is not."""
+    owner, workers = equipment()
+    fail = True
+
+    async def ask(question: Equip) -> list[Equipped]:
+        if fail:
+            raise WorkerFailure("out of cheese")
+        return await workers(question)
+
+    owner._ask = ask
+    ended = await asyncio.gather(*(hold(owner, lowered(0), [], 0) for _ in range(3)), return_exceptions=True)
+    assert all(isinstance(end, WorkerFailure) for end in ended)
+    fail = False
+    done: list[int] = []
+    await hold(owner, lowered(0), done, 1)
+    assert done == [1]
+    assert owner.slots.slots_in_use == 0
+
+
+async def test_one_vector_at_many_scales_leaves_no_trace() -> None:
+    """Configurations come and go; what is kept is bounded by the slots and the bank."""
+    owner, _ = equipment(slots=4, rows=4)
+    for seed in range(300):
+        await hold(owner, lowered(seed), [], 0)
+    assert len(owner.slots._slots.held) <= 4
+    assert len(owner.slots._bank.held) <= 4
+    assert not owner._loading
+
+
+async def test_a_batch_with_too_few_answers_fails_loudly() -> None:
+    """Everyone who asked hears of it."""
+
+    async def send(items):
+        return items[1:]
+
+    batcher: Batcher[int, int] = Batcher(send)
+    ended = await asyncio.gather(*(batcher.ask(number) for number in range(3)), return_exceptions=True)
+    assert all(isinstance(end, ValueError) for end in ended)
+
+
+async def test_what_is_in_force_is_that_of_the_model_and_the_place() -> None:
+    """Contexts are a model's own, nest by appending, and a call's own word goes before them."""
+    one, other, a, b = object(), object(), spec("add", WIDTH, layer=0), spec("cap", WIDTH, layer=0)
+    assert by_word_or_context(one, FROM_CONTEXT) is None
+    with steered(one, a):
+        assert in_force(one) is a
+        assert in_force(other) is None
+        with steered(one, b) as both:
+            assert both.flat() == a.flat() + b.flat()
+            assert by_word_or_context(one, FROM_CONTEXT) is both
+            assert by_word_or_context(one, None) is None
+        assert in_force(one) is a
+    assert in_force(one) is None
