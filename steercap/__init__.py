@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from steercap.edits.sae_feature import SAEFeature
     from steercap.edits.set_projection import SetProjection
     from steercap.handle import CaptureHandle
-    from steercap.job import Chunk
     from steercap.model import SteerModel
     from steercap.steering import SteeringSpec
+    from steercap.stream import Chunk
 
 __version__ = "0.1.0"
 
@@ -32,7 +32,7 @@ _HOMES = {
     "Cap": "steercap.edits.cap",
     "CaptureHandle": "steercap.handle",
     "CaptureSpec": "steercap.core.spec",
-    "Chunk": "steercap.job",
+    "Chunk": "steercap.stream",
     "LowRank": "steercap.edits.low_rank",
     "Point": "steercap.core.spec",
     "Receipt": "steercap.core.receipt",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from uuid import uuid4
@@ -36,7 +35,6 @@ from steercap.core.messages import (
     LineRange,
     Lines,
     Owner,
-    Parcel,
     Question,
     Read,
     Settle,
@@ -49,11 +47,11 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.rows import PageShape
+from steercap.delivery import Delivery, Rank, deliver
 from steercap.equipment import Equipment
-from steercap.errors import CaptureIncomplete, EngineFailure, ModelClosed, WorkerFailure
+from steercap.errors import EngineFailure, ModelClosed, WorkerFailure
 from steercap.steering import Lowered, SteeringSpec, lower, spec_of
-from steercap.transport.assemble import assemble
-from steercap.transport.reader import LineReader, open_reader
+from steercap.transport.reader import open_reader
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -64,34 +62,8 @@ if TYPE_CHECKING:
 
 #: Seconds that rows given back may wait for company before an RPC of their own.
 RELEASE_DELAY: Final = 0.05
-#: Bytes above which rows are gathered on a thread, so that the event loop goes on.
-THREAD_BYTES: Final = 1 << 20
 
 Kind = TypeVar("Kind", bound=Answer)
-
-
-@dataclass(frozen=True)
-class Rank:
-    """A worker that captures: what it holds, and how its lines are read."""
-
-    index: int
-    attached: Attached
-    reader: LineReader
-
-
-@dataclass(frozen=True)
-class Delivery:
-    """One request's rows, or why they cannot be had.
-
-    Args:
-        parcels: one a capturing worker that holds points of the request.
-        rows: rows [points, rows, width] of each parcel.
-        failure: what a worker said went wrong, or None.
-    """
-
-    parcels: tuple[Parcel, ...]
-    rows: tuple[torch.Tensor, ...]
-    failure: str | None
 
 
 class Engine:
@@ -259,7 +231,9 @@ class Engine:
             EngineFailure: the engine has died, or a worker cannot answer.
         """
         answers = await self._ask(Collect(tuple(wanted)), Collected)
-        return [await self._deliver([answer.parcels[index] for answer in answers]) for index in range(len(wanted))]
+        return [
+            await deliver(self._ranks, [answer.parcels[index] for answer in answers]) for index in range(len(wanted))
+        ]
 
     async def settle(self, wanted: Sequence[Wanted], *, ended: bool) -> list[list[SteeringRecord | Unknown]]:
         """What each worker did to samples of a request so far; one RPC for all that ask meanwhile.
@@ -284,21 +258,6 @@ class Engine:
     async def census(self) -> list[Counted]:
         """What each capturing worker holds."""
         return await self._ask(Census(), Counted)
-
-    async def _deliver(self, found: Sequence[Parcel | Unknown]) -> Delivery:
-        parcels, rows, failure = [], [], None
-        for rank, parcel in zip(self._ranks, found, strict=True):
-            if isinstance(parcel, Unknown):
-                failure = failure or f"worker {rank.index} has no rows of this request"
-                continue
-            failure = failure or parcel.failure
-            if failure is None and parcel.points:
-                try:
-                    rows.append(await _gather(rank, parcel))
-                except CaptureIncomplete as error:
-                    failure = str(error)
-                parcels.append(parcel)
-        return Delivery(tuple(parcels), tuple(rows), failure)
 
     async def _ask(self, question: Question, kind: type[Kind], rank: int | None = None) -> list[Kind]:
         """Send one frame; returns the answers of the capturing workers, or of one of them.
@@ -365,10 +324,3 @@ def _answers(frames: Sequence[bytes], kind: type[Kind], rank: int | None) -> lis
     if wrong:
         raise WorkerFailure(f"expected {kind.__name__}, got {type(wrong[0]).__name__}")
     return chosen  # type: ignore[return-value]
-
-
-async def _gather(rank: Rank, parcel: Parcel) -> torch.Tensor:
-    lines = await rank.reader.read(parcel.lines)
-    if sum(page.numel() for page in lines) < THREAD_BYTES:
-        return assemble(parcel, rank.attached.width, lines)
-    return await asyncio.to_thread(assemble, parcel, rank.attached.width, lines)

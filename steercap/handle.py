@@ -33,7 +33,8 @@ from steercap.errors import (
 
 if TYPE_CHECKING:
     from steercap.core.budget import Ticket
-    from steercap.engine import Delivery, Engine
+    from steercap.delivery import Delivery
+    from steercap.engine import Engine
 
 
 class CaptureHandle:

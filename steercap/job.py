@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from steercap.captures import Captures
 from steercap.codecs import CODECS
 from steercap.core.chat import MessageSpan
 from steercap.core.messages import Owner, Wanted
@@ -24,12 +23,11 @@ from steercap.core.rows import rows_selected
 from steercap.core.spec import CaptureSpec, Point, check_armed
 from steercap.core.tokens import Range, selected
 from steercap.errors import InvalidSpec, ModelClosed, SteeringNotApplied
-from steercap.handle import CaptureHandle, Expected, received
+from steercap.handle import CaptureHandle
 from steercap.sites import SITES
 from steercap.steering import Lowered, scopes_of
 
 if TYPE_CHECKING:
-    import torch
     from vllm.outputs import RequestOutput
     from vllm.sampling_params import SamplingParams
 
@@ -80,23 +78,6 @@ class Planned(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Grown:
-    """A sample of a stream, so far.
-
-    Args:
-        text: its text.
-        token_ids: generated token ids, a copy: vLLM's own list grows on.
-        finished: whether it has ended.
-        receipt: what was edited so far, None where nothing was to be.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finished: bool
-    receipt: SteeringReceipt | None = None
-
-
-@dataclass(frozen=True)
 class Job:
     """One prompt with its parameters and its plan.
 
@@ -119,27 +100,6 @@ class Job:
     points: tuple[Point, ...]
     change: Change | None = None
     spans: tuple[MessageSpan, ...] = ()
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What came since the last chunk of a stream.
-
-    Args:
-        text: new text.
-        token_ids: new generated token ids.
-        captures: new rows by point, [rows, hidden]; None where nothing is captured.
-        positions: position of each new row, int64 [rows]; None where nothing is captured.
-        finished: whether this is the last chunk.
-        steering: with the last chunk, what was edited; None where nothing was to be.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    captures: Captures | None
-    positions: torch.Tensor | None
-    finished: bool
-    steering: SteeringReceipt | None = None
 
 
 async def prepare(
@@ -210,78 +170,13 @@ async def run_all(jobs: Sequence[Job], running: set[asyncio.Task[Any]]) -> list[
     return [task.result() for task in tasks]
 
 
-async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
-    """Run one job of one sample; yields text and rows as they come, once every edit is known to have been made.
-
-    The request runs on whether or not its chunks are taken, and gives its slot back when it ends.
-
-    Raises:
-        CaptureIncomplete: rows are missing or belong to another token.
-        SteeringNotApplied: a worker did not make every edit.
-    """
-    ticket = await _memory(job, object())
-    outputs: asyncio.Queue[Grown | None] = asyncio.Queue()
-
-    def ended(_task: asyncio.Task[None]) -> None:
-        nonlocal ticket
-        if ticket is not None:  # it waits for its reader now, as a handle does
-            (ticket,) = job.engine.finish(ticket, [ticket.pages])
-        outputs.put_nowait(None)
-
-    running = asyncio.create_task(_follow(job, outputs), name="steercap stream")
-    running.add_done_callback(ended)
-    try:
-        last, rows = Grown("", (), finished=False), 0
-        while (grown := await outputs.get()) is not None:
-            captures, positions = await _new_rows(job, grown.token_ids, rows)
-            rows += 0 if positions is None else len(positions)
-            yield Chunk(
-                grown.text[len(last.text) :],
-                grown.token_ids[len(last.token_ids) :],
-                captures,
-                positions,
-                grown.finished,
-                grown.receipt if grown.finished else None,
-            )
-            last = grown
-        await running
-    finally:
-        running.cancel()
-        await asyncio.wait([running])
-        if job.plan is not None:
-            job.engine.abandon(job.plan, ticket)
-
-
-async def _follow(job: Job, outputs: asyncio.Queue[Grown | None]) -> None:
-    """Run a job of one sample, and check its edits whenever it has grown."""
-    async with _planned(job) as planned, aclosing(_outputs(job, planned, partial=True)) as found:
-        async for output in found:
-            (sample,) = output.outputs
-            grown = Grown(sample.text, tuple(sample.token_ids), finished=output.finished)
-            receipts = await _receipts(job, planned.plan, [len(grown.token_ids)], ended=grown.finished)
-            outputs.put_nowait(replace(grown, receipt=receipts[0] if receipts else None))
-
-
-async def _new_rows(job: Job, generated: Sequence[int], first: int) -> tuple[Captures | None, torch.Tensor | None]:
-    """The rows from number `first` on of a sequence that has come so far."""
-    if job.plan is None or job.plan.capture is None:
-        return None, None
-    total = job.plan.prompt_len + len(generated) - 1
-    expected = Expected(job.plan.key, job.plan, job.points, (*job.prompt.token_ids, *generated), first)
-    (delivery,) = await job.engine.collect([Wanted(Owner(job.plan.key, 0), total, first)])
-    rows, receipt = received(expected, delivery, job.engine.vllm.points)
-    import torch
-
-    return Captures(rows, job.engine.vllm.num_layers), torch.from_numpy(receipt.positions)
-
-
 async def _run(job: Job, call: object) -> Done:
-    ticket = await _memory(job, call)
+    ticket = await memory_for(job, call)
     try:
-        async with _planned(job) as planned:
-            output = await _last(_outputs(job, planned, partial=False))
-            lengths = [len(sample.token_ids) for sample in output.outputs]
-            receipts = await _receipts(job, planned.plan, lengths, ended=True)
+        async with planned(job) as complete:
+            output = await _last(outputs_of(job, complete, partial=False))
+            samples = [(sample.index, len(sample.token_ids)) for sample in output.outputs]
+            receipts = await receipts_of(job, complete.plan, samples, ended=True)
     except BaseException:
         if job.plan is not None:
             job.engine.abandon(job.plan, ticket)
@@ -290,7 +185,7 @@ async def _run(job: Job, call: object) -> Done:
     return Done(output, handles, receipts)
 
 
-async def _memory(job: Job, call: object) -> Ticket | None:
+async def memory_for(job: Job, call: object) -> Ticket | None:
     """Reserve the memory of the longest the request can get.
 
     It comes before the slot: who waits for a slot waits for running requests alone, and these wait for nobody.
@@ -303,7 +198,7 @@ async def _memory(job: Job, call: object) -> Ticket | None:
 
 
 @asynccontextmanager
-async def _planned(job: Job) -> AsyncIterator[Planned]:
+async def planned(job: Job) -> AsyncIterator[Planned]:
     """Hold the slot that a request needs, if it needs one."""
     if job.plan is None or job.change is None:
         yield Planned(job.plan, "")
@@ -316,19 +211,20 @@ async def _planned(job: Job) -> AsyncIterator[Planned]:
         yield Planned(msgspec.structs.replace(job.plan, steering=steering), salt)
 
 
-def _outputs(job: Job, planned: Planned, *, partial: bool) -> AsyncGenerator[RequestOutput, None]:
+def outputs_of(job: Job, planned: Planned, *, partial: bool) -> AsyncGenerator[RequestOutput, None]:
+    """Run a job as planned; yields vLLM's outputs, the finished one last."""
     return job.engine.generate(job.prompt, job.params, planned.plan, salt=planned.salt, partial=partial, **job.options)
 
 
-async def _receipts(
-    job: Job, plan: Plan | None, lengths: Sequence[int], *, ended: bool
+async def receipts_of(
+    job: Job, plan: Plan | None, samples: Sequence[tuple[int, int]], *, ended: bool
 ) -> list[SteeringReceipt] | None:
     """What was edited of each sample so far, compared with what must be.
 
     Args:
         job: the request.
         plan: its plan.
-        lengths: generated tokens of each sample.
+        samples: index and generated tokens of each sample.
         ended: whether the request has ended.
 
     Raises:
@@ -337,7 +233,7 @@ async def _receipts(
     if plan is None or job.change is None:
         return None
     configuration = job.change.lowered.configuration
-    wanted = [Wanted(Owner(plan.key, at), plan.prompt_len + length - 1) for at, length in enumerate(lengths)]
+    wanted = [Wanted(Owner(plan.key, index), plan.prompt_len + length - 1) for index, length in samples]
     records = await job.engine.settle(wanted, ended=ended)
     try:
         return [

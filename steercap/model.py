@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from steercap.config import Overflow, Settings, Transport
@@ -19,10 +18,12 @@ from steercap.engine import Engine
 from steercap.errors import InvalidPrompt, InvalidRequest, ModelClosed
 from steercap.guard import require_main_guard
 from steercap.handle import CaptureHandle, fetch_all
-from steercap.job import Chunk, Done, Job, prepare, run_all, stream
+from steercap.job import Done, Job, prepare, run_all
 from steercap.probe import probe
-from steercap.prompts import capture_asked, each, listed, templated
+from steercap.prompts import Ask, each, listed, templated
+from steercap.stats import Stats, stats_of
 from steercap.steering import SteeringSpec
+from steercap.stream import Chunk, stream
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -33,56 +34,6 @@ if TYPE_CHECKING:
 
 #: What one prompt's `steering=` may be.
 Steering: TypeAlias = "SteeringSpec | Edit | None"
-
-
-@dataclass(frozen=True)
-class Ask:
-    """What a call asks besides its prompts; see `SteerModel.generate`."""
-
-    sampling_params: Any
-    capture_layers: Layers | None
-    capture: Any
-    steering: Any
-    options: dict[str, Any]
-    raw_output: bool = False
-
-    @property
-    def spec(self) -> Any:
-        """What is to be kept, for all prompts or one each."""
-        return capture_asked(self.capture_layers, self.capture)
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What the model holds, and what it may hold; bytes and counts.
-
-    Args:
-        capture_bytes: most memory that rows may take on each capturing worker.
-        capture_bytes_claimed: of that, claimed by running requests and unfetched handles.
-        capture_bytes_in_use: of that, filled with rows, on the fullest worker.
-        requests_waiting: requests that wait for capture memory, or for a steering slot.
-        handles_held: requests whose rows a worker holds.
-        rows_captured: rows written since the start, all requests together.
-        steps: forward passes run.
-        steering_slots: configurations that can be in use at once.
-        steering_slots_in_use: of these, in use by requests.
-        vector_bytes: memory of the vector bank on each worker.
-        vector_bytes_in_use: of that, vectors of requests that run.
-        vector_bytes_sent: bytes of vectors sent to the workers since the start.
-    """
-
-    capture_bytes: int
-    capture_bytes_claimed: int
-    capture_bytes_in_use: int
-    requests_waiting: int
-    handles_held: int
-    rows_captured: int
-    steps: int
-    steering_slots: int
-    steering_slots_in_use: int
-    vector_bytes: int
-    vector_bytes_in_use: int
-    vector_bytes_sent: int
 
 
 class SteerModel:
@@ -326,24 +277,7 @@ class SteerModel:
 
     async def stats(self) -> Stats:
         """What the model holds now, against its limits."""
-        engine = self._open_engine()
-        counts = await engine.census()
-        budget, page_bytes = engine.admission.budget, engine.admission.page_bytes
-        slots, vector_bytes = engine.equipment.slots, engine.vllm.hidden_size * 4
-        return Stats(
-            capture_bytes=budget.pages * page_bytes,
-            capture_bytes_claimed=budget.reserved * page_bytes,
-            capture_bytes_in_use=max(count.pages_in_use * count.page_bytes for count in counts),
-            requests_waiting=budget.waiting + engine.equipment.waiting,
-            handles_held=max(count.requests for count in counts),
-            rows_captured=sum(count.rows_written for count in counts),
-            steps=max(count.steps for count in counts),
-            steering_slots=slots.slots,
-            steering_slots_in_use=slots.slots_in_use,
-            vector_bytes=slots.rows * vector_bytes,
-            vector_bytes_in_use=slots.rows_in_use * vector_bytes,
-            vector_bytes_sent=engine.equipment.bytes_sent,
-        )
+        return await stats_of(self._open_engine())
 
     # What is reachable
 

@@ -22,7 +22,8 @@ from steercap.steering import SteeringSpec
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
 
-    from steercap.engine import Delivery, Engine
+    from steercap.delivery import Delivery
+    from steercap.engine import Engine
 
 #: Prompt tokens and generated tokens: a prefill pass, then a decode pass.
 _PROMPT, _GENERATED = 3, 2

@@ -7,11 +7,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 from steercap.core.chat import STAND_IN, MessageSpan, content_region, token_span
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What a call asks besides its prompts; see `SteerModel.generate`."""
+
+    sampling_params: Any
+    capture_layers: Layers | None
+    capture: Any
+    steering: Any
+    options: dict[str, Any]
+    raw_output: bool = False
+
+    @property
+    def spec(self) -> Any:
+        """What is to be kept, for all prompts or one each."""
+        return capture_asked(self.capture_layers, self.capture)
 
 
 def listed(prompts: Any) -> tuple[bool, list[Any]]:

@@ -24,8 +24,9 @@ from steercap.context import steered
 from steercap.core.spec import Point
 from steercap.errors import ModelClosed
 from steercap.guard import require_main_guard
-from steercap.job import Chunk
+from steercap.stats import Stats
 from steercap.steering import SteeringSpec
+from steercap.stream import Chunk
 
 Value = TypeVar("Value")
 
@@ -172,7 +173,7 @@ class SteerModel:
         """See `steercap.SteerModel.fetch_captures_batch`."""
         self._run(self._model.fetch_captures_batch(_unwrapped(handles)))
 
-    def stats(self) -> _model.Stats:
+    def stats(self) -> Stats:
         """See `steercap.SteerModel.stats`."""
         return self._run(self._model.stats())
 

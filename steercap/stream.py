@@ -1,0 +1,122 @@
+"""A stream: text and rows of one request as they come.
+
+Number 3 and 8 in the life of a request, over and over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+import torch
+
+from steercap.captures import Captures
+from steercap.core.messages import Owner, Wanted
+from steercap.core.receipt import SteeringReceipt
+from steercap.handle import Expected, received
+from steercap.job import Job, memory_for, outputs_of, planned, receipts_of
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What came since the last chunk of a stream.
+
+    Args:
+        text: new text.
+        token_ids: new generated token ids.
+        captures: new rows by point, [rows, hidden]; None where nothing is captured.
+        positions: position of each new row, int64 [rows]; None where nothing is captured.
+        finished: whether this is the last chunk.
+        steering: with the last chunk, what was edited; None where nothing was to be.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    captures: Captures | None
+    positions: torch.Tensor | None
+    finished: bool
+    steering: SteeringReceipt | None = None
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A sample of a stream, so far.
+
+    Args:
+        text: its text.
+        token_ids: generated token ids, a copy: vLLM's own list grows on.
+        finished: whether it has ended.
+        receipt: what was edited so far, None where nothing was to be.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finished: bool
+    receipt: SteeringReceipt | None = None
+
+
+async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
+    """Run one job of one sample; yields text and rows as they come, once every edit is known to have been made.
+
+    The request runs on whether or not its chunks are taken, and gives its slot back when it ends.
+
+    Raises:
+        CaptureIncomplete: rows are missing or belong to another token.
+        SteeringNotApplied: a worker did not make every edit.
+    """
+    ticket = await memory_for(job, object())
+    outputs: asyncio.Queue[Grown | None] = asyncio.Queue()
+
+    def ended(_task: asyncio.Task[None]) -> None:
+        nonlocal ticket
+        if ticket is not None:  # it waits for its reader now, as a handle does
+            (ticket,) = job.engine.finish(ticket, [ticket.pages])
+        outputs.put_nowait(None)
+
+    running = asyncio.create_task(_follow(job, outputs), name="steercap stream")
+    running.add_done_callback(ended)
+    try:
+        last, rows = Grown("", (), finished=False), 0
+        while (grown := await outputs.get()) is not None:
+            captures, positions = await _new_rows(job, grown.token_ids, rows)
+            rows += 0 if positions is None else len(positions)
+            yield Chunk(
+                grown.text[len(last.text) :],
+                grown.token_ids[len(last.token_ids) :],
+                captures,
+                positions,
+                grown.finished,
+                grown.receipt if grown.finished else None,
+            )
+            last = grown
+        await running
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # whoever still reads has been told
+        if job.plan is not None:
+            job.engine.abandon(job.plan, ticket)
+
+
+async def _follow(job: Job, outputs: asyncio.Queue[Grown | None]) -> None:
+    """Run a job of one sample, and check its edits whenever it has grown."""
+    async with planned(job) as complete, aclosing(outputs_of(job, complete, partial=True)) as found:
+        async for output in found:
+            (sample,) = output.outputs
+            grown = Grown(sample.text, tuple(sample.token_ids), finished=output.finished)
+            receipts = await receipts_of(job, complete.plan, [(0, len(grown.token_ids))], ended=grown.finished)
+            outputs.put_nowait(replace(grown, receipt=receipts[0] if receipts else None))
+
+
+async def _new_rows(job: Job, generated: Sequence[int], first: int) -> tuple[Captures | None, torch.Tensor | None]:
+    """The rows from number `first` on of a sequence that has come so far."""
+    if job.plan is None or job.plan.capture is None:
+        return None, None
+    total = job.plan.prompt_len + len(generated) - 1
+    expected = Expected(job.plan.key, job.plan, job.points, (*job.prompt.token_ids, *generated), first)
+    (delivery,) = await job.engine.collect([Wanted(Owner(job.plan.key, 0), total, first)])
+    rows, receipt = received(expected, delivery, job.engine.vllm.points)
+    return Captures(rows, job.engine.vllm.num_layers), torch.from_numpy(receipt.positions)
