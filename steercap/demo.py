@@ -2,7 +2,8 @@
 
 SmolLM2-135M answers several prompts at once; every layer's rows are captured while vLLM generates. The picture shows a
 logit lens of one prompt (what each layer would say next, if it were the last) and how far each layer tells
-praise from complaint along a direction found from the rows.
+praise from complaint along a direction found from the rows. That direction, added to and taken from one layer, then
+turns how a sentence goes on.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ SENTENCES: Final = (
     "My day has been {}",
 )
 HELD_OUT: Final = 3
+#: What is steered, at which layer, and by how many times the difference of means.
+OPENING: Final = "My day at work was"
+LAYER, DOSE = 18, 1.0
 
 
 async def run(out: Path) -> Path:
@@ -65,10 +69,11 @@ async def run(out: Path) -> Path:
             tokenizer = model.tokenizer
             answers = await _answers(model, bar)
             lens, told = await _studies(model, bar)
+            turned = await _turned(model, told, bar)
         todo = bar.add_task("drawing", total=1)
         picture = await asyncio.to_thread(_draw, path, tokenizer, lens, told, out)
         bar.advance(todo)
-    _report(answers, lens, picture)
+    _report(answers, turned, lens, picture)
     return picture
 
 
@@ -107,6 +112,23 @@ async def _studies(model: SteerModel, bar: Any) -> tuple[CaptureHandle, dict[str
         told[name] = torch.stack([torch.cat(list(handle.captures.values())) for handle in handles])
         bar.advance(todo)
     return lens, told
+
+
+async def _turned(model: SteerModel, told: dict[str, torch.Tensor], bar: Any) -> dict[str, str]:
+    """How the opening goes on as it is, towards praise, and towards complaint: three requests of one batch."""
+    from steercap import Add
+
+    todo = bar.add_task("steering", total=1)
+    direction = (told["praise"].mean(0) - told["complaint"].mean(0))[LAYER]
+    specs = {
+        "as it is": None,
+        "towards praise": Add(direction, DOSE, layer=LAYER, tokens=slice(1, None)),
+        "towards complaint": Add(direction, -DOSE, layer=LAYER, tokens=slice(1, None)),
+    }
+    params = {"max_tokens": 14, "temperature": 0.0}
+    texts = await model.generate([OPENING] * len(specs), params, steering=list(specs.values()))
+    bar.advance(todo)
+    return dict(zip(specs, texts, strict=True))
 
 
 def separation(told: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,7 +213,7 @@ def _draw_separation(axes: Any, praise: torch.Tensor, complaint: torch.Tensor) -
     axes.legend(loc="best")
 
 
-def _report(answers: Sequence[CaptureHandle], lens: CaptureHandle, picture: Path) -> None:
+def _report(answers: Sequence[CaptureHandle], turned: dict[str, str], lens: CaptureHandle, picture: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -201,6 +223,10 @@ def _report(answers: Sequence[CaptureHandle], lens: CaptureHandle, picture: Path
         shape = f"{len(handle.captures)} layers × {tuple(rows.shape)}\n{str(rows.dtype).removeprefix('torch.')}"
         table.add_row(question, handle.text.strip(), shape)
     console = Console()
+    console.print(table)
+    table = Table("steered", f"{OPENING} ...", title=f"layer {LAYER}, the same batch again", show_lines=True)
+    for name, text in turned.items():
+        table.add_row(name, " ".join(text.split()))
     console.print(table)
     console.print(f"lens prompt: {LENS!r}, rows {tuple(lens.captures[0].shape)} at {len(lens.captures)} layers")
     console.print(f"picture: {picture}")

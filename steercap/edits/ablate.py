@@ -8,7 +8,7 @@ from steercap.core.program import Response
 from steercap.edits.base import Edit, RankOne, Vector, unit
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Ablate(Edit):
     """h <- h + (keep - 1) (h·v̂) v̂ with v̂ = v/‖v‖: keep a fraction of the row's projection on v, none by default.
 

@@ -10,7 +10,7 @@ from steercap.core.program import Response
 from steercap.edits.base import Edit, RankOne, Vector, unit
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Add(Edit):
     """h <- h + scale v, or, relative to the row, h <- h + scale ‖h‖ v/‖v‖.
 

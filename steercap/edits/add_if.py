@@ -11,7 +11,7 @@ from steercap.edits.base import Edit, RankOne, Vector, unit
 from steercap.errors import InvalidVector
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class AddIf(Edit):
     """h <- h + scale v where h·probe + bias > threshold, and h as it is elsewhere; each row is judged by itself.
 

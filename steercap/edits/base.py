@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -44,7 +44,7 @@ class RankOne(NamedTuple):
     replaces: bool = False
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Edit(ABC):
     """A change to rows; its scope is the same for every operation.
 
@@ -111,9 +111,12 @@ class Edit(ABC):
         assert layers is not None
         return tuple(Point(layer, self.site) for layer in resolve_layers(layers, num_layers))
 
-    def __str__(self) -> str:
-        where = f"layer={self.layer}" if self.layer is not None else f"layers={self.layers!r}"
-        return f"{self.name}({where}, site={self.site!r}, tokens={self.tokens})"
+    def __repr__(self) -> str:
+        scope = [field.name for field in fields(Edit)]
+        named = sorted(
+            ((field.name, getattr(self, field.name)) for field in fields(self)), key=lambda it: it[0] in scope
+        )
+        return f"{self.name}({', '.join(f'{name}={_shown(value)}' for name, value in named if value is not None)})"
 
     def _keep(self, field: str, *shapes: str) -> Float[torch.Tensor, ...]:
         """Replace a field by a float32 copy of its own that no later change of the user's tensor reaches.
@@ -150,6 +153,13 @@ class Edit(ABC):
         if not abs(number) <= torch.finfo(torch.float32).max:
             raise InvalidEdit(f"{self.name}: {field}={number}; give a number that float32 can hold")
         object.__setattr__(self, field, number)
+
+
+def _shown(value: object) -> str:
+    """A value in few words: of a tensor, its shape."""
+    if isinstance(value, torch.Tensor):
+        return f"<{' × '.join(map(str, value.shape))}>"
+    return str(value) if isinstance(value, TokenSelection) else repr(value)
 
 
 def unit(edit: Edit, field: str) -> Float[torch.Tensor, "1 width"]:

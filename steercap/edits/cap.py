@@ -10,7 +10,7 @@ from steercap.edits.base import Edit, RankOne, Vector, unit
 from steercap.errors import InvalidEdit
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Cap(Edit):
     """h <- h + (clamp(p, low, high) - p) v̂ with p = h·v̂, v̂ = v/‖v‖: rows inside the bounds are left as they are.
 

@@ -14,7 +14,7 @@ from steercap.errors import InvalidEdit, InvalidVector
 MAX_RANK: Final = 16
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LowRank(Edit):
     """h <- h + scale Wᵀ(U h + b), all k projections read from the same row.
 

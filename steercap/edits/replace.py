@@ -15,7 +15,7 @@ from steercap.edits.base import Edit, RankOne, Vector
 from steercap.errors import InvalidEdit, InvalidVector
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Replace(Edit):
     """h[positions] <- rows, the first row at the first position: for instance rows captured from another request.
 

@@ -11,7 +11,7 @@ from steercap.edits.base import Edit, RankOne, Vector
 from steercap.errors import InvalidVector
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SAEFeature(Edit):
     """h <- h + (value - relu(h·encoder + bias)) decoder: the feature is `value` now; what it does not explain stays.
 

@@ -8,7 +8,7 @@ from steercap.core.program import Response
 from steercap.edits.base import Edit, RankOne, Vector, unit
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class SetProjection(Edit):
     """h <- h + (value - h·v̂) v̂ with v̂ = v/‖v‖: whatever the projection on v was, it is `value` now.
 

@@ -12,7 +12,7 @@ from rows import GREEDY, flattened, hold, parity, points, random_prompt, settled
 from specs import edit, spec, vector
 
 import steercap.sync
-from steercap import Ablate, Add, Cap, CaptureSpec, Replace, SteeringSpec
+from steercap import Ablate, Add, Cap, CaptureHandle, CaptureSpec, Replace, SteeringSpec
 from steercap.errors import (
     InvalidRequest,
     InvalidSpec,
@@ -122,9 +122,11 @@ async def test_cached_and_computed_prefixes_give_the_same_rows(cramped, tiny_ref
     for _ in range(2):
         _, handle = await cramped.generate(random_prompt(150, 8), PARAMS, capture=capture, steering=steering)
         handles.append(handle)
-    await cramped.fetch_captures_batch(handles)
+    output, clean = await cramped.generate(random_prompt(150, 8), PARAMS, capture=capture, raw_output=True)
+    await cramped.fetch_captures_batch([*handles, clean])
     assert [handle.receipt.steering.cached for handle in handles] == [0, 128]
-    hold(handles, tiny_reference, [steering] * 2)
+    assert output.num_cached_tokens == 0
+    hold([*handles, clean], tiny_reference, [steering, steering, None])
 
 
 async def test_rows_before_their_edits(tiny, tiny_reference) -> None:
@@ -147,7 +149,7 @@ async def test_rows_before_their_edits(tiny, tiny_reference) -> None:
     hold([after], tiny_reference, [steering])
 
 
-async def test_patching_rows_of_another_request(tiny, tiny_reference) -> None:
+async def test_patching_rows_of_another_request(tiny, tiny_reference, tmp_path) -> None:
     """Rows captured from one prompt, put into another at one layer, carry its answer over."""
     source, target = random_prompt(14, 10), random_prompt(14, 11)
     _, handles = await tiny.generate([source, target], PARAMS, capture=CaptureSpec())
@@ -159,6 +161,8 @@ async def test_patching_rows_of_another_request(tiny, tiny_reference) -> None:
     assert torch.equal(patched.captures[last][:14], handles[0].captures[last][:14])
     assert patched.output_token_ids[0] == handles[0].output_token_ids[0] != handles[1].output_token_ids[0]
     hold([patched], tiny_reference, [patch])
+    loaded = CaptureHandle.load(patched.save(tmp_path / "patched.safetensors"))
+    assert loaded.receipt.steering == patched.receipt.steering
 
 
 async def test_samples_of_one_prompt_are_all_steered(tiny, tiny_reference) -> None:

@@ -290,6 +290,16 @@ def test_rows_to_replace_come_in_any_form() -> None:
         assert Replace(torch.ones(2, WIDTH), positions, layer=1).replaced == (0, 1)
 
 
+def test_an_edit_shows_itself_in_one_line() -> None:
+    """Vectors by their shape, the scope last."""
+    shown = repr(Add(torch.ones(WIDTH), 2.0, layers=[1, 2], tokens="generated"))
+    assert (
+        shown
+        == f"Add(vector=<{WIDTH}>, scale=2.0, relative=False, layers=(1, 2), site='resid_post', tokens='generated')"
+    )
+    assert "<2 × 24>" in repr(Replace(torch.ones(2, WIDTH), [0, -1], layer=1))
+
+
 def test_equal_specs_share_a_configuration() -> None:
     """What a slot holds is known by content, vectors included; any difference is another configuration."""
     same = [lowered(spec("cap", WIDTH, seed=3, layers=[0, 1])).configuration.digest for _ in range(2)]
