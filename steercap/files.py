@@ -7,18 +7,16 @@ reduction. Tensors are named `rows.<site>.<layer>`, `positions`, `token_ids`, `p
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 from steercap.core.chat import MessageSpan
 from steercap.core.receipt import Receipt, SteeringReceipt
 from steercap.core.spec import Point
 from steercap.errors import InvalidFile
-from steercap.formats.base import write_whole
+from steercap.formats.base import read_tensors, write_tensors
 
 if TYPE_CHECKING:
     from steercap.handle import CaptureHandle
@@ -61,9 +59,7 @@ def save_handle(handle: CaptureHandle, path: Path) -> Path:
     tensors["token_ids"] = handle.token_ids
     tensors["prompt_token_ids"] = torch.tensor(handle.prompt_token_ids, dtype=torch.int64)
     tensors["output_token_ids"] = torch.tensor(handle.output_token_ids, dtype=torch.int64)
-    with write_whole(path) as scratch:
-        scratch.write_bytes(save(tensors, {"steercap": msgspec.json.encode(header).decode()}))
-    return path
+    return write_tensors(path, header, tensors)
 
 
 def load_handle(path: Path) -> CaptureHandle:
@@ -75,7 +71,8 @@ def load_handle(path: Path) -> CaptureHandle:
     from steercap.captures import Captures
     from steercap.handle import CaptureHandle
 
-    header, tensors = _read(path)
+    text, tensors = read_tensors(path)
+    header = _header(path, text)
     handle = CaptureHandle(
         request_id=header.request_id,
         model=header.model,
@@ -90,20 +87,6 @@ def load_handle(path: Path) -> CaptureHandle:
     handle._receipt = Receipt(header.points, *labels, header.writes, header.reduce, header.steering)
     handle._captures = Captures({point: tensors[_name(point)] for point in header.points}, header.num_layers)
     return handle
-
-
-def _read(path: Path) -> tuple[Header, dict[str, torch.Tensor]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata: dict[str, Any] = file.metadata() or {}
-            if "steercap" not in metadata:
-                raise InvalidFile(
-                    f"{path} is a safetensors file, but not of steercap: its header has no 'steercap' entry"
-                )
-            header = _header(path, metadata["steercap"])
-            return header, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no mapping
-    except (SafetensorError, OSError) as error:
-        raise InvalidFile(f"{path} cannot be read as a capture file: {error}") from error
 
 
 def _header(path: Path, text: str) -> Header:

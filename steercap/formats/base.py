@@ -10,7 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from steercap.errors import InvalidFile
 
@@ -42,6 +45,41 @@ def write_whole(path: Path) -> Iterator[Path]:
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise
+
+
+def write_tensors(path: Path, header: msgspec.Struct, tensors: dict[str, torch.Tensor]) -> Path:
+    """Write a safetensors file of steercap: its header is the metadata entry `steercap`, as JSON."""
+    with write_whole(path) as scratch:
+        scratch.touch()
+        mode = scratch.stat().st_mode  # safetensors would leave a file that only its owner can read
+        save_file(tensors, scratch, {"steercap": msgspec.json.encode(header).decode()})
+        scratch.chmod(mode)
+    return path
+
+
+def read_tensors(path: Path, *, tensors: bool = True) -> tuple[str, dict[str, torch.Tensor]]:
+    """The header and the tensors of a safetensors file of steercap.
+
+    Args:
+        path: the file.
+        tensors: whether to read them.
+
+    Raises:
+        InvalidFile: missing, truncated, or not of steercap.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            if "steercap" not in metadata:
+                raise InvalidFile(
+                    f"{path} is a safetensors file, but not of steercap: its header has no 'steercap' entry"
+                )
+            names = file.keys() if tensors else ()
+            return metadata["steercap"], {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise InvalidFile(
+            f"{path} cannot be read as a safetensors file of steercap: {error}; copy or save it again"
+        ) from error
 
 
 @contextmanager

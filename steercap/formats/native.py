@@ -19,14 +19,12 @@ from typing import Any, Final, SupportsIndex
 import msgspec
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 from steercap.core.tokens import TokenSelection
 from steercap.edits import EDITS
 from steercap.edits.base import Edit
 from steercap.errors import InvalidFile, InvalidSpec
-from steercap.formats.base import blame, write_whole
+from steercap.formats.base import blame, read_tensors, write_tensors
 from steercap.steering import SteeringSpec
 from steercap.vectors import LayerVectors
 
@@ -119,9 +117,7 @@ def _save(value: SteeringSpec | LayerVectors, path: Path, kind: str, model: str)
     store = _Store()
     content = _pack(value, "", store)
     header = _signed(Header(VERSION, kind, model, CONVENTION, "", content), store.tensors)
-    with write_whole(path) as scratch:
-        scratch.write_bytes(save(store.tensors, {"steercap": msgspec.json.encode(header).decode()}))
-    return path
+    return write_tensors(path, header, store.tensors)
 
 
 def _load(path: Path, kind: str, expected: type) -> object:
@@ -142,20 +138,11 @@ def _load(path: Path, kind: str, expected: type) -> object:
 
 
 def _read(path: Path, *, tensors: bool = True) -> tuple[Header, dict[str, torch.Tensor]]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-            header = _header(path, metadata.get("steercap"))
-            return header, {name: file.get_tensor(name) for name in file.keys() if tensors}  # noqa: SIM118 -- no mapping
-    except (SafetensorError, OSError) as error:
-        raise InvalidFile(
-            f"{path} cannot be read as a safetensors file of steercap: {error}; copy or save it again"
-        ) from error
+    text, found = read_tensors(path, tensors=tensors)
+    return _header(path, text), found
 
 
-def _header(path: Path, text: str | None) -> Header:
-    if text is None:
-        raise InvalidFile(f"{path} is a safetensors file, but not of steercap: its header has no 'steercap' entry")
+def _header(path: Path, text: str) -> Header:
     try:
         preface = msgspec.json.decode(text, type=_Preface)
         _check_preface(path, preface)

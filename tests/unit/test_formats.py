@@ -150,10 +150,11 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch) -> None:
     path = some_vectors().save(tmp_path / "x.safetensors")
     old = path.read_bytes()
 
-    def full(_self: Path, _data: bytes) -> int:
+    def full(_tensors: Any, scratch: Path, _metadata: Any) -> None:
+        scratch.write_bytes(b"half of it")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr("steercap.formats.base.save_file", full)
     with pytest.raises(OSError, match="no space"):
         some_vectors().save(path)
     assert path.read_bytes() == old
