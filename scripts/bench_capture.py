@@ -202,10 +202,15 @@ def show(name: str, found: dict[str, Any]) -> None:
     )
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9)
+def arguments(description: str | None, repeats: int) -> argparse.Namespace:
+    """The command line of a bench."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=repeats)
     parser.add_argument("--eager", action="store_true", help="enforce_eager, instead of vLLM's default")
     parser.add_argument("--json", type=Path, default=None)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    args = arguments(__doc__, repeats=9)
     asyncio.run(main(args.repeats, eager=args.eager, out=args.json))

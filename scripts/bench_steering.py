@@ -11,7 +11,6 @@ token; prefix caching is off, so that nothing is spared.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
@@ -22,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench_capture import ENGINE_ARGS, plain_run, prompts, sampling, spread
+from bench_capture import ENGINE_ARGS, arguments, plain_run, prompts, sampling, spread
 
 WORKLOADS = {"1x(32+48)": (1, 32, 48), "64x(32+16)": (64, 32, 16), "8x(256+1)": (8, 256, 1)}
 WIDTH, LAYERS, SLOTS = 576, 30, 8
@@ -174,9 +173,5 @@ async def main(repeats: int, *, eager: bool, out: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--eager", action="store_true", help="enforce_eager, instead of vLLM's default")
-    parser.add_argument("--json", type=Path, default=None)
-    args = parser.parse_args()
+    args = arguments(__doc__, repeats=7)
     asyncio.run(main(args.repeats, eager=args.eager, out=args.json))

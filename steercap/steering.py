@@ -148,53 +148,77 @@ def lower(
         InvalidVector: a vector of another width.
         TooManyEdits: more edits at one point than the tables hold.
     """
-    entries: list[Entry] = []
-    vectors: dict[bytes, bytes] = {}
-    places: dict[bytes, int] = {}
-    scopes: dict[TokenSelection, int] = {}
-    keepers: dict[tuple[int, ...], int] = {}
-    replaced: list[tuple[int, ...]] = []
-    points: set[Point] = set()
-
-    def place(rows: torch.Tensor) -> int:
-        data = rows.contiguous().numpy().tobytes()
-        digest = hashlib.sha256(data).digest()
-        vectors[digest] = data
-        return places.setdefault(digest, len(places))
-
+    lowering = _Lowering()
+    changes_kv = False
     for number, (edit, keeper) in enumerate(spec._segments()):
-        at = edit.points(num_layers)
-        check_armed(at, armed, SITES)
-        points.update(at)
+        points = edit.points(num_layers)
+        check_armed(points, armed, SITES)
+        changes_kv |= any(_changes_kv(point, num_layers) for point in points)
         for part in edit.lower():
             _check_width(edit, part, width)
-            entries.append(
-                Entry(
-                    edit=number,
-                    points=tuple(armed[point] for point in at),
-                    scope=scopes.setdefault(edit.selection, len(scopes)),
-                    write=place(part.write),
-                    read=NONE if part.read is None else place(part.read),
-                    response=part.response,
-                    joined=part.joined,
-                    replacement=len(replaced) if part.replaces else NONE,
-                    norm=NONE if keeper is None else keepers.setdefault(keeper, len(keepers)),
-                )
-            )
-            if part.replaces:
-                replaced.append(edit.replaced)
-    _check_counts(entries, scopes, replaced, edits_per_point)
-    row_bytes = width * torch.float32.itemsize
-    blobs = tuple(Blob(digest, len(vectors[digest]) // row_bytes) for digest in places)
-    configuration = Configuration(tuple(entries), blobs, len(scopes), len(replaced))
+            lowering.add(number, edit, part, tuple(armed[point] for point in points), keeper)
+    _check_counts(lowering.entries, lowering.scopes, lowering.replaced, edits_per_point)
+    configuration = lowering.configuration(width)
     return Lowered(
         configuration=configuration,
         digest=configuration.digest,
-        vectors=vectors,
-        selections=tuple(scopes),
-        replaced=tuple(replaced),
-        changes_kv=any(_changes_kv(point, num_layers) for point in points),
+        vectors=lowering.vectors,
+        selections=tuple(lowering.scopes),
+        replaced=tuple(lowering.replaced),
+        changes_kv=changes_kv,
     )
+
+
+class _Lowering:
+    """A configuration as it comes together; what is equal is numbered once, in the order in which it came."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.vectors: dict[bytes, bytes] = {}
+        self.scopes: dict[TokenSelection, int] = {}
+        self.replaced: list[tuple[int, ...]] = []
+        self._blobs: dict[bytes, int] = {}
+        self._keepers: dict[tuple[int, ...], int] = {}
+
+    def add(
+        self, number: int, edit: Edit, part: RankOne, points: tuple[int, ...], keeper: tuple[int, ...] | None
+    ) -> None:
+        """Take in one part of an edit.
+
+        Args:
+            number: of the edit in the spec.
+            edit: the edit.
+            part: one of what it comes down to.
+            points: indices of its points among the engine's armed ones.
+            keeper: place of the spec that preserves the norm around it, or None.
+        """
+        self.entries.append(
+            Entry(
+                edit=number,
+                points=points,
+                scope=self.scopes.setdefault(edit.selection, len(self.scopes)),
+                write=self._blob(part.write),
+                read=NONE if part.read is None else self._blob(part.read),
+                response=part.response,
+                joined=part.joined,
+                replacement=len(self.replaced) if part.replaces else NONE,
+                norm=NONE if keeper is None else self._keepers.setdefault(keeper, len(self._keepers)),
+            )
+        )
+        if part.replaces:
+            self.replaced.append(edit.replaced)
+
+    def configuration(self, width: int) -> Configuration:
+        """What has come, for rows of `width` elements."""
+        row_bytes = width * torch.float32.itemsize
+        blobs = tuple(Blob(digest, len(data) // row_bytes) for digest, data in self.vectors.items())
+        return Configuration(tuple(self.entries), blobs, len(self.scopes), len(self.replaced))
+
+    def _blob(self, rows: torch.Tensor) -> int:
+        data = rows.contiguous().numpy().tobytes()
+        digest = hashlib.sha256(data).digest()
+        self.vectors.setdefault(digest, data)
+        return self._blobs.setdefault(digest, len(self._blobs))
 
 
 def scopes_of(

@@ -174,17 +174,22 @@ def scope_masks(scopes: tuple[tuple[Range, ...], ...], limit: int) -> npt.NDArra
     return masks
 
 
-def applications(configuration: Configuration, points: Iterable[int]) -> npt.NDArray[np.int64]:
-    """Rows that each edit touches for each position of a scope, over some points: int64 [edits, scopes].
+def rows_touched(configuration: Configuration, points: Iterable[int], masks: npt.NDArray[np.int32]) -> tuple[int, ...]:
+    """Rows that each edit touches, all its points among `points` together.
 
     A low-rank edit touches a row once, however many parts it has.
+
+    Args:
+        configuration: the edits.
+        points: the points that count.
+        masks: scopes that hold each token that was computed, int32 [tokens].
     """
-    counts = np.zeros((configuration.edits, configuration.scopes), dtype=np.int64)
-    known = set(points)
+    tokens = [int(((masks >> scope) & 1).sum()) for scope in range(configuration.scopes)]
+    known, rows = set(points), [0] * configuration.edits
     for entry in configuration.entries:
         if not entry.joined:
-            counts[entry.edit, entry.scope] += sum(point in known for point in entry.points)
-    return counts
+            rows[entry.edit] += tokens[entry.scope] * sum(point in known for point in entry.points)
+    return tuple(rows)
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

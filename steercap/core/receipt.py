@@ -13,7 +13,7 @@ import numpy as np
 
 from steercap.core.messages import SteeringRecord, Unknown
 from steercap.core.plan import Plan
-from steercap.core.program import Configuration, applications, scope_masks
+from steercap.core.program import Configuration, rows_touched, scope_masks
 from steercap.core.rows import Ints
 from steercap.core.spec import Point
 from steercap.errors import CaptureIncomplete, SteeringNotApplied
@@ -133,9 +133,8 @@ def check_edits(
         raise SteeringNotApplied(f"{request}: {total} tokens were inputs, more than the {plan.limit} it can have")
     computed = np.unpackbits(np.frombuffer(known[0].computed, dtype=np.uint8))[:total].astype(np.bool_)
     masks = scope_masks(plan.steering.scopes, plan.limit)[:total][computed]
-    positions = np.array([((masks >> scope) & 1).sum() for scope in range(configuration.scopes)])
     everywhere = {point for entry in configuration.entries for point in entry.points}
-    expected = tuple((applications(configuration, everywhere) @ positions).tolist())
+    expected = rows_touched(configuration, everywhere, masks)
     touched = tuple(sum(rows) for rows in zip(*(record.rows for record in known if record.witness), strict=True))
     if touched != expected or len({record.computed for record in known}) > 1:
         raise SteeringNotApplied(

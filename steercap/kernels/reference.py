@@ -38,7 +38,7 @@ class Column:
         used: whether the token's slot has such an entry; None if all have.
         scope: bit of the token's mask that it asks for; None if every token is in its scope.
         replacement: column of the table of replacements.
-        reads, relative, replaces, joined, measures, restores: bits of its kind; None if all that use it have them.
+        reads, relative, replaces, joined, measures, restores: bits of its kind; None if every token's slot has them.
         bias, gain, offset, minus, low, high, floor, threshold: of f, see `core.program.Response`.
     """
 

@@ -165,9 +165,9 @@ class EditTables:
         self._evidence.add_(applied, alpha=_weight(point))
 
     def close(self) -> Ints:
-        """The pass has run: whether each token got all its edits; bool [steered], in the order of `open`."""
+        """The pass has run: whether each token got all its edits; bool [steered], in the order of `open`, once."""
         got: Ints = self._evidence.numpy() == self._expected
-        self._tokens = self._tokens[:0]
+        self._tokens, self._evidence, self._expected = self._tokens[:0], self._evidence[:0], self._expected[:0]
         return got
 
     def _program(self, point: int) -> tuple[Column, ...]:

@@ -24,7 +24,7 @@ from steercap.core.messages import (
     Vectors,
 )
 from steercap.core.plan import Plan
-from steercap.core.program import NONE, Configuration, SteeringPlan, applications, scope_masks
+from steercap.core.program import NONE, Configuration, SteeringPlan, rows_touched, scope_masks
 from steercap.core.rows import Ints
 from steercap.errors import WorkerFailure
 from steercap.worker.edits import EditTables, StepEdits
@@ -108,21 +108,16 @@ class Steered:
         missing = np.flatnonzero(~(computed | cached))
         if failure is None and len(missing):
             failure = f"{len(missing)} of {total} tokens were never computed, the first at position {missing[0]}"
+        rows: tuple[int, ...] = ()
+        if failure is None and self.slot is not None:
+            rows = rows_touched(self.slot.configuration, points, self._masks[:total][computed])
         return SteeringRecord(
             owner=self.owner,
             computed=np.packbits(computed).tobytes(),
-            rows=() if failure or self.slot is None else self._rows(computed, self.slot.configuration, points),
+            rows=rows,
             failure=failure,
             witness=witness,
         )
-
-    def _rows(
-        self, computed: np.ndarray[tuple[int], np.dtype[np.bool_]], configuration: Configuration, points: Sequence[int]
-    ) -> tuple[int, ...]:
-        """Rows that each edit touched at these points."""
-        masks = self._masks[: len(computed)][computed]
-        positions = [int(((masks >> scope) & 1).sum()) for scope in range(configuration.scopes)]
-        return tuple((applications(configuration, points) @ np.array(positions)).tolist())
 
 
 class Steering:

@@ -92,7 +92,6 @@ class StepTables:
     """
 
     def __init__(self, num_points: int, width: int) -> None:
-        self.num_points = num_points
         self.width = width
         self.fired: Ints = np.zeros(num_points, dtype=np.int64)
         self.misfit: str | None = None
@@ -100,7 +99,6 @@ class StepTables:
         self._after = CopyTable(num_points)
         self._arena: torch.Tensor | None = None
         self._edits: EditTables | None = None
-        self._edits_open = False
         self.open = False
         self._num_tokens = 0
 
@@ -116,7 +114,6 @@ class StepTables:
         self._num_tokens = num_tokens
         self._before.fill([step for step in copies if step.before_edits])
         self._after.fill([step for step in copies if not step.before_edits])
-        self._edits_open = bool(edits)
         if self._edits is not None and edits:
             self._edits.open(edits)
         self.open = True
@@ -128,10 +125,7 @@ class StepTables:
             Whether each token that was to be edited was: bool [steered], in the order of `fill`.
         """
         self.open = False
-        if self._edits is None or not self._edits_open:
-            return np.zeros(0, dtype=np.bool_)
-        self._edits_open = False
-        return self._edits.close()
+        return np.zeros(0, dtype=np.bool_) if self._edits is None else self._edits.close()
 
     def on_tap(
         self, hidden: Float[torch.Tensor, "n width"], residual: Float[torch.Tensor, "n width"] | None, point: int
@@ -145,7 +139,7 @@ class StepTables:
             return
         if self._arena is not None:
             self._before.copy(hidden, residual, point, self._arena)
-        if self._edits_open and self._edits is not None and self._edits.edits(point):
+        if self._edits is not None and self._edits.edits(point):
             self._edits.apply(hidden, residual, point)
         if self._arena is not None:
             self._after.copy(hidden, residual, point, self._arena)
