@@ -89,11 +89,11 @@ async def fetch_styles(model: Any, repeats: int) -> dict[str, float]:
 def idle_tap_cost() -> float:
     """Seconds that one idle tap adds to the call of a module: hook, operator, and the look at empty tables."""
     import torch
+    from steercap.worker.tables import StepTables
     from torch import nn
 
     from steercap.kernels.tap import bind
     from steercap.sites.base import output_hook
-    from steercap.worker.tables import StepTables
 
     class Layer(nn.Module):
         def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

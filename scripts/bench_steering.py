@@ -109,10 +109,10 @@ def kernel_times() -> dict[str, float]:
     """Microseconds of one point for 64 tokens of 1, 8 and 64 slots: the reference kernel by itself."""
     import numpy as np
     import torch
+    from steercap.worker.edits import EditTables, StepEdits
 
     from steercap.core.spec import Point
     from steercap.steering import lower
-    from steercap.worker.edits import EditTables, StepEdits
 
     found = {}
     for different in (1, 8, 64):

@@ -38,6 +38,9 @@ class Settings:
         steering_slots: different steering configurations that can be in use at once; requests beyond wait.
         vector_bytes: memory of the vector bank on each worker, float32, in bytes.
         edits_per_point: rank-one edits that one configuration can have at one point.
+        arena_bytes: device memory on each capturing worker for rows on their way to shared memory; None for twice
+            what the largest pass can need at all armed points, or once, if that is more than a tenth of the
+            device. Not used on CPU.
 
     Raises:
         InvalidSetting: a value that does not fit.
@@ -53,6 +56,7 @@ class Settings:
     steering_slots: int = 256
     vector_bytes: int = DEFAULT_VECTOR_BYTES
     edits_per_point: int = 16
+    arena_bytes: int | None = None
 
     def __post_init__(self) -> None:
         sites = (self.sites,) if isinstance(self.sites, str) else tuple(dict.fromkeys(self.sites))
@@ -67,6 +71,8 @@ class Settings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidSetting(f"{name}={value!r}; give a whole number above 0")
+        if self.arena_bytes is not None and (not isinstance(self.arena_bytes, int) or self.arena_bytes < 1):
+            raise InvalidSetting(f"arena_bytes={self.arena_bytes!r}; give a whole number above 0, or None")
         if self.overflow_timeout <= 0:
             raise InvalidSetting(f"overflow_timeout={self.overflow_timeout}; give seconds above 0")
 

@@ -101,7 +101,7 @@ class Engine:
         """
         from steercap.adapters.engine import VllmEngine
 
-        starting = asyncio.ensure_future(asyncio.to_thread(VllmEngine.start, model, settings.armed, engine_args))
+        starting = asyncio.ensure_future(asyncio.to_thread(VllmEngine.start, model, settings, engine_args))
         try:
             vllm = await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -280,10 +280,7 @@ class Engine:
 
     async def _attach(self) -> None:
         settings = self.settings
-        question = Attach(
-            settings.capture_bytes, settings.steering_slots, settings.vector_bytes, settings.edits_per_point
-        )
-        answers = await self._ask(question, Attached)
+        answers = await self._ask(Attach(settings.capture_bytes), Attached)
         self._ranks = tuple(
             Rank(index, attached, open_reader(attached, self.settings.transport, self._line_source(index)))
             for index, attached in enumerate(answers)

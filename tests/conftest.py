@@ -17,9 +17,13 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import psutil
 import pytest
+from hypothesis import settings
 
 from steercap import SteerModel
 from steercap.testing import Reference, smollm2, tiny_checkpoint
+
+settings.register_profile("steercap", deadline=None)  # examples differ in what they compile
+settings.load_profile("steercap")
 
 ALL_SITES = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 

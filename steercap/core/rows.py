@@ -13,12 +13,15 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from steercap.core.tokens import Range, selected
+
+if TYPE_CHECKING:
+    import torch
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -31,15 +34,15 @@ class BatchRows:
         request_ids: the runner's ids, in batch order.
         starts: position of each request's first token in this pass: int64 [requests].
         counts: tokens of each request in this pass: int64 [requests].
-        token_ids: the ids the model reads, int64 [tokens].
-        positions: the positions the model reads, int64 [tokens].
+        token_ids: the ids the model reads, [tokens] at least, on the model's device.
+        positions: the positions the model reads, [tokens] at least, on the model's device.
     """
 
     request_ids: Sequence[str]
     starts: Ints
     counts: Ints
-    token_ids: Ints
-    positions: Ints
+    token_ids: torch.Tensor
+    positions: torch.Tensor
 
 
 @lru_cache(maxsize=256)
@@ -50,6 +53,22 @@ def ranks(ranges: tuple[Range, ...], limit: int) -> Ints:
     order[~mask] = -1
     order.flags.writeable = False
     return order
+
+
+@lru_cache(maxsize=256)
+def tail(ranges: tuple[Range, ...], limit: int) -> tuple[int, int | None]:
+    """From where on a selection is regular: every position is selected, or none.
+
+    Returns:
+        The first position of the regular part; and what to subtract from a position there to get its row, or None if
+        none is selected.
+    """
+    order = ranks(ranges, limit)
+    shifts = np.where(order >= 0, np.arange(limit) - order, -1)
+    changes = np.flatnonzero(np.diff(shifts))
+    regular = int(changes[-1]) + 1 if len(changes) else 0
+    shift = int(shifts[-1]) if limit else -1
+    return regular, None if shift < 0 else shift
 
 
 def rows_selected(ranges: tuple[Range, ...], limit: int, total: int) -> Ints:

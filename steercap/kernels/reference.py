@@ -9,20 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from jaxtyping import Bool, Float, Int
 
-#: What an entry is, as bits of its kind.
-USED: Final = 1
-READS: Final = 2
-RELATIVE: Final = 4
-REPLACES: Final = 8
-JOINED: Final = 16
-LEADS: Final = 32  # the entry after it reads the same row
-MEASURES: Final = 64  # the norm of the row is measured before it
-RESTORES: Final = 128  # ... and restored after it
+from steercap.kernels.bits import JOINED, LEADS, MEASURES, READS, RELATIVE, REPLACES, RESTORES
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,10 @@ class Tappable(Protocol):
     """What a tap talks to: the tables of the worker in whose process it runs."""
 
     def on_tap(
-        self, hidden: Float[torch.Tensor, "n width"], residual: Float[torch.Tensor, "n width"] | None, point: int
+        self,
+        hidden: Float[torch.Tensor, "n width"],
+        residual: Float[torch.Tensor, "n width"] | None,
+        point: Int[torch.Tensor, 1],
     ) -> None:
         """Read and edit the rows of one point of the running pass."""
 
@@ -37,16 +40,17 @@ def bind(tables: Tappable | None) -> None:
     _bound = tables
 
 
-def _tap_cpu(hidden: torch.Tensor, residual: torch.Tensor | None, point: torch.Tensor) -> None:
+def _tap(hidden: torch.Tensor, residual: torch.Tensor | None, point: torch.Tensor) -> None:
     if _bound is not None:
-        _bound.on_tap(hidden, residual, int(point))
+        _bound.on_tap(hidden, residual, point)
 
 
 def _tap_fake(_hidden: torch.Tensor, _residual: torch.Tensor | None, _point: torch.Tensor) -> None:
     return None
 
 
-LIBRARY.impl("tap", _tap_cpu, "CPU")
+for _device in ("CPU", "CUDA"):
+    LIBRARY.impl("tap", _tap, _device)
 torch.library.register_fake("steercap::tap", _tap_fake, lib=LIBRARY)
 
 

@@ -1,7 +1,9 @@
-"""The arena: lines that taps write rows into, handed out in pages.
+"""The arena: lines in shared memory that rows end up in, handed out in pages.
 
-Number 6 in the life of a request. On CPU the arena is the shared memory itself: what a tap writes is where the
-client reads it, and nothing is copied in between. A request's pages hold its records in the order of its rows.
+Number 6 in the life of a request. On CPU taps write into the shared memory itself: what a tap writes is where the
+client reads it, and nothing is copied in between. On CUDA the memory is pinned, and each pass's rows are copied
+there from the device. A request's pages hold its records in the order of its rows; every record has a label, the
+position and the token id that the model read.
 """
 
 from __future__ import annotations
@@ -9,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import torch
+from jaxtyping import Float
 
-from steercap.core.rows import PageAllocator, PageShape
+from steercap.core.rows import Ints, PageAllocator, PageShape
+from steercap.errors import WorkerFailure
 from steercap.transport.shared import HEADER_BYTES, SharedSegment
 
 #: Memory that stays resident while nothing is captured, so that short requests do not fault pages in anew.
@@ -26,28 +31,66 @@ class Arena:
         width: elements of a line.
         dtype: the model's dtype.
         capture_bytes: most the arena may take.
+        device: where the model computes; on CUDA the memory is pinned, all of it, until the process ends.
+
+    Raises:
+        WorkerFailure: the memory cannot be pinned.
     """
 
-    def __init__(self, shape: PageShape, width: int, dtype: torch.dtype, capture_bytes: int) -> None:
+    def __init__(
+        self, shape: PageShape, width: int, dtype: torch.dtype, capture_bytes: int, device: torch.device
+    ) -> None:
         self.shape = shape
         self.width = width
         self.dtype = dtype
+        self.device = device
         pages = capture_bytes // shape.page_bytes
         self.segment = SharedSegment.create(pages * shape.page_bytes)
         self.pages = PageAllocator(pages)
         self.lines = line_view(self.segment, width, dtype)
+        #: Position + 1 and token id of the record that begins at each line; 0 and 0 where none does.
+        self._labels = np.zeros((pages * shape.lines, 2), dtype=np.int32)
+        self._pinned = device.type == "cuda"
+        if self._pinned:
+            _pin(self.lines)
 
     def page_line(self, page: int) -> int:
         """First line of a page."""
         return page * self.shape.lines
 
+    def allocate(self) -> int | None:
+        """A page without labels, or None when all are in use."""
+        page = self.pages.allocate()
+        if page is not None:
+            first = self.page_line(page)
+            self._labels[first : first + self.shape.lines] = 0
+        return page
+
     def free(self, pages: Sequence[int]) -> None:
-        """Take pages back; once nothing is in use, memory above the warm part goes back to the system."""
+        """Take pages back; once nothing is in use, memory above the warm part goes back to the system, if it can."""
         self.pages.free(pages)
+        if self._pinned:
+            return
         warm = WARM_BYTES // self.shape.page_bytes
         touched = self.pages.forget_untouched(warm)
         if self.pages.touched < touched:
             self.segment.trim(warm * self.shape.page_bytes, touched * self.shape.page_bytes)
+
+    def label(self, lines: Ints, positions: Ints, token_ids: Ints) -> None:
+        """Say whose records begin at `lines`."""
+        self._labels[lines, 0] = positions + 1
+        self._labels[lines, 1] = token_ids
+
+    def labels(self, lines: Ints) -> Ints:
+        """Position and token id of the records that begin at `lines`, -1 for a position that never came: [lines, 2]."""
+        found: Ints = self._labels[lines].astype(np.int64)
+        found[:, 0] -= 1
+        return found
+
+    def read(self, first: int, count: int) -> Float[torch.Tensor, "lines width"]:
+        """Lines on the device that reduces them."""
+        lines = self.lines[first : first + count]
+        return lines.to(self.device, non_blocking=True) if self._pinned else lines
 
 
 def line_view(segment: SharedSegment, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -56,3 +99,13 @@ def line_view(segment: SharedSegment, width: int, dtype: torch.dtype) -> torch.T
     line_bytes = width * dtype.itemsize
     whole = len(flat) // line_bytes * line_bytes
     return flat[:whole].view(dtype).view(-1, width)
+
+
+def _pin(lines: torch.Tensor) -> None:
+    """Lock memory in place, so that the device can write to it by itself."""
+    error = torch.cuda.cudart().cudaHostRegister(lines.data_ptr(), lines.nbytes, 1)  # 1: for every context
+    if int(error):
+        raise WorkerFailure(
+            f"{lines.nbytes:,} bytes of memory for captured rows cannot be pinned (CUDA error {int(error)}); "
+            "lower SteerModel(..., capture_bytes=), or raise the memory limit of this machine"
+        )

@@ -6,18 +6,18 @@ Number 6 and 7 in the life of a request.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 import numpy as np
 import torch
 
 from steercap.core.messages import LineRange, Owner, Parcel
 from steercap.core.plan import CapturePlan, Plan
-from steercap.core.rows import Ints, ranks, rows_selected
+from steercap.core.program import NONE
+from steercap.core.rows import Ints, ranks, rows_selected, tail
 from steercap.core.spec import Reduction
 from steercap.worker.arena import Arena
+from steercap.worker.layouts import Layouts
 from steercap.worker.reduce import REDUCED_DTYPE, reduce_rows
-from steercap.worker.tables import ABSENT, StepRows
 
 
 class Outbox:
@@ -27,53 +27,92 @@ class Outbox:
         owner: whose rows.
         plan: the request.
         capture: what it keeps.
-        local: index of every point of this rank among the engine's armed points, ascending.
+        layouts: the records' layouts on this rank.
         arena: where the rows go.
     """
 
-    def __init__(self, owner: Owner, plan: Plan, capture: CapturePlan, local: tuple[int, ...], arena: Arena) -> None:
+    def __init__(self, owner: Owner, plan: Plan, capture: CapturePlan, layouts: Layouts, arena: Arena) -> None:
         self.owner = owner
         self.capture = capture
         self.limit = plan.limit
         self.failure: str | None = None
         self.writes = 0
         self._arena = arena
+        self._layouts = layouts
+        self._points = layouts.points(capture.points)
+        self._layout = layouts.acquire(capture.points, before_edits=capture.before_edits) if self._points else None
+        if self._points and self._layout is None:
+            self.fail("too many requests keep different points at once")
         self._ranks = ranks(capture.ranges, plan.limit)
-        self._offsets, self._points = record_layout(capture.points, local)
+        self._regular, self._shift = tail(capture.ranges, plan.limit)
         self._per_page = arena.shape.records(len(self._points)) if self._points else 0
         self._pages: list[int] = []
         self._first_lines = np.empty(0, dtype=np.int64)
-        rows = int(self._ranks.max(initial=-1)) + 1
-        self._positions = np.full(rows, ABSENT, dtype=np.int64)
-        self._token_ids = np.full(rows, ABSENT, dtype=np.int64)
-        self._reduced = False
+        self._rows = 0  # one more than the last row that has a place
+        self._reduced: tuple[Ints, Ints] | None = None  # labels of the rows that were reduced
 
-    def place(self, start: int, first_token: int, token_ids: Ints) -> StepRows | None:
-        """Find lines for the tokens of a pass that the plan selects, and label them.
+    @property
+    def record(self) -> tuple[int, int, int]:
+        """Of a record: its layout, its lines, and what the copies of one token add up to."""
+        if self._layout is None:
+            return NONE, 0, 0
+        return self._layout.number, len(self._points), self._layout.evidence
+
+    def place(self, start: int, count: int) -> Ints:
+        """Find lines for the tokens of a pass: the first line of each record, NONE where none is kept; int64 [count].
 
         Args:
             start: position of the request's first token in this pass.
-            first_token: its place in the batch.
-            token_ids: ids of the request's tokens in this pass, int64 [tokens].
+            count: tokens of the request in this pass.
         """
-        order = self._ranks[start : start + len(token_ids)]
+        lines: Ints = np.full(count, NONE, dtype=np.int64)
+        order = self._ranks[start : start + count]  # drafts may lie beyond all the request can keep
         chosen = np.flatnonzero(order >= 0)
         if not len(chosen) or not self._points:
-            return None
+            return lines
         rows = order[chosen]
-        if not self._reach(int(rows[-1])):
+        if not self._reach(int(rows.max())):
             self.fail("the arena is full")
-            return None
-        self._positions[rows] = chosen + start
-        self._token_ids[rows] = token_ids[chosen]
+            return lines
         self.writes += len(rows)
-        page, slot = np.divmod(rows, self._per_page)
-        lines = self._first_lines[page] + slot * len(self._points)
-        return StepRows(chosen + first_token, lines, self._offsets, self.capture.before_edits)
+        self._rows = max(self._rows, int(rows.max()) + 1)
+        lines[chosen] = self._lines(rows)
+        return lines
+
+    def ahead(self, start: int) -> tuple[int, int | None]:
+        """How far the tokens from `start` on are kept alike, and where.
+
+        Returns:
+            The first position that is not like `start`, and a number that, with a record's lines for each position
+            added, gives the first line of a position's record; None when they are not kept.
+        """
+        if start < self._regular:
+            return start, None
+        if self._shift is None or not self._points:
+            return self.limit, None
+        page, record = (start - self._shift) // self._per_page, len(self._points)
+        if page >= len(self._pages):
+            return start, None
+        first = page * self._per_page + self._shift
+        stop = first + self._per_page * self._consecutive(page)
+        return min(self.limit, stop), int(self._first_lines[page]) - first * record
+
+    def went_on(self, start: int, stop: int) -> None:
+        """The tokens of these positions were kept, each where `ahead` said."""
+        assert self._shift is not None
+        self.writes += stop - start
+        self._rows = max(self._rows, stop - self._shift)
 
     def fail(self, reason: str) -> None:
         """The rows cannot be trusted; the first reason is kept."""
         self.failure = self.failure or reason
+
+    def stop(self) -> None:
+        """The request runs no more: pages it did not get to are free. Idempotent."""
+        if self._layout is not None:
+            self._layouts.release(self._layout)
+            self._layout = None
+            self._keep(-(-self._rows // self._per_page))
 
     def seal(self, total: int, first: int) -> Parcel:
         """Say where the rows of the first `total` inputs are; reduce them first if the plan says so. Idempotent.
@@ -83,11 +122,13 @@ class Outbox:
             first: rows to leave out, because the client has them already.
         """
         rows = len(rows_selected(self.capture.ranges, self.limit, total))
+        positions, token_ids = self._labels(rows)
         stored, dtype = range(first, rows), self._arena.dtype
-        failure = self.failure or self._missing(rows)
+        failure = self.failure or self._missing(positions)
         if self.capture.reduce:
             stored, dtype = range(min(rows, 1)), REDUCED_DTYPE
-            if rows and self._points and not failure and not self._reduced:
+            if rows and self._points and not failure and self._reduced is None:
+                self._reduced = positions, token_ids
                 self._reduce(self.capture.reduce, rows)
         return Parcel(
             owner=self.owner,
@@ -96,62 +137,78 @@ class Outbox:
             lines=tuple(self._line_ranges(stored, dtype)) if not failure else (),
             stored_rows=len(stored),
             dtype=str(dtype).removeprefix("torch."),
-            positions=self._positions[first:rows].tobytes(),
-            token_ids=self._token_ids[first:rows].tobytes(),
+            positions=positions[first:].tobytes(),
+            token_ids=token_ids[first:].tobytes(),
             writes=self.writes,
             failure=failure,
         )
 
+    def _lines(self, rows: Ints) -> Ints:
+        """First line of each row's record."""
+        page, slot = np.divmod(rows, self._per_page)
+        lines: Ints = self._first_lines[page] + slot * len(self._points)
+        return lines
+
+    def _labels(self, rows: int) -> tuple[Ints, Ints]:
+        """Position and token id of the first rows, as the model read them, NONE where none came: int64 [rows] each."""
+        if self._reduced is not None:
+            return self._reduced[0][:rows], self._reduced[1][:rows]
+        labels = np.full((rows, 2), NONE, dtype=np.int64)
+        reached = min(rows, len(self._pages) * self._per_page)
+        if reached:
+            labels[:reached] = self._arena.labels(self._lines(np.arange(reached)))
+        return labels[:, 0], labels[:, 1]
+
     def _line_ranges(self, rows: range, dtype: torch.dtype) -> Iterator[LineRange]:
-        """The lines of these rows, page by page; rows that were never reached have none."""
+        """The lines of these rows, consecutive pages together; rows that were never reached have none."""
         record = len(self._points) * dtype.itemsize // self._arena.dtype.itemsize
-        for number, line in enumerate(self._first_lines.tolist()):
-            start = max(rows.start - number * self._per_page, 0)
-            stop = min(rows.stop - number * self._per_page, self._per_page)
+        page = rows.start // self._per_page if self._points else len(self._pages)
+        while page < len(self._pages) and page * self._per_page < rows.stop:
+            pages = self._consecutive(page)
+            start = max(rows.start - page * self._per_page, 0)
+            stop = min(rows.stop - page * self._per_page, pages * self._per_page)
             if start < stop:
-                yield LineRange(line + start * record, (stop - start) * record)
+                yield LineRange(int(self._first_lines[page]) + start * record, (stop - start) * record)
+            page += pages
+
+    def _consecutive(self, page: int) -> int:
+        """How many pages from this one on hold their records one behind the other, without a gap."""
+        if self._per_page * len(self._points) < self._arena.shape.lines:
+            return 1
+        steps = np.flatnonzero(np.diff(self._first_lines[page:]) != self._arena.shape.lines)
+        return int(steps[0]) + 1 if len(steps) else len(self._pages) - page
 
     def free(self) -> None:
         """Give the pages back."""
-        self._arena.free(self._pages)
-        self._pages = []
-        self._first_lines = np.empty(0, dtype=np.int64)
+        self.stop()
+        self._keep(0)
+
+    def _keep(self, pages: int) -> None:
+        """Give back all but the first pages."""
+        self._arena.free(self._pages[pages:])
+        self._pages, self._first_lines = self._pages[:pages], self._first_lines[:pages]
 
     def _reach(self, row: int) -> bool:
-        """Have a page for `row` and all before it."""
-        missing = row // self._per_page + 1 - len(self._pages)
-        if missing <= 0:
+        """Have a page for `row` and all before it; some more at a time the longer the request gets."""
+        needed = row // self._per_page + 1
+        if needed <= len(self._pages):
             return True
-        for _ in range(missing):
-            page = self._arena.pages.allocate()
+        most = self._arena.shape.pages(int(self._ranks.max()) + 1, len(self._points))
+        for _ in range(min(max(needed, len(self._pages) * 3 // 2), most) - len(self._pages)):
+            page = self._arena.allocate()
             if page is None:
-                return False
+                break
             self._pages.append(page)
         self._first_lines = np.array([self._arena.page_line(page) for page in self._pages], dtype=np.int64)
-        return True
+        return needed <= len(self._pages)
 
-    def _missing(self, rows: int) -> str | None:
-        missing = np.flatnonzero(self._positions[:rows] == ABSENT)
+    def _missing(self, positions: Ints) -> str | None:
+        missing = np.flatnonzero(positions == NONE)
         if not self._points or not len(missing):
             return None
-        return f"{len(missing)} of {rows} rows were never computed, the first of them row {missing[0]}"
+        return f"{len(missing)} of {len(positions)} rows were never computed, the first of them row {missing[0]}"
 
     def _reduce(self, reduction: Reduction, rows: int) -> None:
         """Replace the rows by their reduction, in the first page; the others are given back."""
-        self._reduced = True
         reduce_rows(self._arena, self._first_lines, len(self._points), rows, reduction)
-        self._arena.free(self._pages[1:])
-        self._pages, self._first_lines = self._pages[:1], self._first_lines[:1]
-
-
-@lru_cache(maxsize=1024)
-def record_layout(points: tuple[int, ...], local: tuple[int, ...]) -> tuple[Ints, tuple[int, ...]]:
-    """A record's lines on this rank.
-
-    Returns:
-        The line of every local point, ABSENT where it is not wanted (int64 [local]); and the wanted points in the
-        order of their lines. Equal arguments give the same array, so that a step can tell equal layouts by identity.
-    """
-    wanted = tuple(index for index in local if index in set(points))
-    offsets = np.array([wanted.index(index) if index in wanted else ABSENT for index in local], dtype=np.int64)
-    return offsets, wanted
+        self._keep(1)

@@ -64,8 +64,7 @@ def reduce_rows(arena: Arena, first_lines: Ints, record_lines: int, rows: int, r
         count = min(per_page, rows - page * per_page)
         if count <= 0:
             break
-        block = arena.lines[first : first + count * record_lines]
-        accumulator.add(block.view(count, record_lines, arena.width))
+        accumulator.add(arena.read(first, count * record_lines).view(count, record_lines, arena.width))
     reduced = accumulator.result().contiguous().view(arena.dtype).view(-1, arena.width)
     first = int(first_lines[0])
     arena.lines[first : first + len(reduced)] = reduced

@@ -29,44 +29,45 @@ from steercap.core.messages import (
     Read,
     Settle,
     Unknown,
+    Wanted,
     decode_call,
     encode,
 )
 from steercap.core.plan import Plan
-from steercap.core.rows import BatchRows, page_shape
+from steercap.core.rows import BatchRows, Ints, page_shape
 from steercap.errors import WorkerFailure
 from steercap.worker.arena import Arena
-from steercap.worker.edits import EditTables, StepEdits
+from steercap.worker.ledger import Ledger, Tracked
 from steercap.worker.outbox import Outbox
 from steercap.worker.steering import Steering
-from steercap.worker.tables import StepRows, StepTables
+from steercap.worker.step import Step, Witness
+from steercap.worker.taps.base import Taps
+
+#: Bytes of an arena's page, about: on CUDA larger, since a page is copied to in one piece.
+PAGE_BYTES: Final = {"cpu": 256 * 1024, "cuda": 1024 * 1024}
 
 
 class Runtime:
     """One rank's captures and edits.
 
     Args:
-        points: indices of this rank's points among the engine's armed points, ascending; the position in this tuple
-            is the number its tap carries.
+        taps: the tables behind this rank's taps.
         armed: how many points the whole engine arms.
-        width: elements of a row.
         dtype: the model's dtype.
+        device: where the model computes.
         captures: whether this rank keeps rows: rank 0 of its tensor-parallel group.
     """
 
-    def __init__(self, points: Sequence[int], armed: int, width: int, dtype: torch.dtype, *, captures: bool) -> None:
-        self.points: Final = tuple(points)
-        self.width = width
+    def __init__(self, taps: Taps, armed: int, dtype: torch.dtype, device: torch.device, *, captures: bool) -> None:
+        self.taps = taps
         self.dtype = dtype
+        self.device = device
         self.captures = captures
-        self.tables = StepTables(len(points), width)
-        self._shape = page_shape(max(armed, 1), width * dtype.itemsize)
+        self._shape = page_shape(max(armed, 1), taps.width * dtype.itemsize, PAGE_BYTES[device.type])
         self._arena: Arena | None = None
-        self._steering: Steering | None = None
-        self._outboxes: dict[Owner, Outbox] = {}
-        self._by_request: dict[str, Outbox] = {}
-        self._requests: dict[Owner, str] = {}
-        self._in_step: list[Outbox] = []
+        self._steering = Steering(taps.points, taps, witness=captures)
+        self._ledger = Ledger(taps.programs)
+        self._kept: dict[Owner, Tracked] = {}  # whose rows are held
         self._steps = 0
         self._rows_written = 0
 
@@ -74,81 +75,85 @@ class Runtime:
 
     def register(self, request_id: str, plan_bytes: bytes, sample: int) -> None:
         """A request with a plan is scheduled for the first time (or again, after preemption)."""
+        if request_id in self._ledger:
+            return
         plan = Plan.decode(plan_bytes)
         owner = Owner(plan.key, sample)
-        if plan.steering is not None and self._steering is not None:
-            self._steering.register(request_id, owner, plan, plan.steering)
-        if plan.capture is None or self._arena is None or request_id in self._by_request:
+        outbox = steered = None
+        if plan.steering is not None:
+            steered = self._steering.register(owner, plan, plan.steering)
+        if plan.capture is not None and self._arena is not None and owner not in self._kept:
+            outbox = Outbox(owner, plan, plan.capture, self.taps.layouts, self._arena)
+        if outbox is None and steered is None:
             return
-        if owner not in self._outboxes:
-            self._outboxes[owner] = Outbox(owner, plan, plan.capture, self.points, self._arena)
-        self._by_request[request_id] = self._outboxes[owner]
-        self._requests[owner] = request_id
+        tracked = Tracked(owner, outbox, steered)
+        if outbox is not None:
+            self._kept[owner] = tracked
+        self._ledger.enter(request_id, tracked)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """These requests will not run again; their rows stay until the client gives them back."""
-        gone = tuple(request_ids)
-        for request_id in gone:
-            self._by_request.pop(request_id, None)
-        if self._steering is not None:
-            self._steering.forget(gone)
+        self._ledger.leave(request_ids)
 
     def begin_step(self, batch: BatchRows) -> None:
         """Fill the tables for the pass that is about to run."""
         self._steps += 1
-        self._in_step = []
-        copies: list[StepRows] = []
-        edits: list[StepEdits] = []
-        first_tokens = np.concatenate(([0], np.cumsum(batch.counts)))
-        for index, request_id in enumerate(batch.request_ids):
-            outbox, steering = self._by_request.get(request_id), self._steering_of(request_id)
-            if outbox is None and steering is None:
-                continue
-            first, stop, start = int(first_tokens[index]), int(first_tokens[index + 1]), int(batch.starts[index])
-            if batch.positions[first] != start or batch.positions[stop - 1] != start + stop - first - 1:
-                reason = f"the runner computes position {batch.positions[first]} where {start} was scheduled"
-                self._fail(outbox, steering, request_id, reason)
-                continue
-            if outbox and (rows := outbox.place(start, first, batch.token_ids[first:stop])):
-                self._in_step.append(outbox)
-                copies.append(rows)
-            if steering and (changes := steering.place(request_id, start, first, stop - first)):
-                edits.append(changes)
-        if copies or edits:
-            self.tables.fill(copies, edits, int(first_tokens[-1]))
-
-    def _steering_of(self, request_id: str) -> Steering | None:
-        return self._steering if self._steering and self._steering.steers(request_id) else None
-
-    @staticmethod
-    def _fail(outbox: Outbox | None, steering: Steering | None, request_id: str, reason: str) -> None:
-        if outbox:
-            outbox.fail(reason)
-        if steering:
-            steering.fail_request(request_id, reason)
+        self._hear(self.taps.crowded)
+        step = self._ledger.place(batch)
+        if step is None:
+            return
+        reason = self.taps.open(step, batch)
+        if reason:
+            for place in np.unique(step.owners[step.layouts >= 0]):
+                if (outbox := self._ledger.at(int(place)).outbox) is not None:
+                    outbox.fail(reason)
 
     def end_step(self, error: BaseException | None = None) -> None:
-        """The pass has run, or failed: see that every tap fired once and every edit was made, and close the tables."""
-        if not self.tables.open:
-            return
-        applied = self.tables.clear()
-        reason = f"the forward pass failed: {error!r}" if error else self._misfires()
-        for outbox in self._in_step:
-            if reason:
-                outbox.fail(reason)
-        self._in_step = []
-        if self._steering is not None:
-            self._steering.end_step(applied, reason)
+        """The pass has run, or failed: close the tables."""
+        if self.taps.open_step is not None:
+            self.taps.close(f"the forward pass failed: {error!r}" if error else None)
 
-    def _misfires(self) -> str | None:
-        if self.tables.misfit:
-            return self.tables.misfit
-        wrong = np.flatnonzero(self.tables.fired != 1)
-        if len(wrong):
-            return (
-                f"taps of points {[self.points[tap] for tap in wrong]} fired {self.tables.fired[wrong]} times, not once"
-            )
-        return None
+    def _hear(self, through: Step | None = None) -> None:
+        """Take in what became of passes, as far as it is known, or up to one of them."""
+        for step, witness in self.taps.heard(through):
+            self._take_in(step, witness)
+            self._ledger.settled()
+
+    def _take_in(self, step: Step, witness: Witness) -> None:
+        """Label the rows of a pass, and fail whom it did not serve."""
+        wrong = (
+            (witness.positions != step.positions)
+            | (witness.edits != np.where(step.changed, step.edits, 0))
+            | (witness.copies != step.copies)
+        )
+        if witness.failure:
+            wrong[:] = True
+        if wrong.any():
+            self._refuse(step, witness, wrong)
+        kept = step.kept
+        if self._arena is not None and kept.any():
+            holding = np.array([self._ledger.at(place).outbox is not None for place in step.owners[kept].tolist()])
+            chosen = np.flatnonzero(kept)[holding]
+            self._arena.label(step.lines[chosen], witness.positions[chosen], witness.token_ids[chosen])
+
+    def _refuse(self, step: Step, witness: Witness, wrong: np.ndarray) -> None:
+        """Fail the requests of tokens that were not computed, edited or copied as they should have been."""
+        for place in np.unique(step.owners[wrong]).tolist():
+            tracked = self._ledger.at(place)
+            own = np.flatnonzero(wrong & (step.owners == place))
+            reason = witness.failure or _difference(step, witness, own, int((step.owners == place).sum()))
+            if tracked.outbox is not None:
+                tracked.outbox.fail(reason)
+            if tracked.steered is not None:
+                self._steering.fail(tracked.steered, reason)
+
+    def _hear_of(self, wanted: Sequence[Wanted]) -> None:
+        """Wait for the passes that computed these tokens, and for no others."""
+        for item in wanted:
+            if (tracked := self._ledger.find(item.owner)) is not None:
+                self._ledger.flush(tracked)
+        unheard = reversed(self.taps.unheard)
+        self._hear(next((step for step in unheard if self._ledger.computes(step, wanted)), None))
 
     # The client's calls
 
@@ -167,16 +172,19 @@ class Runtime:
             case Attach():
                 return self._attach(call.question)
             case Equip():
-                return self._equipment().equip(call.question)
-            case Settle():
-                return self._equipment().settle(call.question)
+                running = (tracked.steered for tracked in self._ledger if tracked.steered is not None)
+                return self._steering.equip(call.question, running)
+            case Settle(wanted):
+                self._hear_of(wanted)
+                return self._steering.settle(call.question)
             case _ if not self.captures:
                 return Bystander()
             case Collect(wanted):
+                self._hear_of(wanted)
                 return Collected(
                     tuple(
-                        self._outboxes[item.owner].seal(item.total, item.first)
-                        if item.owner in self._outboxes
+                        outbox.seal(item.total, item.first)
+                        if (outbox := self._outbox(item.owner))
                         else Unknown(item.owner)
                         for item in wanted
                     )
@@ -187,40 +195,38 @@ class Runtime:
                 return self._count()
         raise WorkerFailure(f"no answer to {call.question!r}")
 
+    def _outbox(self, owner: Owner) -> Outbox | None:
+        tracked = self._kept.get(owner)
+        return None if tracked is None else tracked.outbox
+
     def _attach(self, asked: Attach) -> Answer:
-        bank_rows = asked.vector_bytes // (self.width * torch.float32.itemsize)
-        with torch.inference_mode(mode=False):  # or its lines could be written in inference mode alone
-            if self._steering is None:
-                tables = EditTables(
-                    self.points, self.width, slots=asked.slots, rows=bank_rows, entries=asked.edits_per_point
-                )
-                self._steering = Steering(self.points, tables, witness=self.captures)
-            if self.captures and self._arena is None:
-                self._arena = Arena(self._shape, self.width, self.dtype, asked.capture_bytes)
-        self.tables.use(self._arena.lines if self._arena else None, self._steering.tables)
-        if self._arena is None:
+        if not self.captures:
             return Bystander()
+        if self._arena is None:
+            with torch.inference_mode(mode=False):  # or its lines could be written in inference mode alone
+                self._arena = Arena(self._shape, self.taps.width, self.dtype, asked.capture_bytes, self.device)
+            self.taps.use(self._arena)
         return Attached(
-            points=self.points,
-            width=self.width,
+            points=self.taps.points,
+            width=self.taps.width,
             dtype=str(self.dtype).removeprefix("torch."),
             page_lines=self._shape.lines,
             pages=self._arena.pages.total,
-            bank_rows=bank_rows,
+            bank_rows=self.taps.sizes.bank_rows,
             path=self._arena.segment.path,
             nonce=self._arena.segment.nonce,
         )
 
     def _release(self, owners: Sequence[Owner]) -> None:
-        if self._steering is not None:
-            self._steering.release(owners)
+        self._steering.release(owners)
         for owner in owners:
-            outbox = self._outboxes.pop(owner, None)
-            if outbox is None:
+            tracked = self._kept.pop(owner, None)
+            outbox = None if tracked is None else tracked.outbox
+            if tracked is None or outbox is None:
                 continue
+            self._ledger.forget_rows(tracked)
             self._rows_written += outbox.writes
             outbox.free()
-            self._by_request.pop(self._requests.pop(owner), None)
 
     def _read(self, ranges: Iterable[LineRange]) -> bytes:
         arena = self._attached()
@@ -231,23 +237,31 @@ class Runtime:
 
     def _count(self) -> Counted:
         arena = self._attached()
+        for tracked in self._ledger:
+            self._ledger.flush(tracked)
         return Counted(
-            requests=len(self._outboxes),
-            steered=self._equipment().held,
+            requests=len(self._kept),
+            steered=self._steering.held,
             pages_in_use=arena.pages.in_use,
             pages_touched=arena.pages.touched,
             pages=arena.pages.total,
             page_bytes=self._shape.page_bytes,
-            rows_written=self._rows_written + sum(outbox.writes for outbox in self._outboxes.values()),
+            rows_written=self._rows_written
+            + sum(tracked.outbox.writes for tracked in self._kept.values() if tracked.outbox is not None),
             steps=self._steps,
         )
-
-    def _equipment(self) -> Steering:
-        if self._steering is None:
-            raise WorkerFailure("the tables are not attached yet")
-        return self._steering
 
     def _attached(self) -> Arena:
         if self._arena is None:
             raise WorkerFailure("the arena is not attached yet")
         return self._arena
+
+
+def _difference(step: Step, witness: Witness, own: Ints, count: int) -> str:
+    """How the tokens `own` of a request differ from what was asked of them."""
+    first = own[0]
+    if witness.positions[first] != step.positions[first]:
+        return f"the runner computes position {witness.positions[first]} where {step.positions[first]} was scheduled"
+    if (witness.copies[own] != step.copies[own]).any():
+        return f"{len(own)} of {count} tokens of a pass were not copied at their points, once each"
+    return f"{len(own)} of {count} tokens of a pass did not get their edits"

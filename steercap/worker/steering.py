@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from steercap.core.messages import (
@@ -27,7 +28,6 @@ from steercap.core.plan import Plan
 from steercap.core.program import NONE, Configuration, SteeringPlan, rows_touched, scope_masks
 from steercap.core.rows import Ints
 from steercap.errors import WorkerFailure
-from steercap.worker.edits import EditTables, StepEdits
 
 #: Failed identities remembered; with as many, nothing is trusted any more.
 TAINTS: Final = 4096
@@ -63,6 +63,7 @@ class Steered:
         self.steering = steering
         self.slot = slot
         self.failure: str | None = None
+        self._limit = plan.limit
         self._masks = scope_masks(steering.scopes, plan.limit)
         self._computed = np.zeros(plan.limit, dtype=np.bool_)
         self._cached = np.zeros(plan.limit, dtype=np.bool_)
@@ -72,30 +73,43 @@ class Steered:
             self.failure = f"slot {steering.slot} does not hold this request's configuration"
         else:
             self._replacements = _replacements(slot, steering)
+        changes = np.flatnonzero(np.diff(self._masks))
+        self._regular = max([0, *(changes[-1:] + 1).tolist(), *(position + 1 for position in self._replacements)])
 
-    def place(self, start: int, first_token: int, count: int) -> StepEdits | None:
-        """The tokens of a pass that some scope holds; from here on they count as computed, unless `fail` is called.
+    def place(self, start: int, count: int) -> npt.NDArray[np.int32]:
+        """The scopes that hold the tokens of a pass, int32 [count]; from here on they count as computed.
 
         Args:
             start: position of the request's first token in this pass.
-            first_token: its place in the batch.
             count: tokens of the request in this pass.
         """
-        stop = start + count
+        self.ran(start, start + count)
+        masks = np.zeros(count, dtype=np.int32)
+        if self.slot is not None:
+            # Drafts and what follows a stop string may lie beyond all the request can keep.
+            held = self._masks[start : start + count]
+            masks[: len(held)] = held
+        return masks
+
+    def ran(self, start: int, stop: int) -> None:
+        """The tokens of these positions are computed, with the edits that `place` and `ahead` say."""
         if start > self._next:  # the runner has their keys and values already: the prefix cache
             self._cached[self._next : start] = True
         self._next = max(self._next, stop)
         self._computed[start:stop] = True
-        # Drafts and what follows a stop string may lie beyond all the request can keep.
-        masks = self._masks[start:stop]
-        chosen = np.flatnonzero(masks)
-        if self.slot is None or not len(chosen):
-            return None
-        replacements = np.full((len(chosen), self.slot.configuration.replacements), NONE, dtype=np.int64)
-        for row, position in enumerate((chosen + start).tolist()) if self._replacements else ():
-            if position in self._replacements:
-                replacements[row] = self._replacements[position]
-        return StepEdits(self.steering.slot, chosen + first_token, masks[chosen], replacements)
+
+    def ahead(self, start: int) -> tuple[int, int]:
+        """The first position that other scopes hold than `start`, or that is replaced; and those that hold `start`."""
+        if start < self._regular or start >= self._limit:
+            return start, 0
+        return self._limit, int(self._masks[start]) if self.slot is not None else 0
+
+    def replaced(self, positions: Ints) -> dict[int, Ints]:
+        """The bank row that each replacement puts at some of `positions`, by their place there, NONE for none."""
+        if not self._replacements:
+            return {}
+        places = enumerate(positions.tolist())
+        return {place: self._replacements[position] for place, position in places if position in self._replacements}
 
     def fail(self, reason: str) -> None:
         """An edit was not made; the first reason is kept."""
@@ -120,6 +134,16 @@ class Steered:
         )
 
 
+class Tables(Protocol):
+    """Where configurations and vectors are put for the taps."""
+
+    def configure(self, slot: int, configuration: Configuration, places: Sequence[Sequence[int]]) -> None:
+        """Write a configuration into a slot; `places` are the bank rows of each of its blobs."""
+
+    def put(self, places: Sequence[int], vectors: torch.Tensor) -> None:
+        """Write vectors, float32 [rows, width], into the bank."""
+
+
 class Steering:
     """All that is steered on one rank.
 
@@ -129,28 +153,26 @@ class Steering:
         witness: whether this rank's rows count for the receipt: rank 0 of its tensor-parallel group.
     """
 
-    def __init__(self, points: Sequence[int], tables: EditTables, *, witness: bool) -> None:
+    def __init__(self, points: Sequence[int], tables: Tables, *, witness: bool) -> None:
         self.points = tuple(points)
         self.tables = tables
         self.witness = witness
         self._slots: dict[int, Slot] = {}
         self._rows: dict[int, tuple[bytes, int]] = {}  # which row of which blob each bank row holds
-        self._by_request: dict[str, Steered] = {}
         self._records: dict[Owner, Steered] = {}
         #: What KV was written while steering failed, and why; the client never asks for it again.
         self._tainted: dict[bytes, str] = {}
-        self._in_step: list[tuple[Steered, int]] = []
 
     # The client's calls
 
-    def equip(self, question: Equip) -> Equipped:
+    def equip(self, question: Equip, running: Iterable[Steered]) -> Equipped:
         """Write vectors and configurations where no request that runs uses what they would displace.
 
         Raises:
             WorkerFailure: a vector is not what its digest says.
         """
-        running = {steered.steering.slot: steered.slot for steered in self._by_request.values() if steered.slot}
-        used = {row for slot in running.values() for blob in slot.places for row in blob}
+        held = {steered.steering.slot: steered.slot for steered in running if steered.slot}
+        used = {row for slot in held.values() for blob in slot.places for row in blob}
         for vectors in question.vectors:
             if not self._holds(vectors.digest, vectors.places) and not used.intersection(vectors.places):
                 self._put(vectors)
@@ -160,7 +182,7 @@ class Steering:
             if self._slots.get(placed.slot) == slot:
                 continue
             blobs = zip(placed.configuration.blobs, placed.places, strict=True)
-            if placed.slot in running or not all(self._holds(blob.digest, places) for blob, places in blobs):
+            if placed.slot in held or not all(self._holds(blob.digest, places) for blob, places in blobs):
                 refused.append(slot.digest)
                 continue
             self.tables.configure(placed.slot, placed.configuration, placed.places)
@@ -213,56 +235,20 @@ class Steering:
 
     # The step
 
-    def register(self, request_id: str, owner: Owner, plan: Plan, steering: SteeringPlan) -> None:
-        """A steered request is scheduled for the first time (or again, after preemption)."""
-        if request_id in self._by_request:
-            return
+    def register(self, owner: Owner, plan: Plan, steering: SteeringPlan) -> Steered:
+        """A steered request is scheduled for the first time."""
         steered = Steered(owner, plan, steering, self._slots.get(steering.slot))
-        self._by_request[request_id] = self._records[owner] = steered
+        self._records[owner] = steered
         if steered.failure:
-            self._fail(steered, steered.failure)
+            self.fail(steered, steered.failure)
+        return steered
 
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """These requests will not run again."""
-        for request_id in request_ids:
-            self._by_request.pop(request_id, None)
+    def record(self, owner: Owner) -> Steered | None:
+        """The record of a request, if it is kept."""
+        return self._records.get(owner)
 
-    def steers(self, request_id: str) -> bool:
-        """Whether this request is steered."""
-        return request_id in self._by_request
-
-    def place(self, request_id: str, start: int, first_token: int, count: int) -> StepEdits | None:
-        """The edits of one request in the pass that is about to run."""
-        steered = self._by_request.get(request_id)
-        if steered is None:
-            return None
-        step = steered.place(start, first_token, count)
-        if step is not None:
-            self._in_step.append((steered, len(step.tokens)))
-        elif steered.failure:
-            self._fail(steered, steered.failure)
-        return step
-
-    def fail_request(self, request_id: str, reason: str) -> None:
-        """A request's tokens are not those that were scheduled."""
-        self._fail(self._by_request[request_id], reason)
-
-    def end_step(self, applied: Ints, reason: str | None) -> None:
-        """See that every token got its edits.
-
-        Args:
-            applied: whether each steered token did, bool [steered], in the order of the requests placed.
-            reason: why the whole pass cannot be trusted, or None.
-        """
-        first = 0
-        for steered, count in self._in_step:
-            missed = count - int(applied[first : first + count].sum())
-            first += count
-            if reason or missed:
-                self._fail(steered, reason or f"{missed} of {count} tokens of a pass did not get their edits")
-        self._in_step = []
-
-    def _fail(self, steered: Steered, reason: str) -> None:
+    def fail(self, steered: Steered, reason: str) -> None:
+        """Edits were not made: what the request wrote is never to be read."""
         steered.fail(reason)
         if len(self._tainted) < TAINTS:
             self._tainted.setdefault(steered.steering.identity, reason)

@@ -10,9 +10,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specs import OPERATIONS, VARIANTS, spec, vector
+from workers import CUDA, KINDS, batch, device_of, some_runtime, tap
 
 from steercap import Ablate, Add, AddIf, Cap, LowRank, Replace, SAEFeature, SetProjection, SteeringSpec
-from steercap.core.messages import Equip, Owner, Placed, Vectors
+from steercap.core.messages import (
+    Call,
+    Equip,
+    Equipped,
+    Owner,
+    Placed,
+    Settle,
+    Settled,
+    Vectors,
+    Wanted,
+    decode_answer,
+    encode,
+)
 from steercap.core.plan import Plan
 from steercap.core.program import SteeringPlan
 from steercap.core.slots import Slots
@@ -21,8 +34,6 @@ from steercap.edits import EDITS
 from steercap.errors import InvalidEdit, InvalidSelection, InvalidSpec, InvalidVector, SteercapError, TooManyEdits
 from steercap.steering import lower, scopes_of
 from steercap.testing.edits import edited
-from steercap.worker.edits import EditTables
-from steercap.worker.steering import Steering
 
 WIDTH, LAYERS = 24, 3
 ARMED = {Point(layer, "resid_post"): layer for layer in range(LAYERS)}
@@ -34,40 +45,56 @@ def lowered(steering: SteeringSpec, edits_per_point: int = 32):
 
 
 def run(
-    specs: list[SteeringSpec], rows: list[torch.Tensor], layer: int, residual: torch.Tensor | None = None
+    specs: list[SteeringSpec],
+    rows: list[torch.Tensor],
+    layer: int,
+    residual: torch.Tensor | None = None,
+    kind: str = "host",
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
     """Each spec on its own sequence, all in one pass through the tap's kernel.
 
     Returns:
         The edited rows of each sequence, and what hidden and residual became.
     """
-    tables = EditTables(range(LAYERS), WIDTH, slots=len(specs), rows=256, entries=32)
-    steering, slots = Steering(range(LAYERS), tables, witness=True), Slots(len(specs), 256)
-    steps, first = [], 0
-    for number, (one, sequence) in enumerate(zip(specs, rows, strict=True)):
+    runtime = some_runtime(
+        kind, LAYERS, WIDTH, captures=False, slots=len(specs), bank_rows=256, entries=32, tokens=4096
+    )
+    slots = Slots(len(specs), 256)
+    names = [str(number) for number in range(len(specs))]
+    for name, one in zip(names, specs, strict=True):
         ready = lowered(one)
         grant = slots.claim(ready.configuration, ready.digest)
         assert grant is not None
         blobs = zip(ready.configuration.blobs, grant.places, strict=True)
         vectors = tuple(Vectors(b.digest, p, ready.vectors[b.digest]) for b, p in blobs)
-        steering.equip(Equip(vectors, (Placed(grant.slot, grant.configuration, grant.places),)))
+        placed = (Placed(grant.slot, grant.configuration, grant.places),)
+        assert decode_answer(runtime.answer(encode(Call((), Equip(vectors, placed))))) == Equipped(())
         scopes, replaced = scopes_of(ready, PROMPT, 99)
         plan = SteeringPlan(grant.slot, grant.digest, b"", scopes, replaced)
-        steering.register(str(number), Owner(str(number), 0), Plan(str(number), PROMPT, 99), plan)
-        step = steering.place(str(number), 0, first, len(sequence))
-        steps += [step] if step else []
-        first += len(sequence)
-    hidden = torch.cat(rows).clone()
-    if steps:
-        tables.open(steps)
-        if tables.edits(layer):
-            tables.apply(hidden, residual, layer)
+        runtime.register(name, Plan(name, PROMPT, 99, steering=plan).encode(), 0)
+    counts = [len(sequence) for sequence in rows]
+    positions = np.concatenate([np.arange(count) for count in counts])
+    runtime.begin_step(batch(kind, names, [0] * len(names), counts, positions, positions))
+    device = device_of(kind)
+    hidden = torch.cat(rows).clone().to(device)
+    deferred = None if residual is None else residual.to(device)
+    for point in range(LAYERS):
+        scratch = (hidden, deferred) if point == layer else (torch.ones_like(hidden), None)
+        tap(runtime, *scratch, point)
+    runtime.end_step()
+    wanted = tuple(Wanted(Owner(name, 0), count) for name, count in zip(names, counts, strict=True))
+    settled = decode_answer(runtime.answer(encode(Call((), Settle(wanted, (True,) * len(wanted))))))
+    assert isinstance(settled, Settled)
+    assert not [record for record in settled.records if record.failure]
+    hidden = hidden.cpu()
+    if residual is not None:
+        residual.copy_(deferred)
     total = hidden if residual is None else hidden + residual
-    return list(total.split([len(sequence) for sequence in rows])), hidden, residual
+    return list(total.split(counts)), hidden, residual
 
 
-def one(steering: SteeringSpec, rows: torch.Tensor, layer: int = 1) -> torch.Tensor:
-    return run([steering], [rows], layer)[0][0]
+def one(steering: SteeringSpec, rows: torch.Tensor, layer: int = 1, kind: str = "host") -> torch.Tensor:
+    return run([steering], [rows], layer, kind=kind)[0][0]
 
 
 def close(left: torch.Tensor, right: torch.Tensor) -> None:
@@ -96,17 +123,30 @@ def specs(draw) -> SteeringSpec:
 @settings(max_examples=150, deadline=None)
 def test_one_kernel_does_what_each_formula_says(many, seed, deferred) -> None:
     """Any edits in any order, several specs in one pass: the kernel equals the float64 formulas, row by row."""
+    hold_to_formulas("host", many, seed, deferred)
+
+
+@given(st.lists(specs(), min_size=1, max_size=4), seeds, st.booleans())
+@settings(max_examples=150 if CUDA else 30, deadline=None)
+def test_the_kernel_of_a_device_does_too(many, seed, deferred) -> None:
+    """The same for the kernel in Triton, on the device or interpreted."""
+    hold_to_formulas("cuda", many, seed, deferred)
+
+
+def hold_to_formulas(kind: str, many: list[SteeringSpec], seed: int, deferred: bool) -> None:
     rows = [vector(9, WIDTH, seed=seed + number) for number in range(len(many))]
     residual = vector(9 * len(many), WIDTH, seed=seed + 77) if deferred else None
     kept = None if residual is None else residual.clone()
-    found, _, _ = run(many, rows, 1, residual)
+    found, _, _ = run(many, rows, 1, residual, kind)
     streams = rows if kept is None else [row + part for row, part in zip(rows, kept.split(9), strict=True)]
     for steering, stream, got in zip(many, streams, found, strict=True):
         close(got, edited(steering, Point(1, "resid_post"), stream, PROMPT, LAYERS))
 
 
-@given(seeds)
-def test_what_changes_nothing_changes_no_bit(seed) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@given(seed=seeds)
+@settings(max_examples=10, deadline=None)
+def test_what_changes_nothing_changes_no_bit(kind, seed) -> None:
     """Scale zero, keep one, bounds not reached, a closed gate: rows are left bit for bit, hidden and residual apart."""
     v, rows = vector(WIDTH, seed=seed), vector(9, WIDTH, seed=seed + 1)
     residual = vector(9, WIDTH, seed=seed + 2)
@@ -118,17 +158,19 @@ def test_what_changes_nothing_changes_no_bit(seed) -> None:
         AddIf(v, v, threshold=1e6, layer=1),
         LowRank(v[None], v[None], scale=0.0, layer=1),
     ):
-        _, hidden, left = run([SteeringSpec([edit])], [rows], 1, residual.clone())
+        _, hidden, left = run([SteeringSpec([edit])], [rows], 1, residual.clone(), kind)
         assert torch.equal(hidden, rows), edit
         assert torch.equal(left, residual), edit
 
 
-@given(seeds)
-def test_a_changed_row_leaves_no_residual(seed) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@given(seed=seeds)
+@settings(max_examples=10, deadline=None)
+def test_a_changed_row_leaves_no_residual(kind, seed) -> None:
     """An edited row is whole in hidden, its residual is zero; its neighbours keep theirs."""
     rows, residual = vector(9, WIDTH, seed=seed), vector(9, WIDTH, seed=seed + 1)
     steering = SteeringSpec([Add(vector(WIDTH, seed=seed + 2), layer=1, tokens=[3])])
-    _, hidden, left = run([steering], [rows], 1, residual.clone())
+    _, hidden, left = run([steering], [rows], 1, residual.clone(), kind)
     touched = torch.arange(9) == 3
     assert not left[touched].any()
     assert torch.equal(left[~touched], residual[~touched])
@@ -188,16 +230,18 @@ def test_preserve_norm_keeps_norms_and_turns_rows(seed) -> None:
     close(beside, turned + rows[0])
 
 
-def test_sixteen_bit_rows_are_edited_in_float32_and_rounded_once() -> None:
-    """bfloat16: the edited row is the float32 result rounded, however large what cancels in the residual is."""
-    rows, residual = vector(9, WIDTH, seed=1).bfloat16(), (1000 * vector(9, WIDTH, seed=2)).bfloat16()
+@pytest.mark.parametrize("kind", KINDS)
+def test_sixteen_bit_rows_are_edited_in_float32_and_rounded_once(kind) -> None:
+    """The edited row is the float32 result rounded, however large what cancels in the residual is."""
+    dtype = torch.bfloat16 if CUDA or kind == "host" else torch.float16  # Triton's interpreter cuts bfloat16 off
+    rows, residual = vector(9, WIDTH, seed=1).to(dtype), (1000 * vector(9, WIDTH, seed=2)).to(dtype)
     direction = vector(WIDTH, seed=3)
-    _, hidden, left = run([SteeringSpec([Ablate(direction, layer=1)])], [rows], 1, residual.clone())
+    _, hidden, left = run([SteeringSpec([Ablate(direction, layer=1)])], [rows], 1, residual.clone(), kind)
     whole = rows.float() + residual.float()
     unit = direction / direction.norm()
     expected = whole - (whole @ unit)[:, None] * unit
     assert torch.equal(left, torch.zeros_like(left))
-    close(hidden.float(), expected.bfloat16().float())
+    close(hidden.float(), expected.to(dtype).float())
 
 
 def test_every_operation_is_tested_here() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from workers import CUDA, batch, device_of, some_runtime, tap
 
 from steercap import Add, Replace, SteeringSpec
 from steercap.batching import Batcher
@@ -23,12 +24,10 @@ from steercap.core.messages import Attach, Call, Census, Equip, Failed, Owner, S
 from steercap.core.plan import Plan
 from steercap.core.program import SteeringPlan, identity
 from steercap.core.receipt import check_edits
-from steercap.core.rows import BatchRows
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
 from steercap.equipment import Equipment
 from steercap.steering import lower, scopes_of
-from steercap.worker.runtime import Runtime
 
 WIDTH, POINTS, SLOTS, ROWS, AT_ONCE = 4, 3, 3, 6, 4
 ARMED = {Point(layer, "resid_post"): layer for layer in range(POINTS)}
@@ -78,11 +77,14 @@ class Request:
 class FifoEngine:
     """Takes messages in order between passes; chunks, preempts, reads its prefix cache, and runs on past a client's end."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, kind: str) -> None:
         self.rng = rng
-        self.ranks = [Runtime(range(POINTS), POINTS, WIDTH, torch.float32, captures=rank == 0) for rank in range(2)]
+        self.kind = kind
+        self.ranks = [
+            some_runtime(kind, POINTS, WIDTH, captures=rank == 0, slots=SLOTS, bank_rows=ROWS) for rank in range(2)
+        ]
         for rank in self.ranks:
-            rank.answer(encode(Call((), Attach(1 << 20, SLOTS, ROWS * WIDTH * 4, 8))))
+            rank.answer(encode(Call((), Attach(1 << 20))))
         self.inbox: deque[tuple[Any, ...]] = deque()
         self.wake = asyncio.Event()
         self.waiting: dict[str, Request] = {}
@@ -151,10 +153,11 @@ class FifoEngine:
         starts, counts = np.array([request.at for request, _ in parts]), np.array([count for _, count in parts])
         passes = []
         for rank in self.ranks:
-            rank.begin_step(BatchRows([request.key for request, _ in parts], starts, counts, positions, positions))
-            hidden = [torch.zeros(len(positions), WIDTH) for _ in range(POINTS)]
+            names = [request.key for request, _ in parts]
+            rank.begin_step(batch(self.kind, names, starts, counts, positions, positions))
+            hidden = [torch.zeros(len(positions), WIDTH, device=device_of(self.kind)) for _ in range(POINTS)]
             for point in range(POINTS):
-                rank.tables.on_tap(hidden[point], None, point)
+                tap(rank, hidden[point], None, point)
             rank.end_step()
             passes.append(torch.stack(hidden)[:, :, 0].T.tolist())
         owners = [request for request, count in parts for _ in range(count)]
@@ -227,17 +230,23 @@ class Client:
                 self.released.append(Owner(request.key, 0))
 
 
-@pytest.mark.parametrize("seed", range(4))
-async def test_every_row_is_that_of_its_own_spec_whatever_happens(seed) -> None:
-    """150 requests of 14 specs for 3 slots and 6 vectors, arriving, cancelled, preempted, cached and aborted late at random:
+@pytest.mark.parametrize(
+    ("kind", "seed", "requests"),
+    [
+        *(("host", seed, 150) for seed in range(4)),
+        *(("cuda", seed, 150 if CUDA else 20) for seed in range(4 if CUDA else 1)),
+    ],
+)
+async def test_every_row_is_that_of_its_own_spec_whatever_happens(kind, seed, requests) -> None:
+    """Requests of 14 specs for 3 slots and 6 vectors, arriving, cancelled, preempted, cached and aborted late at random:
     no row of another spec, no receipt refused, and nothing left behind.
     """
     rng = random.Random(seed)
-    engine = FifoEngine(rng)
+    engine = FifoEngine(rng, kind)
     client = Client(engine)
     running = asyncio.create_task(engine.run())
     tasks = []
-    for number in range(150):
+    for number in range(requests):
         prompt_len = rng.randint(4, 10)
         total = prompt_len + rng.randint(1, 40)  # the client leaves long before, the engine goes on
         spec = None if rng.random() < 0.15 else some_spec(rng.randrange(14))
@@ -253,11 +262,12 @@ async def test_every_row_is_that_of_its_own_spec_whatever_happens(seed) -> None:
     if running.done():
         running.result()
     assert not [end for end in ended if isinstance(end, Exception)]
-    assert client.settled > 60
-    assert min(engine.compared, engine.cached, engine.preempted, client.refused) > 0
+    assert client.settled > 0.4 * requests
+    assert min(engine.compared, engine.cached, engine.preempted) > 0
+    assert client.refused or requests < 150
     await asyncio.sleep(0.02)  # the last late aborts
     await engine.rpc(Call(tuple(client.released), Census()))
-    assert all(rank._steering.held == 0 and not rank._steering._by_request for rank in engine.ranks)
+    assert all(rank._steering.held == 0 and not list(rank._ledger) for rank in engine.ranks)
     slots = client.equipment.slots
     assert (slots.slots_in_use, slots.rows_in_use, client.equipment.waiting) == (0, 0, 0)
     running.cancel()

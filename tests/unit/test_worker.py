@@ -7,6 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 import torch
+from workers import CUDA, KINDS, batch, device_of, some_runtime, tap
 
 from steercap.core.messages import (
     Attach,
@@ -34,22 +35,38 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import Blob, Configuration, Entry, Response, SteeringPlan
-from steercap.core.rows import BatchRows
 from steercap.core.tokens import Range
 from steercap.transport.assemble import assemble
 from steercap.transport.reader import open_reader
-from steercap.worker.runtime import Runtime
 
 WIDTH, POINTS = 8, 3
-SLOTS, BANK_BYTES, ENTRIES = 4, 64 * WIDTH * 4, 8
+
+
+#: For passes over thousands of tokens, which Triton's interpreter would take minutes for.
+LARGE = pytest.mark.parametrize("kind", KINDS if CUDA else ("host",), indirect=True)
+
+
+@pytest.fixture(params=KINDS, autouse=True)
+def kind(request):
+    """Every test here holds for the taps of the host and for those of a device."""
+    Bench.kind = request.param
+    return request.param
 
 
 class Bench:
     """A runtime, and a stream of rows whose values say whose they are: request × 1000 + position + point / 10."""
 
-    def __init__(self, capture_bytes: int = 1 << 20, dtype: torch.dtype = torch.float32) -> None:
-        self.runtime = Runtime(range(POINTS), POINTS, WIDTH, dtype, captures=True)
-        self.attached = self.ask(Attach(capture_bytes, SLOTS, BANK_BYTES, ENTRIES))
+    kind = "host"
+
+    def __init__(
+        self,
+        capture_bytes: int = 1 << 20,
+        dtype: torch.dtype = torch.float32,
+        tokens: int = 1024,
+        arena_bytes: int = 1 << 20,
+    ) -> None:
+        self.runtime = some_runtime(self.kind, POINTS, WIDTH, dtype, tokens=tokens, arena_bytes=arena_bytes)
+        self.attached = self.ask(Attach(capture_bytes))
         assert isinstance(self.attached, Attached)
         self.reader = open_reader(self.attached, "shared", self.no_wire)
 
@@ -69,15 +86,8 @@ class Bench:
         names = [name for name, _, _ in parts]
         positions = np.concatenate([np.arange(start, start + count) for _, start, count in parts])
         owner = np.concatenate([np.full(count, float(name[1:])) for name, _, count in parts])
-        self.runtime.begin_step(
-            BatchRows(
-                names,
-                np.array([start for _, start, _ in parts]),
-                np.array([count for _, _, count in parts]),
-                positions + 7,
-                positions,
-            )
-        )
+        starts, counts = [start for _, start, _ in parts], [count for _, _, count in parts]
+        self.runtime.begin_step(batch(self.kind, names, starts, counts, positions + 7, positions))
         base = torch.from_numpy(owner * 1000 + positions)
         for point in range(POINTS):
             if point == skip_point:
@@ -85,7 +95,8 @@ class Bench:
             rows = torch.zeros(len(base) + padding, WIDTH, dtype=self.runtime.dtype)
             rows[: len(base)] = (base[:, None] / 2).to(rows.dtype)
             residual = (rows + (point / 10 if point else 0) * (rows != 0)).to(rows.dtype)
-            self.runtime.tables.on_tap(rows, residual, point)
+            device = device_of(self.kind)
+            tap(self.runtime, rows.to(device), residual.to(device), point)
         self.runtime.end_step()
 
     async def rows(self, key: str, total: int, first: int = 0) -> tuple[Parcel, torch.Tensor]:
@@ -123,9 +134,24 @@ async def test_mixed_batches_keep_each_row_at_its_place() -> None:
             torch.testing.assert_close(rows[index, : len(positions)], expected(int(key[1:]), positions, point))
 
 
+async def test_a_batch_is_kept_in_its_order() -> None:
+    """Every token of a pass is kept: a request that begins stands before one that goes on."""
+    bench = Bench(4 << 20)
+    for number in range(1, 6):
+        bench.plan(f"r{number}", limit=100)
+    bench.step(("r1", 0, 3))
+    for position in range(4):
+        bench.step((f"r{position + 2}", 0, 3), ("r1", 3 + position, 1))
+    for number, total in ((1, 7), (2, 3), (5, 3)):
+        _, rows = await bench.rows(f"r{number}", total)
+        for point in range(POINTS):
+            torch.testing.assert_close(rows[point], expected(number, range(total), point))
+
+
+@LARGE
 async def test_rows_the_client_has_are_not_sent_again() -> None:
     """`first` leaves out rows, across pages; what is left is the same."""
-    bench = Bench(4 << 20)
+    bench = Bench(4 << 20, tokens=9_000)
     bench.plan("r1", limit=9_000)
     bench.step(("r1", 0, 9_000))
     _, full = await bench.rows("r1", 9_000)
@@ -154,11 +180,12 @@ async def test_rows_past_the_end_are_not_handed_over() -> None:
     assert parcel.stored_rows == rows.shape[1] == 6
 
 
+@LARGE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduce", ["mean", "sum", "max", "last"])
 async def test_reductions_run_over_pages_in_float32(dtype, reduce) -> None:
     """Many pages in, one float32 row a point out; a second look gives the same; the pages go but one."""
-    bench = Bench(4 << 20, dtype)
+    bench = Bench(4 << 20, dtype, tokens=6_000)
     bench.plan("r1", reduce=reduce, limit=30_000)
     for start in range(0, 24_000, 6_000):
         bench.step(("r1", start, 6_000))
@@ -176,7 +203,7 @@ async def test_reductions_run_over_pages_in_float32(dtype, reduce) -> None:
     assert bench.ask(Census()).pages_in_use == 1
 
 
-async def test_a_tap_that_does_not_fire_spoils_the_step_loudly() -> None:
+async def test_a_tap_that_does_not_fire_spoils_the_step_loudly(kind) -> None:
     """Rows of a pass in which a tap was silent are never handed over as good."""
     bench = Bench()
     bench.plan("r1")
@@ -186,38 +213,54 @@ async def test_a_tap_that_does_not_fire_spoils_the_step_loudly() -> None:
     good, _ = await bench.rows("r1", 4)
     bad = bench.ask(Collect((Wanted(Owner("r2", 0), 4),))).parcels[0]
     assert good.failure is None
-    assert "taps of points [1] fired [0] times" in bad.failure
+    assert (
+        bad.failure
+        == {
+            "host": "taps of points [1] fired [0] times, not once",
+            "cuda": "4 of 4 tokens of a pass were not copied at their points, once each",
+        }[kind]
+    )
 
 
-async def test_a_pass_that_fails_or_is_short_spoils_its_rows() -> None:
+async def test_a_pass_that_fails_or_is_short_spoils_its_rows(kind) -> None:
     """An exception in the model, or hidden states for fewer tokens than were laid out, is a failure of the rows."""
     bench = Bench()
     bench.plan("r1")
     bench.plan("r2")
-    layout = np.array([0]), np.array([4]), np.arange(4), np.arange(4)
-    bench.runtime.begin_step(BatchRows(["r1"], *layout))
+    layout = [0], [4], np.arange(4), np.arange(4)
+    bench.runtime.begin_step(batch(kind, ["r1"], *layout))
     bench.runtime.end_step(ValueError("out of cheese"))
-    bench.runtime.begin_step(BatchRows(["r2"], *layout))
-    bench.runtime.tables.on_tap(torch.zeros(3, WIDTH), None, 0)
+    bench.runtime.begin_step(batch(kind, ["r2"], *layout))
+    for point in range(POINTS):
+        tap(bench.runtime, torch.zeros(3, WIDTH, device=device_of(kind)), None, point)
     bench.runtime.end_step()
     first, second = bench.ask(Collect((Wanted(Owner("r1", 0), 4), Wanted(Owner("r2", 0), 4)))).parcels
     assert "out of cheese" in first.failure
-    assert "saw (3, 8) for 4 tokens" in second.failure
+    assert (
+        second.failure
+        == {
+            "host": "tap 2 saw (3, 8) for 4 tokens",
+            "cuda": "1 of 4 tokens of a pass were not copied at their points, once each",
+        }[kind]
+    )
 
 
-async def test_positions_that_are_not_those_scheduled_spoil_the_rows() -> None:
+async def test_positions_that_are_not_those_scheduled_spoil_the_rows(kind) -> None:
     """The positions the model reads and those that were scheduled are compared in every pass."""
     bench = Bench()
     bench.plan("r1")
-    bench.runtime.begin_step(BatchRows(["r1"], np.array([0]), np.array([4]), np.arange(4), np.arange(4) + 1))
+    bench.runtime.begin_step(batch(kind, ["r1"], [0], [4], np.arange(4), np.arange(4) + 1))
+    for point in range(POINTS):
+        tap(bench.runtime, torch.zeros(4, WIDTH, device=device_of(kind)), None, point)
     bench.runtime.end_step()
     (parcel,) = bench.ask(Collect((Wanted(Owner("r1", 0), 4),))).parcels
     assert "computes position 1 where 0 was scheduled" in parcel.failure
 
 
+@LARGE
 async def test_a_full_arena_is_said_not_hidden() -> None:
     """When there is no page left the request's rows are a failure, its neighbour's are not."""
-    bench = Bench(300_000)
+    bench = Bench(300_000, tokens=9_010)
     bench.plan("r1")
     bench.plan("r2", limit=20_000)
     bench.step(("r1", 0, 4), ("r2", 0, 9_000))
@@ -238,9 +281,9 @@ async def test_rows_given_back_are_gone_and_their_memory_free() -> None:
     assert bench.ask(Collect((Wanted(Owner("r1", 0), 50),))).parcels == (Unknown(Owner("r1", 0)),)
 
 
-async def test_errors_are_answers() -> None:
+async def test_errors_are_answers(kind) -> None:
     """Bytes that are no frame, and questions before the arena is there, come back as Failed, never as an exception."""
-    runtime = Runtime(range(POINTS), POINTS, WIDTH, torch.float32, captures=True)
+    runtime = some_runtime(kind)
     assert isinstance(decode_answer(runtime.answer(b"\xc1 no frame")), Failed)
     assert isinstance(decode_answer(runtime.answer(encode(Call((), Census())))), Failed)
 
@@ -254,6 +297,59 @@ async def test_lines_can_be_sent_as_bytes() -> None:
     answer = bench.ask(Read(parcel.lines))
     assert isinstance(answer, Lines)
     assert answer.data == rows[0].numpy().tobytes()
+
+
+DEVICE_ALONE = pytest.mark.parametrize("kind", ["cuda"], indirect=True)
+
+
+@DEVICE_ALONE
+async def test_rows_in_flight_are_not_overwritten() -> None:
+    """A ring that holds one pass: the next one waits until its rows are copied away, however late that is."""
+    bench = Bench(arena_bytes=13 * WIDTH * 4)
+    for key in ("r1", "r2"):
+        bench.plan(key)
+    for start in range(0, 40, 2):
+        bench.step(("r1", start, 2), ("r2", start, 2))
+    for number in (1, 2):
+        parcel, rows = await bench.rows(f"r{number}", 40)
+        assert parcel.failure is None
+        for point in range(POINTS):
+            torch.testing.assert_close(rows[point], expected(number, range(40), point))
+
+
+@DEVICE_ALONE
+async def test_a_pass_larger_than_the_ring_is_said_not_hidden() -> None:
+    """Its rows are a failure that names the remedy; those of the next pass are not."""
+    bench = Bench(arena_bytes=13 * WIDTH * 4)
+    bench.plan("r1")
+    bench.plan("r2")
+    bench.step(("r1", 0, 5))
+    bench.step(("r2", 0, 4))
+    large, small = bench.ask(Collect((Wanted(Owner("r1", 0), 5), Wanted(Owner("r2", 0), 4)))).parcels
+    assert (
+        "one pass keeps 480 bytes of rows, and the device holds 416; raise SteerModel(..., arena_bytes=)"
+        in large.failure
+    )
+    assert small.failure is None
+
+
+@LARGE
+async def test_what_runs_on_costs_no_look_at_each_request() -> None:
+    """A token more of each of 300 requests, most of them: the ledger works out only those that turn a page."""
+    bench = Bench(96 << 20)
+    keys = [f"r{number}" for number in range(300)]
+    for key in keys:
+        bench.plan(key, limit=60)
+    bench.step(*((key, 0, 3) for key in keys))
+    ledger, worked_out = bench.runtime._ledger, []
+    work_out = ledger._work_out
+    ledger._work_out = lambda *args: worked_out.append(args) or work_out(*args)
+    for position in range(3, 9):
+        bench.step(*((key, position, 1) for key in keys))
+    assert not worked_out
+    for number in (1, 299):
+        _, rows = await bench.rows(f"r{number}", 9)
+        torch.testing.assert_close(rows[2], expected(number, range(9), 2))
 
 
 # Steering
@@ -322,30 +418,31 @@ async def test_positions_read_from_the_cache_do_not_count_as_computed() -> None:
     assert record.rows == (2 * 7,)
 
 
-async def test_a_tap_that_does_not_edit_is_found_out() -> None:
+async def test_a_tap_that_does_not_edit_is_found_out(kind) -> None:
     """A silent tap fails the requests of its pass that it should have edited, and taints what they wrote."""
     bench = Bench()
     configuration, vectors = adding(1.0)
     equip(bench, configuration, vectors)
     steer(bench, "r1", steering_plan(configuration), capture=False)
     bench.step(("r1", 0, 4), skip_point=2)
-    assert "fired [0] times" in settled(bench, "r1", 4).failure
+    why = {"host": "fired [0] times", "cuda": "4 of 4 tokens of a pass did not get their edits"}[kind]
+    assert why in settled(bench, "r1", 4).failure
     steer(bench, "r2", steering_plan(configuration), capture=False)  # it may have read what r1 wrote
     bench.step(("r2", 2, 2))
-    assert "fired [0] times" in settled(bench, "r2", 4).failure
+    assert why in settled(bench, "r2", 4).failure
     steer(bench, "r3", steering_plan(configuration, identity=b"other"), capture=False)
     bench.step(("r3", 0, 4))
     assert settled(bench, "r3", 4).failure is None
 
 
+@pytest.mark.parametrize("kind", ["host"], indirect=True)
 async def test_an_edit_lost_inside_the_kernel_is_found_out(monkeypatch) -> None:
     """The kernel counts what it applied, token by token; fewer than the plan demands is a failure."""
     bench = Bench()
     configuration, vectors = adding(1.0)
     equip(bench, configuration, vectors)
     steer(bench, "r1", steering_plan(configuration), capture=False)
-    tables = bench.runtime.tables._edits
-    monkeypatch.setattr(tables, "apply", lambda *_: None)
+    monkeypatch.setattr(bench.runtime.taps._edits, "apply", lambda *_: None)
     bench.step(("r1", 0, 4))
     assert settled(bench, "r1", 4).failure == "4 of 4 tokens of a pass did not get their edits"
 
@@ -451,12 +548,11 @@ async def test_rows_are_kept_before_or_after_their_edits() -> None:
         torch.testing.assert_close(rows[0], expected(number, range(3), 0) + added)
 
 
-async def test_a_rank_without_rows_steers_all_the_same() -> None:
+async def test_a_rank_without_rows_steers_all_the_same(kind) -> None:
     """Rank 1 of a tensor-parallel group captures nothing and edits everything; its rows are not counted twice."""
-    runtime = Runtime(range(POINTS), POINTS, WIDTH, torch.float32, captures=False)
     bench = Bench.__new__(Bench)
-    bench.runtime = runtime
-    assert isinstance(bench.ask(Attach(1 << 20, SLOTS, BANK_BYTES, ENTRIES)), Bystander)
+    bench.runtime = some_runtime(kind, captures=False)
+    assert isinstance(bench.ask(Attach(1 << 20)), Bystander)
     configuration, vectors = adding(500.0)
     assert equip(bench, configuration, vectors) == Equipped(())
     steer(bench, "r1", steering_plan(configuration))

@@ -1,0 +1,97 @@
+"""What the adapters of all model runners have in common: hooks on a class's methods, and a loaded model's taps.
+
+Number 4 and 5 in the life of a request. What it relies on, all of vLLM 0.32 and the same in both runners: `load_model`
+ends with the model in `get_model()`; `execute_model` is entered once a step, with the scheduler's output; `device`,
+`dtype`, `max_num_tokens`, `vllm_config`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from steercap.adapters import RUNTIME_ATTRIBUTE
+from steercap.adapters.settings import armed_points, tap_sizes
+from steercap.core.plan import EXTRA_ARGS_KEY
+from steercap.families import family_of
+from steercap.kernels.tap import bind
+from steercap.worker.install import install_taps
+from steercap.worker.runtime import Runtime
+from steercap.worker.taps.base import Taps
+
+_HOOKED: Final = "__steercap_hook__"
+#: A pass may be padded to the largest CUDA graph, beyond the most tokens a step can schedule.
+_PADDING: Final = 1024
+
+
+def wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
+    """Have `hook(original, runner, *args)` called instead of a method; `original` takes nothing. Safe to call again."""
+    original = vars(owner)[name]
+    if getattr(original, _HOOKED, False):
+        return
+
+    @functools.wraps(original)
+    def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return hook(functools.partial(original, self, *args, **kwargs), self, *args, **kwargs)
+
+    setattr(hooked, _HOOKED, True)
+    setattr(owner, name, hooked)
+
+
+def attach(runner: Any) -> None:
+    """Put the taps into a runner's model, and their runtime beside it."""
+    if getattr(runner, RUNTIME_ATTRIBUTE, None) is not None:  # a subclass called its parent's load_model
+        return
+    config = runner.vllm_config
+    model_config = config.model_config
+    armed = armed_points(config.additional_config)
+    family = family_of(model_config.architectures)
+    start, stop = model_config.get_layers_start_end_indices(config.parallel_config)
+    points = install_taps(runner.get_model(), family, armed, range(start, stop), runner.device)
+    width = model_config.get_hidden_size()
+    sizes = tap_sizes(config.additional_config, width, runner.max_num_tokens + _PADDING)
+    captures = get_tensor_model_parallel_rank() == 0
+    with torch.inference_mode(mode=False):  # or the tables could be written in inference mode alone
+        taps: Taps
+        if runner.device.type == "cuda":
+            from steercap.worker.taps.cuda import CudaTaps
+            from steercap.worker.taps.transfers import CudaTransfers
+
+            taps = CudaTaps(points, width, sizes, runner.dtype, CudaTransfers(runner.device), captures=captures)
+        else:
+            from steercap.worker.taps.host import HostTaps
+
+            taps = HostTaps(points, width, sizes)
+    setattr(runner, RUNTIME_ATTRIBUTE, Runtime(taps, len(armed), runner.dtype, runner.device, captures=captures))
+    bind(taps)
+
+
+@contextmanager
+def step_of(runner: Any, scheduler_output: Any) -> Iterator[Runtime]:
+    """Around a runner's step: requests come and go before it, and the tables are closed after it."""
+    runtime: Runtime = getattr(runner, RUNTIME_ATTRIBUTE)
+    runtime.forget(scheduler_output.finished_req_ids)
+    for request in scheduler_output.scheduled_new_reqs:
+        extra = getattr(request.sampling_params, "extra_args", None) or {}
+        if EXTRA_ARGS_KEY in extra:
+            runtime.register(request.req_id, extra[EXTRA_ARGS_KEY], sample_of(request.req_id))
+    try:
+        yield runtime
+    except BaseException as error:
+        runtime.end_step(error)
+        raise
+    runtime.end_step()
+
+
+def sample_of(request_id: str) -> int:
+    """Which sample of `n > 1` a request of the worker is: vLLM names them `<index>_<id>-<suffix>`.
+
+    steercap's own ids hold no underscore, so one can only be vLLM's.
+    """
+    index, separator, _ = request_id.partition("_")
+    return int(index) if separator else 0

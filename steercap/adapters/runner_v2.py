@@ -1,0 +1,63 @@
+"""vLLM's Model Runner V2, the default on CUDA.
+
+Number 4 and 5 in the life of a request. What it relies on, all of vLLM 0.32: `prepare_inputs` is called for real
+batches only, with padding already decided, and returns an `InputBatch` whose `positions` and `input_ids` are views of
+buffers that the model, compiled or replayed from a CUDA graph, reads on the current stream. Dummy runs, warm-up and
+graph capture never call it, so the taps stay idle there; vLLM's own warm-up requests do, and are not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from steercap.adapters import RUNTIME_ATTRIBUTE
+from steercap.adapters.hooks import attach, step_of, wrap
+from steercap.core.rows import BatchRows
+from steercap.worker.runtime import Runtime
+
+
+def hook() -> None:
+    """Hook the runner class of this process; a second call finds it hooked."""
+    wrap(GPUModelRunner, "load_model", _load_model)
+    wrap(GPUModelRunner, "prepare_inputs", _prepare_inputs)
+    wrap(GPUModelRunner, "execute_model", _execute_model)
+
+
+def _load_model(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:
+    loaded = original()
+    attach(runner)
+    return loaded
+
+
+def _prepare_inputs(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:
+    batch = original()
+    runtime: Runtime = getattr(runner, RUNTIME_ATTRIBUTE)
+    runtime.begin_step(
+        BatchRows(
+            request_ids=batch.req_ids,
+            starts=batch.num_computed_tokens_np.astype(np.int64),
+            counts=batch.num_scheduled_tokens.astype(np.int64),
+            token_ids=batch.input_ids,
+            positions=batch.positions,
+        )
+    )
+    return batch
+
+
+def _execute_model(
+    original: Callable[[], Any],
+    runner: Any,
+    scheduler_output: Any,
+    _intermediate_tensors: Any = None,
+    dummy_run: bool = False,
+    *_args: Any,
+    **_options: Any,
+) -> Any:
+    if dummy_run:
+        return original()
+    with step_of(runner, scheduler_output):
+        return original()

@@ -1,0 +1,26 @@
+"""What an entry of a program is, as bits of its kind; what the tap in PyTorch and the tap in Triton agree on.
+
+Number 5 in the life of a request.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+USED: Final = 1
+READS: Final = 2
+RELATIVE: Final = 4
+REPLACES: Final = 8
+JOINED: Final = 16
+LEADS: Final = 32  # the entry after it reads the same row
+MEASURES: Final = 64  # the norm of the row is measured before it
+RESTORES: Final = 128  # ... and restored after it
+
+#: What an application, or a copy, counts at point `p`: `WEIGHT * p + 1`, so that one too few here and one too many
+#: there do not cancel.
+WEIGHT: Final = 1_000_003
+
+
+def weight(point: int) -> int:
+    """What an application or a copy at a point counts in a token's evidence."""
+    return WEIGHT * point + 1

@@ -1,0 +1,225 @@
+"""The tap in Triton: what runs on CUDA, in eager mode, under torch.compile and inside CUDA graphs.
+
+Number 5 in the life of a request. One program a token: it reads what its token is to have, and returns at once if that
+is nothing. Otherwise the row is read once, edited in float32 registers, written once if it changed, and copied to the
+arena. All it depends on is in tables of fixed addresses, so a replayed graph does what the step asks.
+
+`kernels.reference` says the same in PyTorch; the tests hold the two against each other.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from jaxtyping import Float, Int
+
+from steercap.kernels import bits
+
+#: Columns of the table of a step's tokens, int32; -1 says there is none.
+TOKEN_COLUMNS: Final = 8
+SLOT, MASK, LINE, LAYOUT, BEFORE, REPLACED, WITNESS = range(7)
+#: Columns of an entry's integers; its eight floats are a table of their own.
+ENTRY_COLUMNS: Final = 8
+KIND, SCOPE, WRITE, READ, REPLACEMENT = range(5)
+#: What the witness of a token says: the id and the position the model read, its edits and its copies.
+WITNESS_COLUMNS: Final = 4
+
+_TOKEN_COLUMNS = tl.constexpr(TOKEN_COLUMNS)
+_SLOT, _MASK, _LINE, _LAYOUT = tl.constexpr(SLOT), tl.constexpr(MASK), tl.constexpr(LINE), tl.constexpr(LAYOUT)
+_BEFORE, _REPLACED, _WITNESS = tl.constexpr(BEFORE), tl.constexpr(REPLACED), tl.constexpr(WITNESS)
+_ENTRY_COLUMNS = tl.constexpr(ENTRY_COLUMNS)
+_KIND, _SCOPE, _WRITE, _READ = tl.constexpr(KIND), tl.constexpr(SCOPE), tl.constexpr(WRITE), tl.constexpr(READ)
+_REPLACEMENT = tl.constexpr(REPLACEMENT)
+_WITNESS_COLUMNS = tl.constexpr(WITNESS_COLUMNS)
+_WEIGHT = tl.constexpr(bits.WEIGHT)
+_READS, _RELATIVE, _REPLACES = tl.constexpr(bits.READS), tl.constexpr(bits.RELATIVE), tl.constexpr(bits.REPLACES)
+_JOINED, _LEADS = tl.constexpr(bits.JOINED), tl.constexpr(bits.LEADS)
+_MEASURES, _RESTORES = tl.constexpr(bits.MEASURES), tl.constexpr(bits.RESTORES)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tap_kernel(  # type: ignore[no-untyped-def]
+    hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
+    hidden_stride, residual_stride, num_points, num_entries,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    wish = tokens + token * _TOKEN_COLUMNS
+    slot = tl.load(wish + _SLOT)
+    line = tl.load(wish + _LINE)
+    if (slot < 0) & (line < 0):
+        return
+    at = tl.load(point)
+    offset = -1
+    if line >= 0:
+        offset = tl.load(layouts + tl.load(wish + _LAYOUT) * num_points + at)
+    count = 0
+    if slot >= 0:
+        count = tl.load(counts + slot * num_points + at)
+    if (offset < 0) & (count == 0):
+        return
+
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    stream = hidden + token.to(tl.int64) * hidden_stride + columns
+    deferred = residual + token.to(tl.int64) * residual_stride + columns
+    row = tl.load(stream, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        row += tl.load(deferred, mask=inside, other=0.0).to(tl.float32)
+    target = arena + (line + offset).to(tl.int64) * WIDTH + columns
+    before = tl.load(wish + _BEFORE)
+    witness = evidence + token * 2
+    value = _WEIGHT * at.to(tl.int64) + 1
+    if offset >= 0:
+        tl.store(witness + 1, tl.load(witness + 1) + value)
+        if before > 0:
+            tl.store(target, row.to(arena.dtype.element_ty), mask=inside)
+    if count > 0:
+        first = (slot * num_points + at).to(tl.int64) * num_entries
+        edited, applied = _edit(
+            row, columns, inside, tl.load(wish + _MASK), tl.load(wish + _REPLACED), count,
+            entries + first * _ENTRY_COLUMNS, responses + first * 8, bank, replacements, WIDTH,
+        )  # fmt: skip
+        if tl.max((edited != row).to(tl.int32), 0) > 0:
+            tl.store(stream, edited.to(hidden.dtype.element_ty), mask=inside)
+            if HAS_RESIDUAL:
+                tl.store(deferred, tl.zeros_like(row).to(residual.dtype.element_ty), mask=inside)
+        tl.store(witness, tl.load(witness) + applied.to(tl.int64) * value)
+        row = edited
+    if (offset >= 0) & (before <= 0):
+        tl.store(target, row.to(arena.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _edit(  # type: ignore[no-untyped-def]
+    row, columns, inside, scopes, replaced, count, entries, responses, bank, replacements, WIDTH: tl.constexpr
+):
+    """The entries of one point, in order; returns the row and how many were applied."""
+    start = row  # what joined entries read
+    norm = tl.sqrt(tl.sum(row * row, 0))
+    applied = count * 0
+    for number in range(count):
+        entry = entries + number * _ENTRY_COLUMNS
+        response = responses + number * 8
+        kind = tl.load(entry + _KIND)
+        active = (scopes >> tl.load(entry + _SCOPE)) & 1
+        if (kind & _MEASURES) != 0:
+            norm = tl.sqrt(tl.sum(row * row, 0))
+        if ((kind & _LEADS) != 0) & ((kind & _JOINED) == 0):
+            start = row
+        if (kind & _REPLACES) != 0:
+            source = replaced * 0 - 1
+            if replaced >= 0:
+                source = tl.load(replacements + replaced + tl.load(entry + _REPLACEMENT))
+            if source < 0:
+                active = active * 0
+            if active != 0:
+                row = tl.load(bank + source.to(tl.int64) * WIDTH + columns, mask=inside, other=0.0)
+        elif active != 0:
+            length = tl.load(response + 2)
+            if (kind & _READS) != 0:
+                read = tl.load(bank + tl.load(entry + _READ).to(tl.int64) * WIDTH + columns, mask=inside, other=0.0)
+                if (kind & _JOINED) != 0:
+                    projection = tl.sum(start * read, 0)
+                else:
+                    projection = tl.sum(row * read, 0)
+                projection += tl.load(response)
+                reach = tl.maximum(projection, tl.load(response + 6))
+                length += tl.load(response + 1) * reach
+                length = tl.minimum(tl.maximum(length, tl.load(response + 4)), tl.load(response + 5))
+                length -= tl.load(response + 3) * reach
+                if projection <= tl.load(response + 7):
+                    length = length * 0.0
+            if (kind & _RELATIVE) != 0:
+                length *= tl.sqrt(tl.sum(row * row, 0))
+            write = tl.load(bank + tl.load(entry + _WRITE).to(tl.int64) * WIDTH + columns, mask=inside, other=0.0)
+            row = row + length * write
+        applied += active
+        if (kind & _RESTORES) != 0:
+            now = tl.sqrt(tl.sum(row * row, 0))
+            if now > 0:
+                row = row * (norm / now)
+    return row, applied
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _close_kernel(  # type: ignore[no-untyped-def]
+    tokens, evidence, witness, token_ids, positions, count, BLOCK: tl.constexpr
+):
+    """Say what became of each token of a pass, and make the tables idle."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < count
+    wish = tokens + token * _TOKEN_COLUMNS
+    place = tl.load(wish + _WITNESS, mask=inside, other=-1)
+    known = place >= 0
+    said = witness + place.to(tl.int64) * _WITNESS_COLUMNS
+    tl.store(said, tl.load(token_ids + token, mask=known, other=0).to(tl.int64), mask=known)
+    tl.store(said + 1, tl.load(positions + token, mask=known, other=0).to(tl.int64), mask=known)
+    tl.store(said + 2, tl.load(evidence + token * 2, mask=known, other=0), mask=known)
+    tl.store(said + 3, tl.load(evidence + token * 2 + 1, mask=known, other=0), mask=known)
+    tl.store(evidence + token * 2, tl.zeros_like(token).to(tl.int64), mask=inside)
+    tl.store(evidence + token * 2 + 1, tl.zeros_like(token).to(tl.int64), mask=inside)
+    for column in tl.static_range(_TOKEN_COLUMNS):
+        tl.store(wish + column, tl.zeros_like(token) - 1, mask=inside)
+
+
+def launch_tap(
+    hidden: Float[torch.Tensor, "n width"],
+    residual: Float[torch.Tensor, "n width"] | None,
+    point: Int[torch.Tensor, 1],
+    tokens: Int[torch.Tensor, "most columns"],
+    counts: Int[torch.Tensor, "slots points"],
+    entries: Int[torch.Tensor, "slots points entries columns"],
+    responses: Float[torch.Tensor, "slots points entries 8"],
+    bank: Float[torch.Tensor, "vectors width"],
+    replacements: Int[torch.Tensor, replaced],
+    arena: Float[torch.Tensor, "lines width"],
+    layouts: Int[torch.Tensor, "layouts points"],
+    evidence: Int[torch.Tensor, "most 2"],
+) -> None:
+    """Edit and copy the rows of one point.
+
+    Args:
+        hidden, residual: the stream; edited rows are written to `hidden` whole, and their `residual` becomes zero.
+        point: index of the point among this rank's, int32 [1].
+        tokens: what each token is to have, int32; see `SLOT` and what follows.
+        counts: entries of each slot at each point, int32.
+        entries: their integers, int32; see `KIND` and what follows.
+        responses: their floats, in the order of `core.program.RESPONSE_NUMBERS`.
+        bank: float32 vectors.
+        replacements: bank row that each replacement puts in the place of a token's row, -1 for none: int32.
+        arena: where rows are copied to, rounded to its dtype.
+        layouts: line of each point in a record, -1 where it is not kept: int32.
+        evidence: what was done to each token, int64: edits and copies, added up; see `bits.WEIGHT`.
+    """
+    width = hidden.shape[-1]
+    block = triton.next_power_of_2(width)
+    other = hidden if residual is None else residual
+    _tap_kernel[(hidden.shape[0],)](
+        hidden, other, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
+        hidden.stride(0), other.stride(0), layouts.shape[1], entries.shape[2],
+        WIDTH=width, BLOCK=block, HAS_RESIDUAL=residual is not None, num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
+
+
+def launch_close(
+    tokens: Int[torch.Tensor, "most columns"],
+    evidence: Int[torch.Tensor, "most 2"],
+    witness: Int[torch.Tensor, "places columns"],
+    token_ids: Int[torch.Tensor, n],
+    positions: Int[torch.Tensor, n],
+    count: int,
+) -> None:
+    """Write the witness of the first `count` tokens of a pass, and leave the tables idle.
+
+    Args:
+        tokens, evidence: as for `launch_tap`.
+        witness: for each place, the id and the position the model read, its edits and its copies: int64.
+        token_ids, positions: what the model reads.
+        count: tokens of the pass, padding not counted.
+    """
+    block = 128
+    _close_kernel[(triton.cdiv(count, block),)](tokens, evidence, witness, token_ids, positions, count, BLOCK=block)

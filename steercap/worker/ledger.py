@@ -1,0 +1,269 @@
+"""Who runs on this rank, and what must become of each token of a pass.
+
+Number 5 in the life of a request. Almost every request of almost every pass is one token further than before, on the
+same page, in the same scopes: these are looked up in one array for all of them at once, so that a pass over hundreds of
+requests costs a few numpy calls. Whatever is not so (a prompt, a new page, a preemption, a prefix-cache hit, drafts,
+the end of a selection) is worked out request by request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from steercap.core.messages import Owner, Wanted
+from steercap.core.program import NONE
+from steercap.core.rows import BatchRows, Ints
+from steercap.worker.outbox import Outbox
+from steercap.worker.programs import Programs
+from steercap.worker.steering import Steered
+from steercap.worker.step import Step
+
+#: What is known of the next tokens of a request: they are alike from position NEXT up to STOP, which is not among them.
+#: The line of position p is LINE + p × RECORD.
+_NEXT, _STOP, _LINE, _RECORD, _LAYOUT, _COPIES, _SLOT, _MASK, _EDITS, _FIELDS = range(10)
+#: No position is reached by it.
+NEVER: Final = np.iinfo(np.int64).max
+
+
+class Tracked:
+    """One sample of one request that is kept or changed.
+
+    Args:
+        owner: whose rows.
+        outbox: where its rows go, None if none are kept or they were given back.
+        steered: what is changed, None if nothing is.
+    """
+
+    def __init__(self, owner: Owner, outbox: Outbox | None, steered: Steered | None) -> None:
+        self.owner = owner
+        self.outbox = outbox
+        self.steered = steered
+        self.place = NONE
+        self.run_from = 0  # first position of those that only the ledger's array knows of
+
+    def fail(self, reason: str) -> None:
+        """Neither rows nor edits can be trusted."""
+        if self.outbox is not None:
+            self.outbox.fail(reason)
+        if self.steered is not None:
+            self.steered.fail(reason)
+
+
+class Ledger:
+    """The requests that run, or whose last passes have not been heard of yet.
+
+    Args:
+        programs: what each slot holds.
+    """
+
+    def __init__(self, programs: Programs) -> None:
+        self._programs = programs
+        self._state: Ints = np.zeros((64, _FIELDS), dtype=np.int64)
+        self._tracked: list[Tracked | None] = [None] * len(self._state)
+        self._free = list(range(len(self._state) - 1, -1, -1))
+        self._places: dict[str, int] = {}
+        self._owners: dict[Owner, Tracked] = {}
+        self._leaving: list[tuple[int, int]] = []  # (passes begun when it left, place)
+        self._begun = self._settled = 0
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._places
+
+    def __iter__(self) -> Iterator[Tracked]:
+        """Requests that run."""
+        for place in self._places.values():
+            if (tracked := self._tracked[place]) is not None:
+                yield tracked
+
+    def find(self, owner: Owner) -> Tracked | None:
+        """A request that runs, or passes of which may still be heard of."""
+        return self._owners.get(owner)
+
+    def at(self, place: int) -> Tracked:
+        """The request of a place that a step names."""
+        tracked = self._tracked[place]
+        assert tracked is not None, "a place is kept until every pass that names it was settled"
+        return tracked
+
+    def enter(self, request_id: str, tracked: Tracked) -> None:
+        """A request is scheduled for the first time."""
+        if not self._free:
+            self._grow()
+        tracked.place = self._free.pop()
+        self._tracked[tracked.place] = tracked
+        self._places[request_id] = tracked.place
+        self._owners[tracked.owner] = tracked
+        self._state[tracked.place] = 0
+
+    def leave(self, request_ids: Iterable[str]) -> None:
+        """These requests will not run again; passes they were in may still be heard of."""
+        for request_id in request_ids:
+            place = self._places.pop(request_id, None)
+            if place is not None:
+                self.flush(self.at(place))
+                if (outbox := self.at(place).outbox) is not None:
+                    outbox.stop()
+                self._leaving.append((self._begun, place))
+        self._reuse()
+
+    def settled(self) -> None:
+        """One pass more, in their order, was heard of."""
+        self._settled += 1
+        self._reuse()
+
+    def flush(self, tracked: Tracked) -> None:
+        """Tell a request of the tokens that only the array knows of."""
+        reached = NONE if tracked.place == NONE else int(self._state[tracked.place, _NEXT])
+        if reached <= tracked.run_from:
+            return
+        if tracked.outbox is not None and self._state[tracked.place, _LAYOUT] != NONE:
+            tracked.outbox.went_on(tracked.run_from, reached)
+        if tracked.steered is not None:
+            tracked.steered.ran(tracked.run_from, reached)
+        tracked.run_from = reached
+
+    def forget_rows(self, tracked: Tracked) -> None:
+        """The rows of a request were given back; what is left of it is steering, if that."""
+        self.flush(tracked)
+        tracked.outbox = None
+        if tracked.place != NONE:
+            self._state[tracked.place, _STOP] = 0
+
+    # The pass
+
+    def place(self, batch: BatchRows) -> Step | None:
+        """Find what must become of each token of a pass; None if nothing must."""
+        found = [self._places.get(name, NONE) for name in batch.request_ids] if self._places else []
+        if not found or max(found) == NONE:
+            return None
+        places = np.array(found, dtype=np.int64)
+        tracked = np.flatnonzero(places != NONE)
+        places, starts, counts = places[tracked], batch.starts[tracked], batch.counts[tracked]
+        first_tokens = np.cumsum(batch.counts)[tracked] - counts
+        state = self._state[places]
+        alike = (counts == 1) & (starts == state[:, _NEXT]) & (starts < state[:, _STOP])
+        parts = []
+        if alike.any():
+            self._state[places[alike], _NEXT] += 1
+            parts.append(_continued(places[alike], starts[alike], first_tokens[alike], state[alike]))
+        for other in np.flatnonzero(~alike):
+            request = self.at(int(places[other]))
+            part = self._work_out(request, int(starts[other]), int(first_tokens[other]), int(counts[other]))
+            if part is not None:
+                parts.append(part)
+        parts = [part for part in parts if len(part)]
+        if not parts:
+            return None
+        self._begun += 1
+        return Step.joined(parts)
+
+    def _work_out(self, request: Tracked, start: int, first_token: int, count: int) -> Step | None:
+        """One request's tokens of a pass, and what its next ones will be."""
+        self.flush(request)
+        outbox, steered = request.outbox, request.steered
+        lines: Ints = np.full(count, NONE, dtype=np.int64)
+        masks = np.zeros(count, dtype=np.int32)
+        if outbox is not None and outbox.failure is None:
+            lines = outbox.place(start, count)
+        if steered is not None:
+            masks = steered.place(start, count)
+        chosen = np.flatnonzero((lines != NONE) | (masks != 0))
+        part = None
+        if len(chosen):
+            part = self._part(request, chosen, start, first_token, lines[chosen], masks[chosen])
+        self._look_ahead(request, start + count)
+        return part
+
+    def _part(  # noqa: PLR0917 -- the columns of a table
+        self, request: Tracked, chosen: Ints, start: int, first_token: int, lines: Ints, masks: npt.NDArray[np.int32]
+    ) -> Step:
+        outbox, steered = request.outbox, request.steered
+        size = len(chosen)
+        kept = lines != NONE
+        layout, record, copies = (NONE, 0, 0) if outbox is None else outbox.record
+        slots = np.full(size, NONE if steered is None or steered.slot is None else steered.steering.slot)
+        positions = chosen + start
+        replaced = {} if steered is None else steered.replaced(positions)
+        return Step(
+            owners=np.full(size, request.place),
+            tokens=chosen + first_token,
+            positions=positions,
+            lines=lines,
+            records=np.where(kept, record, 0),
+            layouts=np.where(kept, layout, NONE),
+            slots=slots,
+            masks=masks,
+            copies=np.where(kept, copies, 0),
+            edits=self._programs.evidence(slots, masks),
+            replaced=replaced,
+        )
+
+    def _look_ahead(self, request: Tracked, start: int) -> None:
+        """Write down what the tokens from `start` on have in common, and how far."""
+        outbox, steered = request.outbox, request.steered
+        request.run_from = start
+        stop, line, layout, record, copies = NEVER, 0, NONE, 0, 0
+        if outbox is not None and outbox.failure is None:
+            stop, first = outbox.ahead(start)
+            if first is not None:
+                line, (layout, record, copies) = first, outbox.record
+        slot, mask = NONE, 0
+        if steered is not None:
+            reach, mask = steered.ahead(start)
+            stop = min(stop, reach)
+            if steered.slot is not None:
+                slot = steered.steering.slot
+        slots, masks = np.array([slot]), np.array([mask], dtype=np.int32)
+        edits = int(self._programs.evidence(slots, masks)[0])
+        self._state[request.place] = (start, stop, line, record, layout, copies, slot, mask, edits)
+
+    def computes(self, step: Step, wanted: Iterable[Wanted]) -> bool:
+        """Whether a step computes any of the tokens that are wanted."""
+        totals = np.zeros(len(self._state), dtype=np.int64)
+        for item in wanted:
+            tracked = self.find(item.owner)
+            if tracked is not None and tracked.place != NONE:
+                totals[tracked.place] = item.total
+        return bool((step.positions < totals[step.owners]).any())
+
+    def _grow(self) -> None:
+        size = len(self._state)
+        self._state = np.concatenate([self._state, np.zeros_like(self._state)])
+        self._tracked += [None] * size
+        self._free = list(range(2 * size - 1, size - 1, -1))
+
+    def _reuse(self) -> None:
+        """Let go of places that no pass still to be heard of names."""
+        while self._leaving and self._leaving[0][0] <= self._settled:
+            _, place = self._leaving.pop(0)
+            tracked = self.at(place)
+            if self._owners.get(tracked.owner) is tracked:
+                del self._owners[tracked.owner]
+            tracked.place = NONE
+            self._tracked[place] = None
+            self._free.append(place)
+
+
+def _continued(places: Ints, starts: Ints, tokens: Ints, state: Ints) -> Step:
+    """Tokens that are like those before them."""
+    kept = state[:, _LAYOUT] != NONE
+    busy = kept | (state[:, _MASK] != 0)
+    if not busy.all():
+        places, starts, tokens, state, kept = places[busy], starts[busy], tokens[busy], state[busy], kept[busy]
+    return Step(
+        owners=places,
+        tokens=tokens,
+        positions=starts,
+        lines=np.where(kept, state[:, _LINE] + starts * state[:, _RECORD], NONE),
+        records=state[:, _RECORD],
+        layouts=state[:, _LAYOUT],
+        slots=state[:, _SLOT],
+        masks=state[:, _MASK].astype(np.int32),
+        copies=state[:, _COPIES],
+        edits=state[:, _EDITS],
+        replaced={},
+    )

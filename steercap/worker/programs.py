@@ -1,0 +1,105 @@
+"""What each slot holds: for every point, the rank-one edits of its configuration, in order.
+
+Number 4 in the life of a request. Written when the client sends a configuration, and left where it is. Shape legend:
+points = points of this rank; entries = most rank-one edits of a point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from steercap.core.program import MAX_SCOPES, NONE, RESPONSE_NUMBERS, Configuration, Entry, Response
+from steercap.core.rows import Ints
+from steercap.kernels.bits import JOINED, LEADS, MEASURES, READS, RELATIVE, REPLACES, RESTORES, USED, weight
+
+_SCOPE_BITS: Final = np.arange(MAX_SCOPES, dtype=np.int32)
+
+
+class Programs:
+    """The tables of all slots.
+
+    Args:
+        points: indices of this rank's points among the engine's armed points.
+        slots: configurations held at once.
+        entries: most rank-one edits of a point.
+    """
+
+    def __init__(self, points: Sequence[int], *, slots: int, entries: int) -> None:
+        self.points = tuple(points)
+        shape = (slots, len(self.points), entries)
+        #: Integers of every entry, int32 [slots, points, entries] each; 0 where there is none.
+        self.columns = {name: np.zeros(shape, dtype=np.int32) for name in ENTRY_NUMBERS}
+        #: Numbers of its response, float32 [slots, points, entries, 8].
+        self.responses = np.zeros((*shape, len(RESPONSE_NUMBERS)), dtype=np.float32)
+        #: Entries of each slot at each point, int32 [slots, points].
+        self.counts = np.zeros(shape[:2], dtype=np.int32)
+        #: Token selections of each slot's configuration, int64 [slots].
+        self.scopes = np.zeros(slots, dtype=np.int64)
+        #: How often a slot was written.
+        self.written = 0
+        self._per_scope = np.zeros((slots, MAX_SCOPES), dtype=np.int64)
+
+    def configure(self, slot: int, configuration: Configuration, places: Sequence[Sequence[int]]) -> None:
+        """Write a configuration into a slot.
+
+        Args:
+            slot: where.
+            configuration: the edits.
+            places: bank rows of each of its blobs.
+        """
+        self.written += 1
+        for column in self.columns.values():
+            column[slot] = 0
+        self.responses[slot] = Response().numbers
+        self.counts[slot] = 0
+        self.scopes[slot] = configuration.scopes
+        self._per_scope[slot] = 0
+        for local, point in enumerate(self.points):
+            entries = configuration.at(point)
+            self.counts[slot, local] = len(entries)
+            for at, entry in enumerate(entries):
+                self._write((slot, local, at), entry, places)
+                self.columns["kind"][slot, local, at] = _kind(entries, at)
+                self._per_scope[slot, entry.scope] += weight(local)
+
+    def _write(self, where: tuple[int, int, int], entry: Entry, places: Sequence[Sequence[int]]) -> None:
+        self.columns["scope"][where] = entry.scope
+        self.columns["write"][where] = places[entry.write][0]
+        self.columns["read"][where] = 0 if entry.read == NONE else places[entry.read][0]
+        self.columns["replacement"][where] = max(entry.replacement, 0)
+        self.responses[where] = entry.response.numbers
+
+    def evidence(self, slots: npt.NDArray[np.integer], masks: npt.NDArray[np.int32]) -> Ints:
+        """What the edits of tokens add up to if every one of them is made: int64 [tokens].
+
+        Args:
+            slots: slot of each token, NONE for none.
+            masks: scopes that hold it.
+        """
+        bits = (masks[:, None] >> _SCOPE_BITS) & 1
+        expected: Ints = (bits * self._per_scope[np.maximum(slots, 0)]).sum(-1)
+        expected[slots < 0] = 0
+        return expected
+
+
+#: What the integer columns of an entry are.
+ENTRY_NUMBERS: Final = ("kind", "scope", "write", "read", "replacement")
+
+
+def _kind(entries: Sequence[Entry], at: int) -> int:
+    """The bits of one entry among those of its point."""
+    entry = entries[at]
+    kind = USED
+    kind |= READS if entry.read != NONE else 0
+    kind |= RELATIVE if entry.response.relative else 0
+    kind |= REPLACES if entry.replacement != NONE else 0
+    kind |= JOINED if entry.joined else 0
+    kind |= LEADS if not entry.joined and at + 1 < len(entries) and entries[at + 1].joined else 0
+    if entry.norm != NONE:
+        kind |= MEASURES if at == 0 or entries[at - 1].norm != entry.norm else 0
+        kind |= RESTORES if at + 1 == len(entries) or entries[at + 1].norm != entry.norm else 0
+    return kind

@@ -1,0 +1,101 @@
+"""One pass: the tokens that somebody keeps or changes, what must become of them, and what became.
+
+Number 5 and 6 in the life of a request. Shape legend: tracked = tokens of the pass that are kept or changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from steercap.core.program import NONE
+from steercap.core.rows import Ints
+
+
+@dataclass
+class Step:
+    """The tracked tokens of one pass, in the order of the batch.
+
+    Args:
+        owners: place of each token's request in the ledger, int64 [tracked].
+        tokens: its place in the batch, int64 [tracked].
+        positions: its position, as scheduled, int64 [tracked].
+        lines: first line of its record in the arena, NONE if it is not kept: int64 [tracked].
+        records: lines of its record, int64 [tracked].
+        layouts: layout of its record, NONE if it is not kept: int64 [tracked].
+        slots: slot of its configuration, NONE if it is not changed: int64 [tracked].
+        masks: scopes that hold it, int32 [tracked].
+        copies: what its copies must add up to, int64 [tracked].
+        edits: what its edits must add up to, int64 [tracked].
+        replaced: for some of the tokens, by their place in this table, the bank row that each replacement of their
+            configuration puts there, NONE for none: int64 [replacements].
+    """
+
+    owners: Ints
+    tokens: Ints
+    positions: Ints
+    lines: Ints
+    records: Ints
+    layouts: Ints
+    slots: Ints
+    masks: npt.NDArray[np.int32]
+    copies: Ints
+    edits: Ints
+    replaced: dict[int, Ints]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def kept(self) -> npt.NDArray[np.bool_]:
+        """Which tokens are kept: bool [tracked]."""
+        kept: npt.NDArray[np.bool_] = self.lines != NONE
+        return kept
+
+    @property
+    def changed(self) -> npt.NDArray[np.bool_]:
+        """Which tokens some scope of their configuration holds: bool [tracked]."""
+        changed: npt.NDArray[np.bool_] = (self.slots != NONE) & (self.masks != 0)
+        return changed
+
+    @staticmethod
+    def joined(parts: Sequence[Step]) -> Step:
+        """Parts of one pass as one, its tokens in the order of the batch."""
+        if len(parts) == 1:
+            return parts[0]
+        arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS}
+        order = np.argsort(arrays["tokens"])
+        place_of = np.argsort(order)
+        before = np.cumsum([0, *(len(part) for part in parts)])
+        replaced = {
+            int(place_of[first + place]): rows
+            for first, part in zip(before, parts, strict=False)
+            for place, rows in part.replaced.items()
+        }
+        return Step(**{name: values[order] for name, values in arrays.items()}, replaced=replaced)
+
+
+_ARRAYS: Final = tuple(field.name for field in fields(Step) if field.name != "replaced")
+
+
+@dataclass(frozen=True)
+class Witness:
+    """What became of the tracked tokens of a pass, in the order of its step.
+
+    Args:
+        token_ids: the ids the model read, int64 [tracked].
+        positions: the positions it read, int64 [tracked].
+        edits: what the edits made add up to, int64 [tracked].
+        copies: what the copies made add up to, int64 [tracked].
+        failure: why the whole pass cannot be trusted, or None.
+    """
+
+    token_ids: Ints
+    positions: Ints
+    edits: Ints
+    copies: Ints
+    failure: str | None = None

@@ -1,0 +1,113 @@
+"""What the taps of a process are told, and what they say, whatever the device.
+
+Number 5 and 6 in the life of a request. Configurations and vectors are put in when the client sends them; a step's
+tables are opened before the forward pass and closed after it, and some time later the step is heard of: how every
+token was labelled, edited and copied.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+
+from steercap.core.program import Configuration
+from steercap.core.rows import BatchRows
+from steercap.worker.arena import Arena
+from steercap.worker.layouts import Layouts
+from steercap.worker.programs import Programs
+from steercap.worker.step import Step, Witness
+
+
+@dataclass(frozen=True)
+class TapSizes:
+    """How large the tables are; fixed before the model is traced.
+
+    Args:
+        slots: configurations held at once.
+        bank_rows: rows of the vector bank.
+        entries: most rank-one edits of a point.
+        tokens: most tokens of a pass, padding included.
+        arena_bytes: device memory for the rows of passes that are being copied away; None for twice what the largest
+            pass can need, unless that is much of the device. Nothing on CPU, where rows need no copy.
+    """
+
+    slots: int
+    bank_rows: int
+    entries: int
+    tokens: int
+    arena_bytes: int | None = None
+
+
+class Taps(ABC):
+    """The tables behind the taps of one rank.
+
+    Args:
+        points: indices of this rank's points among the engine's armed points, ascending; the position in this tuple
+            is the number its tap carries.
+        width: elements of a row.
+        sizes: how large the tables are.
+    """
+
+    def __init__(self, points: Sequence[int], width: int, sizes: TapSizes) -> None:
+        self.points = tuple(points)
+        self.width = width
+        self.sizes = sizes
+        self.programs = Programs(points, slots=sizes.slots, entries=sizes.entries)
+        self.layouts = Layouts(points)
+        self.arena: Arena | None = None
+        self.open_step: Step | None = None
+
+    def use(self, arena: Arena) -> None:
+        """Have rows end up in `arena` from now on."""
+        self.arena = arena
+
+    @abstractmethod
+    def configure(self, slot: int, configuration: Configuration, places: Sequence[Sequence[int]]) -> None:
+        """Write a configuration into a slot; `places` are the bank rows of each of its blobs."""
+
+    @abstractmethod
+    def put(self, places: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
+        """Write vectors into the bank."""
+
+    @abstractmethod
+    def open(self, step: Step, batch: BatchRows) -> str | None:
+        """Fill the tables for the pass that is about to run.
+
+        Returns:
+            Why its rows cannot be kept (its edits are made all the same), or None.
+        """
+
+    @abstractmethod
+    def close(self, failure: str | None) -> None:
+        """The pass that was opened has been run, or failed: every tap is idle until the next one."""
+
+    @property
+    @abstractmethod
+    def unheard(self) -> Sequence[Step]:
+        """Steps that were closed and not yet heard of, in their order."""
+
+    @property
+    def crowded(self) -> Step | None:
+        """A step that must be heard of before another can be opened."""
+        return None
+
+    @abstractmethod
+    def heard(self, through: Step | None = None) -> Iterator[tuple[Step, Witness]]:
+        """Steps whose passes have run and whose rows are in the arena, in their order; each once.
+
+        Args:
+            through: wait until this one is among them.
+        """
+
+    @abstractmethod
+    def on_tap(
+        self,
+        hidden: Float[torch.Tensor, "n width"],
+        residual: Float[torch.Tensor, "n width"] | None,
+        point: Int[torch.Tensor, 1],
+    ) -> None:
+        """Copy and edit the rows wanted at `point`; called by the operator, once a point and pass."""

@@ -1,0 +1,289 @@
+"""The taps on CUDA: tables at fixed addresses, filled once a step, and rows copied away beside the model.
+
+Number 5 and 6 in the life of a request. Everything the taps read is on the device before vLLM traces or captures the
+model, and its addresses never change; between passes every token's entry says "nothing", so dummy runs, warm-up and
+graph capture find idle taps. For a pass: one copy to the device on the model's stream; the pass; one kernel that
+writes down what became of each token and makes the tables idle again. Rows wait in a ring on the device while a stream
+of their own copies them into the pinned arena that the client maps. The model's stream never waits for the host, and
+for a copy only when the ring is full.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float, Int
+
+from steercap.core.program import MAX_REPLACEMENTS, NONE, RESPONSE_NUMBERS, Configuration
+from steercap.core.rows import BatchRows, Ints
+from steercap.kernels import triton_tap as kernel
+from steercap.worker.layouts import LAYOUTS
+from steercap.worker.programs import ENTRY_NUMBERS
+from steercap.worker.step import Step, Witness
+from steercap.worker.taps.base import Taps, TapSizes
+from steercap.worker.taps.ring import Ring
+from steercap.worker.taps.transfers import Transfers, runs
+
+#: Passes that may run, or be copied away, before the host hears of the first of them.
+AHEAD: Final = 8
+#: Most of the device that the ring of rows takes beyond what one pass can need.
+SHARE: Final = 0.1
+
+
+@dataclass
+class _Pass:
+    """One pass from the time its tables are filled.
+
+    Args:
+        step: its tracked tokens.
+        num_tokens: tokens of the pass, padding not counted.
+        token_ids, positions: what the model reads.
+        place: first place of its witnesses.
+        line: first line of its rows in the ring.
+        lines: how many lines.
+        failure: why it cannot be trusted.
+        copied: mark of the copies of its rows and witnesses to the host.
+    """
+
+    step: Step
+    num_tokens: int
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    place: int
+    line: int
+    lines: int
+    failure: str | None = None
+    copied: Any = None
+
+
+class CudaTaps(Taps):
+    """The taps of a rank that computes on CUDA.
+
+    Args:
+        points, width, sizes: see `Taps`.
+        dtype: the model's dtype.
+        transfers: to and from where it computes.
+        captures: whether this rank keeps rows.
+    """
+
+    def __init__(
+        self,
+        points: Sequence[int],
+        width: int,
+        sizes: TapSizes,
+        dtype: torch.dtype,
+        transfers: Transfers,
+        *,
+        captures: bool,
+    ) -> None:
+        super().__init__(points, width, sizes)
+        self.dtype = dtype
+        self._transfers = transfers
+        device, count = transfers.device, max(len(self.points), 1)
+        row = width * dtype.itemsize
+        lines = _ring_bytes(sizes, count * row, device) // row if captures else 1
+
+        def table(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._tokens = table(sizes.tokens, kernel.TOKEN_COLUMNS) - 1
+        self._counts = table(sizes.slots, count)
+        self._entries = table(sizes.slots, count, sizes.entries, kernel.ENTRY_COLUMNS)
+        self._responses = table(sizes.slots, count, sizes.entries, len(RESPONSE_NUMBERS), dtype=torch.float32)
+        self._bank = table(max(sizes.bank_rows, 1), width, dtype=torch.float32)
+        self._layouts = table(LAYOUTS, count) - 1
+        self._replacements = table(sizes.tokens * MAX_REPLACEMENTS)
+        self._evidence = table(sizes.tokens, 2, dtype=torch.int64)
+        self._rows = torch.empty((max(lines, 1), width), dtype=dtype, device=device)
+        self._witness = table(AHEAD * sizes.tokens, kernel.WITNESS_COLUMNS, dtype=torch.int64)
+
+        self._said = transfers.pinned(self._witness.shape, torch.int64)
+        self._uploads = [transfers.pinned(self._tokens.shape, torch.int32) for _ in range(AHEAD)]
+        self._lines: Ring[Any] = Ring(len(self._rows))
+        self._places: Ring[Any] = Ring(len(self._witness))
+        self._passed: deque[_Pass] = deque()
+        self._open: _Pass | None = None
+        self._number = 0
+        self._dirty: set[int] = set()
+        self._vectors: list[tuple[Sequence[int], torch.Tensor]] = []
+        nothing = table(1)  # compile what no dummy run of the model would
+        kernel.launch_close(self._tokens, self._evidence, self._witness, nothing, nothing.long(), 1)
+
+    def configure(self, slot: int, configuration: Configuration, places: Sequence[Sequence[int]]) -> None:
+        self.programs.configure(slot, configuration, places)
+        self._dirty.add(slot)
+
+    def put(self, places: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
+        self._vectors.append((places, vectors))
+
+    def open(self, step: Step, batch: BatchRows) -> str | None:
+        self._write_tables()
+        failure = self._make_room(step)
+        num_tokens, lines = int(batch.counts.sum()), int(step.records[step.kept].sum())
+        line, busy = self._lines.reserve(lines)
+        for mark in busy:
+            self._transfers.hold(mark)
+        place, _ = self._places.reserve(len(step))  # free since its last pass was heard of: `crowded`
+        self._upload(step, num_tokens, line, place)
+        self._open = _Pass(step, num_tokens, batch.token_ids, batch.positions, place, line, lines)
+        self.open_step = step
+        return failure
+
+    def close(self, failure: str | None) -> None:
+        done, self._open, self.open_step = self._open, None, None
+        if done is None:
+            return
+        done.failure = failure
+        kernel.launch_close(
+            self._tokens, self._evidence, self._witness, done.token_ids, done.positions, done.num_tokens
+        )
+        done.copied = self._transfers.fetch(*self._pieces(done))
+        self._lines.hold(done.line, done.lines, done.copied)
+        self._places.hold(done.place, len(done.step), done.copied)
+        self._passed.append(done)
+
+    @property
+    def unheard(self) -> Sequence[Step]:
+        return [done.step for done in self._passed]
+
+    @property
+    def crowded(self) -> Step | None:
+        return self._passed[0].step if len(self._passed) >= AHEAD - 1 else None
+
+    def heard(self, through: Step | None = None) -> Iterator[tuple[Step, Witness]]:
+        while self._passed:
+            done = self._passed[0]
+            if through is not None:
+                self._transfers.wait(done.copied)
+            elif not self._transfers.done(done.copied):
+                return
+            self._passed.popleft()
+            self._lines.free(done.copied)
+            self._places.free(done.copied)
+            said = self._said.numpy()[done.place : done.place + len(done.step)].copy()
+            if done.step is through:
+                through = None
+            token_ids, positions, edits, copies = said.T
+            yield done.step, Witness(token_ids, positions, edits, copies, done.failure)
+
+    def on_tap(
+        self,
+        hidden: Float[torch.Tensor, "n width"],
+        residual: Float[torch.Tensor, "n width"] | None,
+        point: Int[torch.Tensor, 1],
+    ) -> None:
+        if hidden.shape[-1] != self.width or hidden.stride(-1) != 1 or len(hidden) > len(self._tokens):
+            raise ValueError(
+                f"a tap saw {tuple(hidden.shape)}, rows are {self.width} wide, {len(self._tokens)} at most"
+            )
+        kernel.launch_tap(
+            hidden,
+            residual,
+            point,
+            self._tokens,
+            self._counts,
+            self._entries,
+            self._responses,
+            self._bank,
+            self._replacements,
+            self._rows,
+            self._layouts,
+            self._evidence,
+        )
+
+    def _make_room(self, step: Step) -> str | None:
+        """See that the rows of a pass fit the ring, or keep none of them."""
+        kept = step.kept
+        lines = int(step.records[kept].sum())
+        if lines <= self._lines.size:
+            return None
+        step.lines[:] = NONE
+        step.copies[:] = 0
+        row = self.width * self.dtype.itemsize
+        return (
+            f"one pass keeps {lines * row:,} bytes of rows, and the device holds {self._lines.size * row:,}; "
+            "raise SteerModel(..., arena_bytes=), or lower max_num_batched_tokens="
+        )
+
+    def _upload(self, step: Step, num_tokens: int, line: int, place: int) -> None:
+        """Tell the taps of each token of a pass, in one copy."""
+        buffer = self._uploads[self._number % AHEAD]  # its last pass was heard of: `crowded`
+        self._number += 1
+        table: npt.NDArray[np.int32] = buffer.numpy()
+        table[:num_tokens] = NONE
+        wishes = np.full((len(step), kernel.TOKEN_COLUMNS), NONE, dtype=np.int32)
+        kept, changed = step.kept, step.changed
+        wishes[changed, kernel.SLOT] = step.slots[changed]
+        wishes[changed, kernel.MASK] = step.masks[changed]
+        records = step.records[kept]
+        wishes[kept, kernel.LINE] = line + np.cumsum(records) - records
+        wishes[kept, kernel.LAYOUT] = step.layouts[kept]
+        wishes[kept, kernel.BEFORE] = self.layouts.before[step.layouts[kept]]
+        wishes[:, kernel.WITNESS] = place + np.arange(len(step))
+        if step.replaced:
+            self._replace(step, wishes)
+        table[step.tokens] = wishes
+        self._transfers.put(self._tokens[:num_tokens], buffer[:num_tokens])
+
+    def _replace(self, step: Step, wishes: npt.NDArray[np.int32]) -> None:
+        """Tell the taps which rows are put in the place of tokens'."""
+        rows = list(step.replaced.values())
+        ends = np.cumsum([len(row) for row in rows])
+        wishes[list(step.replaced), kernel.REPLACED] = ends - [len(row) for row in rows]
+        flat = self._there(np.concatenate(rows).astype(np.int32))
+        self._replacements[: len(flat)].copy_(flat)
+
+    def _write_tables(self) -> None:
+        """Bring what came since the last pass to the device: vectors, configurations, layouts."""
+        for places, vectors in self._vectors:
+            self._bank.index_copy_(0, self._there(np.array(places)), self._transfers.there(vectors))
+        self._vectors = []
+        if self._dirty:
+            slots = np.array(sorted(self._dirty))
+            self._dirty = set()
+            numbers = np.stack([self.programs.columns[name][slots] for name in ENTRY_NUMBERS], -1)
+            padding = kernel.ENTRY_COLUMNS - len(ENTRY_NUMBERS)
+            entries = np.pad(numbers, [(0, 0)] * 3 + [(0, padding)])
+            there = self._there(slots)
+            for to, what in (
+                (self._entries, entries),
+                (self._responses, self.programs.responses[slots]),
+                (self._counts, self.programs.counts[slots]),
+            ):
+                to.index_copy_(0, there, self._there(what))
+        if self.layouts.fresh:
+            numbers = np.array(self.layouts.fresh)
+            self.layouts.fresh.clear()
+            self._layouts.index_copy_(0, self._there(numbers), self._there(self.layouts.offsets[numbers]))
+
+    def _there(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+        return self._transfers.there(torch.from_numpy(np.ascontiguousarray(values)))
+
+    def _pieces(self, done: _Pass) -> tuple[Ints, Ints, Ints]:
+        """What is to be copied away: targets and sources as addresses, sizes in bytes."""
+        columns = self._witness.shape[1] * self._witness.itemsize
+        first = done.place * columns
+        targets, sources = [np.array([self._said.data_ptr() + first])], [np.array([self._witness.data_ptr() + first])]
+        sizes = [np.array([len(done.step) * columns])]
+        kept = done.step.kept
+        if self.arena is not None and kept.any():
+            row = self.width * self.dtype.itemsize
+            to, start, lines = runs(done.step.lines[kept], done.step.records[kept])
+            targets.append(self.arena.lines.data_ptr() + to * row)
+            sources.append(self._rows.data_ptr() + (done.line + start) * row)
+            sizes.append(lines * row)
+        return np.concatenate(targets), np.concatenate(sources), np.concatenate(sizes)
+
+
+def _ring_bytes(sizes: TapSizes, token_bytes: int, device: torch.device) -> int:
+    if sizes.arena_bytes is not None:
+        return sizes.arena_bytes
+    once = sizes.tokens * token_bytes
+    share = int(torch.cuda.mem_get_info(device)[1] * SHARE)
+    return max(once, min(2 * once, share))

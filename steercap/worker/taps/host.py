@@ -1,0 +1,266 @@
+"""The taps on CPU: plain PyTorch over host tensors sized by the step, rows written straight into the shared arena.
+
+Number 5 in the life of a request. A step is over when its pass is, so it is heard of at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float, Int
+
+from steercap.core.program import NONE, RESPONSE_NUMBERS, Configuration, Response
+from steercap.core.rows import BatchRows, Ints
+from steercap.kernels.bits import JOINED, MEASURES, READS, RELATIVE, REPLACES, RESTORES, USED, weight
+from steercap.kernels.reference import Column, copy_row, copy_rows, edit_stream
+from steercap.worker.layouts import Layouts
+from steercap.worker.programs import Programs
+from steercap.worker.step import Step, Witness
+from steercap.worker.taps.base import Taps, TapSizes
+
+#: The bits of an entry's kind that a column keeps, token by token.
+_BITS: Final = {
+    "used": USED,
+    "reads": READS,
+    "relative": RELATIVE,
+    "replaces": REPLACES,
+    "joined": JOINED,
+    "measures": MEASURES,
+    "restores": RESTORES,
+}
+
+
+class HostTaps(Taps):
+    """The taps of a rank that computes on CPU."""
+
+    def __init__(self, points: Sequence[int], width: int, sizes: TapSizes) -> None:
+        super().__init__(points, width, sizes)
+        # Zeroed pages are not resident until they are written.
+        self._bank = torch.zeros((max(sizes.bank_rows, 1), width), dtype=torch.float32)
+        self._edits = _Edits(self.programs)
+        self._before, self._after = _Copies(), _Copies()
+        self._fired: Ints = np.zeros(len(self.points), dtype=np.int64)
+        self._misfit: str | None = None
+        self._num_tokens = 0
+        self._labels: tuple[Ints, Ints] = (self._fired[:0], self._fired[:0])
+        self._done: list[tuple[Step, Witness]] = []
+
+    def configure(self, slot: int, configuration: Configuration, places: Sequence[Sequence[int]]) -> None:
+        self.programs.configure(slot, configuration, places)
+
+    def put(self, places: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
+        self._bank[torch.tensor(places)] = vectors
+
+    def open(self, step: Step, batch: BatchRows) -> str | None:
+        self._fired[:] = 0
+        self._misfit = None
+        self._num_tokens = int(batch.counts.sum())
+        tokens = torch.from_numpy(step.tokens)
+        self._labels = _host(batch.token_ids, tokens), _host(batch.positions, tokens)
+        before = step.kept & self.layouts.before[step.layouts]
+        self._before.fill(step, np.flatnonzero(before), self.layouts)
+        self._after.fill(step, np.flatnonzero(step.kept & ~before), self.layouts)
+        self._edits.fill(step)
+        self.open_step = step
+        return None
+
+    def close(self, failure: str | None) -> None:
+        step, self.open_step = self.open_step, None
+        if step is not None:
+            failure = failure or self._misfit or self._misfires()
+            token_ids, positions = self._labels
+            self._done.append((step, Witness(token_ids, positions, self._edits.made(step), step.copies, failure)))
+
+    @property
+    def unheard(self) -> Sequence[Step]:
+        return [step for step, _ in self._done]
+
+    def heard(self, through: Step | None = None) -> Iterator[tuple[Step, Witness]]:  # noqa: ARG002 -- all have run
+        while self._done:
+            yield self._done.pop(0)
+
+    def on_tap(
+        self,
+        hidden: Float[torch.Tensor, "n width"],
+        residual: Float[torch.Tensor, "n width"] | None,
+        point: Int[torch.Tensor, 1],
+    ) -> None:
+        if self.open_step is None:
+            return
+        at = int(point)
+        self._fired[at] += 1
+        if len(hidden) < self._num_tokens or hidden.shape[-1] != self.width:
+            self._misfit = f"tap {at} saw {tuple(hidden.shape)} for {self._num_tokens} tokens"
+            return
+        if self.arena is not None:
+            self._before.copy(hidden, residual, at, self.arena.lines)
+        if self._edits.wanted(at):
+            self._edits.apply(hidden, residual, at, self._bank)
+        if self.arena is not None:
+            self._after.copy(hidden, residual, at, self.arena.lines)
+
+    def _misfires(self) -> str | None:
+        wrong = np.flatnonzero(self._fired != 1)
+        if len(wrong):
+            return f"taps of points {[self.points[tap] for tap in wrong]} fired {self._fired[wrong]} times, not once"
+        return None
+
+
+class _Copies:
+    """The rows that a pass copies: a place in the batch, and a line for each point."""
+
+    def __init__(self) -> None:
+        self._tokens = self._lines = torch.empty(0, dtype=torch.int64)
+        self._offsets = torch.empty((0, 0), dtype=torch.int64)
+        self._complete: list[bool] = []
+
+    def fill(self, step: Step, chosen: Ints, layouts: Layouts) -> None:
+        """Take in the chosen tokens of a pass."""
+        self._tokens = torch.from_numpy(step.tokens[chosen])
+        if not len(chosen):
+            return
+        self._lines = torch.from_numpy(step.lines[chosen])
+        numbers = step.layouts[chosen]
+        if (numbers == numbers[0]).all():
+            table = layouts.offsets[numbers[0]].astype(np.int64)[:, None]
+            self._offsets = torch.from_numpy(table).expand(-1, len(chosen))
+        else:
+            table = layouts.offsets[numbers].astype(np.int64).T
+            self._offsets = torch.from_numpy(table)
+        self._complete = (table != NONE).all(axis=1).tolist()
+
+    def copy(
+        self,
+        hidden: Float[torch.Tensor, "n width"],
+        residual: Float[torch.Tensor, "n width"] | None,
+        point: int,
+        lines: Float[torch.Tensor, "lines width"],
+    ) -> None:
+        """Copy the rows wanted at one point to their lines."""
+        if not len(self._tokens):
+            return
+        tokens, targets = self._wanted(point)
+        if len(tokens) == 1:
+            copy_row(hidden, residual, int(tokens), lines[int(targets)])
+        elif len(tokens):
+            copy_rows(hidden, residual, tokens, targets, lines)
+
+    def _wanted(self, point: int) -> tuple[torch.Tensor, torch.Tensor]:
+        offsets = self._offsets[point]
+        if self._complete[point]:
+            return self._tokens, self._lines + offsets
+        wanted = torch.nonzero(offsets >= 0).flatten()
+        return self._tokens[wanted], (self._lines + offsets)[wanted]
+
+
+class _Edits:
+    """The edits of a pass, as columns over its tokens."""
+
+    def __init__(self, programs: Programs) -> None:
+        self._programs = programs
+        self._layout: tuple[object, ...] = ()
+        self._columns: dict[int, tuple[Column, ...]] = {}
+        self._used: list[int] = []  # entries of the longest program of each point
+        self._single_scope = False
+        self._slots = np.zeros(0, dtype=np.int64)
+        self._chosen = np.zeros(0, dtype=np.int64)
+        self._tokens = torch.zeros(0, dtype=torch.int64)
+        self._masks = torch.zeros(0, dtype=torch.int32)
+        self._replacements = torch.zeros((0, 1), dtype=torch.int64)
+        self._evidence = torch.zeros(0, dtype=torch.int64)
+
+    def fill(self, step: Step) -> None:
+        """Take in the tokens of a pass that are changed."""
+        self._chosen = np.flatnonzero(step.changed)
+        self._tokens = torch.from_numpy(step.tokens[self._chosen])
+        if not len(self._chosen):
+            return
+        self._masks = torch.from_numpy(step.masks[self._chosen])
+        self._evidence = torch.zeros(len(self._chosen), dtype=torch.int64)
+        self._replacements = torch.from_numpy(_replacements(step, self._chosen))
+        slots = step.slots[self._chosen]
+        layout = (self._programs.written, slots.tobytes())
+        if layout != self._layout:
+            self._lay_out(slots)
+            self._layout = layout
+
+    def _lay_out(self, slots: Ints) -> None:
+        """Which slot each token has: one for all of them where they agree; and which points have work at all."""
+        distinct = np.unique(slots)
+        self._slots = distinct if len(distinct) == 1 else slots
+        self._used = self._programs.counts[distinct].max(0).tolist()
+        self._single_scope = bool((self._programs.scopes[distinct] == 1).all())
+        self._columns = {}
+
+    def wanted(self, point: int) -> bool:
+        """Whether anybody edits at this point in this pass."""
+        return len(self._tokens) > 0 and self._used[point] > 0
+
+    def apply(
+        self,
+        hidden: Float[torch.Tensor, "n width"],
+        residual: Float[torch.Tensor, "n width"] | None,
+        point: int,
+        bank: Float[torch.Tensor, "vectors width"],
+    ) -> None:
+        """Edit the stream at one point."""
+        columns = self._columns.get(point)
+        if columns is None:
+            columns = self._columns[point] = self._at(point)
+        applied = edit_stream(hidden, residual, self._tokens, columns, self._masks, self._replacements, bank)
+        self._evidence.add_(applied, alpha=weight(point))
+
+    def made(self, step: Step) -> Ints:
+        """What the edits of each token of the step add up to: int64 [tracked]."""
+        made = np.zeros(len(step), dtype=np.int64)
+        if len(self._chosen):
+            made[self._chosen] = self._evidence.numpy()
+        return made
+
+    def _at(self, point: int) -> tuple[Column, ...]:
+        where = self._slots, point
+        return tuple(
+            _column(
+                {name: column[(*where, entry)] for name, column in self._programs.columns.items()},
+                self._programs.responses[(*where, entry)],
+                single_scope=self._single_scope,
+            )
+            for entry in range(self._used[point])
+        )
+
+
+def _column(
+    numbers: Mapping[str, npt.NDArray[np.int32]], response: npt.NDArray[np.float32], *, single_scope: bool
+) -> Column:
+    """One entry of every token's slot."""
+    kind = numbers["kind"]
+    fields: dict[str, Any] = {
+        name: torch.from_numpy(values) if (values != neutral).any() else None
+        for name, values, neutral in zip(RESPONSE_NUMBERS, response.T, Response().numbers, strict=True)
+    }
+    for name in ("gain", "offset"):
+        fields[name] = torch.from_numpy(response[:, RESPONSE_NUMBERS.index(name)])
+    for name, bit in _BITS.items():
+        fields[name] = None if (kind & bit).all() else torch.from_numpy((kind & bit) != 0)
+    for name in ("write", "read", "replacement"):
+        fields[name] = torch.from_numpy(numbers[name]).to(torch.int64)
+    scope = None if single_scope else torch.from_numpy(numbers["scope"])
+    return Column(kinds=int(np.bitwise_or.reduce(kind)), scope=scope, **fields)
+
+
+def _replacements(step: Step, chosen: Ints) -> Ints:
+    """Bank row that each replacement puts in the place of each chosen token, one column at least."""
+    width = max([1, *(len(rows) for rows in step.replaced.values())])
+    table: Ints = np.full((len(chosen), width), NONE, dtype=np.int64)
+    for place, rows in step.replaced.items():
+        table[np.searchsorted(chosen, place), : len(rows)] = rows
+    return table
+
+
+def _host(values: torch.Tensor, tokens: torch.Tensor) -> Ints:
+    found: Ints = values[tokens].to(torch.int64).numpy()
+    return found

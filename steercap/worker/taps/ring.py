@@ -1,0 +1,56 @@
+"""A ring of places on the device: each pass takes some, one behind the other, until what it put there was copied away.
+
+Number 6 in the life of a request.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Generic, TypeVar
+
+Mark = TypeVar("Mark")
+
+
+class Ring(Generic[Mark]):
+    """Places 0 to `size`.
+
+    Args:
+        size: how many places there are.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._next = 0
+        self._taken: deque[tuple[int, int, Mark]] = deque()  # first, stop, and who says when it is free
+
+    def reserve(self, count: int) -> tuple[int, list[Mark]]:
+        """Places for one pass, consecutive.
+
+        Returns:
+            The first of them, and the marks of the passes that held any of them: they are to be waited for.
+
+        Raises:
+            ValueError: more than there are.
+        """
+        if count > self.size:
+            raise ValueError(f"{count} places in a ring of {self.size}")
+        first = self._next if self._next + count <= self.size else 0
+        waiting = []
+        while self._taken and self._overlaps(first, first + count):
+            waiting.append(self._taken.popleft()[2])
+        self._next = first + count
+        return first, waiting
+
+    def hold(self, first: int, count: int, mark: Mark) -> None:
+        """These places are taken until `mark` says otherwise."""
+        if count:
+            self._taken.append((first, first + count, mark))
+
+    def _overlaps(self, first: int, stop: int) -> bool:
+        """Whether any pass holds places in between; the oldest ones are the next in line."""
+        return any(start < stop and first < end for start, end, _ in self._taken)
+
+    def free(self, mark: Mark) -> None:
+        """The oldest pass is done, if it is this one."""
+        while self._taken and self._taken[0][2] is mark:
+            self._taken.popleft()

@@ -1,0 +1,146 @@
+"""How bytes move between host and device while the model runs.
+
+Number 6 in the life of a request. A pass over hundreds of requests has hundreds of rows to copy to as many places: the
+CUDA driver has taken such a list in one call since 12.8, for which PyTorch has no name; before that they are queued one
+by one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+
+from steercap.core.rows import Ints
+from steercap.errors import WorkerFailure
+
+_IN_STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_BESIDE_COMPUTE: Final = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    _fields_ = (
+        ("access_order", ctypes.c_int),
+        ("source", _Location),
+        ("target", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class Transfers(Protocol):
+    """How bytes move between host and device beside a model that runs. What is done is known by its mark."""
+
+    device: torch.device
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that the device can read and write by itself."""
+
+    def there(self, values: torch.Tensor) -> torch.Tensor:
+        """Host values on the device, for what the model's stream does next."""
+
+    def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy pinned memory to the device, before what the model's stream does next."""
+
+    def fetch(self, targets: Ints, sources: Ints, sizes: Ints) -> Any:
+        """Copy `sizes` bytes from addresses on the device to pinned addresses, after what the model's stream has done.
+
+        Returns:
+            The mark of these copies.
+        """
+
+    def done(self, mark: Any) -> bool:
+        """Whether the copies have been made."""
+
+    def wait(self, mark: Any) -> None:
+        """Wait here until they have."""
+
+    def hold(self, mark: Any) -> None:
+        """Have the model's stream wait until they have."""
+
+
+class CudaTransfers:
+    """Transfers on a CUDA device: copies to the host on a stream of their own, many in one call of the driver.
+
+    Args:
+        device: the model's device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+        driver = ctypes.CDLL("libcuda.so.1")
+        self._one: Any = driver.cuMemcpyDtoHAsync_v2
+        # The call lost its `failIdx` argument with CUDA 13; the driver keeps the older one under the older name.
+        self._batch: Any = getattr(driver, "cuMemcpyBatchAsync_v2", None)
+        self._older = self._batch is None
+        if self._older:
+            self._batch = getattr(driver, "cuMemcpyBatchAsync", None)
+        self._attributes = _Attributes(_IN_STREAM_ORDER, _Location(0, 0), _Location(0, 0), _BESIDE_COMPUTE)
+        self._first = ctypes.c_size_t(0)
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def there(self, values: torch.Tensor) -> torch.Tensor:
+        return values.pin_memory().to(self.device, non_blocking=True)
+
+    def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def fetch(self, targets: Ints, sources: Ints, sizes: Ints) -> torch.cuda.Event:
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        handle = ctypes.c_void_p(self._stream.cuda_stream)
+        if self._batch is None or not self._fetch_all(targets, sources, sizes, handle):
+            for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+                status = self._one(ctypes.c_void_p(target), ctypes.c_uint64(source), ctypes.c_size_t(size), handle)
+                if status:
+                    raise WorkerFailure(f"a copy of {size} bytes to host memory failed (CUDA error {status})")
+        mark = torch.cuda.Event()
+        mark.record(self._stream)
+        return mark
+
+    def _fetch_all(self, targets: Ints, sources: Ints, sizes: Ints, handle: ctypes.c_void_p) -> bool:
+        """Queue all copies in one call; whether the driver takes it."""
+        arrays = [np.ascontiguousarray(numbers, dtype=np.uint64) for numbers in (targets, sources, sizes)]
+        pointers = [ctypes.c_void_p(numbers.ctypes.data) for numbers in arrays]
+        count, one = ctypes.c_size_t(len(sizes)), ctypes.c_size_t(1)
+        failed = [ctypes.byref(ctypes.c_size_t(0))] if self._older else []
+        attributes, first = ctypes.byref(self._attributes), ctypes.byref(self._first)
+        status = self._batch(*pointers, count, attributes, first, one, *failed, handle)
+        if status:
+            self._batch = None  # not this driver, or not this memory: one by one then
+        return not status
+
+    def done(self, mark: torch.cuda.Event) -> bool:
+        return bool(mark.query())
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        mark.synchronize()
+
+    def hold(self, mark: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self.device).wait_event(mark)
+
+
+def runs(lines: Ints, records: Ints) -> tuple[Ints, Ints, Ints]:
+    """Records that lie one behind the other on both sides, as one piece.
+
+    Args:
+        lines: first line of each record where it goes to; where it comes from they lie one behind the other.
+        records: lines of each record, one at least.
+
+    Returns:
+        Of each piece: its first line where it goes to; its first line where it comes from, counted from the first one
+        there; its lines.
+    """
+    ends = np.cumsum(records)
+    starts = ends - records
+    first = np.flatnonzero(np.concatenate([[True], lines[1:] != lines[:-1] + records[:-1]]))
+    last = np.concatenate([first[1:], [len(lines)]]) - 1
+    return lines[first], starts[first], ends[last] - starts[first]
