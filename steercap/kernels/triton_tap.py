@@ -98,8 +98,9 @@ def _edit(  # type: ignore[no-untyped-def]
     row, columns, inside, scopes, replaced, count, entries, responses, bank, replacements, WIDTH: tl.constexpr
 ):
     """The entries of one point, in order; returns the row and how many were applied."""
-    start = row  # what joined entries read
-    norm = tl.sqrt(tl.sum(row * row, 0))
+    # What joined entries read. Not `row` itself: Triton takes one value under two names for a name that never changes.
+    start = tl.zeros_like(row)
+    norm = 0.0
     applied = count * 0
     for number in range(count):
         entry = entries + number * _ENTRY_COLUMNS

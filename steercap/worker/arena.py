@@ -8,6 +8,7 @@ position and the token id that the model read.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Final
 
@@ -31,7 +32,7 @@ class Arena:
         width: elements of a line.
         dtype: the model's dtype.
         capture_bytes: most the arena may take.
-        device: where the model computes; on CUDA the memory is pinned, all of it, until the process ends.
+        device: where the model computes; on CUDA the memory is pinned, all of it, as long as the arena lives.
 
     Raises:
         WorkerFailure: the memory cannot be pinned.
@@ -53,6 +54,7 @@ class Arena:
         self._pinned = device.type == "cuda"
         if self._pinned:
             _pin(self.lines)
+            weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self.lines.data_ptr())
 
     def page_line(self, page: int) -> int:
         """First line of a page."""

@@ -6,7 +6,6 @@ Number 4 to 7 in the life of a request. A runner adapter drives it; it knows not
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
 
 import numpy as np
 import torch
@@ -43,9 +42,6 @@ from steercap.worker.steering import Steering
 from steercap.worker.step import Step, Witness
 from steercap.worker.taps.base import Taps
 
-#: Bytes of an arena's page, about: on CUDA larger, since a page is copied to in one piece.
-PAGE_BYTES: Final = {"cpu": 256 * 1024, "cuda": 1024 * 1024}
-
 
 class Runtime:
     """One rank's captures and edits.
@@ -63,7 +59,7 @@ class Runtime:
         self.dtype = dtype
         self.device = device
         self.captures = captures
-        self._shape = page_shape(max(armed, 1), taps.width * dtype.itemsize, PAGE_BYTES[device.type])
+        self._shape = page_shape(max(armed, 1), taps.width * dtype.itemsize)
         self._arena: Arena | None = None
         self._steering = Steering(taps.points, taps, witness=captures)
         self._ledger = Ledger(taps.programs)
