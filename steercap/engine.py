@@ -35,6 +35,7 @@ from steercap.core.messages import (
     LineRange,
     Lines,
     Owner,
+    Parcel,
     Question,
     Read,
     Settle,
@@ -47,7 +48,7 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.rows import PageShape
-from steercap.delivery import Delivery, Rank, deliver
+from steercap.delivery import Courier, Delivery, Rank
 from steercap.equipment import Equipment
 from steercap.errors import EngineFailure, ModelClosed, WorkerFailure
 from steercap.steering import Lowered, SteeringSpec, lower, spec_of
@@ -83,6 +84,7 @@ class Engine:
         self._ranks: tuple[Rank, ...] = ()
         self.admission = Admission(0, 0, settings)
         self.equipment = Equipment(0, 0, settings, self._equip)
+        self._courier = Courier()
         self._lowered: WeakKeyDictionary[SteeringSpec | Edit, Lowered] = WeakKeyDictionary()
         self._settling: Batcher[tuple[Sequence[Wanted], bool], list[list[SteeringRecord | Unknown]]] = Batcher(
             self._settle
@@ -126,6 +128,7 @@ class Engine:
         try:
             await self.equipment.aclose()
             await self._settling.aclose()
+            await self._courier.aclose()
             if self._flush:
                 self._flush.cancel()
                 await asyncio.wait([self._flush])
@@ -230,10 +233,16 @@ class Engine:
         Raises:
             EngineFailure: the engine has died, or a worker cannot answer.
         """
+        return await self._courier.deliver(self._ranks, await self.locate(wanted))
+
+    async def locate(self, wanted: Sequence[Wanted]) -> list[list[Parcel | Unknown]]:
+        """What each capturing worker has of finished requests; afterwards their rows can be read. One RPC for all.
+
+        Raises:
+            EngineFailure: the engine has died, or a worker cannot answer.
+        """
         answers = await self._ask(Collect(tuple(wanted)), Collected)
-        return [
-            await deliver(self._ranks, [answer.parcels[index] for answer in answers]) for index in range(len(wanted))
-        ]
+        return [[answer.parcels[index] for answer in answers] for index in range(len(wanted))]
 
     async def settle(self, wanted: Sequence[Wanted], *, ended: bool) -> list[list[SteeringRecord | Unknown]]:
         """What each worker did to samples of a request so far; one RPC for all that ask meanwhile.
