@@ -94,7 +94,7 @@ async def main() -> None:
         for _ in range(args.repeat):
             watch = asyncio.create_task(stalls(seen))
             start = time.perf_counter()
-            deliveries = await courier.deliver([rank], [[parcel] for parcel in found])
+            deliveries = await courier.deliver([[rank]], [[[parcel]] for parcel in found])
             seconds.append(time.perf_counter() - start)
             watch.cancel()
             assert all(delivery.failure is None for delivery in deliveries)

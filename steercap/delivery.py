@@ -16,6 +16,7 @@ from typing import Final, TypeAlias
 import torch
 
 from steercap.core.messages import Attached, Parcel, Unknown
+from steercap.core.receipt import knowing
 from steercap.errors import CaptureIncomplete, ModelClosed
 from steercap.transport.assemble import PART_BYTES, Assembly, parcel_bytes
 from steercap.transport.reader import LineReader, Readable
@@ -30,11 +31,24 @@ LOAD_REQUESTS: Final = 16
 
 @dataclass(frozen=True)
 class Rank:
-    """A worker that captures: what it holds, and how its lines are read."""
+    """A worker that captures: what it holds, and how its lines are read.
+
+    Args:
+        index: its number among the workers of its engine that capture.
+        attached: what it holds.
+        reader: how its lines are read.
+        engine: its engine's number.
+    """
 
     index: int
     attached: Attached
     reader: LineReader
+    engine: int = 0
+
+
+#: Engine by engine, the workers that capture, and what each of them says of one request.
+Ranks: TypeAlias = Sequence[Sequence[Rank]]
+Found: TypeAlias = Sequence[Sequence[Parcel | Unknown]]
 
 
 @dataclass(frozen=True)
@@ -90,11 +104,11 @@ class Courier:
         self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="steercap courier")
         self._closed = False
 
-    async def deliver(self, ranks: Sequence[Rank], found: Sequence[Sequence[Parcel | Unknown]]) -> list[Delivery]:
+    async def deliver(self, ranks: Ranks, found: Sequence[Found]) -> list[Delivery]:
         """Read requests' rows out of each worker's arena, many at once.
 
         Args:
-            ranks: the workers that capture.
+            ranks: engine by engine, the workers that capture.
             found: for each request, what each of them says of it.
 
         Raises:
@@ -166,12 +180,16 @@ class Courier:
 _Load: TypeAlias = list[tuple[int, _Order]]
 
 
-def _order(ranks: Sequence[Rank], found: Sequence[Parcel | Unknown]) -> _Order:
-    """What is to be gathered of one request; nothing, if a worker failed or does not know it."""
+def _order(ranks: Ranks, found: Found) -> _Order:
+    """What is to be gathered of one request: nothing, unless one engine ran it, and all its workers have their rows."""
+    known = knowing(found)
+    if len(known) != 1:
+        claim = f"engines {', '.join(map(str, known))} all have" if known else "no worker has"
+        return _Order([], f"{claim} rows of this request")
     gathered, failure = [], None
-    for rank, parcel in zip(ranks, found, strict=True):
+    for rank, parcel in zip(ranks[known[0]], found[known[0]], strict=True):
         if isinstance(parcel, Unknown):
-            failure = failure or f"worker {rank.index} has no rows of this request"
+            failure = failure or f"worker {rank.index} of engine {rank.engine} has no rows of this request"
             continue
         failure = failure or parcel.failure
         if parcel.points:

