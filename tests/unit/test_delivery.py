@@ -169,16 +169,22 @@ async def test_the_loop_goes_on_while_rows_are_gathered() -> None:
     assert torch.equal(delivery.rows[0].view(torch.uint8), by_hand(large))
 
 
+def go_on() -> None:
+    """One of many parts."""
+
+
 async def test_who_is_cancelled_leaves_nothing_in_the_queue() -> None:
     """A fetch given up before its turn is not gathered for nobody."""
     large = paged("large", 2, 1500, 1)
     async with courier() as made, busy(made):
-        waiting = asyncio.create_task(made.deliver([[rank()]], [[[large]]] * 5))
-        while not made._pool._work_queue.qsize():
-            await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
+        for waiting in (made.deliver([[rank()]], [[[large]]] * 5), made._all([go_on] * 5)):
+            task = asyncio.create_task(waiting)
+            before = made._pool._work_queue.qsize()
+            while made._pool._work_queue.qsize() == before:
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
         queued = [made._pool._work_queue.get_nowait() for _ in range(made._pool._work_queue.qsize())]
         assert queued
         assert all(item.future.cancelled() for item in queued)
@@ -203,6 +209,7 @@ async def test_closing_ends_a_delivery_as_closed() -> None:
 async def test_the_wire_gives_the_same_rows_one_call_at_a_time(monkeypatch) -> None:
     """Bytes over RPC are bounded: one request's calls at a time, none above the limit, and the rows are the same."""
     monkeypatch.setattr(reader, "WIRE_BYTES", 100 * LINE_BYTES)
+    monkeypatch.setattr("steercap.delivery.LOAD_REQUESTS", 1)  # or few requests would not be several at once
     under_way = most = 0
 
     async def ask(ranges: tuple[LineRange, ...]) -> bytes:
