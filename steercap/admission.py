@@ -25,29 +25,35 @@ class Admission:
     """The queue before the arena.
 
     Args:
-        pages: pages of the arena.
+        pages: pages of each engine's arena, the smallest where they differ.
         page_bytes: bytes of a page.
         settings: what to do when it is full.
+        engines: engines, each with an arena of its own.
     """
 
-    def __init__(self, pages: int, page_bytes: int, settings: Settings) -> None:
-        self.budget = Budget(pages)
+    def __init__(self, pages: int, page_bytes: int, settings: Settings, engines: int = 1) -> None:
+        self.budget = Budget(pages, engines)
         self.page_bytes = page_bytes
         self._settings = settings
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
         self._watch: asyncio.TimerHandle | None = None
 
-    async def claim(self, pages: int, call: object) -> Ticket:
-        """Reserve pages, in order of arrival.
+    async def claim(self, pages: int, call: object, engine: int | None = None) -> Ticket:
+        """Reserve pages, in order of arrival; the ticket says on which engine.
+
+        Args:
+            pages: pages of the arena.
+            call: the `generate` call it is for.
+            engine: the engine that must run the request, or None.
 
         Raises:
             CaptureMemoryFull: there can be no room, or none came in time, or waiting is not wanted.
             ModelClosed: the model was closed meanwhile.
         """
-        ticket = Ticket(pages, call)
+        ticket = Ticket(pages, call, engine=engine)
         if pages > self.budget.pages:
             raise CaptureMemoryFull(f"{self._situation(ticket)}; {_REMEDY}")
-        if self._settings.overflow == "error" and (self.budget.waiting or pages > self.budget.free):
+        if self._settings.overflow == "error" and (self.budget.waiting or pages > self.budget.free(engine)):
             raise CaptureMemoryFull(f"{self._situation(ticket)} and overflow='error'; {_REMEDY}")
         admitted = self._waiting[ticket] = asyncio.get_running_loop().create_future()
         self._settle(self.budget.claim(ticket))
@@ -114,7 +120,8 @@ class Admission:
             future.set_exception(error)
 
     def _situation(self, ticket: Ticket) -> str:
-        asked, exist, used = (n * self.page_bytes for n in (ticket.pages, self.budget.pages, self.budget.reserved))
+        pages, free = self.budget.pages, self.budget.free(ticket.engine)
+        asked, exist, used = (n * self.page_bytes for n in (ticket.pages, pages, pages - free))
         return (
             f"this request may need {asked:,} bytes of capture memory, of which {exist:,} exist and {used:,} are in use"
         )

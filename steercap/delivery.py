@@ -1,4 +1,4 @@
-"""One finished request's rows, read out of the arenas of the workers that have them.
+"""Finished requests' rows, read out of the arenas of the workers that have them, on threads of their own.
 
 Number 8 in the life of a request.
 """
@@ -6,28 +6,49 @@ Number 8 in the life of a request.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, TypeAlias
 
 import torch
 
 from steercap.core.messages import Attached, Parcel, Unknown
-from steercap.errors import CaptureIncomplete
-from steercap.transport.assemble import assemble
-from steercap.transport.reader import LineReader
+from steercap.core.receipt import knowing
+from steercap.errors import CaptureIncomplete, ModelClosed
+from steercap.transport.assemble import PART_BYTES, Assembly, parcel_bytes
+from steercap.transport.reader import LineReader, Readable
 
-#: Bytes above which rows are gathered on a thread, so that the event loop goes on.
-THREAD_BYTES: Final = 1 << 20
+#: Bytes above which rows are gathered on threads, so that the event loop goes on: about 0.1 ms.
+THREAD_BYTES: Final = 256 << 10
+#: Most threads that gather. One moves 4 GB/s into fresh memory (scripts/bench_fetch.py); the engine wants cores too.
+MOST_THREADS: Final = 8
+#: Most requests that one trip to a thread serves, so that neither side holds Python's lock for long.
+LOAD_REQUESTS: Final = 16
 
 
 @dataclass(frozen=True)
 class Rank:
-    """A worker that captures: what it holds, and how its lines are read."""
+    """A worker that captures: what it holds, and how its lines are read.
+
+    Args:
+        index: its number among the workers of its engine that capture.
+        attached: what it holds.
+        reader: how its lines are read.
+        engine: its engine's number.
+    """
 
     index: int
     attached: Attached
     reader: LineReader
+    engine: int = 0
+
+
+#: Engine by engine, the workers that capture, and what each of them says of one request.
+Ranks: TypeAlias = Sequence[Sequence[Rank]]
+Found: TypeAlias = Sequence[Sequence[Parcel | Unknown]]
 
 
 @dataclass(frozen=True)
@@ -45,30 +66,159 @@ class Delivery:
     failure: str | None
 
 
-async def deliver(ranks: Sequence[Rank], found: Sequence[Parcel | Unknown]) -> Delivery:
-    """Read one request's rows out of each worker's arena.
+@dataclass
+class _Order:
+    """One request on its way.
 
     Args:
-        ranks: the workers that capture.
-        found: what each of them says of the request.
+        gathered: the workers that have rows of it, and where.
+        failure: why the rows cannot be had, or None.
+        assemblies: its rows, worker by worker.
     """
-    parcels, rows, failure = [], [], None
-    for rank, parcel in zip(ranks, found, strict=True):
+
+    gathered: list[tuple[Rank, Parcel]]
+    failure: str | None
+    assemblies: list[Assembly] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """Bytes of its rows."""
+        return sum(parcel_bytes(parcel, rank.attached.width) for rank, parcel in self.gathered)
+
+    def delivery(self) -> Delivery:
+        """What came of it."""
+        parcels = tuple(parcel for _, parcel in self.gathered)
+        rows = () if self.failure else tuple(assembly.rows() for assembly in self.assemblies)
+        return Delivery(parcels, rows, self.failure)
+
+
+class Courier:
+    """Delivers rows of one engine, on a bounded number of threads; none is started before rows are fetched.
+
+    Args:
+        threads: most threads at once; by default one less than this process may use cores, eight at most.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads: Final = threads or max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) - 1))
+        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="steercap courier")
+        self._closed = False
+
+    async def deliver(self, ranks: Ranks, found: Sequence[Found]) -> list[Delivery]:
+        """Read requests' rows out of each worker's arena, many at once.
+
+        Args:
+            ranks: engine by engine, the workers that capture.
+            found: for each request, what each of them says of it.
+
+        Raises:
+            EngineFailure: the model was closed, or a worker could not answer.
+        """
+        delivered: dict[int, Delivery] = {}
+        loads = _loads(enumerate(_order(ranks, one) for one in found))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self.threads + 1):  # one more, so that a thread that is done finds work
+                    group.create_task(self._work_off(loads, delivered))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [delivered[index] for index in range(len(found))]
+
+    async def aclose(self) -> None:
+        """Fail whoever still waits for rows, and end the threads. Idempotent."""
+        self._closed = True
+        await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
+
+    async def _work_off(self, loads: Iterator[_Load], delivered: dict[int, Delivery]) -> None:
+        for load in loads:
+            await self._gather([order for _, order in load])
+            delivered |= {index: order.delivery() for index, order in load}
+
+    async def _gather(self, orders: Sequence[_Order]) -> None:
+        sources = [[await rank.reader.read(parcel.lines) for rank, parcel in order.gathered] for order in orders]
+
+        def begin() -> None:
+            for order, readable in zip(orders, sources, strict=True):
+                _begin(order, readable)
+
+        if sum(order.size for order in orders) < THREAD_BYTES:
+            begin()
+            await asyncio.sleep(0)
+            return
+        await self._all([begin])
+        await self._all(
+            [
+                partial(assembly.fill, part)
+                for order in orders
+                for assembly in order.assemblies
+                if len(assembly.parts) > 1
+                for part in assembly.parts
+            ]
+        )
+
+    async def _all(self, calls: Sequence[Callable[[], None]]) -> None:
+        """Run calls on the threads. Who is cancelled leaves nothing in the queue."""
+        self._require_open()
+        queued = [self._pool.submit(call) for call in calls]
+        try:
+            for future in queued:
+                await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():  # it was the pool that ended
+                self._require_open()
+            raise
+        finally:
+            for future in queued:
+                future.cancel()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ModelClosed("the model was closed while rows were fetched")
+
+
+_Load: TypeAlias = list[tuple[int, _Order]]
+
+
+def _order(ranks: Ranks, found: Found) -> _Order:
+    """What is to be gathered of one request: nothing, unless one engine ran it, and all its workers have their rows."""
+    known = knowing(found)
+    if len(known) != 1:
+        claim = f"engines {', '.join(map(str, known))} all have" if known else "no worker has"
+        return _Order([], f"{claim} rows of this request")
+    gathered, failure = [], None
+    for rank, parcel in zip(ranks[known[0]], found[known[0]], strict=True):
         if isinstance(parcel, Unknown):
-            failure = failure or f"worker {rank.index} has no rows of this request"
+            failure = failure or f"worker {rank.index} of engine {rank.engine} has no rows of this request"
             continue
         failure = failure or parcel.failure
-        if failure is None and parcel.points:
-            try:
-                rows.append(await _gather(rank, parcel))
-            except CaptureIncomplete as error:
-                failure = str(error)
-            parcels.append(parcel)
-    return Delivery(tuple(parcels), tuple(rows), failure)
+        if parcel.points:
+            gathered.append((rank, parcel))
+    return _Order([] if failure else gathered, failure)
 
 
-async def _gather(rank: Rank, parcel: Parcel) -> torch.Tensor:
-    lines = await rank.reader.read(parcel.lines)
-    if sum(page.numel() for page in lines) < THREAD_BYTES:
-        return assemble(parcel, rank.attached.width, lines)
-    return await asyncio.to_thread(assemble, parcel, rank.attached.width, lines)
+def _loads(orders: Iterable[tuple[int, _Order]]) -> Iterator[_Load]:
+    """Requests in loads of bounded size, for small ones are not worth a trip to a thread each."""
+    load: _Load = []
+    size = 0
+    for index, order in orders:
+        if load and (size + order.size > PART_BYTES or len(load) == LOAD_REQUESTS):
+            yield load
+            load, size = [], 0
+        load.append((index, order))
+        size += order.size
+    if load:
+        yield load
+
+
+def _begin(order: _Order, sources: Sequence[Readable]) -> None:
+    """Find the lines and the memory for them; what is small is gathered at once."""
+    try:
+        for (rank, parcel), source in zip(order.gathered, sources, strict=True):
+            assembly = Assembly(parcel, rank.attached.width, source)
+            order.assemblies.append(assembly)
+            if len(assembly.parts) == 1:
+                assembly.fill(assembly.parts[0])
+    except CaptureIncomplete as error:
+        order.failure = str(error)
+        order.assemblies = []

@@ -35,6 +35,7 @@ from steercap.core.messages import (
     LineRange,
     Lines,
     Owner,
+    Parcel,
     Question,
     Read,
     Settle,
@@ -47,7 +48,7 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.rows import PageShape
-from steercap.delivery import Delivery, Rank, deliver
+from steercap.delivery import Courier, Delivery, Rank
 from steercap.equipment import Equipment
 from steercap.errors import EngineFailure, ModelClosed, WorkerFailure
 from steercap.steering import Lowered, SteeringSpec, lower, spec_of
@@ -80,11 +81,12 @@ class Engine:
         self.armed: Final = {point: index for index, point in enumerate(vllm.points)}
         self._name = uuid4().hex[:8]
         self._numbers = count()
-        self._ranks: tuple[Rank, ...] = ()
+        self._ranks: tuple[tuple[Rank, ...], ...] = ()  # engine by engine
         self.admission = Admission(0, 0, settings)
         self.equipment = Equipment(0, 0, settings, self._equip)
+        self._courier = Courier()
         self._lowered: WeakKeyDictionary[SteeringSpec | Edit, Lowered] = WeakKeyDictionary()
-        self._settling: Batcher[tuple[Sequence[Wanted], bool], list[list[SteeringRecord | Unknown]]] = Batcher(
+        self._settling: Batcher[tuple[Sequence[Wanted], bool], list[list[list[SteeringRecord | Unknown]]]] = Batcher(
             self._settle
         )
         self._given_back: dict[Owner, Ticket | None] = {}
@@ -126,11 +128,12 @@ class Engine:
         try:
             await self.equipment.aclose()
             await self._settling.aclose()
+            await self._courier.aclose()
             if self._flush:
                 self._flush.cancel()
                 await asyncio.wait([self._flush])
         finally:
-            for rank in self._ranks:
+            for rank in self._all_ranks:
                 rank.reader.close()
             await asyncio.shield(self.vllm.shutdown())
 
@@ -163,7 +166,7 @@ class Engine:
         return max(
             (
                 PageShape(rank.attached.page_lines, 1).pages(rows, points)
-                for rank in self._ranks
+                for rank in self._all_ranks
                 if (points := len(set(plan.points) & set(rank.attached.points)))
             ),
             default=0,
@@ -175,23 +178,46 @@ class Engine:
         params: SamplingParams,
         plan: Plan | None,
         *,
+        ticket: Ticket | None = None,
         salt: str = "",
         partial: bool = False,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run one request; yields its outputs, the finished one last."""
+        """Run one request; yields its outputs, the finished one last.
+
+        Args:
+            prompt: the rendered prompt.
+            params: sampling parameters, which this call owns.
+            plan: what the workers shall keep and change of it.
+            ticket: where its rows have room; without one, vLLM balances the load.
+            salt: what its keys and values depend on besides its tokens.
+            partial: whether to yield the text so far at every step.
+            **options: further arguments of vLLM's `generate`.
+        """
         self._require_open()
+        if ticket is not None and self.engines > 1:
+            options["data_parallel_rank"] = ticket.engine
         key = plan.key if plan else self.new_key()
         return self.vllm.generate(prompt, params, key, plan, salt=salt, partial=partial, **options)
 
-    async def admit(self, pages: int, call: object) -> Ticket:
-        """Reserve pages of the arena, waiting for room if need be.
+    @property
+    def engines(self) -> int:
+        """Engines behind this one: more than one with data parallelism."""
+        return len(self._ranks)
+
+    async def admit(self, pages: int, call: object, engine: int | None = None) -> Ticket:
+        """Reserve pages of an arena, waiting for room if need be; `generate` then runs the request where they are.
+
+        Args:
+            pages: pages of the arena.
+            call: the `generate` call it is for.
+            engine: the engine that must run the request, or None: one with room.
 
         Raises:
             CaptureMemoryFull: there can be no room, or none came in time, or waiting is not wanted.
         """
         self._require_open()
-        return await self.admission.claim(pages, call)
+        return await self.admission.claim(pages, call, engine)
 
     def finish(self, ticket: Ticket, parts: Sequence[int]) -> list[Ticket]:
         """A request ended: its claim becomes one ticket a handle, of so many pages each."""
@@ -230,13 +256,25 @@ class Engine:
         Raises:
             EngineFailure: the engine has died, or a worker cannot answer.
         """
-        answers = await self._ask(Collect(tuple(wanted)), Collected)
-        return [
-            await deliver(self._ranks, [answer.parcels[index] for answer in answers]) for index in range(len(wanted))
-        ]
+        return await self._courier.deliver(self._ranks, await self.locate(wanted))
 
-    async def settle(self, wanted: Sequence[Wanted], *, ended: bool) -> list[list[SteeringRecord | Unknown]]:
-        """What each worker did to samples of a request so far; one RPC for all that ask meanwhile.
+    async def locate(self, wanted: Sequence[Wanted]) -> list[list[list[Parcel | Unknown]]]:
+        """Have finished requests' rows readable, and say where they are; one RPC for all.
+
+        Returns:
+            For each request, engine by engine, what each capturing worker has of it.
+
+        Raises:
+            EngineFailure: the engine has died, or a worker cannot answer.
+        """
+        engines = await self._ask(Collect(tuple(wanted)), Collected)
+        return [[[answer.parcels[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
+
+    async def settle(self, wanted: Sequence[Wanted], *, ended: bool) -> list[list[list[SteeringRecord | Unknown]]]:
+        """What the workers did to samples of a request so far; one RPC for all that ask meanwhile.
+
+        Returns:
+            For each sample, engine by engine, what each worker says of it.
 
         Raises:
             EngineFailure: the engine has died, or a worker cannot answer.
@@ -245,22 +283,24 @@ class Engine:
 
     async def _settle(
         self, asked: Sequence[tuple[Sequence[Wanted], bool]]
-    ) -> list[list[list[SteeringRecord | Unknown]]]:
+    ) -> list[list[list[list[SteeringRecord | Unknown]]]]:
         wanted = tuple(item for items, _ in asked for item in items)
         ended = tuple(end for items, end in asked for _ in items)
-        answers = await self._ask(Settle(wanted, ended), Settled)
-        records = iter([[answer.records[index] for answer in answers] for index in range(len(wanted))])
+        engines = await self._ask(Settle(wanted, ended), Settled)
+        records = iter(
+            [[[answer.records[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
+        )
         return [[next(records) for _ in items] for items, _ in asked]
 
     async def _equip(self, question: Equip) -> list[Equipped]:
-        return await self._ask(question, Equipped)
+        return [answer for answers in await self._ask(question, Equipped) for answer in answers]
 
-    async def census(self) -> list[Counted]:
-        """What each capturing worker holds."""
+    async def census(self) -> list[list[Counted]]:
+        """Engine by engine, what each capturing worker holds."""
         return await self._ask(Census(), Counted)
 
-    async def _ask(self, question: Question, kind: type[Kind], rank: int | None = None) -> list[Kind]:
-        """Send one frame; returns the answers of the capturing workers, or of one of them.
+    async def _ask(self, question: Question, kind: type[Kind]) -> list[list[Kind]]:
+        """Send one frame to all workers; returns the answers of those that capture, engine by engine.
 
         Rows given back since the last frame travel with it, and their memory is free when it returns.
         """
@@ -276,24 +316,41 @@ class Engine:
         for ticket in given_back.values():
             if ticket is not None:
                 self.admission.release(ticket)
-        return _answers(frames, kind, rank)
+        if self._ranks and len(frames) != len(self._ranks):
+            raise WorkerFailure(f"{len(frames)} engines answered where {len(self._ranks)} were started")
+        return _answers(frames, kind)
 
     async def _attach(self) -> None:
         settings = self.settings
-        answers = await self._ask(Attach(settings.capture_bytes), Attached)
+        engines = await self._ask(Attach(settings.capture_bytes), Attached)
         self._ranks = tuple(
-            Rank(index, attached, open_reader(attached, self.settings.transport, self._line_source(index)))
-            for index, attached in enumerate(answers)
+            tuple(
+                Rank(
+                    index, attached, open_reader(attached, settings.transport, self._line_source(engine, index)), engine
+                )
+                for index, attached in enumerate(answers)
+            )
+            for engine, answers in enumerate(engines)
         )
-        shape = self._ranks[0].attached
+        shape = self._ranks[0][0].attached
         page_bytes = shape.page_lines * shape.width * getattr(torch, shape.dtype).itemsize
-        self.admission = Admission(min(rank.attached.pages for rank in self._ranks), page_bytes, self.settings)
-        self.equipment = Equipment(settings.steering_slots, shape.bank_rows, settings, self._equip)
+        pages = min(rank.attached.pages for rank in self._all_ranks)
+        self.admission = Admission(pages, page_bytes, settings, self.engines)
+        self.equipment = Equipment(
+            settings.steering_slots, min(rank.attached.bank_rows for rank in self._all_ranks), settings, self._equip
+        )
 
-    def _line_source(self, rank: int) -> Any:
+    @property
+    def _all_ranks(self) -> list[Rank]:
+        return [rank for ranks in self._ranks for rank in ranks]
+
+    def _line_source(self, engine: int, rank: int) -> Any:
+        """Asks one engine for lines; the others have nothing to say, and rows given back must reach them all."""
+
         async def ask(ranges: tuple[LineRange, ...]) -> bytes:
-            (answer,) = await self._ask(Read(ranges), Lines, rank)
-            return answer.data
+            self._require_open()
+            frames = await self.vllm.rpc(encode(Call((), Read(ranges))), engine)
+            return _answers(frames, Lines)[0][rank].data
 
         return ask
 
@@ -310,14 +367,20 @@ class Engine:
             raise ModelClosed("this model is closed; open it with `async with SteerModel(...)`")
 
 
-def _answers(frames: Sequence[bytes], kind: type[Kind], rank: int | None) -> list[Kind]:
-    answers = [decode_answer(frame) for frame in frames]
-    for worker, answer in enumerate(answers):
-        if isinstance(answer, Failed):
-            raise WorkerFailure(f"worker {worker}: {answer.reason}")
-    capturing = [answer for answer in answers if not isinstance(answer, Bystander)]
-    chosen = capturing if rank is None else [capturing[rank]]
-    wrong = [answer for answer in chosen if not isinstance(answer, kind)]
-    if wrong:
-        raise WorkerFailure(f"expected {kind.__name__}, got {type(wrong[0]).__name__}")
-    return chosen  # type: ignore[return-value]
+def _answers(engines: Sequence[Sequence[bytes]], kind: type[Kind]) -> list[list[Kind]]:
+    """The answers of the workers that capture, engine by engine.
+
+    Raises:
+        WorkerFailure: a worker could not answer, or said something else.
+    """
+    found: list[list[Kind]] = []
+    for engine, frames in enumerate(engines):
+        answers = [decode_answer(frame) for frame in frames]
+        for worker, answer in enumerate(answers):
+            if isinstance(answer, Failed):
+                raise WorkerFailure(f"worker {worker} of engine {engine}: {answer.reason}")
+        capturing = [answer for answer in answers if not isinstance(answer, Bystander)]
+        found.append([answer for answer in capturing if isinstance(answer, kind)])
+        if found[-1] != capturing:
+            raise WorkerFailure(f"expected {kind.__name__}, got {', '.join(type(one).__name__ for one in capturing)}")
+    return found

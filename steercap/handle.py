@@ -325,16 +325,21 @@ async def _fetch_pending(pending: Sequence[CaptureHandle]) -> None:
     if len(engines) != 1:
         raise InvalidRequest(f"these handles belong to {len(engines)} models; fetch those of one model at a time")
     errors: list[CaptureIncomplete] = []
-    deliveries = await engines.pop().collect([handle._wanted() for handle in pending])
-    for handle, delivery in zip(pending, deliveries, strict=True):
-        try:
-            if not handle._released:
-                handle._receive(delivery)
-        except CaptureIncomplete as error:
-            errors.append(error)
+    try:
+        deliveries = await engines.pop().collect([handle._wanted() for handle in pending])
+        for handle, delivery in zip(pending, deliveries, strict=True):
+            try:
+                if not handle._released:
+                    handle._receive(delivery)
+            except CaptureIncomplete as error:
+                errors.append(error)
+            await asyncio.sleep(0)  # a batch of thousands must not stop the loop
+    finally:
+        for handle in pending:
+            if handle._released:  # meanwhile, and left to us
+                handle._free()
     for handle in pending:
         if handle._released:
-            handle._free()
             handle._require_fetched()
     if errors:
         rest = f" (and {len(errors) - 1} other handles of this batch)" if len(errors) > 1 else ""

@@ -174,7 +174,7 @@ async def _run(job: Job, call: object) -> Done:
     ticket = await memory_for(job, call)
     try:
         async with planned(job) as complete:
-            output = await _last(outputs_of(job, complete, partial=False))
+            output = await _last(outputs_of(job, complete, ticket, partial=False))
             samples = [(sample.index, len(sample.token_ids)) for sample in output.outputs]
             receipts = await receipts_of(job, complete.plan, samples, ended=True)
     except BaseException:
@@ -194,7 +194,8 @@ async def memory_for(job: Job, call: object) -> Ticket | None:
     if plan is None or plan.capture is None:
         return None
     rows = int(selected(plan.capture.ranges, plan.limit).sum())
-    return await job.engine.admit(job.engine.pages_needed(plan.capture, rows) * plan.samples, call)
+    pages = job.engine.pages_needed(plan.capture, rows) * plan.samples
+    return await job.engine.admit(pages, call, job.options.get("data_parallel_rank"))
 
 
 @asynccontextmanager
@@ -211,9 +212,16 @@ async def planned(job: Job) -> AsyncIterator[Planned]:
         yield Planned(msgspec.structs.replace(job.plan, steering=steering), salt)
 
 
-def outputs_of(job: Job, planned: Planned, *, partial: bool) -> AsyncGenerator[RequestOutput, None]:
-    """Run a job as planned; yields vLLM's outputs, the finished one last."""
-    return job.engine.generate(job.prompt, job.params, planned.plan, salt=planned.salt, partial=partial, **job.options)
+def outputs_of(
+    job: Job, planned: Planned, ticket: Ticket | None, *, partial: bool
+) -> AsyncGenerator[RequestOutput, None]:
+    """Run a job as planned, where its rows have room; yields vLLM's outputs, the finished one last."""
+    return job.engine.generate(
+        job.prompt,
+        job.params,
+        planned.plan,
+        **{**job.options, "ticket": ticket, "salt": planned.salt, "partial": partial},
+    )
 
 
 async def receipts_of(
@@ -234,11 +242,11 @@ async def receipts_of(
         return None
     configuration = job.change.lowered.configuration
     wanted = [Wanted(Owner(plan.key, index), plan.prompt_len + length - 1) for index, length in samples]
-    records = await job.engine.settle(wanted, ended=ended)
+    found = await job.engine.settle(wanted, ended=ended)
     try:
         return [
-            check_edits(plan.key, plan, configuration, item.total, record)
-            for item, record in zip(wanted, records, strict=True)
+            check_edits(plan.key, plan, configuration, item.total, said)
+            for item, said in zip(wanted, found, strict=True)
         ]
     except SteeringNotApplied:
         job.engine.equipment.epoch += 1

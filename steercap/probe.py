@@ -35,20 +35,21 @@ async def probe(engine: Engine) -> None:
     Raises:
         TapsNotInstalled: a tap did not fire, what it read cannot be a row, or what it changed had no effect.
     """
-    await _probe_reading(engine)
-    await _probe_editing(engine)
+    for number in range(engine.engines):  # each is a process, a compiled artifact and taps of its own
+        await _probe_reading(engine, number)
+        await _probe_editing(engine, number)
 
 
-async def _probe_reading(engine: Engine) -> None:
+async def _probe_reading(engine: Engine, number: int) -> None:
     """One request that captures everything."""
     prompt = await engine.vllm.render(list(range(1, _PROMPT + 1)))
     rows = _PROMPT + _GENERATED - 1
     capture = CapturePlan(tuple(engine.armed.values()), (Range(0, None),), reduce=None, codec="raw")
     plan = Plan(engine.new_key(), _PROMPT, limit=rows, capture=capture)
-    ticket = await engine.admit(engine.pages_needed(capture, rows), call=probe)
+    ticket = await engine.admit(engine.pages_needed(capture, rows), call=probe, engine=number)
     params = engine.vllm.sampling({"max_tokens": _GENERATED, "min_tokens": _GENERATED, "temperature": 0.0})
     try:
-        async for _ in engine.generate(prompt, params, plan):
+        async for _ in engine.generate(prompt, params, plan, ticket=ticket):
             pass
         (delivery,) = await engine.collect([Wanted(Owner(plan.key, 0), rows)])
     finally:
@@ -73,7 +74,7 @@ def _check(engine: Engine, delivery: Delivery) -> None:
         raise TapsNotInstalled(f"the start-up probe got no rows of {', '.join(missing)}")
 
 
-async def _probe_editing(engine: Engine) -> None:
+async def _probe_editing(engine: Engine, number: int) -> None:
     """A request for each point that adds a random vector there alone: the next token's probability must change."""
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(engine.vllm.hidden_size, generator=generator)
@@ -83,7 +84,8 @@ async def _probe_editing(engine: Engine) -> None:
     ]
     params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0}  # the sampled token's own
     prompt = {"prompt_token_ids": list(range(1, _PROMPT + 1))}
-    jobs = [await prepare(engine, prompt, params, None, spec, options={}) for spec in specs]
+    options = {"data_parallel_rank": number} if engine.engines > 1 else {}
+    jobs = [await prepare(engine, prompt, params, None, spec, options=options) for spec in specs]
     slots = engine.settings.steering_slots
     try:
         done = [

@@ -15,12 +15,12 @@ class Stats:
 
     Args:
         capture_bytes: most memory that rows may take on each capturing worker.
-        capture_bytes_claimed: of that, claimed by running requests and unfetched handles.
+        capture_bytes_claimed: of that, claimed by running requests and unfetched handles, on the fullest engine.
         capture_bytes_in_use: of that, filled with rows, on the fullest worker.
         requests_waiting: requests that wait for capture memory, or for a steering slot.
         handles_held: requests whose rows a worker holds.
         rows_captured: rows written since the start, all requests together.
-        steps: forward passes run.
+        steps: forward passes run, by all engines together.
         steering_slots: configurations that can be in use at once.
         steering_slots_in_use: of these, in use by requests.
         vector_bytes: memory of the vector bank on each worker.
@@ -44,7 +44,8 @@ class Stats:
 
 async def stats_of(engine: Engine) -> Stats:
     """What the engine and its workers hold now."""
-    counts = await engine.census()
+    engines = await engine.census()
+    counts = [count for workers in engines for count in workers]
     budget, page_bytes = engine.admission.budget, engine.admission.page_bytes
     slots, vector_bytes = engine.equipment.slots, engine.vllm.hidden_size * 4
     return Stats(
@@ -52,9 +53,9 @@ async def stats_of(engine: Engine) -> Stats:
         capture_bytes_claimed=budget.reserved * page_bytes,
         capture_bytes_in_use=max(count.pages_in_use * count.page_bytes for count in counts),
         requests_waiting=budget.waiting + engine.equipment.waiting,
-        handles_held=max(count.requests for count in counts),
+        handles_held=sum(max(count.requests for count in workers) for workers in engines),
         rows_captured=sum(count.rows_written for count in counts),
-        steps=max(count.steps for count in counts),
+        steps=sum(max(count.steps for count in workers) for workers in engines),
         steering_slots=slots.slots,
         steering_slots_in_use=slots.slots_in_use,
         vector_bytes=slots.rows * vector_bytes,

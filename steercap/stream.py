@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from steercap.captures import Captures
+from steercap.core.budget import Ticket
 from steercap.core.messages import Owner, Wanted
 from steercap.core.receipt import SteeringReceipt
 from steercap.handle import Expected, received
@@ -75,7 +76,7 @@ async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
             (ticket,) = job.engine.finish(ticket, [ticket.pages])
         outputs.put_nowait(None)
 
-    running = asyncio.create_task(_follow(job, outputs), name="steercap stream")
+    running = asyncio.create_task(_follow(job, ticket, outputs), name="steercap stream")
     running.add_done_callback(ended)
     try:
         last, rows = Grown("", (), finished=False), 0
@@ -101,9 +102,9 @@ async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
             job.engine.abandon(job.plan, ticket)
 
 
-async def _follow(job: Job, outputs: asyncio.Queue[Grown | None]) -> None:
+async def _follow(job: Job, ticket: Ticket | None, outputs: asyncio.Queue[Grown | None]) -> None:
     """Run a job of one sample, and check its edits whenever it has grown."""
-    async with planned(job) as complete, aclosing(outputs_of(job, complete, partial=True)) as found:
+    async with planned(job) as complete, aclosing(outputs_of(job, complete, ticket, partial=True)) as found:
         async for output in found:
             (sample,) = output.outputs
             grown = Grown(sample.text, tuple(sample.token_ids), finished=output.finished)

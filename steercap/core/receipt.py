@@ -106,8 +106,23 @@ def check_points(request: str, expected: Sequence[Point], captured: Sequence[Poi
         raise CaptureIncomplete(f"{request}: no worker captured {', '.join(missing)}")
 
 
+def knowing(found: Sequence[Sequence[object]]) -> tuple[int, ...]:
+    """The engines of which at least one worker knows a request; it runs on one, and all others must not know it.
+
+    Args:
+        found: engine by engine, what each of its workers says.
+    """
+    return tuple(
+        engine for engine, answers in enumerate(found) if any(not isinstance(answer, Unknown) for answer in answers)
+    )
+
+
 def check_edits(
-    request: str, plan: Plan, configuration: Configuration, total: int, records: Sequence[SteeringRecord | Unknown]
+    request: str,
+    plan: Plan,
+    configuration: Configuration,
+    total: int,
+    found: Sequence[Sequence[SteeringRecord | Unknown]],
 ) -> SteeringReceipt:
     """Compare what the workers did with what the spec and the tokens demand.
 
@@ -116,12 +131,17 @@ def check_edits(
         plan: the request.
         configuration: its edits.
         total: inputs of the sequence.
-        records: what each worker says.
+        found: engine by engine, what each of its workers says.
 
     Raises:
-        SteeringNotApplied: a worker failed, knows nothing of the request, or touched other rows.
+        SteeringNotApplied: no engine ran the request or several did, or of the one that did a worker failed, knows
+            nothing of the request, or touched other rows.
     """
     assert plan.steering is not None
+    ran = knowing(found)
+    if len(ran) > 1:
+        raise SteeringNotApplied(f"{request}: engines {', '.join(map(str, ran))} all ran this request; {_WITHHELD}")
+    records = found[ran[0]] if ran else [answer for answers in found for answer in answers]
     known: list[SteeringRecord] = []
     for worker, record in enumerate(records):
         if isinstance(record, Unknown):

@@ -5,10 +5,13 @@ Number 8 in the life of a request.
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import torch
 
 from steercap.core.messages import Attached, LineRange
@@ -19,12 +22,25 @@ from steercap.transport.shared import HEADER_BYTES, SharedSegment
 WIRE_BYTES: Final = 64 << 20
 
 
+@dataclass(frozen=True)
+class Readable:
+    """Lines that can be read here, until their rows are given back.
+
+    Args:
+        lines: memory that holds them, uint8 [lines, line bytes].
+        ranges: where in it the ranges asked for are, in their order.
+    """
+
+    lines: torch.Tensor
+    ranges: tuple[LineRange, ...]
+
+
 class LineReader(ABC):
     """Reads lines of one worker's arena as bytes."""
 
     @abstractmethod
-    async def read(self, ranges: Sequence[LineRange]) -> list[torch.Tensor]:
-        """The lines of each range, uint8 [count, line bytes]; valid until the rows are given back."""
+    async def read(self, ranges: Sequence[LineRange]) -> Readable:
+        """Have the lines of these ranges here."""
 
     @abstractmethod
     def close(self) -> None:
@@ -44,10 +60,10 @@ class SharedReader(LineReader):
         flat = torch.frombuffer(self._segment.memory, dtype=torch.uint8, offset=HEADER_BYTES)
         self._lines: torch.Tensor | None = flat[: len(flat) // line_bytes * line_bytes].view(-1, line_bytes)
 
-    async def read(self, ranges: Sequence[LineRange]) -> list[torch.Tensor]:
+    async def read(self, ranges: Sequence[LineRange]) -> Readable:
         if self._lines is None:
             raise ModelClosed("the model was closed while rows were fetched")
-        return [self._lines[item.start : item.start + item.count] for item in ranges]
+        return Readable(self._lines, tuple(ranges))
 
     def close(self) -> None:
         self._lines = None
@@ -55,7 +71,7 @@ class SharedReader(LineReader):
 
 
 class WireReader(LineReader):
-    """Has the lines sent, in RPCs of bounded size.
+    """Has the lines sent, in RPCs of bounded size, one after the other.
 
     Args:
         attached: the worker's arena.
@@ -65,13 +81,18 @@ class WireReader(LineReader):
     def __init__(self, attached: Attached, ask: Callable[[tuple[LineRange, ...]], Awaitable[bytes]]) -> None:
         self._line_bytes = attached.width * _itemsize(attached.dtype)
         self._ask = ask
+        self._turn = asyncio.Lock()
 
-    async def read(self, ranges: Sequence[LineRange]) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
-        for group in _grouped(ranges, max(1, WIRE_BYTES // self._line_bytes)):
-            data = torch.frombuffer(bytearray(await self._ask(group)), dtype=torch.uint8)
-            found += data.view(-1, self._line_bytes).split([item.count for item in group])
-        return found
+    async def read(self, ranges: Sequence[LineRange]) -> Readable:
+        async with self._turn:  # or what many requests have sent would lie here at once, waiting to be gathered
+            count = sum(item.count for item in ranges)
+            lines = torch.empty((count, self._line_bytes), dtype=torch.uint8)
+            first = 0
+            for group in _grouped(ranges, max(1, WIRE_BYTES // self._line_bytes)):
+                sent = np.frombuffer(await self._ask(group), dtype=np.uint8).reshape(-1, self._line_bytes)
+                lines[first : first + len(sent)].numpy()[:] = sent
+                first += len(sent)
+        return Readable(lines[:first], (LineRange(0, count),))
 
     def close(self) -> None:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -157,9 +158,9 @@ async def test_fetch_is_lazy_idempotent_and_one_call_for_all(tiny, monkeypatch) 
     vllm = tiny._engine.vllm
     original = vllm.rpc
 
-    async def counted(frame: bytes) -> list[bytes]:
+    async def counted(frame: bytes, *engine: int) -> list[list[bytes]]:
         calls.extend([frame] if b"Collect" in frame or b"Read" in frame else [])  # not the freeing of earlier rows
-        return await original(frame)
+        return await original(frame, *engine)
 
     monkeypatch.setattr(vllm, "rpc", counted)
     _, handles = await tiny.generate([random_prompt(10, seed) for seed in range(8)], SIX, capture_layers=[1])
@@ -178,13 +179,13 @@ async def test_bytes_over_rpc_equal_shared_memory(tiny) -> None:
     from steercap.transport import reader
 
     engine = tiny._engine
-    rank = engine._ranks[0]
+    ((rank,),) = engine._ranks
     assert isinstance(rank.reader, reader.SharedReader)
     prompt = random_prompt(100, 12)
     _, handle = await tiny.generate(prompt, SIX, capture=CaptureSpec(sites=ALL_SITES))
-    wire = reader.WireReader(rank.attached, engine._line_source(0))
+    wire = reader.WireReader(rank.attached, engine._line_source(0, 0))
     (shared,) = await engine.collect([handle._wanted()])
-    engine._ranks = (type(rank)(rank.index, rank.attached, wire),)
+    engine._ranks = ((replace(rank, reader=wire),),)
     try:
         for size in (reader.WIRE_BYTES, 4096):
             reader.WIRE_BYTES, before = size, reader.WIRE_BYTES
@@ -195,7 +196,7 @@ async def test_bytes_over_rpc_equal_shared_memory(tiny) -> None:
             assert all(torch.equal(*both) for both in zip(shared.rows, sent.rows, strict=True))
         await handle.fetch()
     finally:
-        engine._ranks = (rank,)
+        engine._ranks = ((rank,),)
     assert handle.captures[3, "resid_post"].shape == (105, 128)
 
 

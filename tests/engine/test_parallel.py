@@ -6,6 +6,7 @@ import os
 from itertools import product
 
 import pytest
+import torch
 from conftest import ALL_SITES, TINY_ENGINE, opened
 from rows import GREEDY, hold, points, random_prompt, settled
 from specs import OPERATIONS, spec
@@ -13,6 +14,7 @@ from specs import OPERATIONS, spec
 from steercap import CaptureSpec
 from steercap.testing import tiny_checkpoint
 
+SIX_STEPS = {"max_tokens": 6, "temperature": 0.8, "seed": 3}
 SEVEN = {"max_tokens": 7, **GREEDY}
 
 
@@ -39,10 +41,37 @@ async def test_two_workers_give_the_rows_of_transformers(layout, tiny_reference)
         cached = await model.generate(steered_prompts[0], SEVEN, steering=specs[0], raw_output=True)
         await model.fetch_captures_batch([*handles, last, steered])
         assert await settled(model) == (0, 0, 0)
-        assert len(model._engine._ranks) == (1 if layout.startswith("tensor") else 2)
+        assert len(model._engine._all_ranks) == (1 if layout.startswith("tensor") else 2)
     assert set(handles[0].captures) == set(points(range(4), *ALL_SITES))
     hold(handles, tiny_reference)
     hold(steered, tiny_reference, specs)
     assert steered[0].receipt.steering.rows == cached.steering[0].rows == (4 * 16,)
     full = handles[1].captures[3, "resid_post"]
     assert (last.captures[-1][0] - full.mean(0)).abs().max() < 1e-4
+
+
+async def test_two_engines_give_the_rows_of_transformers(tiny_reference) -> None:
+    """Data parallel: requests land on either engine, are captured and steered there, and the
+    other engine's ignorance is no failure; memory for rows is that of both.
+    """
+    prompts = [random_prompt(length, length) for length in range(1, 25)]
+    added = spec("add", 128, seed=7, layers="all")
+    async with opened(tiny_checkpoint("qwen3"), sites=ALL_SITES, **TINY_ENGINE, data_parallel_size=2) as model:
+        assert model._engine.engines == 2
+        both = CaptureSpec(sites=ALL_SITES)
+        _, handles = await model.generate(prompts, SEVEN, capture=both)
+        held = [workers[0].requests for workers in await model._engine.census()]
+        assert sorted(held) == [12, 12]
+        _, samples = await model.generate(prompts[9], {**SIX_STEPS, "n": 4}, capture=both, steering=added)
+        alone = await model.generate(prompts, {**SIX_STEPS, "n": 3}, steering=added, raw_output=True)
+        _, steered = await model.generate(prompts, SEVEN, capture=both, steering=added)
+        chunks = [one async for one in model.stream(prompts[5], SEVEN, capture=both, steering=added)]
+        await model.fetch_captures_batch([*handles, *samples, *steered])
+        assert await settled(model) == (0, 0, 0)
+    hold(handles, tiny_reference)
+    hold(samples, tiny_reference, [added] * 4)
+    hold(steered, tiny_reference, [added] * len(prompts))
+    assert all(len(one.steering) == 3 for one in alone)
+    assert chunks[-1].steering is not None
+    full = torch.cat([one.captures[3, "resid_post"] for one in chunks])
+    assert torch.allclose(full, steered[5].captures[3, "resid_post"], atol=1e-4)

@@ -8,28 +8,37 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from steercap.core.budget import Budget, Ticket
 
-PAGES = 20
+PAGES, ENGINES = 20, 3
 
 
 class BudgetMachine(RuleBasedStateMachine):
-    """Claims, ends and releases in any order."""
+    """Claims, ends and releases in any order, on several engines."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.budget = Budget(PAGES)
+        self.budget = Budget(PAGES, ENGINES)
         self.waiting: list[Ticket] = []
         self.running: list[Ticket] = []
         self.finished: list[Ticket] = []
+        self.demanded: dict[Ticket, int | None] = {}
 
     def admitted(self, tickets: list[Ticket]) -> None:
-        """Admission is in order of arrival."""
+        """Admission is in order of arrival, where it was demanded."""
         assert tickets == self.waiting[: len(tickets)]
+        assert all(
+            ticket.engine in {self.demanded[ticket]} - {None} or self.demanded[ticket] is None for ticket in tickets
+        )
         del self.waiting[: len(tickets)]
         self.running += tickets
 
-    @rule(pages=st.integers(0, PAGES), call=st.integers(0, 2))
-    def claim(self, pages: int, call: int) -> None:
-        ticket = Ticket(pages, call)
+    def claimed(self, engine: int) -> int:
+        """Pages of this engine that are held."""
+        return sum(ticket.pages for ticket in self.running + self.finished if ticket.engine == engine)
+
+    @rule(pages=st.integers(0, PAGES), call=st.integers(0, 2), engine=st.none() | st.integers(0, ENGINES - 1))
+    def claim(self, pages: int, call: int, engine: int | None) -> None:
+        ticket = Ticket(pages, call, engine=engine)
+        self.demanded[ticket] = engine
         self.waiting.append(ticket)
         self.admitted(self.budget.claim(ticket))
 
@@ -39,6 +48,7 @@ class BudgetMachine(RuleBasedStateMachine):
         ticket = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         kept = data.draw(st.integers(0, ticket.pages))
         handles, admitted = self.budget.finish(ticket, [kept, ticket.pages - kept])
+        assert {handle.engine for handle in handles} == {ticket.engine}
         self.finished += handles
         self.admitted(admitted)
 
@@ -52,23 +62,37 @@ class BudgetMachine(RuleBasedStateMachine):
 
     @invariant()
     def never_over_the_limit(self) -> None:
-        assert self.budget.reserved == sum(ticket.pages for ticket in self.running + self.finished) <= PAGES
+        assert all(self.claimed(engine) + self.budget.free(engine) == PAGES for engine in range(ENGINES))
+        assert all(0 <= self.budget.free(engine) <= self.budget.free() for engine in range(ENGINES))
+        assert self.budget.reserved == max(map(self.claimed, range(ENGINES)))
         assert self.budget.running == len(self.running)
         assert self.budget.waiting == len(self.waiting)
 
     @invariant()
     def nobody_waits_while_there_is_room(self) -> None:
-        assert not self.waiting or self.waiting[0].pages > self.budget.free
+        assert not self.waiting or self.waiting[0].pages > self.budget.free(self.waiting[0].engine)
 
     @invariant()
     def hopeless_is_who_only_its_own_call_could_help(self) -> None:
         head = self.budget.hopeless()
         if head is not None:
-            own = sum(ticket.pages for ticket in self.finished if ticket.call == head.call)
             assert not self.running
             assert head is self.waiting[0]
-            assert head.pages + own > PAGES
+            for engine in range(ENGINES) if head.engine is None else [head.engine]:
+                held = [ticket for ticket in self.finished if ticket.engine == engine and ticket.call == head.call]
+                assert head.pages + sum(ticket.pages for ticket in held) > PAGES
 
 
 BudgetMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestBudget = BudgetMachine.TestCase
+
+
+def test_requests_spread_over_engines() -> None:
+    """N arenas hold N times one: claims go where fewest run, and wait only when no engine has room."""
+    budget = Budget(PAGES, ENGINES)
+    tickets = [Ticket(PAGES // 2, call=0) for _ in range(2 * ENGINES + 1)]
+    for ticket in tickets:
+        budget.claim(ticket)
+    assert [ticket.engine for ticket in tickets] == [0, 1, 2, 0, 1, 2, None]
+    budget.release(tickets[4])
+    assert tickets[-1].engine == 1

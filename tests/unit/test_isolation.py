@@ -222,7 +222,7 @@ class Client:
                 request.plan = Plan(request.key, request.prompt_len, request.total, steering=steering)
                 async with self.added(request):
                     records = await self.settling.ask(Wanted(Owner(request.key, 0), request.kept))
-                    check_edits(request.key, request.plan, ready.configuration, request.kept, records)
+                    check_edits(request.key, request.plan, ready.configuration, request.kept, [records])
             settled = True
             self.settled += 1
         finally:

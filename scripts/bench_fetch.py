@@ -1,0 +1,112 @@
+"""Fetch bandwidth without a model: finished requests' records in shared memory, delivered as tensors.
+
+Pages are handed out as a decoding batch gets them: the pages of a request lie far apart, two records of all points each.
+
+    python scripts/bench_fetch.py --requests 24 --rows 128 --points 36 --width 4096 --threads 1 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+
+import numpy as np
+import torch
+
+from steercap.core.messages import Attached, LineRange, Owner, Parcel
+from steercap.core.rows import page_shape
+from steercap.delivery import Courier, Rank
+from steercap.transport.reader import SharedReader
+from steercap.transport.shared import HEADER_BYTES, SharedSegment
+
+TICK = 0.0005
+
+
+def parcels(args: argparse.Namespace) -> tuple[SharedSegment, Attached, list[Parcel]]:
+    """An arena full of requests, and where each one's rows are."""
+    line_bytes = args.width * 2
+    shape = page_shape(args.points, line_bytes)
+    pages = shape.pages(args.rows, args.points)
+    segment = SharedSegment.create(args.requests * pages * shape.page_bytes)
+    memory = np.frombuffer(segment.memory, dtype=np.int64, offset=HEADER_BYTES)
+    memory[:] = np.arange(len(memory))
+    attached = Attached(
+        points=tuple(range(args.points)),
+        width=args.width,
+        dtype="bfloat16",
+        page_lines=shape.lines,
+        pages=args.requests * pages,
+        bank_rows=0,
+        path=segment.path,
+        nonce=segment.nonce,
+    )
+    per_page = shape.records(args.points)
+    found = []
+    for request in range(args.requests):
+        ranges = tuple(
+            LineRange(
+                (page * args.requests + request) * shape.lines,
+                min(per_page, args.rows - page * per_page) * args.points,
+            )
+            for page in range(pages)
+        )
+        labels = np.arange(args.rows).tobytes()
+        found.append(
+            Parcel(
+                owner=Owner(f"r{request}", 0),
+                codec="raw",
+                points=attached.points,
+                lines=ranges,
+                stored_rows=args.rows,
+                dtype="bfloat16",
+                positions=labels,
+                token_ids=labels,
+                writes=args.rows,
+                failure=None,
+            )
+        )
+    return segment, attached, found
+
+
+async def stalls(seen: list[float]) -> None:
+    """Longest time for which the loop did nothing else."""
+    while True:
+        before = time.perf_counter()
+        await asyncio.sleep(TICK)
+        seen.append(time.perf_counter() - before - TICK)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name, value in (("requests", 24), ("rows", 128), ("points", 36), ("width", 4096), ("repeat", 5)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--threads", type=int, nargs="+", default=[0])
+    args = parser.parse_args()
+    _segment, attached, found = parcels(args)
+    moved = args.requests * args.rows * args.points * args.width * 2
+    reader = SharedReader(attached)
+    rank = Rank(0, attached, reader)
+    lines = (await reader.read(())).lines
+    for threads in args.threads:
+        courier = Courier(threads or None)
+        seconds, seen = [], []
+        for _ in range(args.repeat):
+            watch = asyncio.create_task(stalls(seen))
+            start = time.perf_counter()
+            deliveries = await courier.deliver([[rank]], [[[parcel]] for parcel in found])
+            seconds.append(time.perf_counter() - start)
+            watch.cancel()
+            assert all(delivery.failure is None for delivery in deliveries)
+            for parcel, delivery in zip(found, deliveries, strict=True):
+                last = lines[parcel.lines[-1].start + parcel.lines[-1].count - 1]
+                assert torch.equal(delivery.rows[0][-1, -1].view(torch.uint8), last)
+            del deliveries
+        rates = ", ".join(f"{moved / 1e9 / second:.2f}" for second in seconds)
+        print(
+            f"{moved / 1e9:.2f} GB, {courier.threads} threads: {rates} GB/s; the loop was late by {np.quantile(seen, 0.99) * 1e3:.2f} ms (99 %), {max(seen) * 1e3:.2f} ms at most"
+        )
+        await courier.aclose()
+
+
+asyncio.run(main())

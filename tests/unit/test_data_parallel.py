@@ -1,0 +1,194 @@
+"""Several engines without a model: real workers, the client's own engine between them, and no vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from steercap import CaptureSpec
+from steercap.config import Settings
+from steercap.core.messages import Owner, Read, Wanted, decode_call
+from steercap.core.plan import CapturePlan, Plan
+from steercap.core.program import SteeringPlan, identity
+from steercap.core.receipt import check_edits
+from steercap.core.rows import BatchRows
+from steercap.core.spec import Point
+from steercap.core.tokens import Range
+from steercap.edits.add import Add
+from steercap.engine import Engine
+from steercap.errors import SteeringNotApplied, WorkerFailure
+from steercap.job import prepare, run_all
+from steercap.stats import stats_of
+from steercap.steering import SteeringSpec, scopes_of
+from steercap.worker.runtime import Runtime
+
+ENGINES, STAGES, POINTS, WIDTH = 2, 2, 4, 16
+ALL = CapturePlan(tuple(range(POINTS)), (Range(0, None),), None, "raw")
+SPEC = SteeringSpec([Add(torch.ones(WIDTH), layers="all")])
+
+
+class Cluster:
+    """Behind the verbs of `VllmEngine`: two engines of two pipeline stages each, with two points a stage."""
+
+    hidden_size, num_layers, model_name = WIDTH, POINTS, "none"
+    points = tuple(Point(layer, "resid_post") for layer in range(POINTS))
+
+    def __init__(self) -> None:
+        self.workers = [
+            [
+                Runtime((2 * stage, 2 * stage + 1), POINTS, WIDTH, torch.float32, captures=True)
+                for stage in range(STAGES)
+            ]
+            for _ in range(ENGINES)
+        ]
+        self.asked: list[tuple[Any, int | None]] = []
+        self.ran: list[Any] = []
+
+    async def rpc(self, frame: bytes, engine: int | None = None) -> list[list[bytes]]:
+        self.asked.append((decode_call(frame).question, engine))
+        chosen = self.workers if engine is None else [self.workers[engine]]
+        return [[worker.answer(frame) for worker in workers] for workers in chosen]
+
+    async def shutdown(self) -> None:
+        return None
+
+    def sampling(self, _params: Any) -> Any:
+        return SimpleNamespace(n=1, stop=None)
+
+    async def render(self, prompt: Any) -> Any:
+        return SimpleNamespace(token_ids=tuple(prompt))
+
+    def limit(self, prompt_len: int, _params: Any) -> int:
+        return prompt_len + 1
+
+    async def generate(self, _prompt: Any, _params: Any, _key: str, plan: Plan | None, **options: Any) -> Any:
+        self.ran.append(options.get("data_parallel_rank"))
+        if plan:
+            self.run(plan, options.get("data_parallel_rank", 1))
+        yield SimpleNamespace(outputs=[SimpleNamespace(index=0, token_ids=[9, 9], text="")])
+
+    def run(self, plan: Plan, engine: int, stages: tuple[int, ...] = (0, 1)) -> None:
+        """One pass over all tokens of a request, on these workers."""
+        count = plan.limit
+        for stage in stages:
+            worker = self.workers[engine][stage]
+            worker.register(plan.key, plan.encode(), 0)
+            positions = np.arange(count)
+            tokens = np.where(positions < plan.prompt_len, positions, 9)
+            worker.begin_step(BatchRows([plan.key], np.array([0]), np.array([count]), tokens, positions))
+            for tap in range(len(worker.points)):
+                worker.tables.on_tap(torch.full((count, WIDTH), 100.0 * engine + 10 * stage + tap), None, tap)
+            worker.end_step()
+
+
+@asynccontextmanager
+async def engine_of(cluster: Cluster, **settings: Any) -> AsyncIterator[Engine]:
+    engine = Engine(cluster, Settings(**{"capture_bytes": 1 << 20, "vector_bytes": 1 << 16, **settings}))
+    await engine._attach()
+    try:
+        yield engine
+    finally:
+        await engine.aclose()
+
+
+def values(delivery: Any) -> list[float]:
+    """The one value of each point, stage by stage."""
+    return [float(rows.unique()) for worker in delivery.rows for rows in worker]
+
+
+@pytest.mark.parametrize("transport", ["shared", "wire"])
+async def test_rows_come_from_the_engine_that_ran_the_request(transport) -> None:
+    """One question to all, the rows of both stages of one; over the wire its engine alone is asked for bytes."""
+    cluster = Cluster()
+    async with engine_of(cluster, transport=transport) as engine:
+        plans = [Plan(engine.new_key(), 3, 5, capture=ALL) for _ in range(2)]
+        for number, plan in enumerate(plans):
+            cluster.run(plan, number)
+        cluster.asked.clear()
+        deliveries = await engine.collect([Wanted(Owner(plan.key, 0), 5) for plan in plans])
+        assert [values(one) for one in deliveries] == [[0, 1, 10, 11], [100, 101, 110, 111]]
+        reads = [number for question, number in cluster.asked if isinstance(question, Read)]
+        assert len(cluster.asked) - len(reads) == 1
+        assert sorted(reads) == ([0, 0, 1, 1] if transport == "wire" else [])
+        located = await engine.locate([Wanted(Owner(plans[1].key, 0), 5)])
+        assert [[type(one).__name__ for one in workers] for workers in located[0]] == [["Unknown"] * 2, ["Parcel"] * 2]
+
+
+async def test_rows_of_half_an_engine_of_none_or_of_two_are_none() -> None:
+    """A stage that never saw the request, no engine that did, two that did: each is said, and no tensor is made."""
+    cluster = Cluster()
+    async with engine_of(cluster) as engine:
+        half, never, twice = (Plan(engine.new_key(), 3, 5, capture=ALL) for _ in range(3))
+        cluster.run(half, 1, stages=(0,))
+        cluster.run(twice, 0)
+        cluster.run(twice, 1)
+        found = await engine.collect([Wanted(Owner(plan.key, 0), 5) for plan in (half, never, twice)])
+    assert [one.failure for one in found] == [
+        "worker 1 of engine 1 has no rows of this request",
+        "no worker has rows of this request",
+        "engines 0, 1 all have rows of this request",
+    ]
+    assert not any(one.rows for one in found)
+
+
+async def test_edits_are_those_of_the_engine_that_ran_the_request() -> None:
+    """Every stage of one engine must have made its edits; the other engine's ignorance is no failure."""
+    cluster = Cluster()
+    async with engine_of(cluster) as engine:
+        lowered = engine.lowered(SPEC)
+        scopes, replaced = scopes_of(lowered, 3, 5)
+        async with engine.equipment.holding(lowered) as grant:
+            name = identity(grant.digest, scopes, replaced, 0)
+            steering = SteeringPlan(grant.slot, grant.digest, name, scopes, replaced)
+            good, half, never, twice = (Plan(engine.new_key(), 3, 5, steering=steering) for _ in range(4))
+            cluster.run(good, 1)
+            cluster.run(half, 0, stages=(1,))
+            cluster.run(twice, 0)
+            cluster.run(twice, 1)
+            plans = (good, half, never, twice)
+            found = await engine.settle([Wanted(Owner(plan.key, 0), 5) for plan in plans], ended=True)
+        receipt = check_edits("r", good, lowered.configuration, 5, found[0])
+        assert receipt.rows == (POINTS * 5,)
+        for plan, said, message in (
+            (half, found[1], "worker 0 never saw"),
+            (never, found[2], "worker 0 never saw"),
+            (twice, found[3], "engines 0, 1 all ran"),
+        ):
+            with pytest.raises(SteeringNotApplied, match=message):
+                check_edits("r", plan, lowered.configuration, 5, said)
+
+
+async def test_a_request_runs_where_its_rows_have_room() -> None:
+    """Claims decide the engine, the user before them; who captures nothing is left to vLLM's balance."""
+    cluster = Cluster()
+    async with engine_of(cluster) as engine:
+        spec = CaptureSpec(layers="all")
+        jobs = [await prepare(engine, range(3), None, spec, None, options={}) for _ in range(4)]
+        jobs.append(await prepare(engine, range(3), None, spec, None, options={"data_parallel_rank": 0}))
+        jobs.append(await prepare(engine, range(3), None, None, SPEC, options={}))
+        jobs.append(await prepare(engine, range(3), None, None, None, options={}))
+        done = await run_all(jobs, set())
+        assert sorted(cluster.ran, key=str) == [0, 0, 0, 1, 1, None, None]
+        assert [count[0].requests for count in await engine.census()] == [3, 2]
+        stats = await stats_of(engine)
+        assert stats.handles_held == 5
+        assert stats.capture_bytes_claimed == 3 * engine.admission.page_bytes
+        for one in done[:5]:
+            await one.handles[0].fetch()
+        assert (await stats_of(engine)).capture_bytes_claimed == 0
+
+
+async def test_an_engine_that_comes_or_goes_is_not_overlooked() -> None:
+    """Answers of fewer or more engines than were started are an error, not a shorter list."""
+    cluster = Cluster()
+    async with engine_of(cluster) as engine:
+        cluster.workers.append(cluster.workers.pop(0))
+        cluster.workers.append([])
+        with pytest.raises(WorkerFailure, match="3 engines answered where 2 were started"):
+            await engine.census()

@@ -1,0 +1,230 @@
+"""From an arena's lines to tensors: bit for bit, on threads, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace as replaced
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+
+from steercap.core.messages import Attached, LineRange, Owner, Parcel, Unknown
+from steercap.delivery import Courier, Rank
+from steercap.errors import ModelClosed
+from steercap.transport import assemble, reader
+from steercap.transport.reader import LineReader, Readable, WireReader
+
+LINES, WIDTH = 4096, 256
+LINE_BYTES = WIDTH * 2
+#: Every bit pattern, so that NaN and -0 are among the values.
+ARENA = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (LINES, LINE_BYTES), dtype=np.uint8))
+
+
+class ArenaReader(LineReader):
+    """Looks at `ARENA`."""
+
+    async def read(self, ranges) -> Readable:
+        return Readable(ARENA, tuple(ranges))
+
+    def close(self) -> None:
+        return None
+
+
+def attached() -> Attached:
+    return Attached((), WIDTH, "bfloat16", page_lines=64, pages=LINES // 64, bank_rows=0, path="", nonce=b"")
+
+
+def rank(index: int = 0, of: LineReader | None = None) -> Rank:
+    return Rank(index, attached(), of or ArenaReader())
+
+
+def parcel(name: str, points: int, ranges, rows: int, dtype: str = "bfloat16") -> Parcel:
+    labels = np.arange(rows).tobytes()
+    lines = tuple(LineRange(start, count) for start, count in ranges)
+    return Parcel(Owner(name, 0), "raw", tuple(range(points)), lines, rows, dtype, labels, labels, rows, None)
+
+
+def paged(name: str, points: int, rows: int, seed: int) -> Parcel:
+    """Rows in pages of 64 lines anywhere in the arena, some of them neighbours, the first one begun in its middle."""
+    rng = np.random.default_rng(seed)
+    per_page = 64 // points
+    pages = rng.permutation(LINES // 64)[: rows // per_page + 2]
+    pages[1:3] = np.sort(pages[1:3])
+    ranges, left, skipped = [], rows, min(1, per_page - 1)
+    for page in pages.tolist():
+        count = min(left, per_page - skipped)
+        if count:
+            ranges.append((page * 64 + skipped * points, count * points))
+        left, skipped = left - count, 0
+    return parcel(name, points, ranges, rows)
+
+
+def by_hand(one: Parcel) -> torch.Tensor:
+    """The rows one by one, as bytes: [points, rows, bytes of a row]."""
+    lines = torch.cat([ARENA[item.start : item.start + item.count] for item in one.lines])
+    records = lines.reshape(one.stored_rows, len(one.points), -1)
+    return torch.stack([torch.stack([record[point] for record in records]) for point in range(len(one.points))])
+
+
+@asynccontextmanager
+async def courier(threads: int = 2) -> Iterator[Courier]:
+    made = Courier(threads)
+    try:
+        yield made
+    finally:
+        await made.aclose()
+        assert not [thread for thread in threading.enumerate() if "steercap courier" in thread.name]
+
+
+@asynccontextmanager
+async def busy(made: Courier) -> Iterator[threading.Event]:
+    """All its threads are occupied until the event is set."""
+    go = threading.Event()
+    for _ in range(made.threads):
+        made._pool.submit(go.wait)
+    while made._pool._work_queue.qsize():
+        await asyncio.sleep(0)
+    try:
+        yield go
+    finally:
+        go.set()
+
+
+@pytest.mark.parametrize("part_bytes", [LINE_BYTES // 2, 3 * LINE_BYTES, assemble.PART_BYTES])
+@pytest.mark.parametrize("threads", [1, 3])
+async def test_rows_come_bit_for_bit(threads, part_bytes, monkeypatch) -> None:
+    """Any points, pages anywhere, in one part or many, many requests at once: the bytes of the arena, each in its place."""
+    monkeypatch.setattr(assemble, "PART_BYTES", part_bytes)
+    asked = [paged(f"r{seed}", 1 + seed % 7, 1 + 37 * seed % 150, seed) for seed in range(40)]
+    asked.append(parcel("pairs", 3, [(10, 6), (700, 6)], 2, "float32"))  # float32 rows take two lines each
+    asked.append(parcel("none", 3, [], 0))
+    monkeypatch.setattr("steercap.delivery.THREAD_BYTES", 20_000)  # both ways
+    async with courier(threads) as made:
+        deliveries = await made.deliver([[rank()]], [[[one]] for one in asked])
+    for one, delivery in zip(asked, deliveries, strict=True):
+        assert delivery.failure is None
+        (rows,) = delivery.rows
+        assert rows.dtype == getattr(torch, one.dtype)
+        assert rows.shape == (len(one.points), one.stored_rows, WIDTH)
+        if one.stored_rows:
+            assert torch.equal(rows.view(torch.uint8), by_hand(one))
+
+
+@pytest.mark.parametrize(
+    ("lying", "message"),
+    [
+        (parcel("liar", 3, [(0, 9)], 4), "4 records of 3 points expected, the worker names 9 lines"),
+        (parcel("liar", 3, [(0, 4), (9, 8)], 4), "4 records of 3 points expected, the worker names 12 lines"),
+        (parcel("liar", 3, [], 4), "4 records"),
+        (parcel("liar", 3, [(0, 3)], 0), "0 records"),
+        (parcel("liar", 2, [(LINES - 2, 4)], 2), "outside of its arena"),
+        (parcel("liar", 2, [(-2, 4)], 2), "outside of its arena"),
+    ],
+)
+async def test_lines_that_cannot_be_the_rows_fail_their_request_alone(lying, message) -> None:
+    """Too few lines, torn records, lines beyond the arena: no tensor, and the neighbours get theirs."""
+    good = paged("r1", 3, 50, 1)
+    async with courier() as made:
+        first, bad, last = await made.deliver([[rank()]], [[[good]], [[lying]], [[good]]])
+    assert message in bad.failure
+    assert bad.rows == ()
+    for one in (first, last):
+        assert torch.equal(one.rows[0].view(torch.uint8), by_hand(good))
+
+
+async def test_a_worker_that_failed_or_knows_nothing_fails_its_request_alone() -> None:
+    """What another worker, or another engine, has of the request is not handed over as if it were all."""
+    good = paged("r1", 3, 50, 1)
+    none, spoilt = Unknown(good.owner), replace(good, failure="out of cheese")
+    ranks = [[rank(0), rank(1)], [replaced(rank(0), engine=1), replaced(rank(1), engine=1)]]
+    cases = {
+        None: [[none, none], [good, good]],
+        "no worker has rows of this request": [[none, none], [none, none]],
+        "worker 0 of engine 1 has no rows of this request": [[none, none], [none, good]],
+        "engines 0, 1 all have rows of this request": [[good, good], [none, good]],
+        "out of cheese": [[good, spoilt], [none, none]],
+    }
+    async with courier() as made:
+        deliveries = await made.deliver(ranks, list(cases.values()))
+    for failure, delivery in zip(cases, deliveries, strict=True):
+        assert delivery.failure == failure
+        assert len(delivery.rows) == (0 if failure else 2)
+
+
+async def test_the_loop_goes_on_while_rows_are_gathered() -> None:
+    """Large rows wait for threads, not the loop for them; small ones are not worth the trip."""
+    large, small = paged("large", 2, 1500, 1), paged("small", 2, 10, 2)
+    async with courier() as made, busy(made) as go:
+        waiting = asyncio.create_task(made.deliver([[rank()]], [[[large]]]))
+        (at_once,) = await made.deliver([[rank()]], [[[small]]])
+        assert torch.equal(at_once.rows[0].view(torch.uint8), by_hand(small))
+        assert not waiting.done()
+        go.set()
+        (delivery,) = await waiting
+    assert torch.equal(delivery.rows[0].view(torch.uint8), by_hand(large))
+
+
+def go_on() -> None:
+    """One of many parts."""
+
+
+async def test_who_is_cancelled_leaves_nothing_in_the_queue() -> None:
+    """A fetch given up before its turn is not gathered for nobody."""
+    large = paged("large", 2, 1500, 1)
+    async with courier() as made, busy(made):
+        for waiting in (made.deliver([[rank()]], [[[large]]] * 5), made._all([go_on] * 5)):
+            task = asyncio.create_task(waiting)
+            before = made._pool._work_queue.qsize()
+            while made._pool._work_queue.qsize() == before:
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        queued = [made._pool._work_queue.get_nowait() for _ in range(made._pool._work_queue.qsize())]
+        assert queued
+        assert all(item.future.cancelled() for item in queued)
+
+
+async def test_closing_ends_a_delivery_as_closed() -> None:
+    """Whoever waits for rows while the model closes is told so, and so is who comes later."""
+    large = paged("large", 2, 1500, 1)
+    async with courier() as made, busy(made) as go:
+        waiting = asyncio.create_task(made.deliver([[rank()]], [[[large]]] * 5))
+        while not made._pool._work_queue.qsize():
+            await asyncio.sleep(0)
+        closing = asyncio.create_task(made.aclose())
+        with pytest.raises(ModelClosed):
+            await waiting
+        go.set()
+        await closing
+        with pytest.raises(ModelClosed):
+            await made.deliver([[rank()]], [[[large]]])
+
+
+async def test_the_wire_gives_the_same_rows_one_call_at_a_time(monkeypatch) -> None:
+    """Bytes over RPC are bounded: one request's calls at a time, none above the limit, and the rows are the same."""
+    monkeypatch.setattr(reader, "WIRE_BYTES", 100 * LINE_BYTES)
+    monkeypatch.setattr("steercap.delivery.LOAD_REQUESTS", 1)  # or few requests would not be several at once
+    under_way = most = 0
+
+    async def ask(ranges: tuple[LineRange, ...]) -> bytes:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0)
+        under_way -= 1
+        sent = torch.cat([ARENA[item.start : item.start + item.count] for item in ranges])
+        assert len(sent) <= 100
+        return sent.numpy().tobytes()
+
+    asked = [paged(f"r{seed}", 1 + seed % 5, 300, seed) for seed in range(8)]
+    async with courier() as made:
+        deliveries = await made.deliver([[rank(of=WireReader(attached(), ask))]], [[[one]] for one in asked])
+    assert most == 1
+    for one, delivery in zip(asked, deliveries, strict=True):
+        assert torch.equal(delivery.rows[0].view(torch.uint8), by_hand(one))
