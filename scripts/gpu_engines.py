@@ -248,7 +248,12 @@ async def engines(
         yield plain[0], model, took
     finally:
         await model.aclose()
-        for llm in plain:
-            if llm.output_handler is not None:  # or it would report the engine's end as a crash
-                llm.output_handler.cancel()
-            llm.shutdown()
+        while plain:
+            await _shut_down(plain.pop())
+
+
+async def _shut_down(llm: Any) -> None:
+    if llm.output_handler is not None:  # or it would report the engine's end as a crash
+        llm.output_handler.cancel()
+        await asyncio.wait([llm.output_handler])
+    llm.shutdown()
