@@ -18,6 +18,7 @@ import os
 import random
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +32,28 @@ ENGINE_ARGS: dict[str, Any] = {
 }
 
 
-def prompts(count: int, length: int, seed: int) -> list[list[int]]:
+def prompts(count: int, length: int, seed: int | str, vocabulary: int = 40_000) -> list[list[int]]:
     """Random prompts, the same for every variant of one repetition."""
     rng = random.Random(seed)
-    return [[rng.randrange(100, 40_000) for _ in range(length)] for _ in range(count)]
+    return [[rng.randrange(100, vocabulary) for _ in range(length)] for _ in range(count)]
+
+
+async def plain_outputs(llm: Any, given: Sequence[Mapping[str, Any]], sampled: Mapping[str, Any]) -> list[Any]:
+    """What plain vLLM gives, driven as steercap drives it: all prompts at once, each asked for its end alone."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    async def one(index: int, prompt: Mapping[str, Any]) -> Any:
+        params = SamplingParams(**sampled, output_kind=RequestOutputKind.FINAL_ONLY)
+        (rendered,) = await llm.renderer.render_cmpl_async([prompt])
+        return [output async for output in llm.generate(rendered, params, f"{time.monotonic_ns()}-{index}")][-1]
+
+    return await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(given)))
 
 
 async def plain_run(llm: Any, tokens: list[list[int]], generated: int) -> float:
-    """Wall seconds of plain vLLM, driven as steercap drives it."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    async def one(index: int, prompt: list[int]) -> None:
-        params = SamplingParams(**sampling(generated), output_kind=RequestOutputKind.FINAL_ONLY)
-        (rendered,) = await llm.renderer.render_cmpl_async([{"prompt_token_ids": prompt}])
-        async for _ in llm.generate(rendered, params, f"{time.monotonic_ns()}-{index}"):
-            pass
-
+    """Wall seconds of plain vLLM."""
     start = time.perf_counter()
-    await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(tokens)))
+    await plain_outputs(llm, [{"prompt_token_ids": prompt} for prompt in tokens], sampling(generated))
     return time.perf_counter() - start
 
 

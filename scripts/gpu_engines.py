@@ -1,0 +1,259 @@
+"""Plain vLLM and steercap side by side, and one run of either, timed and checked: what `bench_gpu.py` repeats."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench_capture import plain_outputs, sampling
+from gpu_rounds import BASE, CONTROL, Mode, Workload
+from gpu_shapes import Shape
+
+START = time.monotonic()
+#: Least share of the requests of a steered run whose tokens must differ from base's.
+DIFFERENT = 0.9
+
+
+class NotReal(RuntimeError):
+    """A run did not do what its time is to stand for."""
+
+
+def say(text: str) -> None:
+    """A line of progress."""
+    print(f"[{time.monotonic() - START:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+
+@dataclass
+class Run:
+    """One run of one mode.
+
+    Args:
+        mode: its name.
+        seconds: from the call until outputs are there, and rows are readable.
+        outputs: vLLM's output of each request.
+        more: readable_s, fetch_s, fetch_bytes of a capture.
+    """
+
+    mode: str
+    seconds: float
+    outputs: list[Any] = field(repr=False)
+    more: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Generated token ids of each request."""
+        return [list(output.outputs[0].token_ids) for output in self.outputs]
+
+    def record(self, reference: Run) -> dict[str, Any]:
+        """What is kept of it; `same_as_base` is the share of requests with the tokens of `reference`."""
+        same = sum(mine == theirs for mine, theirs in zip(self.tokens, reference.tokens, strict=True))
+        return {"mode": self.mode, "seconds": self.seconds, "same_as_base": same / len(self.outputs), **self.more}
+
+
+@dataclass
+class Bench:
+    """Two engines, and what is asked of them.
+
+    Args:
+        plain: vLLM's AsyncLLM.
+        model: the SteerModel.
+        specs: steering specs, all different.
+        fetch_bytes: most bytes of rows to fetch after an all-layers capture.
+    """
+
+    plain: Any
+    model: Any
+    specs: list[Any]
+    fetch_bytes: float
+
+    async def run(
+        self, name: str, workload: Workload, tokens: list[list[int]], *, fetch: bool = False, wake: bool = True
+    ) -> Run:
+        """One run, timed and checked.
+
+        Args:
+            name: a mode, or base.
+            workload: how many requests of what length.
+            tokens: the prompts.
+            fetch: whether to fetch rows after an all-layers capture.
+            wake: whether a short request comes before: modes come right after a run of the other engine, base after
+                one of its own at times.
+
+        Raises:
+            NotReal: it was not what it should be.
+        """
+        salt = str(time.monotonic_ns())
+        given = [{"prompt_token_ids": prompt, "cache_salt": salt} for prompt in tokens]
+        sampled = {**sampling(workload.generated), "detokenize": False}
+        gc.collect()
+        first = ({"prompt_token_ids": tokens[0][:8], "cache_salt": salt}, {**sampled, "max_tokens": 2})
+        if name in (BASE, CONTROL):
+            if wake:
+                await plain_outputs(self.plain, [first[0]], first[1])
+            start = time.perf_counter()
+            outputs = await plain_outputs(self.plain, given, sampled)
+            run = Run(name, time.perf_counter() - start, outputs)
+        else:
+            if wake:
+                await self.model.generate(*first)
+            run = await self._steercap(name, workload, given, sampled, fetch=fetch)
+        _check_outputs(run, workload)
+        return run
+
+    async def _steercap(self, name: str, workload: Workload, given: list[Any], sampled: Any, *, fetch: bool) -> Run:
+        mode, model = Mode.parse(name), self.model
+        chosen = [self.specs[place % mode.specs] for place in range(len(given))] if mode.specs else None
+        layers = {None: None, "one": [model.num_layers // 2], "all": "all"}[mode.capture]
+        start = time.perf_counter()
+        result = await model.generate(given, sampled, capture_layers=layers, steering=chosen, raw_output=True)
+        texts = time.perf_counter()
+        if layers is None:
+            run = Run(name, texts - start, result)
+        else:
+            found = await rows_readable(model, result[1])
+            end = time.perf_counter()
+            run = Run(name, end - start, result[0], {"readable_s": end - texts})
+            await self._captured(run, workload, result[1], found, fetch=fetch and mode.capture == "all")
+        if chosen:
+            _check_receipts(run, workload, model.num_layers)
+        return run
+
+    async def _captured(
+        self, run: Run, workload: Workload, handles: list[Any], found: Sequence[Sequence[Any]], *, fetch: bool
+    ) -> None:
+        """Check what was captured, fetch some of it, and free it before the next run."""
+        import torch
+
+        for handle, parcels in zip(handles, found, strict=True):
+            _check_rows(run, handle, parcels, workload.rows)
+        if fetch:
+            dtype: torch.dtype = self.model.engine.vllm_config.model_config.dtype
+            size = workload.rows * self.model.num_layers * self.model.hidden_size * dtype.itemsize
+            some = handles[: max(1, int(self.fetch_bytes / size))]
+            start = time.perf_counter()
+            await self.model.fetch_captures_batch(some)
+            run.more["fetch_s"] = time.perf_counter() - start
+            run.more["fetch_bytes"] = sum(rows.nbytes for handle in some for rows in handle.captures.values())
+            for rows in some[-1].captures.values():
+                if rows.shape != (workload.rows, self.model.hidden_size) or not rows.isfinite().all() or not rows.any():
+                    raise NotReal(f"{run.mode}: rows of shape {tuple(rows.shape)}, not finite, or all zero")
+        for handle in handles:
+            handle.release()
+        await self.model.stats()  # a call that takes with it what was released
+
+
+async def rows_readable(model: Any, handles: Sequence[Any]) -> list[list[Any]]:
+    """Wait until every row is readable by this process: each handle's parcels, one a capturing worker."""
+    from steercap.core.messages import Collect, Collected
+
+    wanted = tuple(handle._wanted() for handle in handles)
+    answers = await model._open_engine()._ask(Collect(wanted), Collected)
+    return [[answer.parcels[place] for answer in answers] for place in range(len(wanted))]
+
+
+def _check_outputs(run: Run, workload: Workload) -> None:
+    if len(run.outputs) != workload.requests:
+        raise NotReal(f"{run.mode}: {len(run.outputs)} outputs, not {workload.requests}")
+    for output in run.outputs:
+        if len(output.outputs[0].token_ids) != workload.generated:
+            raise NotReal(f"{run.mode}: {len(output.outputs[0].token_ids)} tokens, not {workload.generated}")
+        if output.num_cached_tokens:
+            raise NotReal(f"{run.mode}: {output.num_cached_tokens} prompt tokens came from the prefix cache")
+
+
+def _check_rows(run: Run, handle: Any, parcels: Sequence[Any], rows: int) -> None:
+    import numpy as np
+
+    from steercap.core.messages import Unknown
+
+    points: set[int] = set()
+    for parcel in parcels:
+        if isinstance(parcel, Unknown) or parcel.failure:
+            raise NotReal(f"{run.mode}: a worker has no rows of {handle.request_id}: {parcel}")
+        if parcel.points and not np.array_equal(np.frombuffer(parcel.positions, dtype=np.int64), np.arange(rows)):
+            raise NotReal(f"{run.mode}: {handle.request_id} has not one row for each of {rows} positions")
+        points |= set(parcel.points)
+    if len(points) != len(handle.points):
+        raise NotReal(f"{run.mode}: rows at {len(points)} points of {handle.request_id}, not {len(handle.points)}")
+
+
+def _check_receipts(run: Run, workload: Workload, layers: int) -> None:
+    for output in run.outputs:
+        (receipt,) = output.steering
+        if sum(receipt.rows) != workload.rows * layers or receipt.cached:
+            raise NotReal(f"{run.mode}: {receipt}, where every one of {workload.rows} rows has {layers} layers")
+
+
+def check_steered(record: dict[str, Any]) -> None:
+    if record["mode"].startswith("steer-") and record["same_as_base"] > 1 - DIFFERENT:
+        raise NotReal(f"{record['mode']}: {record['same_as_base']:.0%} of the outputs are what they are unsteered")
+
+
+def specs_of(count: int, shape: Shape, *, per_layer: bool) -> list[Any]:
+    """Specs that add at every layer: a vector each, or one for each layer each."""
+    import torch
+
+    from steercap import Add, SteeringSpec
+
+    def one(seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        if not per_layer:
+            return SteeringSpec([Add(torch.randn(shape.hidden_size, generator=generator), layers="all")])
+        vectors = torch.randn(shape.num_hidden_layers, shape.hidden_size, generator=generator)
+        return SteeringSpec([Add(vector, layer=layer) for layer, vector in enumerate(vectors)])
+
+    return [one(seed) for seed in range(count)]
+
+
+@asynccontextmanager
+async def engines(
+    folder: str, own: dict[str, Any], plain_args: dict[str, Any], steer_args: dict[str, Any], *, in_turn: bool
+) -> AsyncIterator[tuple[Any, Any, dict[str, float]]]:
+    """Plain vLLM, steercap, and how many seconds each took to start; at once, or one after the other."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from steercap import SteerModel
+
+    model = SteerModel(folder, **own, **steer_args)
+    plain: list[Any] = []
+    took: dict[str, float] = {}
+
+    async def start(name: str) -> None:
+        begun = time.monotonic()
+        if name == "steercap":
+            await model.start()
+        else:
+            wanted = AsyncEngineArgs(model=folder, **plain_args)
+            plain.append(await asyncio.to_thread(AsyncLLM.from_engine_args, wanted))
+        took[name] = time.monotonic() - begun
+        say(f"{name} is up after {took[name]:.0f} s")
+
+    try:
+        if in_turn:
+            for name in ("plain", "steercap"):
+                await start(name)
+        else:
+            # Not a TaskGroup: a thread that starts an engine cannot be stopped, and what it started must be.
+            ended = await asyncio.gather(start("plain"), start("steercap"), return_exceptions=True)
+            for error in ended:
+                if isinstance(error, BaseException):
+                    raise error
+        yield plain[0], model, took
+    finally:
+        await model.aclose()
+        while plain:
+            await _shut_down(plain.pop())
+
+
+async def _shut_down(llm: Any) -> None:
+    if llm.output_handler is not None:  # or it would report the engine's end as a crash
+        llm.output_handler.cancel()
+        await asyncio.wait([llm.output_handler])
+    llm.shutdown()

@@ -1,0 +1,173 @@
+"""What `bench_gpu.py` runs in which order, and what its times say; pure, so that it is tested without an engine."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+BASE = "base"
+#: Plain vLLM once more, measured against the base runs around it as every mode is: what this machine cannot tell.
+CONTROL = "control"
+MODES = (
+    CONTROL,
+    "idle",
+    "capture-one",
+    "capture-all",
+    "steer-1",
+    "steer-8",
+    "steer-64",
+    "steer-256",
+    "steer-each",
+)
+#: Per cent above plain vLLM that we allow ourselves on one H200 with the shapes of Qwen3-8B.
+LIMITS: Mapping[str, Mapping[str, float]] = {
+    "1x32+200": {"idle": 0.5, "capture-all": 2.0, "steer-1": 2.0},
+    "64x128+200": {"idle": 0.8, "capture-all": 5.0, "steer-1": 2.0, "steer-64": 2.0},
+    "256x128+200": {"idle": 0.5, "capture-all": 3.0, "steer-1": 1.5, "steer-256": 2.0},
+    "48x2000+1": {"idle": 0.3, "capture-all": 4.0, "steer-1": 1.5, "steer-48": 2.0},
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`requests` at once, each of `prompt` tokens in and `generated` tokens out; written "64x128+200"."""
+
+    requests: int
+    prompt: int
+    generated: int
+
+    @classmethod
+    def parse(cls, text: str) -> Workload:
+        """Read "64x128+200".
+
+        Raises:
+            ValueError: another form.
+        """
+        found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text.strip())
+        if found is None:
+            raise ValueError(f"{text!r} is no workload; write REQUESTSxPROMPT+GENERATED, such as 64x128+200")
+        return cls(*map(int, found.groups()))
+
+    def __str__(self) -> str:
+        return f"{self.requests}x{self.prompt}+{self.generated}"
+
+    @property
+    def rows(self) -> int:
+        """Rows of one request at one point: the last sampled token is never an input."""
+        return self.prompt + self.generated - 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in and out, all requests together."""
+        return self.requests * (self.prompt + self.generated)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What is asked of steercap: layers to capture ("one", "all" or None), and how many different specs steer."""
+
+    capture: str | None = None
+    specs: int = 0
+
+    @classmethod
+    def parse(cls, name: str) -> Mode:
+        """Read "idle", "capture-one", "capture-all" or "steer-K".
+
+        Raises:
+            ValueError: another name.
+        """
+        found = re.fullmatch(r"idle|capture-(one|all)|steer-([1-9]\d*)", name)
+        if found is None:
+            raise ValueError(f"no mode {name!r}; modes: {', '.join(MODES)}, and steer-K for any K")
+        return cls(found[1], int(found[2] or 0))
+
+
+def modes_for(names: Iterable[str], workload: Workload) -> list[str]:
+    """The modes that a workload can tell apart: "steer-each" named by its K, more specs than requests left out.
+
+    Raises:
+        ValueError: an unknown mode.
+    """
+    resolved = dict.fromkeys(f"steer-{workload.requests}" if name == "steer-each" else name for name in names)
+    return [name for name in resolved if name == CONTROL or Mode.parse(name).specs <= workload.requests]
+
+
+def sequence(names: Sequence[str], number: int, base_every: int) -> list[str]:
+    """The runs of one round: the modes, turned by the number of the round, base before every few and at the end.
+
+    Args:
+        names: modes.
+        number: number of the round.
+        base_every: modes between two base runs; 0 for base at both ends alone.
+    """
+    shift = number % max(len(names), 1)
+    turned = [*names[shift:], *names[:shift]]
+    step = base_every or max(len(turned), 1)
+    found: list[str] = []
+    for place, name in enumerate(turned):
+        found += [BASE, name] if place % step == 0 else [name]
+    return [*found, BASE]
+
+
+def ratios(runs: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Each mode's time over the mean of the base runs right before and right after it, in the order of the runs."""
+    bases = [place for place, (name, _) in enumerate(runs) if name == BASE]
+    found = []
+    for place, (name, seconds) in enumerate(runs):
+        if name != BASE:
+            before = max(base for base in bases if base < place)
+            after = min(base for base in bases if base > place)
+            found.append((name, seconds / statistics.mean((runs[before][1], runs[after][1]))))
+    return found
+
+
+def summary(
+    passes: Sequence[Sequence[Mapping[str, Any]]], workload: Workload, limits: Mapping[str, float]
+) -> dict[str, dict[str, Any]]:
+    """What the rounds of one workload say of each mode.
+
+    Args:
+        passes: the runs of each round; a run has "mode" and "seconds", captures also "readable_s", "fetch_s" and
+            "fetch_bytes".
+        workload: what was run.
+        limits: most per cent over base of each mode.
+
+    Returns:
+        Of each mode: every ratio, its median, quartiles, least and greatest; seconds; tokens a second; fetches.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    compared = [pair for runs in passes for pair in ratios([(run["mode"], run["seconds"]) for run in runs])]
+    everything = [run for runs in passes for run in runs]
+    for name in dict.fromkeys(run["mode"] for run in everything):
+        of_mode = [run for run in everything if run["mode"] == name]
+        seconds = statistics.median(run["seconds"] for run in of_mode)
+        found[name] = {
+            "seconds": seconds,
+            "tokens_per_s": workload.tokens / seconds,
+            "ratio": _spread([ratio for mode, ratio in compared if mode == name]),
+            "limit_percent": limits.get(name),
+            "readable_s": _median(run.get("readable_s") for run in of_mode),
+            "fetch_gb_per_s": _median(run["fetch_bytes"] / run["fetch_s"] / 1e9 for run in of_mode if "fetch_s" in run),
+        }
+    return found
+
+
+def _spread(values: Sequence[float]) -> dict[str, Any] | None:
+    if not values:
+        return None
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return {
+        "median": statistics.median(values),
+        "low": min(values),
+        "high": max(values),
+        "quartiles": [low, high],
+        "all": list(values),
+    }
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None

@@ -1,0 +1,139 @@
+"""The bench on GPU: its order of runs, its ratios, and its reading of traces, on figures made by hand."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from typing import Any
+
+import pytest
+from gpu_rounds import BASE, CONTROL, MODES, Workload, modes_for, ratios, sequence, summary
+from gpu_trace import Trace, differences, group_of, names_that_differ, read_trace
+
+
+def event(name: str, start: float, duration: float, category: str = "kernel", thread: int = 7) -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "pid": 0, "tid": thread}
+
+
+STEP = "execute_context_0(0)_generation_4(4)"
+
+
+def trace_of_two_steps(*, tapped: bool) -> list[dict[str, Any]]:
+    """Two steps of a GEMM of 10 µs and a norm of 2 µs, 3 µs apart; taps of 1 µs and a copy beside them if tapped."""
+    events = [{"ph": "M", "name": "process_name"}]
+    for start in (100.0, 200.0):
+        events += [
+            event(STEP, start - 50, 40, "user_annotation"),
+            event("execute_context_0(0)_generation_0(0)", start - 5, 1, "user_annotation"),
+            event(STEP, start, 16, "gpu_user_annotation"),
+            event("aten::mm", start - 45, 5, "cpu_op"),
+            event("nvjet_tst_128x64_h_bz_TNT", start, 10),
+            event("triton_red_fused_add_mean_mul_rsqrt_0", start + 13, 2),
+        ]
+        if tapped:
+            events += [
+                event("_tap_kernel", start + 15, 1),
+                event("Memcpy DtoH (Device -> Pinned)", start + 2, 4, "gpu_memcpy", thread=9),
+            ]
+    return events
+
+
+def test_a_trace_is_counted_by_step_group_and_kernel() -> None:
+    """Annotations on the GPU's own track are no kernels, empty steps are no steps, copies beside kernels do not count as busy."""
+    base, tapped = Trace.of(trace_of_two_steps(tapped=False)), Trace.of(trace_of_two_steps(tapped=True))
+    assert (base.steps, base.on_device, base.busy, base.span) == (2, True, 24.0, 115.0)
+    found = differences(base, tapped)
+    assert found["GEMM"] == (10, 10)
+    assert found["norm"] == (2, 2)
+    assert found["steercap"] == (0, 1)
+    assert found["memcpy DtoH"] == (0, 4)
+    assert found["= sum"] == (12, 17)
+    assert found["= any kernel runs"] == (12, 13)
+    assert found["= span"] == (57.5, 58.0)
+    first, second, *_ = names_that_differ(base, tapped, 5)
+    assert first == ("Memcpy DtoH (Device -> Pinned)", 0, 4, 1)
+    assert second == ("_tap_kernel", 0, 1, 1)
+
+
+def test_operators_are_counted_without_what_they_call() -> None:
+    """A trace without GPU events falls back on CPU operators, each thread by itself."""
+    events = [
+        event("outer", 0, 10, "cpu_op"),
+        event("inner", 2, 3, "cpu_op"),
+        event("innermost", 3, 1, "cpu_op"),
+        event("inner", 6, 2, "cpu_op"),
+        event("elsewhere", 4, 5, "cpu_op", thread=8),
+    ]
+    trace = Trace.of(events)
+    assert not trace.on_device
+    assert trace.times == {"outer": (5, 1), "inner": (4, 2), "innermost": (1, 1), "elsewhere": (5, 1)}
+
+
+def test_traces_are_read_gzipped_or_not(tmp_path: Any) -> None:
+    """Both give the same; a trace of nothing is an error."""
+    content = json.dumps({"traceEvents": trace_of_two_steps(tapped=True)})
+    (tmp_path / "a.json").write_text(content)
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(content.encode()))
+    assert read_trace(tmp_path / "a.json") == read_trace(tmp_path / "a.json.gz")
+    with pytest.raises(ValueError, match="was anything run"):
+        Trace.of([{"ph": "M", "name": "process_name"}])
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("_tap_kernel", "steercap"),
+        ("_close_kernel", "steercap"),
+        ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<...>>", "attention"),
+        ("void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal>", "GEMM"),
+        ("void vllm::fused_add_rms_norm_kernel<c10::BFloat16, 8>", "norm"),
+        ("triton_poi_fused_mul_silu_slice_1", "rotary, activation"),
+        ("triton_poi_fused_embedding_0", "other, inductor"),
+        ("_gather_block_tables_kernel", "runner's own"),
+        ("Memset (Device)", "memset"),
+        ("aten::addmm", "GEMM"),
+        ("_C::onednn_mm", "GEMM"),
+        ("something_else", "other"),
+    ],
+)
+def test_kernels_are_known_by_name(name: str, group: str) -> None:
+    """vLLM's own Triton kernels are not taken for steercap's, flash attention not for a GEMM."""
+    assert group_of(name) == group
+
+
+def test_each_workload_has_the_modes_it_can_tell_apart() -> None:
+    """No more specs than requests, and "each" is the same as its number."""
+    assert modes_for(MODES, Workload(1, 32, 200)) == [CONTROL, "idle", "capture-one", "capture-all", "steer-1"]
+    assert modes_for(MODES, Workload(48, 2000, 1))[4:] == ["steer-1", "steer-8", "steer-48"]
+    assert modes_for(MODES, Workload(256, 128, 200))[4:] == ["steer-1", "steer-8", "steer-64", "steer-256"]
+    with pytest.raises(ValueError, match="modes:"):
+        modes_for(["steer-0"], Workload(1, 1, 1))
+    with pytest.raises(ValueError, match="REQUESTS"):
+        Workload.parse("64x128")
+
+
+@pytest.mark.parametrize("every", [0, 1, 2])
+def test_every_mode_runs_once_a_round_between_base_runs(every: int) -> None:
+    """The order turns, so that no mode keeps its place."""
+    names = ["a", "b", "c"]
+    orders = [sequence(names, number, every) for number in range(3)]
+    for order in orders:
+        assert order[0] == order[-1] == BASE
+        assert sorted(name for name in order if name != BASE) == names
+    assert len({tuple(order) for order in orders}) == 3
+    assert sum(name == BASE for name in orders[0]) == {0: 2, 1: 4, 2: 3}[every]
+
+
+def test_ratios_are_to_the_base_runs_around() -> None:
+    """A machine that slows down steadily is no mode's fault."""
+    runs = [(BASE, 1.0), ("a", 1.1), (BASE, 1.2), ("b", 1.5), ("c", 1.5), (BASE, 1.8)]
+    assert [name for name, _ in ratios(runs)] == ["a", "b", "c"]
+    assert [ratio for _, ratio in ratios(runs)] == pytest.approx([1.0, 1.0, 1.0])
+    passes = [[{"mode": name, "seconds": seconds} for name, seconds in runs]] * 2
+    passes[1] = [*passes[1][:1], {"mode": "a", "seconds": 2.2}, *passes[1][2:]]
+    found = summary(passes, Workload(2, 3, 2), {"a": 2.0})
+    assert found["a"]["ratio"]["median"] == pytest.approx(1.5)
+    assert (found["a"]["ratio"]["low"], found["a"]["ratio"]["high"]) == pytest.approx((1.0, 2.0))
+    assert found["a"]["limit_percent"] == 2.0
+    assert found[BASE]["ratio"] is None
+    assert found[BASE]["tokens_per_s"] == pytest.approx(10 / 1.2)
