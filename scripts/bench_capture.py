@@ -94,11 +94,12 @@ async def fetch_styles(model: Any, repeats: int) -> dict[str, float]:
 def idle_tap_cost() -> float:
     """Seconds that one idle tap adds to the call of a module: hook, operator, and the look at empty tables."""
     import torch
-    from steercap.worker.tables import StepTables
     from torch import nn
 
     from steercap.kernels.tap import bind
     from steercap.sites.base import output_hook
+    from steercap.worker.taps.base import TapSizes
+    from steercap.worker.taps.host import HostTaps
 
     class Layer(nn.Module):
         def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,7 +114,7 @@ def idle_tap_cost() -> float:
             best = min(best, (time.perf_counter() - start) / calls)
         return best
 
-    bind(StepTables(1, 576))
+    bind(HostTaps((0,), 576, TapSizes(slots=1, bank_rows=1, entries=1, tokens=16)))
     hidden, residual = torch.randn(16, 576), torch.randn(16, 576)
     tapped = Layer()
     output_hook(tapped, "", "resid_post", torch.zeros(1, dtype=torch.int32), 1)

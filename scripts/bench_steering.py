@@ -109,33 +109,35 @@ def kernel_times() -> dict[str, float]:
     """Microseconds of one point for 64 tokens of 1, 8 and 64 slots: the reference kernel by itself."""
     import numpy as np
     import torch
-    from steercap.worker.edits import EditTables, StepEdits
 
+    from steercap.core.rows import BatchRows
     from steercap.core.spec import Point
     from steercap.steering import lower
+    from steercap.worker.step import Step
+    from steercap.worker.taps.base import TapSizes
+    from steercap.worker.taps.host import HostTaps
 
     found = {}
     for different in (1, 8, 64):
-        tables = EditTables((0,), WIDTH, slots=64, rows=64, entries=16)
+        taps = HostTaps((0,), WIDTH, TapSizes(slots=64, bank_rows=64, entries=16, tokens=64))
         for slot, spec in enumerate(specs("cap", [0], different)):
             ready = lower(spec, armed={Point(0, "resid_post"): 0}, num_layers=1, width=WIDTH, edits_per_point=16)
             (data,) = ready.vectors.values()
-            tables.put([slot], torch.frombuffer(bytearray(data), dtype=torch.float32)[None])
-            tables.configure(slot, ready.configuration, [[slot]])
-        each = 64 // different
-        none = np.full((each, 0), -1, dtype=np.int64)
-        steps = [
-            StepEdits(slot, np.arange(each) + slot * each, np.ones(each, dtype=np.int32), none)
-            for slot in range(different)
-        ]
-        hidden, residual = torch.randn(64, WIDTH), torch.randn(64, WIDTH)
+            taps.put([slot], torch.frombuffer(bytearray(data), dtype=torch.float32)[None])
+            taps.configure(slot, ready.configuration, [[slot]])
+        tokens, none = np.arange(64), np.full(64, -1)
+        slots, masks = tokens // (64 // different), np.ones(64, dtype=np.int32)
+        edits = taps.programs.evidence(slots, masks)
+        step = Step(slots, tokens, tokens, none, 0 * tokens, none, slots, masks, 0 * tokens, edits, {})
+        ids = torch.from_numpy(tokens)
+        hidden, residual, point = torch.randn(64, WIDTH), torch.randn(64, WIDTH), torch.zeros(1, dtype=torch.int32)
         with torch.inference_mode():
-            tables.open(steps)
+            taps.open(step, BatchRows(["all"], tokens[:1], tokens[-1:] + 1, ids, ids))
             best = float("inf")
             for _ in range(7):
                 start = time.perf_counter()
                 for _ in range(300):
-                    tables.apply(hidden, residual, 0)
+                    taps.on_tap(hidden, residual, point)
                 best = min(best, (time.perf_counter() - start) / 300)
         found[f"K={different}"] = best * 1e6
     return found

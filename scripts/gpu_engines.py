@@ -150,11 +150,8 @@ class Bench:
 
 async def rows_readable(model: Any, handles: Sequence[Any]) -> list[list[Any]]:
     """Wait until every row is readable by this process: each handle's parcels, one a capturing worker."""
-    from steercap.core.messages import Collect, Collected
-
-    wanted = tuple(handle._wanted() for handle in handles)
-    answers = await model._open_engine()._ask(Collect(wanted), Collected)
-    return [[answer.parcels[place] for answer in answers] for place in range(len(wanted))]
+    located = await model._open_engine().locate([handle._wanted() for handle in handles])
+    return [[parcel for engine in engines for parcel in engine] for engines in located]
 
 
 def _check_outputs(run: Run, workload: Workload) -> None:

@@ -87,9 +87,11 @@ def some_runtime(
     entries: int = 8,
     tokens: int = 1024,
     arena_bytes: int | None = 1 << 20,
+    local: Sequence[int] | None = None,
 ) -> Runtime:
+    """One rank of `points` points, those of `local` on it, or all."""
     sizes = TapSizes(slots, bank_rows, entries, tokens, arena_bytes)
-    taps = some_taps(kind, range(points), width, sizes, dtype, captures=captures)
+    taps = some_taps(kind, range(points) if local is None else local, width, sizes, dtype, captures=captures)
     return Runtime(taps, points, dtype, device_of(kind), captures=captures)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from workers import batch, some_runtime, tap
 
 from steercap import CaptureSpec
 from steercap.config import Settings
@@ -17,7 +18,6 @@ from steercap.core.messages import Owner, Read, Wanted, decode_call
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import SteeringPlan, identity
 from steercap.core.receipt import check_edits
-from steercap.core.rows import BatchRows
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.edits.add import Add
@@ -26,7 +26,6 @@ from steercap.errors import SteeringNotApplied, WorkerFailure
 from steercap.job import prepare, run_all
 from steercap.stats import stats_of
 from steercap.steering import SteeringSpec, scopes_of
-from steercap.worker.runtime import Runtime
 
 ENGINES, STAGES, POINTS, WIDTH = 2, 2, 4, 16
 ALL = CapturePlan(tuple(range(POINTS)), (Range(0, None),), None, "raw")
@@ -41,10 +40,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.workers = [
-            [
-                Runtime((2 * stage, 2 * stage + 1), POINTS, WIDTH, torch.float32, captures=True)
-                for stage in range(STAGES)
-            ]
+            [some_runtime(points=POINTS, width=WIDTH, local=(2 * stage, 2 * stage + 1)) for stage in range(STAGES)]
             for _ in range(ENGINES)
         ]
         self.asked: list[tuple[Any, int | None]] = []
@@ -81,9 +77,9 @@ class Cluster:
             worker.register(plan.key, plan.encode(), 0)
             positions = np.arange(count)
             tokens = np.where(positions < plan.prompt_len, positions, 9)
-            worker.begin_step(BatchRows([plan.key], np.array([0]), np.array([count]), tokens, positions))
-            for tap in range(len(worker.points)):
-                worker.tables.on_tap(torch.full((count, WIDTH), 100.0 * engine + 10 * stage + tap), None, tap)
+            worker.begin_step(batch("host", [plan.key], [0], [count], tokens, positions))
+            for point in range(len(worker.taps.points)):
+                tap(worker, torch.full((count, WIDTH), 100.0 * engine + 10 * stage + point), None, point)
             worker.end_step()
 
 
