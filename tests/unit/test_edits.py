@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from specs import OPERATIONS, VARIANTS, spec, vector
 
 from steercap import Ablate, Add, AddIf, Cap, LowRank, Replace, SAEFeature, SetProjection, SteeringSpec
 from steercap.core.messages import Equip, Owner, Placed, Vectors
@@ -21,6 +20,7 @@ from steercap.edits import EDITS
 from steercap.errors import InvalidEdit, InvalidSelection, InvalidSpec, InvalidVector, SteercapError, TooManyEdits
 from steercap.steering import lower, scopes_of
 from steercap.testing.edits import edited
+from steercap.testing.specs import OPERATIONS, VARIANTS, spec, vector
 from steercap.worker.edits import EditTables
 from steercap.worker.steering import Steering
 
