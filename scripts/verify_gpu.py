@@ -50,7 +50,8 @@ def show(name: str, result: dict[str, Any]) -> None:
     """One line a check."""
     colour = {"PASS": "green", "FAIL": "red", "SKIP": "yellow"}[result["verdict"]]
     parts = [f"{key}: {_short(value)}" for key, value in result["figures"].items()]
-    parts += [f"[red]{escape(result['error'])}[/red]"] if result["error"] else []
+    if result["error"]:  # whole in the JSON
+        parts.append(f"[red]{escape(' '.join(result['error'].split())[:1500])}[/red]")
     console.print(f"[{colour}]{result['verdict']}[/{colour}] {name} ({result['seconds']} s) ", "; ".join(parts), sep="")
 
 
