@@ -126,6 +126,9 @@ def main(
     limit: Annotated[float, typer.Option(help="Seconds after which what has not ended has failed.")] = 3600,
     smollm2: Annotated[Path | None, typer.Option(help="A checkpoint of SmolLM2, for `bf16`.")] = None,
     all_families: Annotated[bool, typer.Option(help="All ten families, not llama, qwen3 and gemma2 alone.")] = False,
+    together: Annotated[
+        bool | None, typer.Option(help="Start engines and run checks side by side; on CUDA by default.")
+    ] = None,
     list_: Annotated[bool, typer.Option("--list", help="List the checks and end.")] = False,
 ) -> None:
     """Show right and wrong on this machine; exit code 1 if any check failed."""
@@ -151,7 +154,7 @@ def main(
     async def run_all() -> bool:
         machine = Machine(device, gpus, share, smollm2)
         run = Run(machine, Engines(machine, starts), families, requests or (10_000 if cuda else 500))
-        return await verify(names, run, together=cuda, limit=limit, out=out)
+        return await verify(names, run, together=cuda if together is None else together, limit=limit, out=out)
 
     raise typer.Exit(code=0 if asyncio.run(run_all()) else 1)
 

@@ -195,13 +195,18 @@ def layer_by_layer(
     handles: Sequence[CaptureHandle], half: Reference, full: Reference
 ) -> tuple[dict[str, Parity], Parity, Parity]:
     """The worst rows layer by layer; from end to end, those of the capture and of transformers against float32."""
-    theirs = PERFECT
+    least = worst(parity(handle, half, by_layer=True) for handle in handles)
+    return least, worst_of(rows_of(handles, full)), rounding(handles, half, full)
+
+
+def rounding(handles: Sequence[CaptureHandle], half: Reference, full: Reference) -> Parity:
+    """The worst row of transformers in bfloat16 against transformers in float32, on the tokens of `handles`."""
+    found = PERFECT
     for handle in handles:
         known, own = (one.rows(inputs_of(handle), handle.points) for one in (full, half))
         for point in handle.points:
-            theirs = theirs.worse(compare_rows(own[point], known[point]))
-    least = worst(parity(handle, half, by_layer=True) for handle in handles)
-    return least, worst_of(rows_of(handles, full)), theirs
+            found = found.worse(compare_rows(own[point], known[point]))
+    return found
 
 
 async def check_graphs(run: Run, show: Show) -> None:
@@ -210,20 +215,21 @@ async def check_graphs(run: Run, show: Show) -> None:
     async def one(pair: str) -> None:
         fast, eager = await asyncio.gather(*(run.engines.get(name) for name in pair.split(" | ")))
         found: dict[str, Parity] = {}
+        handles: list[CaptureHandle] = []
         for number, lengths in enumerate(BATCHES[:3]):
-            handles = await captured(fast, lengths, seed=30 * number)
-            whole = await _prefilled(fast, handles)
-            own = await captured(eager, lengths, seed=30 * number)
-            for name, rows in (("decoded", handles), ("prefilled", whole), ("eager decoded", own)):
+            decoded = await captured(fast, lengths, seed=30 * number)
+            for name, rows in (("decoded", decoded), ("prefilled", await _prefilled(fast, decoded))):
                 same = worst_of(await same_tokens_elsewhere(rows, eager))
                 found[name] = found.get(name, PERFECT).worse(same)
+            handles += decoded
         show[pair] = {name: figures(same) for name, same in found.items()}
-        noise = found.pop("eager decoded")  # of an engine with itself: decoding against prefilling
         if fast.engine.model_config.dtype == torch.float32:
             within(found)
-        else:
-            allowed = min(BF16_COSINE, 1 - 2 * (1 - noise.cosine))
-            assert worst_of(found).cosine > allowed, f"{found}, and eager with itself {noise}"
+            return
+        half, full = (run.engines.reference(Path(fast.model), dtype) for dtype in ("bfloat16", "float32"))
+        noise = await asyncio.to_thread(rounding, handles, half, full)
+        show[pair] |= {"bfloat16 itself, transformers with transformers in float32": figures(noise)}
+        assert worst_of(found).cosine > min(BF16_COSINE, noise.cosine), "further apart than bfloat16 is from float32"
 
     await each([" | ".join(pair) for pair in _pairs(run.machine)], one)
 
