@@ -58,7 +58,10 @@ def parity(
     With `by_layer` the reference's layers get the captured `resid_pre` as their input, so each is compared by itself.
     """
     ids = inputs_of(handle)
-    given = {layer: handle.captures[layer, "resid_pre"] for layer in handle.captures.layers} if by_layer else None
+    given = None
+    if by_layer:
+        dtype = reference.model.dtype
+        given = {layer: handle.captures[layer, "resid_pre"].to(dtype) for layer in handle.captures.layers}
     known = reference.rows(ids, handle.points, given, steering=steering, prompt_len=len(handle.prompt_token_ids))
     assert handle.token_ids.tolist() == [ids[position] for position in handle.positions.tolist()]
     return by_part(handle, {point: rows[handle.positions] for point, rows in known.items()})
