@@ -21,31 +21,10 @@ from hypothesis import settings
 
 from steercap import SteerModel
 from steercap.testing import Reference, smollm2, tiny_checkpoint
+from steercap.testing.rows import ALL_SITES, CRAMPED, TINY_ENGINE
 
 settings.register_profile("steercap", deadline=None)  # examples differ in what they compile
 settings.load_profile("steercap")
-
-ALL_SITES = ("resid_pre", "resid_post", "attn_out", "mlp_out")
-
-#: float32 against transformers on the same tokens: the bounds of docs/architecture.md, "What right means".
-MIN_COSINE, MAX_ERROR = 0.99999, 1e-4
-
-TINY_ENGINE: dict[str, Any] = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "max_model_len": 256,
-    "kv_cache_memory_bytes": 32 << 20,
-}
-
-#: Chunks every long prompt (64 tokens a step), runs 16 requests at once, and has so little KV memory that some are
-#: preempted.
-CRAMPED: dict[str, Any] = {
-    **TINY_ENGINE,
-    "block_size": 32,
-    "kv_cache_memory_bytes": 2 << 20,
-    "max_num_batched_tokens": 64,
-    "max_num_seqs": 16,
-}
 
 
 class Leftovers:

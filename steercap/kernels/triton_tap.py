@@ -9,12 +9,14 @@ arena. All it depends on is in tables of fixed addresses, so a replayed graph do
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final
 
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from jaxtyping import Float, Int
+from triton.language.extra.cuda import gdc_wait  # type: ignore[import-untyped]
 
 from steercap.kernels import bits
 
@@ -44,21 +46,22 @@ _MEASURES, _RESTORES = tl.constexpr(bits.MEASURES), tl.constexpr(bits.RESTORES)
 def _tap_kernel(  # type: ignore[no-untyped-def]
     hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
     hidden_stride, residual_stride, num_points, num_entries,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     wish = tokens + token * _TOKEN_COLUMNS
+    # Together, since each takes as long as all of them.
     slot = tl.load(wish + _SLOT)
     line = tl.load(wish + _LINE)
-    if (slot < 0) & (line < 0):
-        return
+    layout = tl.load(wish + _LAYOUT)
+    scopes = tl.load(wish + _MASK)
+    before = tl.load(wish + _BEFORE)
+    replaced = tl.load(wish + _REPLACED)
     at = tl.load(point)
-    offset = -1
-    if line >= 0:
-        offset = tl.load(layouts + tl.load(wish + _LAYOUT) * num_points + at)
-    count = 0
-    if slot >= 0:
-        count = tl.load(counts + slot * num_points + at)
+    offset = tl.load(layouts + layout * num_points + at, mask=line >= 0, other=-1)
+    count = tl.load(counts + slot * num_points + at, mask=slot >= 0, other=0)
+    if DEPENDENT:  # the tables were there before the pass; what the kernel before this one writes is read from here on
+        gdc_wait()
     if (offset < 0) & (count == 0):
         return
 
@@ -70,24 +73,23 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     if HAS_RESIDUAL:
         row += tl.load(deferred, mask=inside, other=0.0).to(tl.float32)
     target = arena + (line + offset).to(tl.int64) * WIDTH + columns
-    before = tl.load(wish + _BEFORE)
     witness = evidence + token * 2
     value = _WEIGHT * at.to(tl.int64) + 1
     if offset >= 0:
-        tl.store(witness + 1, tl.load(witness + 1) + value)
+        tl.atomic_add(witness + 1, value, sem="relaxed")
         if before > 0:
             tl.store(target, row.to(arena.dtype.element_ty), mask=inside)
     if count > 0:
         first = (slot * num_points + at).to(tl.int64) * num_entries
         edited, applied = _edit(
-            row, columns, inside, tl.load(wish + _MASK), tl.load(wish + _REPLACED), count,
+            row, columns, inside, scopes, replaced, count,
             entries + first * _ENTRY_COLUMNS, responses + first * 8, bank, replacements, WIDTH,
         )  # fmt: skip
         if tl.max((edited != row).to(tl.int32), 0) > 0:
             tl.store(stream, edited.to(hidden.dtype.element_ty), mask=inside)
             if HAS_RESIDUAL:
                 tl.store(deferred, tl.zeros_like(row).to(residual.dtype.element_ty), mask=inside)
-        tl.store(witness, tl.load(witness) + applied.to(tl.int64) * value)
+        tl.atomic_add(witness, applied.to(tl.int64) * value, sem="relaxed")
         row = edited
     if (offset >= 0) & (before <= 0):
         tl.store(target, row.to(arena.dtype.element_ty), mask=inside)
@@ -146,7 +148,7 @@ def _edit(  # type: ignore[no-untyped-def]
     return row, applied
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _close_kernel(  # type: ignore[no-untyped-def]
     tokens, evidence, witness, token_ids, positions, count, BLOCK: tl.constexpr
 ):
@@ -199,11 +201,23 @@ def launch_tap(
     width = hidden.shape[-1]
     block = triton.next_power_of_2(width)
     other = hidden if residual is None else residual
+    dependent = _dependent(hidden.device)
     _tap_kernel[(hidden.shape[0],)](
         hidden, other, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
         hidden.stride(0), other.stride(0), layouts.shape[1], entries.shape[2],
-        WIDTH=width, BLOCK=block, HAS_RESIDUAL=residual is not None, num_warps=min(max(block // 512, 1), 16),
+        WIDTH=width, BLOCK=block, HAS_RESIDUAL=residual is not None, DEPENDENT=dependent,
+        num_warps=min(max(block // WARP_ELEMENTS, 1), 16), **({"launch_pdl": True} if dependent else {}),
     )  # fmt: skip
+
+
+#: Elements of a row that 32 threads hold in registers.
+WARP_ELEMENTS: Final = 1024
+
+
+@lru_cache
+def _dependent(device: torch.device) -> bool:
+    """Whether a kernel can be launched before the one before it has ended (Hopper and later), and wait by itself."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def launch_close(

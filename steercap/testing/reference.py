@@ -5,6 +5,7 @@ Teacher-forced: the finished sequence goes through the model in one pass, and ho
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -35,6 +36,7 @@ class Reference:
         self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, attn_implementation="eager")
         self.model.eval()
         self.family: Family = family_of(self.model.config.architectures)
+        self._hooked = threading.Lock()  # hooks of one thread would see the rows of another
 
     def rows(
         self,
@@ -54,10 +56,12 @@ class Reference:
                 from layer to layer; given the rows captured before it, each layer is compared by itself.
             steering: edits to make at their points, in float64, before the rows are read.
             prompt_len: prompt tokens, which the edits' token selections refer to.
+
+        Threads may call it at once; they take turns.
         """
         found: dict[Point, torch.Tensor] = {}
         layers = self.model.get_submodule(self.family.layers)
-        with ExitStack() as hooks, torch.inference_mode():
+        with self._hooked, ExitStack() as hooks, torch.inference_mode():
             for layer, rows in (inputs or {}).items():
                 hooks.callback(layers[layer].register_forward_pre_hook(_replace(rows), with_kwargs=True).remove)
             for point, change in _changes(steering, prompt_len, len(layers)):

@@ -189,18 +189,20 @@ class Outbox:
         self._pages, self._first_lines = self._pages[:pages], self._first_lines[:pages]
 
     def _reach(self, row: int) -> bool:
-        """Have a page for `row` and all before it; some more at a time the longer the request gets."""
-        needed = row // self._per_page + 1
-        if needed <= len(self._pages):
-            return True
-        most = self._arena.shape.pages(int(self._ranks.max()) + 1, len(self._points))
-        for _ in range(min(max(needed, len(self._pages) * 3 // 2), most) - len(self._pages)):
-            page = self._arena.allocate()
-            if page is None:
-                break
-            self._pages.append(page)
-        self._first_lines = np.array([self._arena.page_line(page) for page in self._pages], dtype=np.int64)
-        return needed <= len(self._pages)
+        """Have a page for `row` and all before it.
+
+        At the first row all that the request can need: they were reserved for it before it came, lie one behind the
+        other where the arena is not crowded, and need no thought later. What it did not need is given back at its end.
+        """
+        if not self._pages:
+            rows = int(self._ranks.max()) + 1
+            for _ in range(self._arena.shape.pages(rows, len(self._points))):
+                page = self._arena.allocate()
+                if page is None:
+                    break
+                self._pages.append(page)
+            self._first_lines = np.array([self._arena.page_line(page) for page in self._pages], dtype=np.int64)
+        return row // self._per_page < len(self._pages)
 
     def _missing(self, positions: Ints) -> str | None:
         missing = np.flatnonzero(positions == NONE)

@@ -3,52 +3,28 @@
 from __future__ import annotations
 
 import pytest
-from conftest import TINY_ENGINE, opened
-from rows import GREEDY, random_prompt
+from conftest import opened
 
 from steercap import CaptureSpec, SteerModel, errors
 from steercap.testing import tiny_checkpoint
+from steercap.testing.agreement import bad_requests_fail_alone, fails
+from steercap.testing.bad import BAD_REQUESTS, PROMPT, SIX
+from steercap.testing.rows import GREEDY, TINY_ENGINE, random_prompt
 
-SIX = {"max_tokens": 6, **GREEDY}
-PROMPT = random_prompt(10, 1)
 
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "says"),
-    [
-        ({"capture_layers": 4}, errors.LayerOutOfRange, "layer 4 is outside this model of 4 layers; use 0 to 3"),
-        ({"capture_layers": [0, -5]}, errors.LayerOutOfRange, "layer -5"),
-        ({"capture_layers": []}, errors.InvalidSpec, "selects none of the 4 layers"),
-        ({"capture_layers": "some"}, errors.InvalidSpec, "'some' is no layer"),
-        ({"capture_layers": True}, errors.InvalidSpec, "True is no integer"),
-        ({"capture_layers": 1, "capture": CaptureSpec()}, errors.InvalidSpec, "not both"),
-        ({"capture": CaptureSpec(sites="resid_late")}, errors.UnknownName, "known: 'attn_out', 'mlp_out'"),
-        ({"capture": CaptureSpec(tokens=[99])}, errors.InvalidSelection, "position 99 is outside the sequence"),
-        ({"capture": CaptureSpec(tokens=-11)}, errors.InvalidSelection, "positions -10 to 14"),
-        ({"capture": CaptureSpec(tokens=slice(4, 4))}, errors.EmptySelection, "selects none of the 15 positions"),
-        ({"capture": CaptureSpec(codec="zip")}, errors.UnknownName, "unknown codec 'zip'; known: 'raw'"),
-        ({"capture": [CaptureSpec()] * 2}, errors.InvalidRequest, "2 entries for 1 prompts"),
-        ({"sampling_params": {"max_tokens": -3}}, errors.InvalidRequest, "max_tokens"),
-        ({"sampling_params": {"max_tokenz": 3}}, errors.InvalidRequest, "max_tokenz"),
-        ({"sampling_params": {"extra_args": {"steercap": b""}}}, errors.InvalidRequest, "belongs to steercap"),
-        ({"capture": {"layers": [1]}}, errors.InvalidSpec, "give a CaptureSpec"),
-        ({"prompts": [None]}, errors.InvalidPrompt, "None cannot be a prompt"),
-        ({"prompts": []}, errors.InvalidPrompt, "holds no prompt"),
-        ({"prompts": [PROMPT, []]}, errors.InvalidPrompt, "cannot be a prompt|holds no token"),
-        ({"prompts": ""}, errors.InvalidPrompt, "''"),
-        ({"prompts": 3}, errors.InvalidPrompt, "prompts=3"),
-        ({"prompts": random_prompt(256, 1)}, errors.InvalidPrompt, "256"),
-        ({"prompts": random_prompt(900, 1)}, errors.InvalidPrompt, "256"),
-        ({"prompts": {"prompt_token_ids": [1_000_000]}}, errors.InvalidRequest, "1000000"),
-    ],
-)
-async def test_a_bad_request_says_what_is_wrong(tiny, arguments, error, says) -> None:
+@pytest.mark.parametrize("bad", BAD_REQUESTS, ids=lambda bad: bad.says)
+async def test_a_bad_request_says_what_is_wrong(tiny, bad) -> None:
     """The value, the range and the remedy; nothing reaches the workers, and the next request runs."""
     before = await tiny.stats()
-    with pytest.raises(error, match=says):
-        await tiny.generate(**({"prompts": PROMPT, "sampling_params": SIX} | arguments))
+    await fails(tiny, bad)
     after = await tiny.stats()
     assert (after.steps, after.handles_held, after.capture_bytes_claimed) == (before.steps, 0, 0)
+
+
+async def test_bad_requests_do_not_disturb_those_that_run(tiny, tiny_reference) -> None:
+    """While others run, each bad request fails by itself."""
+    _, bad = await bad_requests_fail_alone(tiny, tiny_reference)
+    assert bad >= len(BAD_REQUESTS)
 
 
 async def test_generated_alone_of_one_token_selects_nothing(tiny) -> None:

@@ -7,12 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ALL_SITES, MAX_ERROR, MIN_COSINE
-from rows import GREEDY, flattened, parity, points, random_prompt, settled, worst
 
 from steercap import CaptureHandle, CaptureSpec, errors
 from steercap.core.spec import REDUCTIONS
 from steercap.testing import compare_rows
+from steercap.testing.rows import (
+    ALL_SITES,
+    GREEDY,
+    MAX_ERROR,
+    MIN_COSINE,
+    flattened,
+    parity,
+    points,
+    random_prompt,
+    settled,
+    worst,
+)
 
 SIX = {"max_tokens": 6, **GREEDY}
 

@@ -6,19 +6,15 @@ from collections.abc import AsyncIterator
 from itertools import product
 
 import pytest
-from conftest import TINY_ENGINE, opened
-from rows import GREEDY, hold, parity, random_prompt, worst
-from specs import OPERATIONS, VARIANTS, spec
+from conftest import opened
 
-from steercap import CaptureSpec, SteerModel
+from steercap import SteerModel
 from steercap.families import FAMILIES
 from steercap.sites import SITES
-from steercap.testing import Parity, Reference, tiny_checkpoint
-from steercap.testing.parity import PERFECT
-
-EVERYTHING = CaptureSpec(sites=tuple(SITES))
-#: The worst row of an edited sequence against the clean reference: a hundred times beyond what parity allows.
-CHANGED = 0.999
+from steercap.testing import Reference, tiny_checkpoint
+from steercap.testing.agreement import EVERYTHING, edits_agree, rows_agree
+from steercap.testing.rows import GREEDY, TINY_ENGINE, hold, random_prompt
+from steercap.testing.specs import OPERATIONS, VARIANTS, spec
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
@@ -32,17 +28,8 @@ async def served(request) -> AsyncIterator[tuple[str, SteerModel, Reference]]:
 async def test_rows_are_those_of_transformers(served, record_property) -> None:
     """Whatever the family and the site, each row is the one transformers computes, prompt and generated."""
     family, model, reference = served
-    prompts = [random_prompt(length, seed) for seed, length in enumerate((1, 7, 40, 133))]
-    _, handles = await model.generate(prompts, {"max_tokens": 20, **GREEDY}, capture=EVERYTHING)
-    await model.fetch_captures_batch(handles)
-    found = hold(handles, reference)
-    assert set(found) == {f"{site} {part}" for site in SITES for part in ("prompt", "generated")}
-    for name, same in found.items():
+    for name, same in (await rows_agree(model, reference)).items():
         record_property(f"{family} {name}", f"1-cos {1 - same.cosine:.1e}, error {same.error:.1e}")
-    for handle in handles:
-        assert [len(rows) for rows in handle.captures.values()] == [len(handle.prompt_token_ids) + 19] * (
-            4 * len(SITES)
-        )
 
 
 async def test_edits_are_those_of_transformers(served, record_property) -> None:
@@ -50,24 +37,7 @@ async def test_edits_are_those_of_transformers(served, record_property) -> None:
     made by a hook, in float64; all of them share one batch.
     """
     family, model, reference = served
-    asked = {
-        (name, site): spec(name, model.hidden_size, seed=number, layers=[0, 2], site=site, tokens=tokens)
-        for number, (name, site) in enumerate(product((*OPERATIONS, *VARIANTS), SITES))
-        for tokens in [("all", [slice(5, None, 2), "last_prompt"])[number % 2]]
-    }
-    prompts = [random_prompt(12 + number % 5, number) for number in range(len(asked))]
-    _, handles = await model.generate(
-        prompts, {"max_tokens": 8, **GREEDY}, capture=EVERYTHING, steering=list(asked.values())
-    )
-    await model.fetch_captures_batch(handles)
-    found: dict[str, Parity] = {}
-    for (name, _), steering, handle in zip(asked, asked.values(), handles, strict=True):
-        assert sum(handle.receipt.steering.rows) > 0
-        clean = parity(handle, reference)
-        assert min(same.cosine for same in clean.values()) < CHANGED, "the edit changed nothing to speak of"
-        same = worst([hold([handle], reference, [steering])])
-        found[name] = worst([{"": one} for one in same.values()])[""].worse(found.get(name, PERFECT))
-    for name, same in found.items():
+    for name, same in (await edits_agree(model, reference)).items():
         record_property(f"{family} steered by {name}", f"1-cos {1 - same.cosine:.1e}, error {same.error:.1e}")
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from conftest import ALL_SITES, TINY_ENGINE, Leftovers, opened
-from rows import GREEDY, random_prompt, settled
+from conftest import Leftovers, opened
 
 from steercap import CaptureSpec, SteerModel, errors
 from steercap.testing import tiny_checkpoint
+from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, random_prompt, settled
 
 SIX = {"max_tokens": 6, **GREEDY}
 #: Room for 4 requests of 4 layers × about 120 tokens × 512 bytes.

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from itertools import product
 
 import pytest
 import torch
-from conftest import ALL_SITES, TINY_ENGINE, opened
-from rows import GREEDY, hold, points, random_prompt, settled
-from specs import OPERATIONS, spec
+from conftest import opened
 
 from steercap import CaptureSpec
 from steercap.testing import tiny_checkpoint
+from steercap.testing.agreement import workers_agree
+from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, hold, points, random_prompt, settled
+from steercap.testing.specs import spec
 
 SIX_STEPS = {"max_tokens": 6, "temperature": 0.8, "seed": 3}
 SEVEN = {"max_tokens": 7, **GREEDY}
@@ -31,23 +31,11 @@ async def test_two_workers_give_the_rows_of_transformers(layout, tiny_reference)
     """Tensor parallel: one rank captures the full rows, both edit. Pipeline parallel: each stage captures and edits its
     layers, the client merges rows and receipts.
     """
-    prompts = [random_prompt(length, length) for length in (1, 20, 90)]
     async with opened(tiny_checkpoint("qwen3"), sites=ALL_SITES, **TINY_ENGINE, **{layout: 2}) as model:
-        _, handles = await model.generate(prompts, SEVEN, capture=CaptureSpec(sites=ALL_SITES))
-        _, last = await model.generate(prompts[1], SEVEN, capture=CaptureSpec(layers=-1, reduce="mean"))
-        specs = [spec(name, 128, seed=7, layers="all", site=site) for name, site in product(OPERATIONS, ALL_SITES)]
-        steered_prompts = [random_prompt(10, seed) for seed in range(len(specs))]
-        _, steered = await model.generate(steered_prompts, SEVEN, capture=CaptureSpec(sites=ALL_SITES), steering=specs)
-        cached = await model.generate(steered_prompts[0], SEVEN, steering=specs[0], raw_output=True)
-        await model.fetch_captures_batch([*handles, last, steered])
+        _, handles = await workers_agree(model, tiny_reference)
         assert await settled(model) == (0, 0, 0)
         assert len(model._engine._all_ranks) == (1 if layout.startswith("tensor") else 2)
     assert set(handles[0].captures) == set(points(range(4), *ALL_SITES))
-    hold(handles, tiny_reference)
-    hold(steered, tiny_reference, specs)
-    assert steered[0].receipt.steering.rows == cached.steering[0].rows == (4 * 16,)
-    full = handles[1].captures[3, "resid_post"]
-    assert (last.captures[-1][0] - full.mean(0)).abs().max() < 1e-4
 
 
 async def test_two_engines_give_the_rows_of_transformers(tiny_reference) -> None:

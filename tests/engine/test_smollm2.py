@@ -6,13 +6,13 @@ from itertools import pairwise, product
 from typing import Any
 
 import torch
-from conftest import ALL_SITES, MAX_ERROR, MIN_COSINE, opened
-from rows import GREEDY, parity, worst
-from specs import OPERATIONS, VARIANTS, spec, vector
+from conftest import opened
 
 from steercap import AddIf, CaptureHandle, CaptureSpec, SteeringSpec
 from steercap.testing import Reference, compare_rows, smollm2
 from steercap.testing.parity import PERFECT
+from steercap.testing.rows import ALL_SITES, GREEDY, MAX_ERROR, MIN_COSINE, parity, worst
+from steercap.testing.specs import OPERATIONS, VARIANTS, spec, vector
 
 PROMPTS = ["The capital of France is", "Once upon a time there was", "def fibonacci(n):", "1"]
 PARAMS: dict[str, Any] = {"max_tokens": 24, **GREEDY}

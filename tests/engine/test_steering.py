@@ -7,22 +7,29 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ALL_SITES, TINY_ENGINE, opened
-from rows import GREEDY, flattened, hold, parity, points, random_prompt, settled
-from specs import edit, spec, vector
+from conftest import opened
 
 import steercap.sync
 from steercap import Ablate, Add, Cap, CaptureHandle, CaptureSpec, Replace, SteeringSpec
 from steercap.errors import (
-    InvalidRequest,
-    InvalidSpec,
-    InvalidVector,
     ModelClosed,
     SteeringNotApplied,
     SteeringSlotsFull,
     TooManyEdits,
 )
 from steercap.testing import tiny_checkpoint
+from steercap.testing.rows import (
+    ALL_SITES,
+    GREEDY,
+    TINY_ENGINE,
+    flattened,
+    hold,
+    parity,
+    points,
+    random_prompt,
+    settled,
+)
+from steercap.testing.specs import edit, spec, vector
 
 WIDTH = 128
 EVERYTHING = CaptureSpec(sites=ALL_SITES)
@@ -251,27 +258,6 @@ async def test_random_vectors_do_not_do_what_a_vector_does(tiny) -> None:
     said = [set(output.outputs[0].token_ids) for output in outputs]
     assert said[0] == {wanted}
     assert sum(wanted in one for one in said[1:]) == 0
-
-
-BAD = {
-    "width": (lambda: Add(torch.ones(64), layer=1), InvalidVector, "width 64"),
-    "nothing": (lambda: Add(torch.ones(WIDTH), layer=1, tokens="generated"), InvalidRequest, "selects none"),
-    "limit": (lambda: SteeringSpec([Add(torch.ones(WIDTH), layer=1)] * 17), TooManyEdits, "edits_per_point"),
-    "kind": (lambda: {"layer": 1}, InvalidSpec, "give a SteeringSpec"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-async def test_bad_input_fails_its_own_request(tiny, case) -> None:
-    """The error comes before anything runs, and a neighbour's call goes on."""
-    make, error, says = BAD[case]
-    steps = (await tiny.stats()).steps
-    with pytest.raises(error, match=says):
-        await tiny.generate(random_prompt(5, 1), {"max_tokens": 1}, steering=make())
-    assert (await tiny.stats()).steps == steps
-    assert await tiny.generate(random_prompt(5, 1), PARAMS, steering=spec("add", WIDTH, layer=1))
-    with pytest.raises(InvalidRequest, match="2 entries for 1 prompts"):
-        await tiny.generate(random_prompt(5, 1), PARAMS, steering=[None, None])
 
 
 async def test_a_worker_that_does_not_edit_is_found_out(tiny) -> None:

@@ -6,12 +6,12 @@ import threading
 
 import pytest
 import torch
-from conftest import TINY_ENGINE, Leftovers
-from rows import GREEDY, parity, random_prompt
+from conftest import Leftovers
 
 from steercap import errors
 from steercap.sync import SteerModel
 from steercap.testing import tiny_checkpoint
+from steercap.testing.rows import GREEDY, TINY_ENGINE, parity, random_prompt
 
 
 def test_sync_gives_what_async_gives(tiny_reference) -> None:

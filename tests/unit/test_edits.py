@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from specs import OPERATIONS, VARIANTS, spec, vector
 from workers import CUDA, KINDS, batch, device_of, some_runtime, tap
 
 from steercap import Ablate, Add, AddIf, Cap, LowRank, Replace, SAEFeature, SetProjection, SteeringSpec
@@ -34,6 +33,7 @@ from steercap.edits import EDITS
 from steercap.errors import InvalidEdit, InvalidSelection, InvalidSpec, InvalidVector, SteercapError, TooManyEdits
 from steercap.steering import lower, scopes_of
 from steercap.testing.edits import edited
+from steercap.testing.specs import OPERATIONS, VARIANTS, spec, vector
 
 WIDTH, LAYERS = 24, 3
 ARMED = {Point(layer, "resid_post"): layer for layer in range(LAYERS)}

@@ -6,7 +6,6 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
-from specs import spec
 
 from steercap.batching import Batcher
 from steercap.config import Settings
@@ -16,6 +15,7 @@ from steercap.core.spec import Point
 from steercap.equipment import Equipment
 from steercap.errors import ModelClosed, SteeringSlotsFull, TooManyEdits, WorkerFailure
 from steercap.steering import lower
+from steercap.testing.specs import spec
 
 WIDTH = 8
 

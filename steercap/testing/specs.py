@@ -8,8 +8,16 @@ from typing import Any
 
 import torch
 
-from steercap import Ablate, Add, AddIf, Cap, LowRank, Replace, SAEFeature, SetProjection, SteeringSpec
+from steercap.edits.ablate import Ablate
+from steercap.edits.add import Add
+from steercap.edits.add_if import AddIf
 from steercap.edits.base import Edit
+from steercap.edits.cap import Cap
+from steercap.edits.low_rank import LowRank
+from steercap.edits.replace import Replace
+from steercap.edits.sae_feature import SAEFeature
+from steercap.edits.set_projection import SetProjection
+from steercap.steering import SteeringSpec
 
 OPERATIONS = ("add", "add_if", "ablate", "cap", "set_projection", "sae_feature", "low_rank", "replace")
 #: Spellings beyond the plain one.
@@ -21,7 +29,7 @@ def vector(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def edit(operation: str, width: int, *, seed: int = 0, **scope: Any) -> Edit:
+def edit(operation: str, width: int, *, seed: int = 0, **scope: Any) -> Edit:  # noqa: C901, PLR0911 -- one case an operation
     """One edit by name, strong enough to be seen in every row it touches."""
     first, second, third = (vector(width, seed=1000 * seed + part) for part in range(3))
     match operation:

@@ -1,0 +1,142 @@
+"""What one tap costs inside a CUDA graph: idle, copying, editing; for some widths and numbers of tokens.
+
+    python scripts/bench_tap.py --json out/tap.json
+
+A graph of 36 small kernels is replayed without taps, and with a tap behind each; the difference, over 36, is the cost of a
+tap where it stands: launch, reads, writes. Weights and tables are those of a worker (`worker.taps.cuda`), the arena too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from rich.console import Console
+from rich.table import Table
+
+from steercap import Add, LowRank, SteeringSpec
+from steercap.core.rows import BatchRows
+from steercap.core.spec import Point
+from steercap.kernels import triton_tap
+from steercap.steering import lower
+from steercap.worker.step import Step
+from steercap.worker.taps.base import TapSizes
+from steercap.worker.taps.cuda import CudaTaps
+from steercap.worker.taps.transfers import CudaTransfers
+
+POINTS = 36
+#: Mode: are rows copied, how many specs, which operation.
+MODES: dict[str, tuple[bool, int, str]] = {
+    "idle": (False, 0, ""),
+    "copy": (True, 0, ""),
+    "add": (False, 1, "add"),
+    "add, each its own": (False, 256, "add"),
+    "copy and add": (True, 1, "add"),
+    "rank 8": (False, 1, "low rank"),
+}
+
+
+def replayed(run: Callable[[], Any]) -> float:
+    """Microseconds of one replay."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
+        time: float = triton.testing.do_bench(graph.replay, warmup=20, rep=80, return_mode="median")
+    return time * 1000
+
+
+def spec_of(operation: str, width: int, seed: int) -> SteeringSpec:
+    """A spec at every layer."""
+    generator = torch.Generator().manual_seed(seed)
+    if operation == "add":
+        return SteeringSpec([Add(torch.randn(width, generator=generator), 0.01, layers="all")])
+    read, write = torch.randn(2, 8, width, generator=generator) * 0.01
+    return SteeringSpec([LowRank(read, write, layers="all")])
+
+
+def cost(width: int, tokens: int, mode: str) -> float:
+    """Microseconds of one tap."""
+    import numpy as np
+
+    copies, specs, operation = MODES[mode]
+    device = torch.device("cuda")
+    slots = min(specs, tokens)
+    sizes = TapSizes(slots=256, bank_rows=4096, entries=16, tokens=max(tokens, 256), arena_bytes=None)
+    taps = CudaTaps(range(POINTS), width, sizes, torch.bfloat16, CudaTransfers(device), captures=True)
+    armed = {Point(layer, "resid_post"): layer for layer in range(POINTS)}
+    row = 0
+    for slot in range(slots):
+        ready = lower(spec_of(operation, width, slot), armed=armed, num_layers=POINTS, width=width, edits_per_point=16)
+        places = []
+        for blob in ready.configuration.blobs:
+            values = torch.frombuffer(bytearray(ready.vectors[blob.digest]), dtype=torch.float32).view(-1, width)
+            places.append(list(range(row, row + len(values))))
+            taps.put(places[-1], values)
+            row += len(values)
+        taps.configure(slot, ready.configuration, places)
+    every = np.arange(tokens)
+    layout = taps.layouts.acquire(range(POINTS), before_edits=False)
+    assert layout is not None
+    chosen = every % slots if slots else np.full(tokens, -1)
+    masks = np.full(tokens, 1 if slots else 0, dtype=np.int32)
+    lines = every * POINTS if copies else np.full(tokens, -1)
+    records = np.full(tokens, POINTS if copies else 0)
+    layouts = np.full(tokens, layout.number if copies else -1)
+    step = Step(every, every, every, lines, records, layouts, chosen, masks, every, every, {})
+    ids = torch.arange(tokens, device=device)
+    if mode != "idle":
+        taps.open(step, BatchRows(["all"], every[:1], np.array([tokens]), ids, ids))
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, dtype=torch.bfloat16, device=device)
+    residual = torch.randn(tokens, width, dtype=torch.bfloat16, device=device)
+    points = [torch.tensor([point], dtype=torch.int32, device=device) for point in range(POINTS)]
+    other = torch.zeros_like(hidden)
+
+    def plain() -> None:
+        for _ in points:
+            torch.add(hidden, 0.0, out=other)
+
+    def tapped() -> None:
+        for point in points:
+            torch.add(hidden, 0.0, out=other)
+            taps.on_tap(hidden, residual, point)
+
+    return (replayed(tapped) - replayed(plain)) / POINTS
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", type=int, nargs="*", default=[4096])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 64, 256, 8192])
+    parser.add_argument("--warp-elements", type=int, nargs="*", default=[triton_tap.WARP_ELEMENTS])
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    found: dict[str, float] = {}
+    table = Table(title="µs a tap", title_justify="left")
+    table.add_column("width, elements a warp, tokens")
+    for mode in MODES:
+        table.add_column(mode, justify="right")
+    for width, elements, tokens in product(args.widths, args.warp_elements, args.tokens):
+        triton_tap.WARP_ELEMENTS = elements  # type: ignore[misc]
+        name = f"{width}, {elements}, {tokens}"
+        times = {mode: cost(width, tokens, mode) for mode in MODES}
+        found |= {f"{name}: {mode}": time for mode, time in times.items()}
+        table.add_row(name, *(f"{time:.2f}" for time in times.values()))
+    Console(width=140).print(table)
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

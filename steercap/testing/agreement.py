@@ -1,0 +1,151 @@
+"""Whole engines against transformers: every site, every operation, several workers, bad requests beside good ones."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, Final
+
+from steercap.core.spec import CaptureSpec
+from steercap.handle import CaptureHandle
+from steercap.model import SteerModel
+from steercap.sites import SITES
+from steercap.steering import SteeringSpec
+from steercap.testing.bad import BAD_REQUESTS, PROMPT, SIX, Bad
+from steercap.testing.parity import PERFECT, Parity
+from steercap.testing.reference import Reference
+from steercap.testing.rows import ALL_SITES, GREEDY, by_part, hold, inputs_of, parity, random_prompt, within, worst
+from steercap.testing.specs import OPERATIONS, VARIANTS, spec
+
+EVERYTHING: Final = CaptureSpec(sites=tuple(SITES))
+#: The worst row of an edited sequence against the clean reference: a hundred times beyond what parity allows.
+CHANGED: Final = 0.999
+LENGTHS: Final = (1, 7, 40, 133)
+SEVEN: Final = {"max_tokens": 7, **GREEDY}
+
+
+async def captured(
+    model: SteerModel, lengths: Sequence[int] = LENGTHS, generated: int = 20, seed: int = 0, **asked: Any
+) -> list[CaptureHandle]:
+    """Random prompts of these lengths in one call, every row at every site of them, fetched."""
+    prompts = [random_prompt(length, seed + place) for place, length in enumerate(lengths)]
+    arguments = {"capture": EVERYTHING, **asked}
+    _, handles = await model.generate(prompts, {"max_tokens": generated, **GREEDY}, **arguments)
+    await model.fetch_captures_batch(handles)
+    assert [handle.receipt.rows for handle in handles] == [length + generated - 1 for length in lengths]
+    found: list[CaptureHandle] = handles
+    return found
+
+
+async def rows_agree(
+    model: SteerModel, reference: Reference, lengths: Sequence[int] = LENGTHS, generated: int = 20, seed: int = 0
+) -> dict[str, Parity]:
+    """Whatever the family and the site, each row is the one transformers computes, prompt and generated."""
+    handles = await captured(model, lengths, generated, seed)
+    found = await asyncio.to_thread(hold, handles, reference)
+    assert set(found) == {f"{site} {part}" for site in SITES for part in ("prompt", "generated")}
+    return found
+
+
+async def edits_agree(model: SteerModel, reference: Reference) -> dict[str, Parity]:
+    """Every operation at every site, all in one batch: every row at every point is that of transformers with the edit
+    made by a hook, in float64. Returns the worst row of each operation.
+    """
+    asked = [
+        (name, spec(name, model.hidden_size, seed=number, layers=[0, 2], site=site, tokens=tokens))
+        for number, (name, site) in enumerate(product((*OPERATIONS, *VARIANTS), SITES))
+        for tokens in [("all", [slice(5, None, 2), "last_prompt"])[number % 2]]
+    ]
+    handles = await captured(
+        model, [12 + number % 5 for number in range(len(asked))], 8, steering=[one for _, one in asked]
+    )
+    return await asyncio.to_thread(_edits, asked, handles, reference)
+
+
+def _edits(
+    asked: Sequence[tuple[str, SteeringSpec]], handles: Sequence[CaptureHandle], reference: Reference
+) -> dict[str, Parity]:
+    found: dict[str, Parity] = {}
+    for (name, steering), handle in zip(asked, handles, strict=True):
+        assert handle.receipt.steering is not None
+        assert sum(handle.receipt.steering.rows) > 0
+        clean = parity(handle, reference)
+        assert min(same.cosine for same in clean.values()) < CHANGED, f"{name} changed nothing to speak of"
+        found[name] = worst_of(parity(handle, reference, steering)).worse(found.get(name, PERFECT))
+    return within(found)
+
+
+def worst_of(found: dict[str, Parity]) -> Parity:
+    """The worst of all sites and parts."""
+    total = PERFECT
+    for same in found.values():
+        total = total.worse(same)
+    return total
+
+
+async def workers_agree(model: SteerModel, reference: Reference) -> tuple[dict[str, Parity], list[CaptureHandle]]:
+    """Several workers: every row once, from the worker that has it, and right; every edit made on all of them.
+
+    Returns the worst rows, and the handles of clean requests.
+    """
+    handles = await captured(model, (1, 20, 90), 7, seed=1)
+    _, last = await model.generate(
+        handles[1].prompt_token_ids, SEVEN, capture=CaptureSpec(layers=-1, reduce="mean"), steering=None
+    )
+    specs = [spec(name, 128, seed=7, layers="all", site=site) for name, site in product(OPERATIONS, ALL_SITES)]
+    steered = await captured(model, [10] * len(specs), 7, seed=100, steering=specs)
+    cached = await model.generate(list(steered[0].prompt_token_ids), SEVEN, steering=specs[0], raw_output=True)
+    await last.fetch()
+    found = await asyncio.to_thread(hold, handles, reference)
+    edits = await asyncio.to_thread(hold, steered, reference, specs)
+    assert steered[0].receipt.steering is not None
+    assert steered[0].receipt.steering.rows == cached.steering[0].rows == (4 * 16,)
+    full = handles[1].captures[3, "resid_post"]
+    assert (last.captures[-1][0] - full.mean(0)).abs().max() < 1e-4
+    return found | {f"steered {name}": same for name, same in edits.items()}, handles
+
+
+async def same_tokens_elsewhere(handles: Sequence[CaptureHandle], other: SteerModel) -> dict[str, Parity]:
+    """The worst of `handles`' rows against those that another engine gives for the same tokens as prompts.
+
+    The other engine computes in one prefill pass what these may have computed token by token.
+    """
+    prompts = [{"prompt_token_ids": inputs_of(handle)} for handle in handles]
+    _, others = await other.generate(prompts, {"max_tokens": 1}, capture=EVERYTHING)
+    await other.fetch_captures_batch(others)
+    return worst(
+        by_part(handle, {point: known.captures[point][handle.positions] for point in handle.points})
+        for handle, known in zip(handles, others, strict=True)
+    )
+
+
+async def bad_requests_fail_alone(model: SteerModel, reference: Reference) -> tuple[dict[str, Parity], int]:
+    """While others run, each bad request raises its own error, and the others are right to the last row.
+
+    Returns the worst rows of the others, and how many bad requests there were.
+    """
+    specs = [spec(OPERATIONS[place], 128, seed=place, layers="all") if place % 2 else None for place in range(8)]
+    others = asyncio.create_task(captured(model, range(20, 28), 120, steering=specs))
+    bad = 0
+    try:
+        while not others.done() or bad < len(BAD_REQUESTS):
+            await fails(model, BAD_REQUESTS[bad % len(BAD_REQUESTS)])
+            await asyncio.sleep(0)  # a refusal may come without a pause
+            bad += 1
+    finally:
+        if not others.done():
+            others.cancel()
+    return await asyncio.to_thread(hold, await others, reference, specs), bad
+
+
+async def fails(model: SteerModel, bad: Bad) -> None:
+    """Assert that one bad request raises its error, with its words."""
+    asked: dict[str, Any] = {"prompts": PROMPT, "sampling_params": SIX, **bad.arguments}
+    try:
+        await model.generate(**asked)
+    except bad.error as error:
+        assert re.search(bad.says, str(error)), (str(error), bad.says)  # noqa: PT017 -- not a test
+    else:
+        raise AssertionError(f"{bad.arguments} was accepted")

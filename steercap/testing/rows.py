@@ -1,0 +1,138 @@
+"""Comparing what was captured with what transformers computes, and the settings of the engines that tests start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from steercap.core.spec import Point
+from steercap.handle import CaptureHandle
+from steercap.steering import SteeringSpec
+from steercap.testing.parity import PERFECT, Parity, compare_rows
+from steercap.testing.reference import Reference
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+
+ALL_SITES: Final = ("resid_pre", "resid_post", "attn_out", "mlp_out")
+
+#: float32 against transformers on the same tokens: the bounds of docs/architecture.md, "What right means".
+MIN_COSINE: Final = 0.99999
+MAX_ERROR: Final = 1e-4
+
+GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
+
+TINY_ENGINE: Final[dict[str, Any]] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 256,
+    "kv_cache_memory_bytes": 32 << 20,
+}
+
+#: Chunks every long prompt (64 tokens a step), runs 16 requests at once, and has so little KV memory that some are
+#: preempted: 1,024 tokens of a tiny model in float32.
+CRAMPED: Final[dict[str, Any]] = {
+    **TINY_ENGINE,
+    "block_size": 32,
+    "kv_cache_memory_bytes": 2 << 20,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 16,
+}
+
+
+def random_prompt(length: int, seed: int, vocabulary: int = 250) -> list[int]:
+    """Token ids that no other seed gives."""
+    generator = torch.Generator().manual_seed(seed)
+    ids: list[int] = torch.randint(3, vocabulary, (length,), generator=generator).tolist()
+    return ids
+
+
+def parity(
+    handle: CaptureHandle, reference: Reference, steering: SteeringSpec | None = None, *, by_layer: bool = False
+) -> dict[str, Parity]:
+    """The worst row of each site, prompt and generated rows apart, e.g. `resid_post prompt`.
+
+    With `by_layer` the reference's layers get the captured `resid_pre` as their input, so each is compared by itself.
+    """
+    ids = inputs_of(handle)
+    given = None
+    if by_layer:
+        dtype = reference.model.dtype
+        given = {layer: handle.captures[layer, "resid_pre"].to(dtype) for layer in handle.captures.layers}
+    known = reference.rows(ids, handle.points, given, steering=steering, prompt_len=len(handle.prompt_token_ids))
+    assert handle.token_ids.tolist() == [ids[position] for position in handle.positions.tolist()]
+    return by_part(handle, {point: rows[handle.positions] for point, rows in known.items()})
+
+
+def by_part(handle: CaptureHandle, known: dict[Point, torch.Tensor]) -> dict[str, Parity]:
+    """The worst row of each site, prompt and generated rows apart, against known rows of the same positions."""
+    prompt = handle.positions < len(handle.prompt_token_ids)
+    found: dict[str, Parity] = {}
+    for point in handle.points:
+        for part, chosen in (("prompt", prompt), ("generated", ~prompt)):
+            if chosen.any():
+                name = f"{point.site} {part}"
+                same = compare_rows(handle.captures[point][chosen], known[point][chosen])
+                found[name] = found.get(name, PERFECT).worse(same)
+    return found
+
+
+def inputs_of(handle: CaptureHandle) -> list[int]:
+    """The tokens the model read: prompt and generated, without the last."""
+    return [*handle.prompt_token_ids, *handle.output_token_ids][:-1]
+
+
+def worst(found: Iterable[dict[str, Parity]]) -> dict[str, Parity]:
+    """The worst of several."""
+    total: dict[str, Parity] = {}
+    for one in found:
+        for name, same in one.items():
+            total[name] = total.get(name, PERFECT).worse(same)
+    return total
+
+
+def flattened(handles: Any) -> list[CaptureHandle]:
+    """Handles out of nested lists."""
+    return (
+        [handles]
+        if isinstance(handles, CaptureHandle)
+        else [handle for group in handles for handle in flattened(group)]
+    )
+
+
+def points(layers: Iterable[int], *sites: str) -> tuple[Point, ...]:
+    """Points of all `layers` and `sites`."""
+    return tuple(Point(layer, site) for layer in layers for site in sites)
+
+
+async def settled(model: SteerModel) -> tuple[int, int, int]:
+    """Handles held, bytes claimed and bytes in use once what was given back has been freed."""
+    for _ in range(3):  # aborted requests leave the engine, then the client hears of them, then gives back
+        await asyncio.sleep(0.1)
+        stats = await model.stats()
+    return stats.handles_held, stats.capture_bytes_claimed, stats.capture_bytes_in_use
+
+
+def counter(model: SteerModel, name: str) -> float:
+    """A counter of one engine of vLLM's, by its attribute: the registry forgets an engine when another starts."""
+    manager: Any = model.engine.logger_manager
+    loggers = [part for one in manager.stat_loggers for part in (one, getattr(one, "spec_decoding_prom", None))]
+    (found,) = (one for one in loggers if hasattr(one, name))
+    return float(sum(child._value.get() for child in getattr(found, name).values()))
+
+
+def hold(handles: Any, reference: Reference, specs: Sequence[SteeringSpec | None] | None = None) -> dict[str, Parity]:
+    """Assert the float32 bounds for the worst row of all handles, each steered by its own spec."""
+    given = flattened(handles)
+    known = [None] * len(given) if specs is None else specs
+    return within(worst(parity(handle, reference, spec) for handle, spec in zip(given, known, strict=True)))
+
+
+def within(found: dict[str, Parity]) -> dict[str, Parity]:
+    """Assert the float32 bounds for the worst rows found."""
+    beyond = {name: same for name, same in found.items() if not (same.cosine > MIN_COSINE and same.error < MAX_ERROR)}
+    assert not beyond, f"beyond cosine {MIN_COSINE} or error {MAX_ERROR}: {beyond}"
+    return found
