@@ -119,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=int, nargs="*", default=[4096])
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 64, 256, 8192])
-    parser.add_argument("--warp-elements", type=int, nargs="*", default=[triton_tap.WARP_ELEMENTS])
+    parser.add_argument("--warp-elements", type=int, nargs="*", default=[0], help="0: what the kernel chooses")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     found: dict[str, float] = {}
@@ -128,7 +128,8 @@ def main() -> None:
     for mode in MODES:
         table.add_column(mode, justify="right")
     for width, elements, tokens in product(args.widths, args.warp_elements, args.tokens):
-        triton_tap.WARP_ELEMENTS = elements  # type: ignore[misc]
+        if elements:
+            triton_tap.WARP_ELEMENTS = (elements, elements)  # type: ignore[misc]
         name = f"{width}, {elements}, {tokens}"
         times = {mode: cost(width, tokens, mode) for mode in MODES}
         found |= {f"{name}: {mode}": time for mode, time in times.items()}

@@ -1,8 +1,8 @@
 """The tap in Triton: what runs on CUDA, in eager mode, under torch.compile and inside CUDA graphs.
 
 Number 5 in the life of a request. One program a token: it reads what its token is to have, and returns at once if that
-is nothing. Otherwise the row is read once, edited in float32 registers, written once if it changed, and copied to the
-arena. All it depends on is in tables of fixed addresses, so a replayed graph does what the step asks.
+is nothing. Otherwise the row is read once, edited in float32 registers, written once where it changed, and copied to
+the arena. All it depends on is in tables of fixed addresses, so a replayed graph does what the step asks.
 
 `kernels.reference` says the same in PyTorch; the tests hold the two against each other.
 """
@@ -60,6 +60,10 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     at = tl.load(point)
     offset = tl.load(layouts + layout * num_points + at, mask=line >= 0, other=-1)
     count = tl.load(counts + slot * num_points + at, mask=slot >= 0, other=0)
+    program = (tl.maximum(slot, 0) * num_points + at).to(tl.int64) * num_entries
+    kind = tl.load(entries + program * _ENTRY_COLUMNS + _KIND)
+    scope = tl.load(entries + program * _ENTRY_COLUMNS + _SCOPE)
+    written = tl.load(entries + program * _ENTRY_COLUMNS + _WRITE)
     if DEPENDENT:  # the tables were there before the pass; what the kernel before this one writes is read from here on
         gdc_wait()
     if (offset < 0) & (count == 0):
@@ -80,15 +84,14 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
         if before > 0:
             tl.store(target, row.to(arena.dtype.element_ty), mask=inside)
     if count > 0:
-        first = (slot * num_points + at).to(tl.int64) * num_entries
         edited, applied = _edit(
-            row, columns, inside, scopes, replaced, count,
-            entries + first * _ENTRY_COLUMNS, responses + first * 8, bank, replacements, WIDTH,
+            row, columns, inside, scopes, replaced, count, kind, scope, written,
+            entries + program * _ENTRY_COLUMNS, responses + program * 8, bank, replacements, WIDTH,
         )  # fmt: skip
-        if tl.max((edited != row).to(tl.int32), 0) > 0:
-            tl.store(stream, edited.to(hidden.dtype.element_ty), mask=inside)
-            if HAS_RESIDUAL:
-                tl.store(deferred, tl.zeros_like(row).to(residual.dtype.element_ty), mask=inside)
+        changed = inside & (edited != row)
+        tl.store(stream, edited.to(hidden.dtype.element_ty), mask=changed)
+        if HAS_RESIDUAL:
+            tl.store(deferred, tl.zeros_like(row).to(residual.dtype.element_ty), mask=changed)
         tl.atomic_add(witness, applied.to(tl.int64) * value, sem="relaxed")
         row = edited
     if (offset >= 0) & (before <= 0):
@@ -97,9 +100,13 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _edit(  # type: ignore[no-untyped-def]
-    row, columns, inside, scopes, replaced, count, entries, responses, bank, replacements, WIDTH: tl.constexpr
-):
-    """The entries of one point, in order; returns the row and how many were applied."""
+    row, columns, inside, scopes, replaced, count, kind, scope, written,
+    entries, responses, bank, replacements, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The entries of one point, in order; returns the row and how many were applied.
+
+    What the first entry is comes with the call, what the next one is gets read while this one is applied.
+    """
     # What joined entries read. Not `row` itself: Triton takes one value under two names for a name that never changes.
     start = tl.zeros_like(row)
     norm = 0.0
@@ -107,8 +114,12 @@ def _edit(  # type: ignore[no-untyped-def]
     for number in range(count):
         entry = entries + number * _ENTRY_COLUMNS
         response = responses + number * 8
-        kind = tl.load(entry + _KIND)
-        active = (scopes >> tl.load(entry + _SCOPE)) & 1
+        following = entries + tl.minimum(number + 1, count - 1) * _ENTRY_COLUMNS
+        active = (scopes >> scope) & 1
+        write = tl.load(bank + written.to(tl.int64) * WIDTH + columns, mask=columns < WIDTH * active, other=0.0)
+        next_kind = tl.load(following + _KIND)
+        next_scope = tl.load(following + _SCOPE)
+        next_written = tl.load(following + _WRITE)
         if (kind & _MEASURES) != 0:
             norm = tl.sqrt(tl.sum(row * row, 0))
         if ((kind & _LEADS) != 0) & ((kind & _JOINED) == 0):
@@ -138,13 +149,15 @@ def _edit(  # type: ignore[no-untyped-def]
                     length = length * 0.0
             if (kind & _RELATIVE) != 0:
                 length *= tl.sqrt(tl.sum(row * row, 0))
-            write = tl.load(bank + tl.load(entry + _WRITE).to(tl.int64) * WIDTH + columns, mask=inside, other=0.0)
             row = row + length * write
         applied += active
         if (kind & _RESTORES) != 0:
             now = tl.sqrt(tl.sum(row * row, 0))
             if now > 0:
                 row = row * (norm / now)
+        kind = next_kind
+        scope = next_scope
+        written = next_written
     return row, applied
 
 
@@ -206,12 +219,18 @@ def launch_tap(
         hidden, other, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
         hidden.stride(0), other.stride(0), layouts.shape[1], entries.shape[2],
         WIDTH=width, BLOCK=block, HAS_RESIDUAL=residual is not None, DEPENDENT=dependent,
-        num_warps=min(max(block // WARP_ELEMENTS, 1), 16), **({"launch_pdl": True} if dependent else {}),
+        num_warps=_warps(block, hidden.shape[0]), **({"launch_pdl": True} if dependent else {}),
     )  # fmt: skip
 
 
-#: Elements of a row that 32 threads hold in registers.
-WARP_ELEMENTS: Final = 1024
+#: Elements of a row that 32 threads hold in registers: in passes that a CUDA graph holds, and in larger ones.
+WARP_ELEMENTS: Final = (1024, 512)
+#: Where the ones begin to be larger.
+MANY_TOKENS: Final = 512
+
+
+def _warps(block: int, tokens: int) -> int:
+    return min(max(block // WARP_ELEMENTS[tokens > MANY_TOKENS], 1), 16)
 
 
 @lru_cache

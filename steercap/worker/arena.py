@@ -83,10 +83,10 @@ class Arena:
         self._labels[lines, 0] = positions + 1
         self._labels[lines, 1] = token_ids
 
-    def labels(self, lines: Ints) -> Ints:
-        """Position and token id of the records that begin at `lines`, -1 for a position that never came: [lines, 2]."""
-        found: Ints = self._labels[lines].astype(np.int64)
-        found[:, 0] -= 1
+    def labels(self, lines: Ints | slice) -> Ints:
+        """Positions and token ids of the records at `lines`, [2, lines]; -1 for a position that never came."""
+        found: Ints = self._labels[lines].astype(np.int64).T
+        found[0] -= 1
         return found
 
     def read(self, first: int, count: int) -> Float[torch.Tensor, "lines width"]:

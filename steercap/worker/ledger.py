@@ -64,6 +64,7 @@ class Ledger:
         self._programs = programs
         self._state: Ints = np.zeros((64, _FIELDS), dtype=np.int64)
         self._tracked: list[Tracked | None] = [None] * len(self._state)
+        self._holding = np.zeros(len(self._state), dtype=np.bool_)  # whether rows are held
         self._free = list(range(len(self._state) - 1, -1, -1))
         self._places: dict[str, int] = {}
         self._owners: dict[Owner, Tracked] = {}
@@ -95,6 +96,7 @@ class Ledger:
             self._grow()
         tracked.place = self._free.pop()
         self._tracked[tracked.place] = tracked
+        self._holding[tracked.place] = tracked.outbox is not None
         self._places[request_id] = tracked.place
         self._owners[tracked.owner] = tracked
         self._state[tracked.place] = 0
@@ -109,6 +111,10 @@ class Ledger:
                     outbox.stop()
                 self._leaving.append((self._begun, place))
         self._reuse()
+
+    def holding(self, step: Step) -> npt.NDArray[np.bool_]:
+        """Which tokens of a step are kept, and their rows not given back yet: bool [tracked]."""
+        return step.kept & self._holding[step.owners]
 
     def settled(self) -> None:
         """One pass more, in their order, was heard of."""
@@ -132,6 +138,7 @@ class Ledger:
         tracked.outbox = None
         if tracked.place != NONE:
             self._state[tracked.place, _STOP] = 0
+            self._holding[tracked.place] = False
 
     # The pass
 
@@ -234,6 +241,7 @@ class Ledger:
         size = len(self._state)
         self._state = np.concatenate([self._state, np.zeros_like(self._state)])
         self._tracked += [None] * size
+        self._holding = np.concatenate([self._holding, np.zeros(size, dtype=np.bool_)])
         self._free = list(range(2 * size - 1, size - 1, -1))
 
     def _reuse(self) -> None:

@@ -153,11 +153,14 @@ class Outbox:
         """Position and token id of the first rows, as the model read them, NONE where none came: int64 [rows] each."""
         if self._reduced is not None:
             return self._reduced[0][:rows], self._reduced[1][:rows]
-        labels = np.full((rows, 2), NONE, dtype=np.int64)
         reached = min(rows, len(self._pages) * self._per_page)
-        if reached:
-            labels[:reached] = self._arena.labels(self._lines(np.arange(reached)))
-        return labels[:, 0], labels[:, 1]
+        labels = np.full((2, rows), NONE, dtype=np.int64)
+        if reached and reached <= self._consecutive(0) * self._per_page:
+            first, record = int(self._first_lines[0]), len(self._points)
+            labels[:, :reached] = self._arena.labels(slice(first, first + reached * record, record))
+        elif reached:
+            labels[:, :reached] = self._arena.labels(self._lines(np.arange(reached)))
+        return labels[0], labels[1]
 
     def _line_ranges(self, rows: range, dtype: torch.dtype) -> Iterator[LineRange]:
         """The lines of these rows, consecutive pages together; rows that were never reached have none."""

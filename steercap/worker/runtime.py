@@ -126,11 +126,9 @@ class Runtime:
             wrong[:] = True
         if wrong.any():
             self._refuse(step, witness, wrong)
-        kept = step.kept
-        if self._arena is not None and kept.any():
-            holding = np.array([self._ledger.at(place).outbox is not None for place in step.owners[kept].tolist()])
-            chosen = np.flatnonzero(kept)[holding]
-            self._arena.label(step.lines[chosen], witness.positions[chosen], witness.token_ids[chosen])
+        if self._arena is not None:
+            kept = self._ledger.holding(step)
+            self._arena.label(step.lines[kept], witness.positions[kept], witness.token_ids[kept])
 
     def _refuse(self, step: Step, witness: Witness, wrong: np.ndarray) -> None:
         """Fail the requests of tokens that were not computed, edited or copied as they should have been."""
