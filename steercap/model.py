@@ -43,13 +43,16 @@ class SteerModel:
         model: path or name of the model, as vLLM takes it.
         sites: sites to arm: "resid_pre", "resid_post", "attn_out", "mlp_out".
         layers: layers to arm them at; all by default.
-        capture_bytes: most shared memory that captured rows may take on each capturing worker, in bytes.
+        capture_bytes: most shared memory that captured rows may take on each capturing worker, in bytes; taken when
+            it is used, on CUDA pinned at the start.
         overflow: what a request does that finds no room, or no slot: "wait" for its turn, or "error".
         overflow_timeout: seconds that requests wait while no request runs that could make room.
         transport: how rows reach this process: "auto", "shared" or "wire".
         steering_slots: different steering configurations in use at once; a request that brings one more waits.
         vector_bytes: memory for the vectors of all configurations on each worker, in bytes, float32.
         edits_per_point: rank-one edits that one spec may have at one layer and site.
+        arena_bytes: on CUDA, device memory on each capturing worker for rows on their way to shared memory; see
+            `Settings`.
         **engine_args: vLLM's `AsyncEngineArgs`.
 
     Raises:
@@ -72,6 +75,7 @@ class SteerModel:
         steering_slots: int = Settings.steering_slots,
         vector_bytes: int = Settings.vector_bytes,
         edits_per_point: int = Settings.edits_per_point,
+        arena_bytes: int | None = Settings.arena_bytes,
         **engine_args: Any,
     ) -> None:
         self.model = str(model)
@@ -85,6 +89,7 @@ class SteerModel:
             steering_slots=steering_slots,
             vector_bytes=vector_bytes,
             edits_per_point=edits_per_point,
+            arena_bytes=arena_bytes,
         )
         self._engine_args = engine_args
         self._engine: Engine | None = None

@@ -488,7 +488,8 @@ async def _held(machine: Machine, model: SteerModel) -> dict[str, int]:
     ours = [psutil.Process(), *psutil.Process().children(recursive=True)]
     held["RSS MiB"] = sum(process.memory_info().rss for process in ours) >> 20
     if machine.cuda:
-        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", f"--id={first}"]
         held["GPU MiB"] = int(subprocess.run(query, check=True, capture_output=True, text=True).stdout)
     return held
 
