@@ -46,13 +46,18 @@ _MEASURES, _RESTORES = tl.constexpr(bits.MEASURES), tl.constexpr(bits.RESTORES)
 def _tap_kernel(  # type: ignore[no-untyped-def]
     hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
     hidden_stride, residual_stride, num_points, num_entries,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     wish = tokens + token * _TOKEN_COLUMNS
-    # Together, since each takes as long as all of them.
     slot = tl.load(wish + _SLOT)
     line = tl.load(wish + _LINE)
+    if EARLY:
+        if (slot < 0) & (line < 0):
+            if DEPENDENT:
+                gdc_wait()
+            return
+    # Together, since each takes as long as all of them.
     layout = tl.load(wish + _LAYOUT)
     scopes = tl.load(wish + _MASK)
     before = tl.load(wish + _BEFORE)
@@ -214,17 +219,19 @@ def launch_tap(
     width = hidden.shape[-1]
     block = triton.next_power_of_2(width)
     other = hidden if residual is None else residual
-    dependent = _dependent(hidden.device)
+    dependent = AHEAD and _dependent(hidden.device)
     _tap_kernel[(hidden.shape[0],)](
         hidden, other, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
         hidden.stride(0), other.stride(0), layouts.shape[1], entries.shape[2],
-        WIDTH=width, BLOCK=block, HAS_RESIDUAL=residual is not None, DEPENDENT=dependent,
+        WIDTH=width, BLOCK=block, HAS_RESIDUAL=residual is not None, DEPENDENT=dependent, EARLY=EARLY,
         num_warps=_warps(block, hidden.shape[0]), **({"launch_pdl": True} if dependent else {}),
     )  # fmt: skip
 
 
 #: Elements of a row that 32 threads hold in registers: in passes that a CUDA graph holds, and in larger ones.
 WARP_ELEMENTS: Final = (1024, 512)
+AHEAD = True
+EARLY = True
 #: Where the ones begin to be larger.
 MANY_TOKENS: Final = 512
 
