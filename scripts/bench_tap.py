@@ -127,13 +127,10 @@ def main() -> None:
     table.add_column("width, elements a warp, tokens")
     for mode in MODES:
         table.add_column(mode, justify="right")
-    for width, elements, tokens, ahead, early in product(
-        args.widths, args.warp_elements, args.tokens, (True, False), (True, False)
-    ):
+    for width, elements, tokens in product(args.widths, args.warp_elements, args.tokens):
         if elements:
             triton_tap.WARP_ELEMENTS = (elements, elements)  # type: ignore[misc]
-        triton_tap.AHEAD, triton_tap.EARLY = ahead, early
-        name = f"{width}, {elements}, {tokens}, ahead {ahead}, early {early}"
+        name = f"{width}, {elements}, {tokens}"
         times = {mode: cost(width, tokens, mode) for mode in MODES}
         found |= {f"{name}: {mode}": time for mode, time in times.items()}
         table.add_row(name, *(f"{time:.2f}" for time in times.values()))

@@ -1,22 +1,20 @@
 """The tap in Triton: what runs on CUDA, in eager mode, under torch.compile and inside CUDA graphs.
 
 Number 5 in the life of a request. One program a token: it reads what its token is to have, and returns at once if that
-is nothing. Otherwise the row is read once, edited in float32 registers, written once where it changed, and copied to
-the arena. All it depends on is in tables of fixed addresses, so a replayed graph does what the step asks.
+is nothing. Otherwise the row is read once, edited in float32 registers, written once if it changed, and copied to the
+arena. All it depends on is in tables of fixed addresses, so a replayed graph does what the step asks.
 
 `kernels.reference` says the same in PyTorch; the tests hold the two against each other.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Final
 
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from jaxtyping import Float, Int
-from triton.language.extra.cuda import gdc_wait  # type: ignore[import-untyped]
 
 from steercap.kernels import bits
 
@@ -46,17 +44,14 @@ _MEASURES, _RESTORES = tl.constexpr(bits.MEASURES), tl.constexpr(bits.RESTORES)
 def _tap_kernel(  # type: ignore[no-untyped-def]
     hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
     hidden_stride, residual_stride, num_points, num_entries,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     wish = tokens + token * _TOKEN_COLUMNS
     slot = tl.load(wish + _SLOT)
     line = tl.load(wish + _LINE)
-    if EARLY:
-        if (slot < 0) & (line < 0):
-            if DEPENDENT:
-                gdc_wait()
-            return
+    if (slot < 0) & (line < 0):
+        return
     # Together, since each takes as long as all of them.
     layout = tl.load(wish + _LAYOUT)
     scopes = tl.load(wish + _MASK)
@@ -69,8 +64,6 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     kind = tl.load(entries + program * _ENTRY_COLUMNS + _KIND)
     scope = tl.load(entries + program * _ENTRY_COLUMNS + _SCOPE)
     written = tl.load(entries + program * _ENTRY_COLUMNS + _WRITE)
-    if DEPENDENT:  # the tables were there before the pass; what the kernel before this one writes is read from here on
-        gdc_wait()
     if (offset < 0) & (count == 0):
         return
 
@@ -93,10 +86,10 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
             row, columns, inside, scopes, replaced, count, kind, scope, written,
             entries + program * _ENTRY_COLUMNS, responses + program * 8, bank, replacements, WIDTH,
         )  # fmt: skip
-        changed = inside & (edited != row)
-        tl.store(stream, edited.to(hidden.dtype.element_ty), mask=changed)
-        if HAS_RESIDUAL:
-            tl.store(deferred, tl.zeros_like(row).to(residual.dtype.element_ty), mask=changed)
+        if tl.max((edited != row).to(tl.int32), 0) > 0:
+            tl.store(stream, edited.to(hidden.dtype.element_ty), mask=inside)
+            if HAS_RESIDUAL:
+                tl.store(deferred, tl.zeros_like(row).to(residual.dtype.element_ty), mask=inside)
         tl.atomic_add(witness, applied.to(tl.int64) * value, sem="relaxed")
         row = edited
     if (offset >= 0) & (before <= 0):
@@ -121,7 +114,7 @@ def _edit(  # type: ignore[no-untyped-def]
         response = responses + number * 8
         following = entries + tl.minimum(number + 1, count - 1) * _ENTRY_COLUMNS
         active = (scopes >> scope) & 1
-        write = tl.load(bank + written.to(tl.int64) * WIDTH + columns, mask=columns < WIDTH * active, other=0.0)
+        write = tl.load(bank + written.to(tl.int64) * WIDTH + columns, mask=inside, other=0.0)
         next_kind = tl.load(following + _KIND)
         next_scope = tl.load(following + _SCOPE)
         next_written = tl.load(following + _WRITE)
@@ -219,31 +212,22 @@ def launch_tap(
     width = hidden.shape[-1]
     block = triton.next_power_of_2(width)
     other = hidden if residual is None else residual
-    dependent = AHEAD and _dependent(hidden.device)
     _tap_kernel[(hidden.shape[0],)](
         hidden, other, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
         hidden.stride(0), other.stride(0), layouts.shape[1], entries.shape[2],
-        WIDTH=width, BLOCK=block, HAS_RESIDUAL=residual is not None, DEPENDENT=dependent, EARLY=EARLY,
-        num_warps=_warps(block, hidden.shape[0]), **({"launch_pdl": True} if dependent else {}),
+        WIDTH=width, BLOCK=block, HAS_RESIDUAL=residual is not None,
+        num_warps=_warps(block, hidden.shape[0]),
     )  # fmt: skip
 
 
 #: Elements of a row that 32 threads hold in registers: in passes that a CUDA graph holds, and in larger ones.
 WARP_ELEMENTS: Final = (1024, 512)
-AHEAD = True
-EARLY = True
 #: Where the ones begin to be larger.
 MANY_TOKENS: Final = 512
 
 
 def _warps(block: int, tokens: int) -> int:
     return min(max(block // WARP_ELEMENTS[tokens > MANY_TOKENS], 1), 16)
-
-
-@lru_cache
-def _dependent(device: torch.device) -> bool:
-    """Whether a kernel can be launched before the one before it has ended (Hopper and later), and wait by itself."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def launch_close(

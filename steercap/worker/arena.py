@@ -22,6 +22,8 @@ from steercap.transport.shared import HEADER_BYTES, SharedSegment
 
 #: Memory that stays resident while nothing is captured, so that short requests do not fault pages in anew.
 WARM_BYTES: Final = 64 << 20
+#: What is moved to a device in one piece.
+BUS_BYTES: Final = 64 << 20
 
 
 class Arena:
@@ -88,6 +90,11 @@ class Arena:
         found: Ints = self._labels[lines].astype(np.int64).T
         found[0] -= 1
         return found
+
+    @property
+    def block_lines(self) -> int:
+        """Lines to reduce at a time: few enough for a CPU's cache, or enough to fill a bus."""
+        return BUS_BYTES // self.shape.line_bytes if self._pinned else self.shape.lines
 
     def read(self, first: int, count: int) -> Float[torch.Tensor, "lines width"]:
         """Lines on the device that reduces them."""

@@ -215,5 +215,5 @@ class Outbox:
 
     def _reduce(self, reduction: Reduction, rows: int) -> None:
         """Replace the rows by their reduction, in the first page; the others are given back."""
-        reduce_rows(self._arena, self._first_lines, len(self._points), rows, reduction)
+        reduce_rows(self._arena, self._line_ranges(range(rows), self._arena.dtype), len(self._points), reduction)
         self._keep(1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 import torch
 from jaxtyping import Float
 
-from steercap.core.rows import Ints
+from steercap.core.messages import LineRange
 from steercap.core.spec import Reduction
 
 if TYPE_CHECKING:
@@ -48,23 +49,22 @@ class Accumulator:
         return self._value / self._rows if self._reduce == "mean" else self._value
 
 
-def reduce_rows(arena: Arena, first_lines: Ints, record_lines: int, rows: int, reduce: Reduction) -> None:
-    """Reduce `rows` records and write the result, float32, over the first page.
+def reduce_rows(arena: Arena, ranges: Iterable[LineRange], record_lines: int, reduce: Reduction) -> None:
+    """Reduce records, on the device that the model computes on, and write the result, float32, over the first of them.
 
     Args:
         arena: where the records are.
-        first_lines: first line of each page, int64 [pages].
+        ranges: the lines of all of them, in order; one record at least.
         record_lines: lines of a record, one a point.
-        rows: records, at least one.
         reduce: which reduction.
     """
-    per_page = arena.shape.records(record_lines)
     accumulator = Accumulator(reduce)
-    for page, first in enumerate(first_lines.tolist()):
-        count = min(per_page, rows - page * per_page)
-        if count <= 0:
-            break
-        accumulator.add(arena.read(first, count * record_lines).view(count, record_lines, arena.width))
+    most = max(1, arena.block_lines // record_lines) * record_lines
+    first = None
+    for lines in ranges:
+        first = lines.start if first is None else first
+        for start in range(lines.start, lines.start + lines.count, most):
+            block = arena.read(start, min(most, lines.start + lines.count - start))
+            accumulator.add(block.view(-1, record_lines, arena.width))
     reduced = accumulator.result().contiguous().view(arena.dtype).view(-1, arena.width)
-    first = int(first_lines[0])
-    arena.lines[first : first + len(reduced)] = reduced
+    arena.lines[first : (first or 0) + len(reduced)] = reduced
