@@ -215,5 +215,6 @@ class Outbox:
 
     def _reduce(self, reduction: Reduction, rows: int) -> None:
         """Replace the rows by their reduction, in the first page; the others are given back."""
-        reduce_rows(self._arena, self._line_ranges(range(rows), self._arena.dtype), len(self._points), reduction)
+        lines = tuple(self._line_ranges(range(rows), self._arena.dtype))
+        reduce_rows(self._arena, lines, len(self._points), reduction)
         self._keep(1)

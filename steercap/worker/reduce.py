@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -49,7 +49,7 @@ class Accumulator:
         return self._value / self._rows if self._reduce == "mean" else self._value
 
 
-def reduce_rows(arena: Arena, ranges: Iterable[LineRange], record_lines: int, reduce: Reduction) -> None:
+def reduce_rows(arena: Arena, ranges: Sequence[LineRange], record_lines: int, reduce: Reduction) -> None:
     """Reduce records, on the device that the model computes on, and write the result, float32, over the first of them.
 
     Args:
@@ -60,11 +60,10 @@ def reduce_rows(arena: Arena, ranges: Iterable[LineRange], record_lines: int, re
     """
     accumulator = Accumulator(reduce)
     most = max(1, arena.block_lines // record_lines) * record_lines
-    first = None
     for lines in ranges:
-        first = lines.start if first is None else first
         for start in range(lines.start, lines.start + lines.count, most):
             block = arena.read(start, min(most, lines.start + lines.count - start))
             accumulator.add(block.view(-1, record_lines, arena.width))
     reduced = accumulator.result().contiguous().view(arena.dtype).view(-1, arena.width)
-    arena.lines[first : (first or 0) + len(reduced)] = reduced
+    first = ranges[0].start
+    arena.lines[first : first + len(reduced)] = reduced
