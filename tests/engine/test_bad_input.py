@@ -81,7 +81,12 @@ async def test_two_sites_need_a_site_to_be_named(tiny) -> None:
         ("tiny", {"no_such_argument": 1}, errors.InvalidSetting, "no_such_argument"),
         ("tiny", {"worker_extension_cls": "a.B"}, errors.InvalidSetting, "worker_extension_cls"),
         ("tiny", {"layers": [9]}, errors.LayerOutOfRange, "layer 9 is outside this model of 4 layers"),
-        ("tiny", {"data_parallel_size": 2}, errors.UnsupportedRunner, "data_parallel_size"),
+        (
+            "tiny",
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}, "async_scheduling": True},
+            errors.SteercapError,
+            "async",
+        ),
     ],
 )
 async def test_an_engine_that_cannot_start_says_why(model, arguments, error, says) -> None:
