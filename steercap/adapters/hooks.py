@@ -25,6 +25,8 @@ from steercap.worker.runtime import Runtime
 from steercap.worker.taps.base import Taps
 
 _HOOKED: Final = "__steercap_hook__"
+#: Where the runners, V2 and V1, have the stream on which sampled tokens go to the host.
+_OUTPUT_STREAMS: Final = ("output_copy_stream", "async_output_copy_stream")
 #: A pass may be padded to the largest CUDA graph, beyond the most tokens a step can schedule.
 _PADDING: Final = 1024
 
@@ -62,7 +64,9 @@ def attach(runner: Any) -> None:
             from steercap.worker.taps.cuda import CudaTaps
             from steercap.worker.taps.transfers import CudaTransfers
 
-            taps = CudaTaps(points, width, sizes, runner.dtype, CudaTransfers(runner.device), captures=captures)
+            streams = (getattr(runner, name, None) for name in _OUTPUT_STREAMS)
+            transfers = CudaTransfers(runner.device, next((stream for stream in streams if stream), None))
+            taps = CudaTaps(points, width, sizes, runner.dtype, transfers, captures=captures)
         else:
             from steercap.worker.taps.host import HostTaps
 

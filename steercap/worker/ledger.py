@@ -70,6 +70,8 @@ class Ledger:
         self._owners: dict[Owner, Tracked] = {}
         self._leaving: list[tuple[int, int]] = []  # (passes begun when it left, place)
         self._begun = self._settled = 0
+        #: Names of the last pass, which of them are tracked, and their places; None when somebody came or left.
+        self._last: tuple[tuple[str, ...], Ints, Ints] | None = None
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._places
@@ -98,6 +100,7 @@ class Ledger:
         self._tracked[tracked.place] = tracked
         self._holding[tracked.place] = tracked.outbox is not None
         self._places[request_id] = tracked.place
+        self._last = None
         self._owners[tracked.owner] = tracked
         self._state[tracked.place] = 0
 
@@ -106,6 +109,7 @@ class Ledger:
         for request_id in request_ids:
             place = self._places.pop(request_id, None)
             if place is not None:
+                self._last = None
                 self.flush(self.at(place))
                 if (outbox := self.at(place).outbox) is not None:
                     outbox.stop()
@@ -144,12 +148,12 @@ class Ledger:
 
     def place(self, batch: BatchRows) -> Step | None:
         """Find what must become of each token of a pass; None if nothing must."""
-        found = [self._places.get(name, NONE) for name in batch.request_ids] if self._places else []
-        if not found or max(found) == NONE:
+        if not self._places:
             return None
-        places = np.array(found, dtype=np.int64)
-        tracked = np.flatnonzero(places != NONE)
-        places, starts, counts = places[tracked], batch.starts[tracked], batch.counts[tracked]
+        tracked, places = self._find_all(tuple(batch.request_ids))
+        if not len(tracked):
+            return None
+        starts, counts = batch.starts[tracked], batch.counts[tracked]
         first_tokens = np.cumsum(batch.counts)[tracked] - counts
         state = self._state[places]
         alike = (counts == 1) & (starts == state[:, _NEXT]) & (starts < state[:, _STOP])
@@ -167,6 +171,14 @@ class Ledger:
             return None
         self._begun += 1
         return Step.joined(parts)
+
+    def _find_all(self, names: tuple[str, ...]) -> tuple[Ints, Ints]:
+        """Which of the requests of a batch are tracked, and their places."""
+        if self._last is None or self._last[0] != names:
+            places = np.array([self._places.get(name, NONE) for name in names], dtype=np.int64)
+            tracked = np.flatnonzero(places != NONE)
+            self._last = names, tracked, places[tracked]
+        return self._last[1:]
 
     def _work_out(self, request: Tracked, start: int, first_token: int, count: int) -> Step | None:
         """One request's tokens of a pass, and what its next ones will be."""

@@ -94,7 +94,8 @@ class Runtime:
     def begin_step(self, batch: BatchRows) -> None:
         """Fill the tables for the pass that is about to run."""
         self._steps += 1
-        self._hear(self.taps.crowded)
+        if (oldest := self.taps.crowded) is not None:
+            self._hear(oldest)
         step = self._ledger.place(batch)
         if step is None:
             return
@@ -105,9 +106,10 @@ class Runtime:
                     outbox.fail(reason)
 
     def end_step(self, error: BaseException | None = None) -> None:
-        """The pass has run, or failed: close the tables."""
+        """The pass has run, or been launched, or failed: close the tables, and hear of passes before it meanwhile."""
         if self.taps.open_step is not None:
             self.taps.close(f"the forward pass failed: {error!r}" if error else None)
+        self._hear()
 
     def _hear(self, through: Step | None = None) -> None:
         """Take in what became of passes, as far as it is known, or up to one of them."""

@@ -38,6 +38,9 @@ from steercap.core.program import Blob, Configuration, Entry, Response, Steering
 from steercap.core.tokens import Range
 from steercap.transport.assemble import assemble
 from steercap.transport.reader import open_reader
+from steercap.worker.taps import cuda
+from steercap.worker.taps.ring import Ring
+from steercap.worker.taps.transfers import pieces, runs
 
 WIDTH, POINTS = 8, 3
 
@@ -350,6 +353,59 @@ async def test_what_runs_on_costs_no_look_at_each_request() -> None:
     for number in (1, 299):
         _, rows = await bench.rows(f"r{number}", 9)
         torch.testing.assert_close(rows[2], expected(number, range(9), 2))
+
+
+@DEVICE_ALONE
+async def test_what_a_large_pass_left_is_copied_beside_the_small_ones(monkeypatch) -> None:
+    """Piece by piece, so many bytes a pass; asked for, at once; and every row is where it belongs."""
+    monkeypatch.setattr(cuda, "BESIDE_BYTES", 0)
+    monkeypatch.setattr(cuda, "PIECE_BYTES", 100)
+    bench = Bench()
+    bench.plan("r1")
+    bench.plan("r2")
+    bench.step(("r1", 0, 40))
+    unheard = []
+    for position in range(30):
+        bench.step(("r2", position, 1))
+        unheard.append(len(bench.runtime.taps.unheard))
+    assert max(unheard) > 10
+    for number, total in ((1, 40), (2, 30)):
+        _, rows = await bench.rows(f"r{number}", total)
+        for point in range(POINTS):
+            torch.testing.assert_close(rows[point], expected(number, range(total), point))
+
+
+def test_copies_are_joined_and_cut() -> None:
+    """Records one behind the other on both sides are one copy; no copy is larger than a piece; not a byte is lost."""
+    lines, records = np.array([10, 13, 16, 40, 42, 5]), np.array([3, 3, 3, 2, 2, 1])
+    to, start, count = runs(lines, records)
+    assert (to.tolist(), start.tolist(), count.tolist()) == ([10, 40, 5], [0, 9, 13], [9, 4, 1])
+    targets, sources, sizes = pieces(to, start, count, 4)
+    assert sizes.tolist() == [4, 4, 1, 4, 1]
+    assert targets.tolist() == [10, 14, 18, 40, 5]
+    assert sources.tolist() == [0, 4, 8, 9, 13]
+
+
+def test_a_ring_gives_nothing_twice() -> None:
+    """At random: what is held is not handed out before its holder was waited for, and a pass lies in one piece."""
+    rng = np.random.default_rng(0)
+    ring: Ring[int] = Ring(50)
+    held: dict[int, tuple[int, int]] = {}
+    for mark in range(400):
+        count = int(rng.integers(1, 20))
+        first, waiting = ring.reserve(count)
+        for done in waiting:
+            del held[done]
+        assert 0 <= first <= 50 - count
+        assert all(stop <= first or first + count <= start for start, stop in held.values())
+        ring.hold(first, count, mark)
+        held[mark] = first, first + count
+        if held and rng.random() < 0.5:
+            oldest = min(held)
+            ring.free(oldest)
+            del held[oldest]
+    with pytest.raises(ValueError, match="51 places"):
+        ring.reserve(51)
 
 
 # Steering

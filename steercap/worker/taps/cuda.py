@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final
 
 import numpy as np
@@ -28,12 +29,18 @@ from steercap.worker.programs import ENTRY_NUMBERS
 from steercap.worker.step import Step, Witness
 from steercap.worker.taps.base import Taps, TapSizes
 from steercap.worker.taps.ring import Ring
-from steercap.worker.taps.transfers import Transfers, runs
+from steercap.worker.taps.transfers import Transfers, pieces, runs
 
 #: Passes that may run, or be copied away, before the host hears of the first of them.
-AHEAD: Final = 8
+AHEAD: Final = 64
 #: Most of the device that the ring of rows takes beyond what one pass can need.
 SHARE: Final = 0.1
+#: Bytes of one copy at most, so that others can come in between.
+PIECE_BYTES: Final = 32 << 20
+#: Bytes copied away beside any pass, and beside a pass for each byte that its own tokens can need: what a large pass
+#: left does not hold up the small ones after it, and is gone before the ring is full.
+BESIDE_BYTES: Final = 64 << 20
+BESIDE_SHARE: Final = 1.25
 
 
 @dataclass
@@ -48,7 +55,9 @@ class _Pass:
         line: first line of its rows in the ring.
         lines: how many lines.
         failure: why it cannot be trusted.
-        copied: mark of the copies of its rows and witnesses to the host.
+        closed: mark of its end on the device.
+        copies: what is to be copied to the host, targets, sources and sizes, from `queued` on.
+        copied: mark of the last of these copies; None until all are queued.
     """
 
     step: Step
@@ -59,6 +68,9 @@ class _Pass:
     line: int
     lines: int
     failure: str | None = None
+    closed: Any = None
+    copies: tuple[Ints, ...] = ()
+    queued: int = 0
     copied: Any = None
 
 
@@ -86,7 +98,7 @@ class CudaTaps(Taps):
         self.dtype = dtype
         self._transfers = transfers
         device, count = transfers.device, max(len(self.points), 1)
-        row = width * dtype.itemsize
+        self._row_bytes = row = width * dtype.itemsize
         lines = _ring_bytes(sizes, count * row, device) // row if captures else 1
 
         def table(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -105,8 +117,8 @@ class CudaTaps(Taps):
 
         self._said = transfers.pinned(self._witness.shape, torch.int64)
         self._uploads = [transfers.pinned(self._tokens.shape, torch.int32) for _ in range(AHEAD)]
-        self._lines: Ring[Any] = Ring(len(self._rows))
-        self._places: Ring[Any] = Ring(len(self._witness))
+        self._lines: Ring[_Pass] = Ring(len(self._rows))
+        self._places: Ring[_Pass] = Ring(len(self._witness))
         self._passed: deque[_Pass] = deque()
         self._open: _Pass | None = None
         self._number = 0
@@ -127,8 +139,9 @@ class CudaTaps(Taps):
         failure = self._make_room(step)
         num_tokens, lines = int(batch.counts.sum()), int(step.records[step.kept].sum())
         line, busy = self._lines.reserve(lines)
-        for mark in busy:
-            self._transfers.hold(mark)
+        for done in busy:
+            self._copy_away(through=done)
+            self._transfers.hold(done.copied)
         place, _ = self._places.reserve(len(step))  # free since its last pass was heard of: `crowded`
         self._upload(step, num_tokens, line, place)
         self._open = _Pass(step, num_tokens, batch.token_ids, batch.positions, place, line, lines)
@@ -143,10 +156,36 @@ class CudaTaps(Taps):
         kernel.launch_close(
             self._tokens, self._evidence, self._witness, done.token_ids, done.positions, done.num_tokens
         )
-        done.copied = self._transfers.fetch(*self._pieces(done))
-        self._lines.hold(done.line, done.lines, done.copied)
-        self._places.hold(done.place, len(done.step), done.copied)
+        done.closed = self._transfers.now()
+        done.copies = self._pieces(done)
+        beside = BESIDE_BYTES + int(BESIDE_SHARE * done.num_tokens * len(self.points) * self._row_bytes)
+        self._copy_away(beside)
         self._passed.append(done)
+        self._lines.hold(done.line, done.lines, done)
+        self._places.hold(done.place, len(done.step), done)
+
+    def _copy_away(self, most: float = inf, *, through: _Pass | None = None) -> None:
+        """Queue copies of passes that were closed, in their order.
+
+        Args:
+            most: bytes.
+            through: the last of the passes.
+        """
+        for done in self._passed:
+            if done.copied is None:
+                targets, sources, sizes = (numbers[done.queued :] for numbers in done.copies)
+                count = int(np.searchsorted(np.cumsum(sizes), most, side="right"))
+                if not count:
+                    return
+                now = targets[:count], sources[:count], sizes[:count]
+                mark = self._transfers.fetch(done.closed, *now, urgent=through is not None)
+                most -= int(sizes[:count].sum())
+                done.queued += count
+                if count < len(sizes):
+                    return
+                done.copied = mark
+            if done is through:
+                return
 
     @property
     def unheard(self) -> Sequence[Step]:
@@ -160,12 +199,13 @@ class CudaTaps(Taps):
         while self._passed:
             done = self._passed[0]
             if through is not None:
+                self._copy_away(through=done)
                 self._transfers.wait(done.copied)
-            elif not self._transfers.done(done.copied):
+            elif done.copied is None or not self._transfers.done(done.copied):
                 return
             self._passed.popleft()
-            self._lines.free(done.copied)
-            self._places.free(done.copied)
+            self._lines.free(done)
+            self._places.free(done)
             said = self._said.numpy()[done.place : done.place + len(done.step)].copy()
             if done.step is through:
                 through = None
@@ -205,7 +245,7 @@ class CudaTaps(Taps):
             return None
         step.lines[:] = NONE
         step.copies[:] = 0
-        row = self.width * self.dtype.itemsize
+        row = self._row_bytes
         return (
             f"one pass keeps {lines * row:,} bytes of rows, and the device holds {self._lines.size * row:,}; "
             "raise SteerModel(..., arena_bytes=), or lower max_num_batched_tokens="
@@ -273,12 +313,12 @@ class CudaTaps(Taps):
         sizes = [np.array([len(done.step) * columns])]
         kept = done.step.kept
         if self.arena is not None and kept.any():
-            row = self.width * self.dtype.itemsize
+            row = self._row_bytes
             to, start, lines = runs(done.step.lines[kept], done.step.records[kept])
             targets.append(self.arena.lines.data_ptr() + to * row)
             sources.append(self._rows.data_ptr() + (done.line + start) * row)
             sizes.append(lines * row)
-        return np.concatenate(targets), np.concatenate(sources), np.concatenate(sizes)
+        return pieces(np.concatenate(targets), np.concatenate(sources), np.concatenate(sizes), PIECE_BYTES)
 
 
 def _ring_bytes(sizes: TapSizes, token_bytes: int, device: torch.device) -> int:

@@ -48,8 +48,16 @@ class Transfers(Protocol):
     def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy pinned memory to the device, before what the model's stream does next."""
 
-    def fetch(self, targets: Ints, sources: Ints, sizes: Ints) -> Any:
-        """Copy `sizes` bytes from addresses on the device to pinned addresses, after what the model's stream has done.
+    def now(self) -> Any:
+        """The mark of all that the model's stream has been given so far."""
+
+    def fetch(self, after: Any, targets: Ints, sources: Ints, sizes: Ints, *, urgent: bool) -> Any:
+        """Copy `sizes` bytes from addresses on the device to pinned addresses, once what `after` marks has been done.
+
+        Args:
+            after: a mark.
+            targets, sources, sizes: int64 [copies] each.
+            urgent: whether somebody waits for it; if not, what the runner copies goes first.
 
         Returns:
             The mark of these copies.
@@ -68,12 +76,17 @@ class Transfers(Protocol):
 class CudaTransfers:
     """Transfers on a CUDA device: copies to the host on a stream of their own, many in one call of the driver.
 
+    A device has one engine for copies to the host. What the runner copies there, the sampled tokens that its scheduler
+    waits for, goes first.
+
     Args:
         device: the model's device.
+        first: the stream on which the runner copies to the host, if it has one.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, first: torch.cuda.Stream | None = None) -> None:
         self.device = device
+        self._first_stream = first
         self._stream = torch.cuda.Stream(device)
         driver = ctypes.CDLL("libcuda.so.1")
         self._one: Any = driver.cuMemcpyDtoHAsync_v2
@@ -94,8 +107,17 @@ class CudaTransfers:
     def put(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
-    def fetch(self, targets: Ints, sources: Ints, sizes: Ints) -> torch.cuda.Event:
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+    def now(self) -> torch.cuda.Event:
+        mark = torch.cuda.Event()
+        mark.record(torch.cuda.current_stream(self.device))
+        return mark
+
+    def fetch(
+        self, after: torch.cuda.Event, targets: Ints, sources: Ints, sizes: Ints, *, urgent: bool
+    ) -> torch.cuda.Event:
+        self._stream.wait_event(after)
+        if self._first_stream is not None and not urgent:
+            self._stream.wait_stream(self._first_stream)
         handle = ctypes.c_void_p(self._stream.cuda_stream)
         if self._batch is None or not self._fetch_all(targets, sources, sizes, handle):
             for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
@@ -144,3 +166,14 @@ def runs(lines: Ints, records: Ints) -> tuple[Ints, Ints, Ints]:
     first = np.flatnonzero(np.concatenate([[True], lines[1:] != lines[:-1] + records[:-1]]))
     last = np.concatenate([first[1:], [len(lines)]]) - 1
     return lines[first], starts[first], ends[last] - starts[first]
+
+
+def pieces(targets: Ints, sources: Ints, sizes: Ints, most: int) -> tuple[Ints, Ints, Ints]:
+    """Copies of at most `most` bytes each, in their order."""
+    if not len(sizes) or sizes.max() <= most:
+        return targets, sources, sizes
+    parts = -(-sizes // most)
+    number = np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)
+    done = number * most
+    left = np.repeat(sizes, parts) - done
+    return np.repeat(targets, parts) + done, np.repeat(sources, parts) + done, np.minimum(left, most)
