@@ -80,16 +80,15 @@ def mapped_files() -> set[Path]:
 async def opened(path: str | Path, **arguments: Any) -> AsyncIterator[SteerModel]:
     """A SteerModel, and the proof that closing it left nothing of what it made (others may open meanwhile)."""
     before = Leftovers()
+    made: dict[str, set[Any]] = {}
     try:
         async with SteerModel(str(path), **arguments) as model:
             made = before.new()
             made["shared memory files"] = made.get("shared memory files", set()) & mapped_files()
             yield model
-    except BaseException:
-        assert not before.new()
-        raise
-    left = before.new()
-    assert not {kind: both for kind in made if (both := made[kind] & left.get(kind, set()))}
+    finally:
+        left = before.new()
+        assert not {kind: both for kind in made if (both := made[kind] & left.get(kind, set()))}
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ class Arena:
         device: where the model computes; on CUDA the memory is pinned, all of it, as long as the arena lives.
 
     Raises:
-        WorkerFailure: the memory cannot be pinned.
+        WorkerFailure: there is not room for a page, or the memory cannot be pinned.
     """
 
     def __init__(
@@ -48,6 +48,8 @@ class Arena:
         self.dtype = dtype
         self.device = device
         pages = capture_bytes // shape.page_bytes
+        if not pages:
+            raise WorkerFailure(f"capture_bytes={capture_bytes} holds no page of rows; {shape.page_bytes:,} at least")
         self.segment = SharedSegment.create(pages * shape.page_bytes)
         self.pages = PageAllocator(pages)
         self.lines = line_view(self.segment, width, dtype)
