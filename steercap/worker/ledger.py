@@ -246,7 +246,7 @@ class Ledger:
         for item in wanted:
             tracked = self.find(item.owner)
             if tracked is not None and tracked.place != NONE:
-                totals[tracked.place] = item.total
+                totals[tracked.place] = item.total if tracked.outbox is None else tracked.outbox.reads(item.total)
         return bool((step.positions < totals[step.owners]).any())
 
     def _grow(self) -> None:

@@ -375,6 +375,21 @@ async def test_what_a_large_pass_left_is_copied_beside_the_small_ones(monkeypatc
             torch.testing.assert_close(rows[point], expected(number, range(total), point))
 
 
+@DEVICE_ALONE
+async def test_a_row_past_the_end_does_not_land_on_a_reduced_one() -> None:
+    """A request of one row ran on for a pass, whose row is still on its way when the first is reduced."""
+    bench = Bench(dtype=torch.bfloat16)
+    bench.plan("r1", reduce="mean")
+    bench.step(("r1", 0, 1))
+    bench.step(("r1", 1, 1))
+    _, first = await bench.rows("r1", 1)
+    bench.step(("r0", 0, 1))
+    bench.runtime._hear_of([Wanted(Owner("r1", 0), 9)])
+    _, again = await bench.rows("r1", 1)
+    assert torch.equal(first, again)
+    torch.testing.assert_close(first[0], expected(1, [0], 0))
+
+
 def test_copies_are_joined_and_cut() -> None:
     """Records one behind the other on both sides are one copy; no copy is larger than a piece; not a byte is lost."""
     lines, records = np.array([10, 13, 16, 40, 42, 5]), np.array([3, 3, 3, 2, 2, 1])
