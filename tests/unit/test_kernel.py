@@ -8,6 +8,31 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from workers import CUDA, DEVICE, batch, some_runtime, tap
+
+from steercap import Ablate, Add, SteeringSpec
+from steercap.core.messages import (
+    Attach,
+    Attached,
+    Call,
+    Collect,
+    Equip,
+    Equipped,
+    Owner,
+    Placed,
+    Vectors,
+    Wanted,
+    decode_answer,
+    encode,
+)
+from steercap.core.plan import CapturePlan, Plan
+from steercap.core.program import SteeringPlan
+from steercap.core.spec import Point
+from steercap.core.tokens import Range
+from steercap.steering import lower, scopes_of
+from steercap.testing.edits import edited
+from steercap.testing.specs import vector
 
 COMPILE = """
 import json, sys
@@ -50,3 +75,40 @@ def test_the_tap_compiles_for_hopper(width, dtype, deferred) -> None:
     assert "st.global.v4.b32" in ptx
     assert "ld.global.v4.b32" in ptx
     assert "st.global.b16" not in ptx
+
+
+@pytest.mark.parametrize("width", [128, 576, 5120, 16384])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([torch.bfloat16] if CUDA else [])])
+def test_rows_of_every_width_are_edited_and_copied(width, dtype) -> None:
+    """On the device, or interpreted: captured rows are those of the formulas, rounded once; what is not tracked is left."""
+    edits = [Add(vector(width, seed=1), layer=0), Ablate(vector(width, seed=2), layer=0, tokens=[1, 2])]
+    ready = lower(
+        SteeringSpec(edits, preserve_norm=True), armed={Point(0, "resid_post"): 0}, num_layers=1, width=width,
+        edits_per_point=8,
+    )  # fmt: skip
+    runtime = some_runtime("cuda", 1, width, dtype, slots=1, bank_rows=2, tokens=8, arena_bytes=8 * width * 4)
+    assert isinstance(decode_answer(runtime.answer(encode(Call((), Attach(8 << 20))))), Attached)
+    places = ((0,), (1,))
+    vectors = tuple(
+        Vectors(b.digest, p, ready.vectors[b.digest]) for b, p in zip(ready.configuration.blobs, places, strict=True)
+    )
+    placed = (Placed(0, ready.configuration, places),)
+    assert decode_answer(runtime.answer(encode(Call((), Equip(vectors, placed))))) == Equipped(())
+    scopes, replaced = scopes_of(ready, 3, 3)
+    steering = SteeringPlan(0, ready.configuration.digest, b"", scopes, replaced)
+    capture = CapturePlan((0,), (Range(0, None),), None, "raw")
+    runtime.register("r", Plan("r", 3, 3, capture=capture, steering=steering).encode(), 0)
+    hidden, residual = (vector(5, width, seed=seed).to(dtype).to(DEVICE) for seed in (3, 4))
+    stream, untouched = (hidden.float() + residual.float()).cpu(), hidden[3:].clone()
+    runtime.begin_step(batch("cuda", ["r", "other"], [0, 0], [3, 2], range(5), [0, 1, 2, 0, 1]))
+    tap(runtime, hidden, residual, 0)
+    runtime.end_step()
+    (parcel,) = decode_answer(runtime.answer(encode(Call((), Collect((Wanted(Owner("r", 0), 3),)))))).parcels
+    assert parcel.failure is None
+    (lines,) = parcel.lines
+    rows = runtime._arena.lines[lines.start : lines.start + lines.count]
+    known = edited(SteeringSpec(edits, preserve_norm=True), Point(0, "resid_post"), stream[:3], 3, 1)
+    error = (rows.double() - known).abs() / known.abs().clamp(min=1e-3)
+    assert error.max() < {torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    assert torch.equal(rows, hidden[:3].cpu())
+    assert torch.equal(hidden[3:], untouched)
