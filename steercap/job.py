@@ -280,9 +280,12 @@ def _handles(
 
 
 def _pages_kept(job: Job, plan: Plan, generated: int) -> int:
-    """Pages a finished sample holds. A stop string is seen by the client alone: the worker may have gone on past it."""
+    """Pages a finished sample holds. The worker may have gone on past its end: any way past a stop string, which the
+    client alone sees, and otherwise as far as vLLM runs ahead.
+    """
     assert plan.capture is not None
-    total = plan.limit if job.params.stop else plan.prompt_len + generated - 1
+    total = plan.prompt_len + generated - 1 + job.engine.vllm.overshoot
+    total = plan.limit if job.params.stop else min(plan.limit, total)
     return job.engine.pages_needed(plan.capture, len(rows_selected(plan.capture.ranges, plan.limit, total)))
 
 

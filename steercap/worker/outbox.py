@@ -6,7 +6,6 @@ Number 6 and 7 in the life of a request.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
 
 import numpy as np
 import torch
@@ -19,9 +18,6 @@ from steercap.core.spec import Reduction
 from steercap.worker.arena import Arena
 from steercap.worker.layouts import Layouts
 from steercap.worker.reduce import REDUCED_DTYPE, reduce_rows
-
-#: Records that a reduced row takes at most: float32 in the place of 16 bits.
-_REDUCED_RECORDS: Final = 2
 
 
 class Outbox:
@@ -110,11 +106,10 @@ class Outbox:
     def reads(self, total: int) -> int:
         """How many tokens of the sequence must be in the arena before the rows of the first `total` can be sealed.
 
-        A reduced row is float32 and lies over the first two records; nothing may be on its way there.
+        A reduced row lies over the first records, and the pages behind it are given back: nothing may be on its way
+        there.
         """
-        if self.capture.reduce and len(rows_selected(self.capture.ranges, self.limit, total)) < _REDUCED_RECORDS:
-            return self.limit
-        return total
+        return self.limit if self.capture.reduce else total
 
     def fail(self, reason: str) -> None:
         """The rows cannot be trusted; the first reason is kept."""

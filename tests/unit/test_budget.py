@@ -96,3 +96,21 @@ def test_requests_spread_over_engines() -> None:
     assert [ticket.engine for ticket in tickets] == [0, 1, 2, 0, 1, 2, None]
     budget.release(tickets[4])
     assert tickets[-1].engine == 1
+
+
+def test_a_finished_request_pays_for_what_ran_past_its_end() -> None:
+    """The end is known to vLLM's scheduler a pass late: the row of that pass takes a page too, up to the request's limit."""
+    from types import SimpleNamespace
+
+    from steercap.core.plan import CapturePlan, Plan
+    from steercap.core.tokens import Range
+    from steercap.job import _pages_kept
+
+    def kept(generated: int, overshoot: int, stop: list[str] | None = None) -> int:
+        engine = SimpleNamespace(vllm=SimpleNamespace(overshoot=overshoot), pages_needed=lambda _plan, rows: rows)
+        job = SimpleNamespace(engine=engine, params=SimpleNamespace(stop=stop))
+        plan = Plan("r", 10, 20, capture=CapturePlan((0,), (Range(0, None),), None, "raw"))
+        return _pages_kept(job, plan, generated)
+
+    assert [kept(3, 0), kept(3, 1), kept(3, 4), kept(11, 4)] == [12, 13, 16, 20]
+    assert kept(3, 1, stop=["x"]) == 20

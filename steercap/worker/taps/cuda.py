@@ -35,6 +35,8 @@ from steercap.worker.taps.transfers import Transfers, pieces, runs
 AHEAD: Final = 64
 #: Most of the device that the ring of rows takes beyond what one pass can need.
 SHARE: Final = 0.1
+#: Vectors that wait for a pass to be written to the device.
+VECTORS: Final = 256
 #: Bytes of one copy at most, so that others can come in between.
 PIECE_BYTES: Final = 32 << 20
 #: Bytes copied away beside any pass, and beside a pass for each byte that its own tokens can need: what a large pass
@@ -133,6 +135,8 @@ class CudaTaps(Taps):
 
     def put(self, places: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
         self._vectors.append((places, vectors))
+        if len(self._vectors) > VECTORS:
+            self._write_tables()
 
     def open(self, step: Step, batch: BatchRows) -> str | None:
         self._write_tables()
@@ -222,6 +226,8 @@ class CudaTaps(Taps):
             raise ValueError(
                 f"a tap saw {tuple(hidden.shape)}, rows are {self.width} wide, {len(self._tokens)} at most"
             )
+        if residual is not None and residual.shape != hidden.shape:
+            raise ValueError(f"a tap saw {tuple(hidden.shape)} and a residual of {tuple(residual.shape)}")
         kernel.launch_tap(
             hidden,
             residual,
