@@ -317,8 +317,6 @@ def _check_supported(config: Any) -> None:
         raise UnsupportedRunner(
             "KV transfer, micro-batches and prefill context parallelism move rows past the taps; switch them off"
         )
-    if config.compilation_config.pass_config.enable_sp:
-        raise UnsupportedRunner("sequence parallelism (pass_config.enable_sp) shares rows out; switch it off")
     if getattr(config.speculative_config, "enable_adaptive_verification", False):
         raise UnsupportedRunner("adaptive verification lays batches out on the device; switch it off")
     if config.model_config.enable_sleep_mode:
