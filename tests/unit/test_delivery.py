@@ -73,12 +73,13 @@ def by_hand(one: Parcel) -> torch.Tensor:
 
 @asynccontextmanager
 async def courier(threads: int = 2) -> Iterator[Courier]:
+    before = set(threading.enumerate())  # other models of this process have couriers too
     made = Courier(threads)
     try:
         yield made
     finally:
         await made.aclose()
-        assert not [thread for thread in threading.enumerate() if "steercap courier" in thread.name]
+        assert not [thread for thread in set(threading.enumerate()) - before if "steercap courier" in thread.name]
 
 
 @asynccontextmanager
