@@ -36,7 +36,6 @@ class LateTransfers:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self.queued: list[tuple[object, Ints, Ints, Ints]] = []
-        self.held = 0
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(tuple(shape), dtype=dtype)
@@ -66,7 +65,6 @@ class LateTransfers:
                 ctypes.memmove(target, source, size)
 
     def hold(self, mark: object) -> None:
-        self.held += 1
         self.wait(mark)
 
 

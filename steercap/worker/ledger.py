@@ -45,13 +45,6 @@ class Tracked:
         self.place = NONE
         self.run_from = 0  # first position of those that only the ledger's array knows of
 
-    def fail(self, reason: str) -> None:
-        """Neither rows nor edits can be trusted."""
-        if self.outbox is not None:
-            self.outbox.fail(reason)
-        if self.steered is not None:
-            self.steered.fail(reason)
-
 
 class Ledger:
     """The requests that run, or whose last passes have not been heard of yet.

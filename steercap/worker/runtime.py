@@ -61,7 +61,7 @@ class Runtime:
         self.captures = captures
         self._shape = page_shape(max(armed, 1), taps.width * dtype.itemsize)
         self._arena: Arena | None = None
-        self._steering = Steering(taps.points, taps, witness=captures)
+        self._steering = Steering(taps, witness=captures)
         self._ledger = Ledger(taps.programs)
         self._kept: dict[Owner, Tracked] = {}  # whose rows are held
         self._steps = 0
@@ -119,11 +119,7 @@ class Runtime:
 
     def _take_in(self, step: Step, witness: Witness) -> None:
         """Label the rows of a pass, and fail whom it did not serve."""
-        wrong = (
-            (witness.positions != step.positions)
-            | (witness.edits != np.where(step.changed, step.edits, 0))
-            | (witness.copies != step.copies)
-        )
+        wrong = (witness.positions != step.positions) | (witness.edits != step.edits) | (witness.copies != step.copies)
         if witness.failure:
             wrong[:] = True
         if wrong.any():

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ from steercap.core.plan import Plan
 from steercap.core.program import NONE, Configuration, SteeringPlan, rows_touched, scope_masks
 from steercap.core.rows import Ints
 from steercap.errors import WorkerFailure
+from steercap.worker.taps.base import Taps
 
 #: Failed identities remembered; with as many, nothing is trusted any more.
 TAINTS: Final = 4096
@@ -63,7 +64,6 @@ class Steered:
         self.steering = steering
         self.slot = slot
         self.failure: str | None = None
-        self._limit = plan.limit
         self._masks = scope_masks(steering.scopes, plan.limit)
         self._computed = np.zeros(plan.limit, dtype=np.bool_)
         self._cached = np.zeros(plan.limit, dtype=np.bool_)
@@ -100,9 +100,9 @@ class Steered:
 
     def ahead(self, start: int) -> tuple[int, int]:
         """The first position that other scopes hold than `start`, or that is replaced; and those that hold `start`."""
-        if start < self._regular or start >= self._limit:
+        if start < self._regular or start >= len(self._masks):
             return start, 0
-        return self._limit, int(self._masks[start]) if self.slot is not None else 0
+        return len(self._masks), int(self._masks[start]) if self.slot is not None else 0
 
     def replaced(self, positions: Ints) -> dict[int, Ints]:
         """The bank row that each replacement puts at some of `positions`, by their place there, NONE for none."""
@@ -134,28 +134,17 @@ class Steered:
         )
 
 
-class Tables(Protocol):
-    """Where configurations and vectors are put for the taps."""
-
-    def configure(self, slot: int, configuration: Configuration, places: Sequence[Sequence[int]]) -> None:
-        """Write a configuration into a slot; `places` are the bank rows of each of its blobs."""
-
-    def put(self, places: Sequence[int], vectors: torch.Tensor) -> None:
-        """Write vectors, float32 [rows, width], into the bank."""
-
-
 class Steering:
     """All that is steered on one rank.
 
     Args:
-        points: indices of this rank's points among the engine's armed points.
-        tables: where the taps look.
+        taps: where configurations and vectors go.
         witness: whether this rank's rows count for the receipt: rank 0 of its tensor-parallel group.
     """
 
-    def __init__(self, points: Sequence[int], tables: Tables, *, witness: bool) -> None:
-        self.points = tuple(points)
-        self.tables = tables
+    def __init__(self, taps: Taps, *, witness: bool) -> None:
+        self.points = taps.points
+        self.taps = taps
         self.witness = witness
         self._slots: dict[int, Slot] = {}
         self._rows: dict[int, tuple[bytes, int]] = {}  # which row of which blob each bank row holds
@@ -185,7 +174,7 @@ class Steering:
             if placed.slot in held or not all(self._holds(blob.digest, places) for blob, places in blobs):
                 refused.append(slot.digest)
                 continue
-            self.tables.configure(placed.slot, placed.configuration, placed.places)
+            self.taps.configure(placed.slot, placed.configuration, placed.places)
             self._slots[placed.slot] = slot
         return Equipped(tuple(refused))
 
@@ -194,7 +183,7 @@ class Steering:
         if hashlib.sha256(vectors.data).digest() != vectors.digest:
             raise WorkerFailure("vectors arrived that are not what their SHA-256 says")
         values = torch.frombuffer(bytearray(vectors.data), dtype=torch.float32)
-        self.tables.put(vectors.places, values.view(len(vectors.places), -1))
+        self.taps.put(vectors.places, values.view(len(vectors.places), -1))
         self._rows.update((row, (vectors.digest, at)) for at, row in enumerate(vectors.places))
         written = set(vectors.places)
         for number, slot in list(self._slots.items()):

@@ -140,8 +140,9 @@ class CudaTaps(Taps):
 
     def open(self, step: Step, batch: BatchRows) -> str | None:
         self._write_tables()
-        failure = self._make_room(step)
-        num_tokens, lines = int(batch.counts.sum()), int(step.records[step.kept].sum())
+        num_tokens, lines, failure = int(batch.counts.sum()), int(step.records[step.kept].sum()), None
+        if lines > self._lines.size:
+            lines, failure = 0, self._keep_nothing(step, lines)
         line, busy = self._lines.reserve(lines)
         for done in busy:
             self._copy_away(through=done)
@@ -243,12 +244,8 @@ class CudaTaps(Taps):
             self._evidence,
         )
 
-    def _make_room(self, step: Step) -> str | None:
-        """See that the rows of a pass fit the ring, or keep none of them."""
-        kept = step.kept
-        lines = int(step.records[kept].sum())
-        if lines <= self._lines.size:
-            return None
+    def _keep_nothing(self, step: Step, lines: int) -> str:
+        """The rows of a pass are more than the ring holds: say so, and keep none of them."""
         step.lines[:] = NONE
         step.copies[:] = 0
         row = self._row_bytes
