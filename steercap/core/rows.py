@@ -9,7 +9,6 @@ drafts) overwrites what was there: last write wins, and no row can be kept twice
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -112,36 +111,40 @@ def page_shape(num_points: int, line_bytes: int, target_bytes: int = 256 * 1024)
 
 
 class PageAllocator:
-    """Hands out page numbers, lowest first, so that what is in use stays compact."""
+    """Hands out page numbers, many at once, lowest first, so that what is in use stays compact."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.touched = 0
-        self._returned: list[int] = []
+        self.in_use = 0
+        self._free = np.ones(total, dtype=np.bool_)
+        self._lowest = 0  # no page below it is free
 
-    @property
-    def in_use(self) -> int:
-        """Pages handed out and not returned."""
-        return self.touched - len(self._returned)
+    def allocate(self, count: int) -> Ints:
+        """The lowest free pages, ascending: int64 [count], or fewer when no more are free."""
+        start, window = self._lowest, max(256, 4 * count)
+        found: Ints = np.empty(0, dtype=np.int64)
+        while start < self.total and len(found) < count:
+            found = np.concatenate([found, start + np.flatnonzero(self._free[start : start + window])])
+            start += window
+        found = found[:count]
+        if len(found):
+            self._free[found] = False
+            self._lowest = int(found[-1]) + 1
+            self.touched = max(self.touched, self._lowest)
+            self.in_use += len(found)
+        return found
 
-    def allocate(self) -> int | None:
-        """The lowest free page, or None when all are in use."""
-        if self._returned:
-            return heapq.heappop(self._returned)
-        if self.touched == self.total:
-            return None
-        self.touched += 1
-        return self.touched - 1
-
-    def free(self, pages: Sequence[int]) -> None:
+    def free(self, pages: Ints) -> None:
         """Take pages back."""
-        for page in pages:
-            heapq.heappush(self._returned, page)
+        if len(pages):
+            self._free[pages] = True
+            self._lowest = min(self._lowest, int(pages.min()))
+            self.in_use -= len(pages)
 
     def forget_untouched(self, keep: int) -> int:
         """When nothing is in use, restart above `keep` pages; returns how many pages were ever touched."""
         touched = self.touched
-        if self.in_use == 0 and touched > keep:
-            self.touched = keep
-            self._returned = list(range(keep))
+        if self.in_use == 0:
+            self.touched = min(touched, keep)
         return touched

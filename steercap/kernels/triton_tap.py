@@ -1,14 +1,15 @@
 """The tap in Triton: what runs on CUDA, in eager mode, under torch.compile and inside CUDA graphs.
 
-Number 5 in the life of a request. One program a token: it reads what its token is to have, and returns at once if that
-is nothing. Otherwise the row is read once, edited in float32 registers, written once if it changed, and copied to the
-arena. All it depends on is in tables of fixed addresses, so a replayed graph does what the step asks.
+Number 5 in the life of a request. One program a token, or a few: it reads what its tokens are to have, and is done if
+that is nothing. Otherwise the row is read once, edited in float32 registers, written once if it changed, and copied to
+the arena. All it depends on is in tables of fixed addresses, so a replayed graph does what the step asks.
 
 `kernels.reference` says the same in PyTorch; the tests hold the two against each other.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Final
 
 import torch
@@ -16,6 +17,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from jaxtyping import Float, Int
 
+from steercap.core.program import RESPONSE_NUMBERS
 from steercap.kernels import bits
 
 #: Columns of the table of a step's tokens, int32; -1 says there is none.
@@ -34,71 +36,106 @@ _ENTRY_COLUMNS = tl.constexpr(ENTRY_COLUMNS)
 _KIND, _SCOPE, _WRITE, _READ = tl.constexpr(KIND), tl.constexpr(SCOPE), tl.constexpr(WRITE), tl.constexpr(READ)
 _REPLACEMENT = tl.constexpr(REPLACEMENT)
 _WITNESS_COLUMNS = tl.constexpr(WITNESS_COLUMNS)
+_RESPONSE_COLUMNS = tl.constexpr(len(RESPONSE_NUMBERS))
 _WEIGHT = tl.constexpr(bits.WEIGHT)
 _READS, _RELATIVE, _REPLACES = tl.constexpr(bits.READS), tl.constexpr(bits.RELATIVE), tl.constexpr(bits.REPLACES)
 _JOINED, _LEADS = tl.constexpr(bits.JOINED), tl.constexpr(bits.LEADS)
 _MEASURES, _RESTORES = tl.constexpr(bits.MEASURES), tl.constexpr(bits.RESTORES)
+#: The tables stay in the cache that a layer's weights stream through.
+_STAY = tl.constexpr("evict_last")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
 def _tap_kernel(  # type: ignore[no-untyped-def]
     hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
-    hidden_stride, residual_stride, num_points, num_entries,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    hidden_stride, residual_stride, num_points, num_entries, num_tokens,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0)
-    wish = tokens + token * _TOKEN_COLUMNS
-    slot = tl.load(wish + _SLOT)
-    line = tl.load(wish + _LINE)
-    if (slot < 0) & (line < 0):
-        return
-    # Together, since each takes as long as all of them.
-    layout = tl.load(wish + _LAYOUT)
-    scopes = tl.load(wish + _MASK)
-    before = tl.load(wish + _BEFORE)
-    replaced = tl.load(wish + _REPLACED)
-    at = tl.load(point)
-    offset = tl.load(layouts + layout * num_points + at, mask=line >= 0, other=-1)
-    count = tl.load(counts + slot * num_points + at, mask=slot >= 0, other=0)
-    program = (tl.maximum(slot, 0) * num_points + at).to(tl.int64) * num_entries
-    kind = tl.load(entries + program * _ENTRY_COLUMNS + _KIND)
-    scope = tl.load(entries + program * _ENTRY_COLUMNS + _SCOPE)
-    written = tl.load(entries + program * _ENTRY_COLUMNS + _WRITE)
-    if (offset < 0) & (count == 0):
-        return
+    """Edit and copy the rows of `TOKENS` tokens at one point.
 
-    columns = tl.arange(0, BLOCK)
-    inside = columns < WIDTH
-    stream = hidden + token.to(tl.int64) * hidden_stride + columns
-    deferred = residual + token.to(tl.int64) * residual_stride + columns
-    row = tl.load(stream, mask=inside, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        row += tl.load(deferred, mask=inside, other=0.0).to(tl.float32)
-    target = arena + (line + offset).to(tl.int64) * WIDTH + columns
-    witness = evidence + token * 2
-    value = _WEIGHT * at.to(tl.int64) + 1
-    if offset >= 0:
-        tl.atomic_add(witness + 1, value, sem="relaxed")
-        if before > 0:
-            tl.store(target, row.to(arena.dtype.element_ty), mask=inside)
-    if count > 0:
-        edited, applied = _edit(
-            row, columns, inside, scopes, replaced, count, kind, scope, written,
-            entries + program * _ENTRY_COLUMNS, responses + program * 8, bank, replacements, WIDTH,
-        )  # fmt: skip
-        if tl.max((edited != row).to(tl.int32), 0) > 0:
-            tl.store(stream, edited.to(hidden.dtype.element_ty), mask=inside)
-            if HAS_RESIDUAL:
-                tl.store(deferred, tl.zeros_like(row).to(residual.dtype.element_ty), mask=inside)
-        tl.atomic_add(witness, applied.to(tl.int64) * value, sem="relaxed")
-        row = edited
-    if (offset >= 0) & (before <= 0):
-        tl.store(target, row.to(arena.dtype.element_ty), mask=inside)
+    With `EARLY` it is launched while the kernel before it still runs. The tables were written before that one began, so
+    all that comes from them is read while it ends; the stream is touched after that, and no program leaves before.
+    """
+    first = tl.program_id(0) * TOKENS
+    some = first + tl.arange(0, TOKENS)
+    inside_pass = some < num_tokens
+    slots = tl.load(tokens + some * _TOKEN_COLUMNS + _SLOT, mask=inside_pass, other=-1, eviction_policy=_STAY)
+    lines = tl.load(tokens + some * _TOKEN_COLUMNS + _LINE, mask=inside_pass, other=-1, eviction_policy=_STAY)
+    if tl.max(tl.maximum(slots, lines), 0) < 0:
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
+    else:
+        for number in range(TOKENS):
+            _tap_token(
+                first + number, hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena,
+                layouts, evidence, hidden_stride, residual_stride, num_points, num_entries, num_tokens,
+                WIDTH, BLOCK, HAS_RESIDUAL, EARLY,
+            )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _edit(  # type: ignore[no-untyped-def]
-    row, columns, inside, scopes, replaced, count, kind, scope, written,
+def _tap_token(  # type: ignore[no-untyped-def]
+    token, hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
+    hidden_stride, residual_stride, num_points, num_entries, num_tokens,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Edit and copy the row of one token at one point."""
+    wish = tokens + token * _TOKEN_COLUMNS
+    known = token < num_tokens
+    slot = tl.load(wish + _SLOT, mask=known, other=-1, eviction_policy=_STAY)
+    line = tl.load(wish + _LINE, mask=known, other=-1, eviction_policy=_STAY)
+    # Together, since each takes as long as all of them.
+    layout = tl.load(wish + _LAYOUT, mask=known, other=-1, eviction_policy=_STAY)
+    scopes = tl.load(wish + _MASK, mask=known, other=0, eviction_policy=_STAY)
+    before = tl.load(wish + _BEFORE, mask=known, other=-1, eviction_policy=_STAY)
+    replaced = tl.load(wish + _REPLACED, mask=known, other=-1, eviction_policy=_STAY)
+    at = tl.load(point, eviction_policy=_STAY)
+    offset = tl.load(layouts + layout * num_points + at, mask=line >= 0, other=-1, eviction_policy=_STAY)
+    count = tl.load(counts + slot * num_points + at, mask=slot >= 0, other=0, eviction_policy=_STAY)
+    program = (tl.maximum(slot, 0) * num_points + at).to(tl.int64) * num_entries
+    entry, response = entries + program * _ENTRY_COLUMNS, responses + program * _RESPONSE_COLUMNS
+    kind = tl.load(entry + _KIND, eviction_policy=_STAY)
+    scope = tl.load(entry + _SCOPE, eviction_policy=_STAY)
+    written = tl.load(entry + _WRITE, eviction_policy=_STAY)
+    length = tl.load(response + 2, eviction_policy=_STAY)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    write = tl.load(
+        bank + written.to(tl.int64) * WIDTH + columns, mask=columns < tl.where(count > 0, WIDTH, 0), other=0.0
+    )
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    if (offset >= 0) | (count > 0):
+        stream = hidden + token.to(tl.int64) * hidden_stride + columns
+        deferred = residual + token.to(tl.int64) * residual_stride + columns
+        row = tl.load(stream, mask=inside, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            row += tl.load(deferred, mask=inside, other=0.0).to(tl.float32)
+        target = arena + (line + offset).to(tl.int64) * WIDTH + columns
+        witness = evidence + token * 2
+        value = _WEIGHT * at.to(tl.int64) + 1
+        if offset >= 0:
+            tl.atomic_add(witness + 1, value, sem="relaxed")
+            if before > 0:
+                tl.store(target, row.to(arena.dtype.element_ty), mask=inside)
+        if count > 0:
+            edited, applied = _edit(
+                row, columns, inside, scopes, replaced, count, kind, scope, write, length,
+                entry, response, bank, replacements, WIDTH,
+            )  # fmt: skip
+            if tl.max((edited != row).to(tl.int32), 0) > 0:
+                tl.store(stream, edited.to(hidden.dtype.element_ty), mask=inside)
+                if HAS_RESIDUAL:
+                    tl.store(deferred, tl.zeros_like(row).to(residual.dtype.element_ty), mask=inside)
+            tl.atomic_add(witness, applied.to(tl.int64) * value, sem="relaxed")
+            row = edited
+        if (offset >= 0) & (before <= 0):
+            tl.store(target, row.to(arena.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _edit(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one loop, unrolled by one step
+    row, columns, inside, scopes, replaced, count, kind, scope, write, constant,
     entries, responses, bank, replacements, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The entries of one point, in order; returns the row and how many were applied.
@@ -111,13 +148,12 @@ def _edit(  # type: ignore[no-untyped-def]
     applied = count * 0
     for number in range(count):
         entry = entries + number * _ENTRY_COLUMNS
-        response = responses + number * 8
+        response = responses + number * _RESPONSE_COLUMNS
         following = entries + tl.minimum(number + 1, count - 1) * _ENTRY_COLUMNS
         active = (scopes >> scope) & 1
-        write = tl.load(bank + written.to(tl.int64) * WIDTH + columns, mask=inside, other=0.0)
-        next_kind = tl.load(following + _KIND)
-        next_scope = tl.load(following + _SCOPE)
-        next_written = tl.load(following + _WRITE)
+        next_kind = tl.load(following + _KIND, eviction_policy=_STAY)
+        next_scope = tl.load(following + _SCOPE, eviction_policy=_STAY)
+        next_written = tl.load(following + _WRITE, eviction_policy=_STAY)
         if (kind & _MEASURES) != 0:
             norm = tl.sqrt(tl.sum(row * row, 0))
         if ((kind & _LEADS) != 0) & ((kind & _JOINED) == 0):
@@ -131,7 +167,7 @@ def _edit(  # type: ignore[no-untyped-def]
             if active != 0:
                 row = tl.load(bank + source.to(tl.int64) * WIDTH + columns, mask=inside, other=0.0)
         elif active != 0:
-            length = tl.load(response + 2)
+            length = constant
             if (kind & _READS) != 0:
                 read = tl.load(bank + tl.load(entry + _READ).to(tl.int64) * WIDTH + columns, mask=inside, other=0.0)
                 if (kind & _JOINED) != 0:
@@ -155,7 +191,11 @@ def _edit(  # type: ignore[no-untyped-def]
                 row = row * (norm / now)
         kind = next_kind
         scope = next_scope
-        written = next_written
+        more = count > number + 1
+        write = tl.load(
+            bank + next_written.to(tl.int64) * WIDTH + columns, mask=columns < tl.where(more, WIDTH, 0), other=0.0
+        )
+        constant = tl.load(response + _RESPONSE_COLUMNS + 2, mask=more, other=0.0)
     return row, applied
 
 
@@ -209,25 +249,34 @@ def launch_tap(
         layouts: line of each point in a record, -1 where it is not kept: int32.
         evidence: what was done to each token, int64: edits and copies, added up; see `bits.WEIGHT`.
     """
-    width = hidden.shape[-1]
+    num_tokens, width = hidden.shape
     block = triton.next_power_of_2(width)
     other = hidden if residual is None else residual
-    _tap_kernel[(hidden.shape[0],)](
+    together = 1 if num_tokens <= MANY_TOKENS else TOGETHER
+    early = _can_be_early()
+    _tap_kernel[(triton.cdiv(num_tokens, together),)](
         hidden, other, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
-        hidden.stride(0), other.stride(0), layouts.shape[1], entries.shape[2],
-        WIDTH=width, BLOCK=block, HAS_RESIDUAL=residual is not None,
-        num_warps=_warps(block, hidden.shape[0]),
+        hidden.stride(0), other.stride(0), layouts.shape[1], entries.shape[2], num_tokens,
+        WIDTH=width, BLOCK=block, HAS_RESIDUAL=residual is not None, TOKENS=together, EARLY=early,
+        num_warps=_warps(block, num_tokens), **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 
 #: Elements of a row that 32 threads hold in registers: in passes that a CUDA graph holds, and in larger ones.
 WARP_ELEMENTS: Final = (1024, 512)
-#: Where the ones begin to be larger.
+#: Where the ones begin to be larger, and the tokens of one program there.
 MANY_TOKENS: Final = 512
+TOGETHER: Final = 8
 
 
 def _warps(block: int, tokens: int) -> int:
     return min(max(block // WARP_ELEMENTS[tokens > MANY_TOKENS], 1), 16)
+
+
+@functools.cache
+def _can_be_early() -> bool:
+    """Whether the device can launch a kernel while the one before it runs, and a kernel can wait for that one."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def launch_close(

@@ -9,7 +9,6 @@ position and the token id that the model read.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -54,25 +53,20 @@ class Arena:
         self.pages = PageAllocator(pages)
         self.lines = line_view(self.segment, width, dtype)
         #: Position + 1 and token id of the record that begins at each line; 0 and 0 where none does.
-        self._labels = np.zeros((pages * shape.lines, 2), dtype=np.int32)
+        self._labels = np.zeros((pages, shape.lines, 2), dtype=np.int32)
+        self._label_of_line = self._labels.reshape(-1, 2)
         self._pinned = device.type == "cuda"
         if self._pinned:
             _pin(self.lines)
             weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self.lines.data_ptr())
 
-    def page_line(self, page: int) -> int:
-        """First line of a page."""
-        return page * self.shape.lines
+    def allocate(self, count: int) -> Ints:
+        """Pages without labels, `count` of them or as many as are free: int64."""
+        pages = self.pages.allocate(count)
+        self._labels[pages] = 0
+        return pages
 
-    def allocate(self) -> int | None:
-        """A page without labels, or None when all are in use."""
-        page = self.pages.allocate()
-        if page is not None:
-            first = self.page_line(page)
-            self._labels[first : first + self.shape.lines] = 0
-        return page
-
-    def free(self, pages: Sequence[int]) -> None:
+    def free(self, pages: Ints) -> None:
         """Take pages back; once nothing is in use, memory above the warm part goes back to the system, if it can."""
         self.pages.free(pages)
         if self._pinned:
@@ -84,12 +78,12 @@ class Arena:
 
     def label(self, lines: Ints, positions: Ints, token_ids: Ints) -> None:
         """Say whose records begin at `lines`."""
-        self._labels[lines, 0] = positions + 1
-        self._labels[lines, 1] = token_ids
+        self._label_of_line[lines, 0] = positions + 1
+        self._label_of_line[lines, 1] = token_ids
 
     def labels(self, lines: Ints | slice) -> Ints:
         """Positions and token ids of the records at `lines`, [2, lines]; -1 for a position that never came."""
-        found: Ints = self._labels[lines].astype(np.int64).T
+        found: Ints = self._label_of_line[lines].astype(np.int64).T
         found[0] -= 1
         return found
 

@@ -46,8 +46,7 @@ class Outbox:
         self._ranks = ranks(capture.ranges, plan.limit)
         self._regular, self._shift = tail(capture.ranges, plan.limit)
         self._per_page = arena.shape.records(len(self._points)) if self._points else 0
-        self._pages: list[int] = []
-        self._first_lines = np.empty(0, dtype=np.int64)
+        self._pages: Ints = np.empty(0, dtype=np.int64)
         self._rows = 0  # one more than the last row that has a place
         self._reduced: tuple[Ints, Ints] | None = None  # labels of the rows that were reduced
 
@@ -95,7 +94,7 @@ class Outbox:
             return start, None
         first = page * self._per_page + self._shift
         stop = first + self._per_page * self._consecutive(page)
-        return min(self.limit, stop), int(self._first_lines[page]) - first * record
+        return min(self.limit, stop), self._pages[page].item() * self._arena.shape.lines - first * record
 
     def went_on(self, start: int, stop: int) -> None:
         """The tokens of these positions were kept, each where `ahead` said."""
@@ -154,7 +153,7 @@ class Outbox:
     def _lines(self, rows: Ints) -> Ints:
         """First line of each row's record."""
         page, slot = np.divmod(rows, self._per_page)
-        lines: Ints = self._first_lines[page] + slot * len(self._points)
+        lines: Ints = self._pages[page] * self._arena.shape.lines + slot * len(self._points)
         return lines
 
     def _labels(self, rows: int) -> tuple[Ints, Ints]:
@@ -164,7 +163,7 @@ class Outbox:
         reached = min(rows, len(self._pages) * self._per_page)
         labels = np.full((2, rows), NONE, dtype=np.int64)
         if reached and reached <= self._consecutive(0) * self._per_page:
-            first, record = int(self._first_lines[0]), len(self._points)
+            first, record = self._pages[0].item() * self._arena.shape.lines, len(self._points)
             labels[:, :reached] = self._arena.labels(slice(first, first + reached * record, record))
         elif reached:
             labels[:, :reached] = self._arena.labels(self._lines(np.arange(reached)))
@@ -179,14 +178,15 @@ class Outbox:
             start = max(rows.start - page * self._per_page, 0)
             stop = min(rows.stop - page * self._per_page, pages * self._per_page)
             if start < stop:
-                yield LineRange(int(self._first_lines[page]) + start * record, (stop - start) * record)
+                first = self._pages[page].item() * self._arena.shape.lines
+                yield LineRange(first + start * record, (stop - start) * record)
             page += pages
 
     def _consecutive(self, page: int) -> int:
         """How many pages from this one on hold their records one behind the other, without a gap."""
         if self._per_page * len(self._points) < self._arena.shape.lines:
             return 1
-        steps = np.flatnonzero(np.diff(self._first_lines[page:]) != self._arena.shape.lines)
+        steps = np.flatnonzero(np.diff(self._pages[page:]) != 1)
         return int(steps[0]) + 1 if len(steps) else len(self._pages) - page
 
     def free(self) -> None:
@@ -197,7 +197,7 @@ class Outbox:
     def _keep(self, pages: int) -> None:
         """Give back all but the first pages."""
         self._arena.free(self._pages[pages:])
-        self._pages, self._first_lines = self._pages[:pages], self._first_lines[:pages]
+        self._pages = self._pages[:pages]
 
     def _reach(self, row: int) -> bool:
         """Have a page for `row` and all before it.
@@ -205,14 +205,8 @@ class Outbox:
         At the first row all that the request can need: they were reserved for it before it came, lie one behind the
         other where the arena is not crowded, and need no thought later. What it did not need is given back at its end.
         """
-        if not self._pages:
-            rows = int(self._ranks.max()) + 1
-            for _ in range(self._arena.shape.pages(rows, len(self._points))):
-                page = self._arena.allocate()
-                if page is None:
-                    break
-                self._pages.append(page)
-            self._first_lines = np.array([self._arena.page_line(page) for page in self._pages], dtype=np.int64)
+        if not len(self._pages):
+            self._pages = self._arena.allocate(self._arena.shape.pages(int(self._ranks.max()) + 1, len(self._points)))
         return row // self._per_page < len(self._pages)
 
     def _missing(self, positions: Ints) -> str | None:

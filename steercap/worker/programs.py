@@ -80,6 +80,8 @@ class Programs:
             slots: slot of each token, NONE for none.
             masks: scopes that hold it.
         """
+        if not masks.any():
+            return np.zeros(len(masks), dtype=np.int64)
         bits = (masks[:, None] >> _SCOPE_BITS) & 1
         expected: Ints = (bits * self._per_scope[np.maximum(slots, 0)]).sum(-1)
         expected[slots < 0] = 0

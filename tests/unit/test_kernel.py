@@ -40,11 +40,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from steercap.kernels.triton_tap import _tap_kernel
 
-width, dtype, deferred = json.loads(sys.argv[1])
+width, dtype, deferred, together = json.loads(sys.argv[1])
 pointers = dict(hidden=dtype, residual=dtype, arena=dtype, responses="fp32", bank="fp32", evidence="i64")
-strides = ("hidden_stride", "residual_stride", "num_points", "num_entries")
+strides = ("hidden_stride", "residual_stride", "num_points", "num_entries", "num_tokens")
 block = 1 << (width - 1).bit_length()
-constants = dict(WIDTH=width, BLOCK=block, HAS_RESIDUAL=deferred)
+constants = dict(WIDTH=width, BLOCK=block, HAS_RESIDUAL=deferred, TOKENS=together, EARLY=True)
 names = _tap_kernel.arg_names
 kinds = {name: "*" + pointers.get(name, "i32") for name in names}
 signature = kinds | dict.fromkeys(strides, "i32") | dict.fromkeys(constants, "constexpr")
@@ -56,22 +56,29 @@ print(json.dumps([found.asm["ttir"], found.asm["ptx"]]))
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype", "deferred"),
-    [(128, "fp32", False), (4096, "bf16", True), (5120, "fp16", True), (16384, "bf16", True)],
+    ("width", "dtype", "deferred", "together"),
+    [
+        (128, "fp32", False, 1),
+        (4096, "bf16", True, 1),
+        (4096, "bf16", True, 8),
+        (5120, "fp16", True, 1),
+        (16384, "bf16", True, 8),
+    ],
 )
-def test_the_tap_compiles_for_hopper(width, dtype, deferred) -> None:
+def test_the_tap_compiles_for_hopper(width, dtype, deferred, together) -> None:
     """Rows are read and written 16 bytes at a time; the row that joined entries read is carried through the loop by itself."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps([width, dtype, deferred])],
+        [sys.executable, "-c", COMPILE, json.dumps([width, dtype, deferred, together])],
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     ttir, ptx = json.loads(done.stdout)
-    (loop,) = [line for line in ttir.splitlines() if "scf.for" in line]
+    loop = [line for line in ttir.splitlines() if "scf.for" in line][-1]
     carried = loop.partition("-> (")[2]
-    assert carried.count("tensor<") == 2, loop
+    assert carried.count("tensor<") == 3, loop  # the row, what is written next, the row at the start
     assert "%start" in loop
+    assert "griddepcontrol.wait" in ptx
     assert "st.global.v4.b32" in ptx
     assert "ld.global.v4.b32" in ptx
     assert "st.global.b16" not in ptx
@@ -112,3 +119,21 @@ def test_rows_of_every_width_are_edited_and_copied(width, dtype) -> None:
     assert error.max() < {torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     assert torch.equal(rows, hidden[:3].cpu())
     assert torch.equal(hidden[3:], untouched)
+
+
+def test_a_large_pass_takes_several_tokens_a_program() -> None:
+    """The last program's tokens end before its last place; tracked and untracked tokens share programs."""
+    tokens, width = 1051, 128
+    runtime = some_runtime("cuda", 1, width, tokens=tokens + 5, arena_bytes=tokens * width * 4)
+    assert isinstance(decode_answer(runtime.answer(encode(Call((), Attach(8 << 20))))), Attached)
+    capture = CapturePlan((0,), (Range(2, 4), Range(700, None)), None, "raw")
+    runtime.register("r", Plan("r", 1000, 1000, capture=capture).encode(), 0)
+    hidden = vector(tokens, width, seed=0).to(DEVICE)
+    positions = [*range(51), *range(1000)]
+    runtime.begin_step(batch("cuda", ["other", "r"], [0, 0], [51, 1000], range(tokens), positions))
+    tap(runtime, hidden, None, 0)
+    runtime.end_step()
+    (parcel,) = decode_answer(runtime.answer(encode(Call((), Collect((Wanted(Owner("r", 0), 1000),)))))).parcels
+    assert parcel.failure is None
+    rows = torch.cat([runtime._arena.lines[lines.start : lines.start + lines.count] for lines in parcel.lines])
+    assert torch.equal(rows, hidden[51:][[2, 3, *range(700, 1000)]].cpu())
