@@ -55,19 +55,23 @@ def ranks(ranges: tuple[Range, ...], limit: int) -> Ints:
 
 
 @lru_cache(maxsize=256)
-def tail(ranges: tuple[Range, ...], limit: int) -> tuple[int, int | None]:
-    """From where on a selection is regular: every position is selected, or none.
+def runs(ranges: tuple[Range, ...], limit: int) -> tuple[Ints, Ints]:
+    """The stretches of positions that are all selected, one behind the other, or all left out.
 
     Returns:
-        The first position of the regular part; and what to subtract from a position there to get its row, or None if
-        none is selected.
+        The first position behind each stretch, ascending; and what to subtract from a position in it to get its row,
+        -1 where none is selected: int64 [runs] each.
     """
     order = ranks(ranges, limit)
     shifts = np.where(order >= 0, np.arange(limit) - order, -1)
-    changes = np.flatnonzero(np.diff(shifts))
-    regular = int(changes[-1]) + 1 if len(changes) else 0
-    shift = int(shifts[-1]) if limit else -1
-    return regular, None if shift < 0 else shift
+    stops = ends_of_runs(shifts)
+    return stops, shifts[stops - 1]
+
+
+def ends_of_runs(values: npt.NDArray[np.integer]) -> Ints:
+    """The place behind each stretch of equal values, ascending: int64 [runs]."""
+    changes: Ints = np.flatnonzero(np.diff(values)) + 1
+    return np.append(changes, len(values)) if len(values) else changes
 
 
 def rows_selected(ranges: tuple[Range, ...], limit: int, total: int) -> Ints:

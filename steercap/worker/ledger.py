@@ -148,12 +148,16 @@ class Ledger:
             return None
         starts, counts = batch.starts[tracked], batch.counts[tracked]
         first_tokens = np.cumsum(batch.counts)[tracked] - counts
-        state = self._state[places]
-        alike = (counts == 1) & (starts == state[:, _NEXT]) & (starts < state[:, _STOP])
+        alike = self._alike(places, starts, counts)
+        if not alike.all():
+            for other in np.flatnonzero(~alike):
+                self._look_ahead(self.at(int(places[other])), int(starts[other]))
+            alike = self._alike(places, starts, counts)
         parts = []
         if alike.any():
-            self._state[places[alike], _NEXT] += 1
-            parts.append(_continued(places[alike], starts[alike], first_tokens[alike], state[alike]))
+            chosen = places[alike]
+            parts.append(_alike_tokens(chosen, starts[alike], counts[alike], first_tokens[alike], self._state[chosen]))
+            self._state[chosen, _NEXT] += counts[alike]
         for other in np.flatnonzero(~alike):
             request = self.at(int(places[other]))
             part = self._work_out(request, int(starts[other]), int(first_tokens[other]), int(counts[other]))
@@ -165,6 +169,12 @@ class Ledger:
         self._begun += 1
         return Step.joined(parts)
 
+    def _alike(self, places: Ints, starts: Ints, counts: Ints) -> npt.NDArray[np.bool_]:
+        """Which requests have nothing but tokens in this pass that the array knows of: bool [requests]."""
+        state = self._state[places]
+        known: npt.NDArray[np.bool_] = (starts == state[:, _NEXT]) & (starts + counts <= state[:, _STOP])
+        return known
+
     def _find_all(self, names: tuple[str, ...]) -> tuple[Ints, Ints]:
         """Which of the requests of a batch are tracked, and their places."""
         if self._last is None or self._last[0] != names:
@@ -175,7 +185,6 @@ class Ledger:
 
     def _work_out(self, request: Tracked, start: int, first_token: int, count: int) -> Step | None:
         """One request's tokens of a pass, and what its next ones will be."""
-        self.flush(request)
         outbox, steered = request.outbox, request.steered
         lines: Ints = np.full(count, NONE, dtype=np.int64)
         masks = np.zeros(count, dtype=np.int32)
@@ -216,6 +225,7 @@ class Ledger:
 
     def _look_ahead(self, request: Tracked, start: int) -> None:
         """Write down what the tokens from `start` on have in common, and how far."""
+        self.flush(request)
         outbox, steered = request.outbox, request.steered
         request.run_from = start
         stop, line, layout, record, copies = NEVER, 0, NONE, 0, 0
@@ -261,15 +271,21 @@ class Ledger:
             self._free.append(place)
 
 
-def _continued(places: Ints, starts: Ints, tokens: Ints, state: Ints) -> Step:
-    """Tokens that are like those before them."""
+def _alike_tokens(places: Ints, starts: Ints, counts: Ints, first_tokens: Ints, state: Ints) -> Step:
+    """Tokens of requests whose state holds for all of them."""
     kept = state[:, _LAYOUT] != NONE
     busy = kept | (state[:, _MASK] != 0)
     if not busy.all():
-        places, starts, tokens, state, kept = places[busy], starts[busy], tokens[busy], state[busy], kept[busy]
+        places, starts, counts, first_tokens = places[busy], starts[busy], counts[busy], first_tokens[busy]
+        state, kept = state[busy], kept[busy]
+    if (counts > 1).any():
+        request = np.repeat(np.arange(len(counts)), counts)
+        along = np.arange(len(request)) - (np.cumsum(counts) - counts)[request]
+        places, starts, first_tokens = places[request], starts[request] + along, first_tokens[request] + along
+        state, kept = state[request], kept[request]
     return Step(
         owners=places,
-        tokens=tokens,
+        tokens=first_tokens,
         positions=starts,
         lines=np.where(kept, state[:, _LINE] + starts * state[:, _RECORD], NONE),
         records=state[:, _RECORD],

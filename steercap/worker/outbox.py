@@ -13,7 +13,7 @@ import torch
 from steercap.core.messages import LineRange, Owner, Parcel
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
-from steercap.core.rows import Ints, ranks, rows_selected, tail
+from steercap.core.rows import Ints, ranks, rows_selected, runs
 from steercap.core.spec import Reduction
 from steercap.worker.arena import Arena
 from steercap.worker.layouts import Layouts
@@ -44,7 +44,7 @@ class Outbox:
         if self._points and self._layout is None:
             self.fail("too many requests keep different points at once")
         self._ranks = ranks(capture.ranges, plan.limit)
-        self._regular, self._shift = tail(capture.ranges, plan.limit)
+        self._stops, self._shifts = runs(capture.ranges, plan.limit)
         self._per_page = arena.shape.records(len(self._points)) if self._points else 0
         self._pages: Ints = np.empty(0, dtype=np.int64)
         self._rows = 0  # one more than the last row that has a place
@@ -85,22 +85,23 @@ class Outbox:
             The first position that is not like `start`, and a number that, with a record's lines for each position
             added, gives the first line of a position's record; None when they are not kept.
         """
-        if start < self._regular:
+        run = int(np.searchsorted(self._stops, start, side="right"))
+        if run == len(self._stops):
             return start, None
-        if self._shift is None or not self._points:
-            return self.limit, None
-        page, record = (start - self._shift) // self._per_page, len(self._points)
-        if page >= len(self._pages):
+        end, shift = int(self._stops[run]), int(self._shifts[run])
+        if shift < 0 or not self._points:
+            return end, None
+        if not self._reach(start - shift):
             return start, None
-        first = page * self._per_page + self._shift
+        page, record = (start - shift) // self._per_page, len(self._points)
+        first = page * self._per_page + shift
         stop = first + self._per_page * self._consecutive(page)
-        return min(self.limit, stop), self._pages[page].item() * self._arena.shape.lines - first * record
+        return min(end, stop), self._pages[page].item() * self._arena.shape.lines - first * record
 
     def went_on(self, start: int, stop: int) -> None:
         """The tokens of these positions were kept, each where `ahead` said."""
-        assert self._shift is not None
         self.writes += stop - start
-        self._rows = max(self._rows, stop - self._shift)
+        self._rows = max(self._rows, int(self._ranks[stop - 1]) + 1)
 
     def reads(self, total: int) -> int:
         """How many tokens of the sequence must be in the arena before the rows of the first `total` can be sealed.

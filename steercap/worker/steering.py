@@ -26,7 +26,7 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import Plan
 from steercap.core.program import NONE, Configuration, SteeringPlan, rows_touched, scope_masks
-from steercap.core.rows import Ints
+from steercap.core.rows import Ints, ends_of_runs
 from steercap.errors import WorkerFailure
 from steercap.worker.taps.base import Taps
 
@@ -73,8 +73,8 @@ class Steered:
             self.failure = f"slot {steering.slot} does not hold this request's configuration"
         else:
             self._replacements = _replacements(slot, steering)
-        changes = np.flatnonzero(np.diff(self._masks))
-        self._regular = max([0, *(changes[-1:] + 1).tolist(), *(position + 1 for position in self._replacements)])
+        replaced = np.array(sorted(self._replacements), dtype=np.int64)
+        self._stops = np.union1d(ends_of_runs(self._masks), replaced)
 
     def place(self, start: int, count: int) -> npt.NDArray[np.int32]:
         """The scopes that hold the tokens of a pass, int32 [count]; from here on they count as computed.
@@ -100,9 +100,10 @@ class Steered:
 
     def ahead(self, start: int) -> tuple[int, int]:
         """The first position that other scopes hold than `start`, or that is replaced; and those that hold `start`."""
-        if start < self._regular or start >= len(self._masks):
+        run = int(np.searchsorted(self._stops, start, side="right"))
+        if run == len(self._stops) or start in self._replacements:
             return start, 0
-        return len(self._masks), int(self._masks[start]) if self.slot is not None else 0
+        return int(self._stops[run]), int(self._masks[start]) if self.slot is not None else 0
 
     def replaced(self, positions: Ints) -> dict[int, Ints]:
         """The bank row that each replacement puts at some of `positions`, by their place there, NONE for none."""
