@@ -38,6 +38,8 @@ def parcels(args: argparse.Namespace) -> tuple[SharedSegment, Attached, list[Par
         page_lines=shape.lines,
         pages=args.requests * pages,
         bank_rows=0,
+        tallies=0,
+        tally_records=0,
         path=segment.path,
         nonce=segment.nonce,
     )

@@ -92,10 +92,11 @@ def cost(width: int, tokens: int, mode: str) -> float:
     lines = every * POINTS if copies else np.full(tokens, -1)
     records = np.full(tokens, POINTS if copies else 0)
     layouts = np.full(tokens, layout.number if copies else -1)
-    step = Step(every, every, every, lines, records, layouts, chosen, masks, every, every, {})
+    nowhere = np.full(tokens, -1)
+    step = Step(every, every, every, every, lines, nowhere, records, layouts, chosen, masks, every, every, {})
     ids = torch.arange(tokens, device=device)
     if mode != "idle":
-        taps.open(step, BatchRows(["all"], every[:1], np.array([tokens]), ids, ids))
+        taps.open(step, BatchRows(["all"], every[:1], np.array([tokens]), ids, ids), None)
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, dtype=torch.bfloat16, device=device)
     residual = torch.randn(tokens, width, dtype=torch.bfloat16, device=device)

@@ -16,7 +16,7 @@ from gpu_rounds import BASE, CONTROL, Mode, Workload
 from gpu_shapes import Shape
 
 START = time.monotonic()
-#: Least share of the requests of a steered run whose tokens must differ from base's.
+#: Least share of the requests of a strongly steered run whose tokens must differ from base's.
 DIFFERENT = 0.9
 
 
@@ -63,17 +63,25 @@ class Bench:
     Args:
         plain: vLLM's AsyncLLM.
         model: the SteerModel.
-        specs: steering specs, all different.
+        specs: steering specs, all different: those of the warm-up, which change outputs for all to see, and those that
+            are timed, which change rows as little as they can.
         fetch_bytes: most bytes of rows to fetch after an all-layers capture.
     """
 
     plain: Any
     model: Any
-    specs: list[Any]
+    specs: dict[bool, list[Any]]
     fetch_bytes: float
 
     async def run(
-        self, name: str, workload: Workload, tokens: list[list[int]], *, fetch: bool = False, wake: bool = True
+        self,
+        name: str,
+        workload: Workload,
+        tokens: list[list[int]],
+        *,
+        fetch: bool = False,
+        wake: bool = True,
+        strong: bool = False,
     ) -> Run:
         """One run, timed and checked.
 
@@ -84,6 +92,7 @@ class Bench:
             fetch: whether to fetch rows after an all-layers capture.
             wake: whether a short request comes before: modes come right after a run of the other engine, base after
                 one of its own at times.
+            strong: which of the specs steer.
 
         Raises:
             NotReal: it was not what it should be.
@@ -102,18 +111,24 @@ class Bench:
         else:
             if wake:
                 await self.model.generate(*first)
-            run = await self._steercap(name, workload, given, sampled, fetch=fetch)
+            run = await self._steercap(name, workload, given, sampled, fetch=fetch, strong=strong)
         _check_outputs(run, workload)
         return run
 
-    async def _steercap(self, name: str, workload: Workload, given: list[Any], sampled: Any, *, fetch: bool) -> Run:
+    async def _steercap(
+        self, name: str, workload: Workload, given: list[Any], sampled: Any, *, fetch: bool, strong: bool
+    ) -> Run:
+        from steercap import CaptureSpec
+
         mode, model = Mode.parse(name), self.model
-        chosen = [self.specs[place % mode.specs] for place in range(len(given))] if mode.specs else None
-        layers = {None: None, "one": [model.num_layers // 2], "all": "all"}[mode.capture]
+        chosen = [self.specs[strong][place % mode.specs] for place in range(len(given))] if mode.specs else None
+        layers = {"one": [model.num_layers // 2], "all": "all", "mean": "all"}.get(mode.capture or "")
+        reduce = "mean" if mode.capture == "mean" else None
+        spec = None if layers is None else CaptureSpec(layers=layers, reduce=reduce)
         start = time.perf_counter()
-        result = await model.generate(given, sampled, capture_layers=layers, steering=chosen, raw_output=True)
+        result = await model.generate(given, sampled, capture=spec, steering=chosen, raw_output=True)
         texts = time.perf_counter()
-        if layers is None:
+        if spec is None:
             run = Run(name, texts - start, result)
         else:
             found = await rows_readable(model, result[1])
@@ -192,25 +207,26 @@ def check_steered(record: dict[str, Any]) -> None:
         raise NotReal(f"{record['mode']}: {record['same_as_base']:.0%} of the outputs are what they are unsteered")
 
 
-#: Small beside the rows of a model of random weights: rows that are all one vector draw less power than rows of a text, and
-#: a GPU at its limit of power then runs faster than unsteered.
-SCALE = 0.01
+#: What vectors are scaled by when it must be seen that they steer, and when they are timed. The rows of a model of vLLM's
+#: random weights have elements of about 6e-4: rows that are mostly one vector draw less power than rows of a text, and a
+#: GPU at its limit of power then runs faster than unsteered.
+SCALES = {True: 0.01, False: 1e-6}
 
 
-def specs_of(count: int, shape: Shape, *, per_layer: bool) -> list[Any]:
+def specs_of(count: int, shape: Shape, *, per_layer: bool) -> dict[bool, list[Any]]:
     """Specs that add at every layer: a vector each, or one for each layer each."""
     import torch
 
     from steercap import Add, SteeringSpec
 
-    def one(seed: int) -> Any:
+    def one(seed: int, scale: float) -> Any:
         generator = torch.Generator().manual_seed(seed)
         if not per_layer:
-            return SteeringSpec([Add(torch.randn(shape.hidden_size, generator=generator), SCALE, layers="all")])
+            return SteeringSpec([Add(torch.randn(shape.hidden_size, generator=generator), scale, layers="all")])
         vectors = torch.randn(shape.num_hidden_layers, shape.hidden_size, generator=generator)
-        return SteeringSpec([Add(vector, SCALE, layer=layer) for layer, vector in enumerate(vectors)])
+        return SteeringSpec([Add(vector, scale, layer=layer) for layer, vector in enumerate(vectors)])
 
-    return [one(seed) for seed in range(count)]
+    return {strong: [one(seed, scale) for seed in range(count)] for strong, scale in SCALES.items()}
 
 
 @asynccontextmanager

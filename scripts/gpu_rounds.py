@@ -16,6 +16,7 @@ MODES = (
     "idle",
     "capture-one",
     "capture-all",
+    "capture-mean",
     "steer-1",
     "steer-8",
     "steer-64",
@@ -67,19 +68,24 @@ class Workload:
 
 @dataclass(frozen=True)
 class Mode:
-    """What is asked of steercap: layers to capture ("one", "all" or None), and how many different specs steer."""
+    """What is asked of steercap.
+
+    Args:
+        capture: rows of "one" layer or of "all", their "mean" at all layers, or None.
+        specs: how many different specs steer.
+    """
 
     capture: str | None = None
     specs: int = 0
 
     @classmethod
     def parse(cls, name: str) -> Mode:
-        """Read "idle", "capture-one", "capture-all" or "steer-K".
+        """Read "idle", "capture-one", "capture-all", "capture-mean" or "steer-K".
 
         Raises:
             ValueError: another name.
         """
-        found = re.fullmatch(r"idle|capture-(one|all)|steer-([1-9]\d*)", name)
+        found = re.fullmatch(r"idle|capture-(one|all|mean)|steer-([1-9]\d*)", name)
         if found is None:
             raise ValueError(f"no mode {name!r}; modes: {', '.join(MODES)}, and steer-K for any K")
         return cls(found[1], int(found[2] or 0))

@@ -29,31 +29,33 @@ class Admission:
         page_bytes: bytes of a page.
         settings: what to do when it is full.
         engines: engines, each with an arena of its own.
+        tallies: reductions that can run along at once in each engine.
     """
 
-    def __init__(self, pages: int, page_bytes: int, settings: Settings, engines: int = 1) -> None:
-        self.budget = Budget(pages, engines)
+    def __init__(self, pages: int, page_bytes: int, settings: Settings, engines: int = 1, tallies: int = 0) -> None:
+        self.budget = Budget(pages, engines, tallies)
         self.page_bytes = page_bytes
         self._settings = settings
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
         self._watch: asyncio.TimerHandle | None = None
 
-    async def claim(self, pages: int, call: object, engine: int | None = None) -> Ticket:
+    async def claim(self, pages: int, call: object, engine: int | None = None, tallies: int = 0) -> Ticket:
         """Reserve pages, in order of arrival; the ticket says on which engine.
 
         Args:
             pages: pages of the arena.
             call: the `generate` call it is for.
             engine: the engine that must run the request, or None.
+            tallies: reductions that run along with it.
 
         Raises:
             CaptureMemoryFull: there can be no room, or none came in time, or waiting is not wanted.
             ModelClosed: the model was closed meanwhile.
         """
-        ticket = Ticket(pages, call, engine=engine)
+        ticket = Ticket(pages, call, engine=engine, tallies=tallies)
         if pages > self.budget.pages:
             raise CaptureMemoryFull(f"{self._situation(ticket)}; {_REMEDY}")
-        if self._settings.overflow == "error" and (self.budget.waiting or pages > self.budget.free(engine)):
+        if self._settings.overflow == "error" and (self.budget.waiting or not self.budget.possible(ticket)):
             raise CaptureMemoryFull(f"{self._situation(ticket)} and overflow='error'; {_REMEDY}")
         admitted = self._waiting[ticket] = asyncio.get_running_loop().create_future()
         self._settle(self.budget.claim(ticket))

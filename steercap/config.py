@@ -19,6 +19,9 @@ Transport = Literal["auto", "shared", "wire"]
 #: Rows of 113,000 tokens of an 8B model at one layer, or of 3,800 at all 36; resident only when used.
 DEFAULT_CAPTURE_BYTES: Final = 4 << 30
 
+#: 900 requests of an 8B model that reduce at all layers; where fewer can run at once, less is taken.
+DEFAULT_REDUCE_BYTES: Final = 1 << 30
+
 #: 16,384 vectors of an 8B model; resident only when used.
 DEFAULT_VECTOR_BYTES: Final = 256 << 20
 
@@ -41,6 +44,8 @@ class Settings:
         arena_bytes: device memory on each capturing worker for rows on their way to shared memory; None for twice
             what the largest pass can need at all armed points, or once, if that is more than a tenth of the
             device. Not used on CPU.
+        reduce_bytes: most memory on each capturing worker's device for reductions that run along with their requests,
+            in bytes; requests beyond wait. 0: rows are kept until their request ends, and reduced then.
 
     Raises:
         InvalidSetting: a value that does not fit.
@@ -57,6 +62,7 @@ class Settings:
     vector_bytes: int = DEFAULT_VECTOR_BYTES
     edits_per_point: int = 16
     arena_bytes: int | None = None
+    reduce_bytes: int = DEFAULT_REDUCE_BYTES
 
     def __post_init__(self) -> None:
         sites = (self.sites,) if isinstance(self.sites, str) else tuple(dict.fromkeys(self.sites))
@@ -71,6 +77,8 @@ class Settings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise InvalidSetting(f"{name}={value!r}; give a whole number above 0")
+        if isinstance(self.reduce_bytes, bool) or not isinstance(self.reduce_bytes, int) or self.reduce_bytes < 0:
+            raise InvalidSetting(f"reduce_bytes={self.reduce_bytes!r}; give a whole number, 0 or above")
         if self.arena_bytes is not None and (not isinstance(self.arena_bytes, int) or self.arena_bytes < 1):
             raise InvalidSetting(f"arena_bytes={self.arena_bytes!r}; give a whole number above 0, or None")
         if self.overflow_timeout <= 0:

@@ -82,6 +82,7 @@ class Engine:
         self._name = uuid4().hex[:8]
         self._numbers = count()
         self._ranks: tuple[tuple[Rank, ...], ...] = ()  # engine by engine
+        self.tallies = 0  # reductions that can run along at once in each engine
         self.admission = Admission(0, 0, settings)
         self.equipment = Equipment(0, 0, settings, self._equip)
         self._courier = Courier()
@@ -162,10 +163,12 @@ class Engine:
         return found
 
     def pages_needed(self, plan: CapturePlan, rows: int) -> int:
-        """Pages that `rows` rows of the plan take on the worker that holds most of them."""
+        """Pages that `rows` rows of the plan, or their tally, take on the worker that holds most of them."""
         return max(
             (
-                PageShape(rank.attached.page_lines, 1).pages(rows, points)
+                PageShape(rank.attached.page_lines, 1).pages(
+                    rank.attached.tally_records if plan.tally and rows else rows, points
+                )
                 for rank in self._all_ranks
                 if (points := len(set(plan.points) & set(rank.attached.points)))
             ),
@@ -205,19 +208,20 @@ class Engine:
         """Engines behind this one: more than one with data parallelism."""
         return len(self._ranks)
 
-    async def admit(self, pages: int, call: object, engine: int | None = None) -> Ticket:
+    async def admit(self, pages: int, call: object, engine: int | None = None, tallies: int = 0) -> Ticket:
         """Reserve pages of an arena, waiting for room if need be; `generate` then runs the request where they are.
 
         Args:
             pages: pages of the arena.
             call: the `generate` call it is for.
             engine: the engine that must run the request, or None: one with room.
+            tallies: reductions that run along with it.
 
         Raises:
             CaptureMemoryFull: there can be no room, or none came in time, or waiting is not wanted.
         """
         self._require_open()
-        return await self.admission.claim(pages, call, engine)
+        return await self.admission.claim(pages, call, engine, tallies)
 
     def finish(self, ticket: Ticket, parts: Sequence[int]) -> list[Ticket]:
         """A request ended: its claim becomes one ticket a handle, of so many pages each."""
@@ -335,7 +339,8 @@ class Engine:
         shape = self._ranks[0][0].attached
         page_bytes = shape.page_lines * shape.width * getattr(torch, shape.dtype).itemsize
         pages = min(rank.attached.pages for rank in self._all_ranks)
-        self.admission = Admission(pages, page_bytes, settings, self.engines)
+        self.tallies = min(rank.attached.tallies for rank in self._all_ranks)
+        self.admission = Admission(pages, page_bytes, settings, self.engines, self.tallies)
         self.equipment = Equipment(
             settings.steering_slots, min(rank.attached.bank_rows for rank in self._all_ranks), settings, self._equip
         )

@@ -133,7 +133,13 @@ async def prepare(
     capture = None
     if spec is not None:
         capture = compile_capture(
-            spec, armed=engine.armed, num_layers=vllm.num_layers, prompt_len=prompt_len, limit=limit
+            spec,
+            armed=engine.armed,
+            num_layers=vllm.num_layers,
+            prompt_len=prompt_len,
+            limit=limit,
+            # Past a stop string the workers may go on any way; else as far as vLLM runs ahead, which they leave out.
+            tally=not sampling.stop and sampling.n <= engine.tallies,
         )
     change = None if lowered is None else Change(lowered, *scopes_of(lowered, prompt_len, limit))
     plan = None
@@ -195,7 +201,8 @@ async def memory_for(job: Job, call: object) -> Ticket | None:
         return None
     rows = int(selected(plan.capture.ranges, plan.limit).sum())
     pages = job.engine.pages_needed(plan.capture, rows) * plan.samples
-    return await job.engine.admit(pages, call, job.options.get("data_parallel_rank"))
+    tallies = plan.samples if plan.capture.tally else 0
+    return await job.engine.admit(pages, call, job.options.get("data_parallel_rank"), tallies)
 
 
 @asynccontextmanager

@@ -90,9 +90,12 @@ def some_runtime(
     tokens: int = 1024,
     arena_bytes: int | None = 1 << 20,
     local: Sequence[int] | None = None,
+    tallies: int = 8,
+    lag: int = 1,
+    held: int = 2,
 ) -> Runtime:
     """One rank of `points` points, those of `local` on it, or all."""
-    sizes = TapSizes(slots, bank_rows, entries, tokens, arena_bytes)
+    sizes = TapSizes(slots, bank_rows, entries, tokens, arena_bytes, tallies, lag, held)
     taps = some_taps(kind, range(points) if local is None else local, width, sizes, dtype, captures=captures)
     return Runtime(taps, points, dtype, device_of(kind), captures=captures)
 

@@ -267,6 +267,7 @@ async def check_stress(run: Run, show: Show) -> None:
         (stress.prefix_cache_hits, {"cached_tokens": 1}),
         (stress.preemption, {"preemptions": 1, "rows_written_again": 1}),
         (stress.steered_preemption, {"preemptions": 1, "rows_written_again": 1}),
+        (stress.reductions_along, {"preemptions": 1}),
         (stress.one_token_prompts, {}),
         (stress.cancelled_neighbours, {"cancelled": 6}),
         (lambda model, reference: stress.everything_at_once(model, reference, seconds), staggered),

@@ -23,7 +23,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from steercap.adapters.settings import CONFIG_KEY, worker_config
+from steercap.adapters.settings import CONFIG_KEY, overshoot, worker_config
 from steercap.config import Settings
 from steercap.core.plan import EXTRA_ARGS_KEY, Plan
 from steercap.core.spec import Point
@@ -80,7 +80,7 @@ class VllmEngine:
         self.max_model_len: int = config.max_model_len
         self.hidden_size: int = config.get_hidden_size()
         #: Tokens that a request may be computed beyond its end, which the scheduler learns of too late.
-        self.overshoot = _overshoot(llm.vllm_config)
+        self.overshoot = overshoot(llm.vllm_config)
 
     @classmethod
     def start(cls, model: str, settings: Settings, engine_args: Mapping[str, Any]) -> VllmEngine:
@@ -297,13 +297,6 @@ def _engine_args(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArgs:
 
 async def _listed(answer: Awaitable[list[bytes]]) -> list[list[bytes]]:
     return [await answer]
-
-
-def _overshoot(config: Any) -> int:
-    speculative = config.speculative_config
-    drafts = 0 if speculative is None else int(speculative.num_speculative_tokens)
-    passes = int(config.max_concurrent_batches)
-    return (passes - 1) * (1 + drafts) + drafts
 
 
 def _check_supported(config: Any) -> None:

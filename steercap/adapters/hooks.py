@@ -56,7 +56,7 @@ def attach(runner: Any) -> None:
     start, stop = model_config.get_layers_start_end_indices(config.parallel_config)
     points = install_taps(runner.get_model(), family, armed, range(start, stop), runner.device)
     width = model_config.get_hidden_size()
-    sizes = tap_sizes(config.additional_config, width, runner.max_num_tokens + _PADDING)
+    sizes = tap_sizes(config, width, len(points), runner.max_num_tokens + _PADDING)
     captures = get_tensor_model_parallel_rank() == 0
     with torch.inference_mode(mode=False):  # or the tables could be written in inference mode alone
         taps: Taps

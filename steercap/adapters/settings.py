@@ -32,6 +32,7 @@ def worker_config(armed: Sequence[Point], settings: Settings) -> dict[str, Any]:
         "vector_bytes": settings.vector_bytes,
         "edits_per_point": settings.edits_per_point,
         "arena_bytes": settings.arena_bytes,
+        "reduce_bytes": settings.reduce_bytes,
         "source": source_digest(),
     }
 
@@ -41,22 +42,41 @@ def armed_points(additional_config: Mapping[str, Any]) -> tuple[Point, ...]:
     return tuple(Point(layer, site) for layer, site in additional_config[CONFIG_KEY]["points"])
 
 
-def tap_sizes(additional_config: Mapping[str, Any], width: int, tokens: int) -> TapSizes:
+def tap_sizes(config: Any, width: int, points: int, tokens: int) -> TapSizes:
     """How large a worker's tables are.
 
     Args:
-        additional_config: vLLM's.
+        config: vLLM's.
         width: elements of a row.
+        points: points on the worker.
         tokens: most tokens of a pass.
     """
-    found = additional_config[CONFIG_KEY]
+    found = config.additional_config[CONFIG_KEY]
+    lag = overshoot(config)
+    held = lag + drafts(config) + 1  # one more: a preempted request computes its last token anew, and the next one
+    tally_bytes = points * width * (torch.float32.itemsize + held * config.model_config.dtype.itemsize)
     return TapSizes(
         slots=found["slots"],
         bank_rows=found["vector_bytes"] // (width * torch.float32.itemsize),
         entries=found["edits_per_point"],
         tokens=tokens,
         arena_bytes=found["arena_bytes"],
+        tallies=min(config.scheduler_config.max_num_seqs, found["reduce_bytes"] // max(tally_bytes, 1)),
+        lag=lag,
+        held=held,
     )
+
+
+def drafts(config: Any) -> int:
+    """Tokens that vLLM drafts for a request in a pass."""
+    speculative = config.speculative_config
+    return 0 if speculative is None else int(speculative.num_speculative_tokens)
+
+
+def overshoot(config: Any) -> int:
+    """How many positions vLLM may compute past the end of a sequence, before its scheduler knows of it."""
+    passes = int(config.max_concurrent_batches)
+    return (passes - 1) * (1 + drafts(config)) + drafts(config)
 
 
 def source_digest() -> str:

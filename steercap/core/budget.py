@@ -25,6 +25,7 @@ class Ticket:
 
     Args:
         pages: pages reserved.
+        tallies: reductions that run along with the request.
         call: the `generate` call it belongs to; handles of a call reach the user only when it ends.
         engine: the engine whose arena it is, or None: the first one with room.
     """
@@ -33,6 +34,7 @@ class Ticket:
     call: object
     phase: Phase = "waiting"
     engine: int | None = None
+    tallies: int = 0
 
 
 class Budget:
@@ -41,10 +43,13 @@ class Budget:
     Args:
         pages: pages of the arena of each engine, the smallest where they differ.
         engines: how many engines there are.
+        tallies: reductions that can run along at once in each engine.
     """
 
-    def __init__(self, pages: int, engines: int = 1) -> None:
+    def __init__(self, pages: int, engines: int = 1, tallies: int = 0) -> None:
         self.pages = pages
+        self.tallies = tallies
+        self._tallying = [0] * engines
         self._reserved = [0] * engines  # pages claimed by running and finished requests
         self._running = [0] * engines  # requests that run, and whose end may make room
         self._held: dict[Ticket, None] = {}
@@ -100,32 +105,40 @@ class Budget:
         assert ticket.engine is not None
         self._held[ticket] = None
         self._reserved[ticket.engine] += ticket.pages
-        self._running[ticket.engine] += ticket.phase == "running"
+        if ticket.phase == "running":
+            self._running[ticket.engine] += 1
+            self._tallying[ticket.engine] += ticket.tallies
 
     def _drop(self, ticket: Ticket) -> None:
         if ticket in self._held:
             assert ticket.engine is not None
             del self._held[ticket]
             self._reserved[ticket.engine] -= ticket.pages
-            self._running[ticket.engine] -= ticket.phase == "running"
+            if ticket.phase == "running":
+                self._running[ticket.engine] -= 1
+                self._tallying[ticket.engine] -= ticket.tallies
         elif ticket in self._queue:
             self._queue.remove(ticket)
 
     def admit(self) -> list[Ticket]:
         """Admit from the head of the queue while there is room."""
         admitted: list[Ticket] = []
-        while self._queue and self._queue[0].pages <= self.free(self._queue[0].engine):
+        while self._queue and (possible := self.possible(self._queue[0])):
             ticket = self._queue.popleft()
             ticket.phase = "running"
-            ticket.engine = min(self._possible(ticket), key=lambda one: (self._running[one], self._reserved[one]))
+            ticket.engine = min(possible, key=lambda one: (self._running[one], self._reserved[one]))
             self._hold(ticket)
             admitted.append(ticket)
         return admitted
 
-    def _possible(self, ticket: Ticket) -> list[int]:
+    def possible(self, ticket: Ticket) -> list[int]:
         """Engines that may run the ticket's request, and have room."""
         wanted = range(len(self._reserved)) if ticket.engine is None else (ticket.engine,)
-        return [engine for engine in wanted if ticket.pages <= self.free(engine)]
+        return [
+            engine
+            for engine in wanted
+            if ticket.pages <= self.free(engine) and ticket.tallies <= self.tallies - self._tallying[engine]
+        ]
 
     def hopeless(self) -> Ticket | None:
         """The head of the queue, if nothing can help it: what its own call holds is in the way and will not move.

@@ -136,6 +136,8 @@ class Attached(Message, frozen=True):
         page_lines: lines of a page.
         pages: pages of the arena.
         bank_rows: rows of the vector bank.
+        tallies: reductions that can run along at once.
+        tally_records: records that such a reduction takes in the arena once its request has ended.
         path: where a process of the same machine can open the arena.
         nonce: first bytes of the arena, to know it by.
     """
@@ -146,6 +148,8 @@ class Attached(Message, frozen=True):
     page_lines: int
     pages: int
     bank_rows: int
+    tallies: int
+    tally_records: int
     path: str
     nonce: bytes
 

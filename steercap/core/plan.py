@@ -26,6 +26,8 @@ class CapturePlan(msgspec.Struct, frozen=True):
         reduce: how selected rows become one, or None.
         codec: name of the codec of the parcel.
         before_edits: whether rows are kept as they were before the edits of their point.
+        tally: whether the reduction runs along while the rows come, so that they are never kept; otherwise they all
+            are, until the client says where the sequence ends.
     """
 
     points: tuple[int, ...]
@@ -33,6 +35,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
     reduce: Reduction | None
     codec: str
     before_edits: bool = False
+    tally: bool = False
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -73,7 +76,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def compile_capture(
-    spec: CaptureSpec, *, armed: dict[Point, int], num_layers: int, prompt_len: int, limit: int
+    spec: CaptureSpec, *, armed: dict[Point, int], num_layers: int, prompt_len: int, limit: int, tally: bool
 ) -> CapturePlan:
     """Compile `spec` for one request.
 
@@ -83,13 +86,15 @@ def compile_capture(
         num_layers: decoder layers of the model.
         prompt_len: prompt tokens.
         limit: positions that can be inputs of the model: prompt + generated - 1 at most.
+        tally: whether a reduction may run along.
 
     Raises:
         InvalidSelection, EmptySelection: `tokens` does not fit the prompt.
     """
     points = tuple(sorted(armed[point] for point in spec.points(num_layers)))
     ranges = spec.selection.ranges(prompt_len, limit)
-    return CapturePlan(points, ranges, spec.reduce, spec.codec, spec.before_edits)
+    tally = tally and spec.reduce is not None
+    return CapturePlan(points, ranges, spec.reduce, spec.codec, spec.before_edits, tally)
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

@@ -64,7 +64,20 @@ def parity(
         given = {layer: handle.captures[layer, "resid_pre"].to(dtype) for layer in handle.captures.layers}
     known = reference.rows(ids, handle.points, given, steering=steering, prompt_len=len(handle.prompt_token_ids))
     assert handle.token_ids.tolist() == [ids[position] for position in handle.positions.tolist()]
-    return by_part(handle, {point: rows[handle.positions] for point, rows in known.items()})
+    selected = {point: rows[handle.positions] for point, rows in known.items()}
+    return _reduced(handle, selected) if handle.receipt.reduce else by_part(handle, selected)
+
+
+def _reduced(handle: CaptureHandle, known: dict[Point, torch.Tensor]) -> dict[str, Parity]:
+    """The worst reduced row of each site."""
+    reduce: Any = {"mean": torch.mean, "sum": torch.sum, "max": torch.amax, "last": lambda rows, _: rows[-1]}
+    how = handle.receipt.reduce
+    found: dict[str, Parity] = {}
+    for point, rows in known.items():
+        name = f"{point.site} {how}"
+        same = compare_rows(handle.captures[point], reduce[how](rows.double(), 0)[None])
+        found[name] = found.get(name, PERFECT).worse(same)
+    return found
 
 
 def by_part(handle: CaptureHandle, known: dict[Point, torch.Tensor]) -> dict[str, Parity]:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from steercap.core.spec import CaptureSpec
+from steercap.core.spec import REDUCTIONS, CaptureSpec
 from steercap.handle import CaptureHandle
 from steercap.model import SteerModel
 from steercap.steering import SteeringSpec
@@ -114,6 +114,29 @@ async def steered_preemption(model: SteerModel, reference: Reference) -> Shown:
     await model.fetch_captures_batch(handles)
     assert all(handle.receipt.steering.rows == (LAYERS * handle.receipt.rows,) for handle in handles)
     return Shown(await held(handles, reference, specs), counts.since() | {"rows written again": _again(handles)})
+
+
+async def reductions_along(model: SteerModel, reference: Reference) -> Shown:
+    """Rows that are reduced as they come: chunks, preemption, and ends that the scheduler learns of a pass late."""
+    prompts = [random_prompt(100 + seed, 400 + seed) for seed in range(16)]
+    params = [{"max_tokens": 60, **GREEDY} for _ in prompts]
+    outputs = await model.generate(prompts, params, raw_output=True)
+    for number, (one, output) in enumerate(zip(params, outputs, strict=True)):
+        one["stop_token_ids"] = [output.outputs[0].token_ids[40 + number]]  # which may have come before
+    chosen: list[Any] = ["all", "generated", "prompt", [7, -1, "generated"], slice(3, None, 5)]
+    specs = [
+        CaptureSpec(sites=ALL_SITES, tokens=chosen[number % len(chosen)], reduce=REDUCTIONS[number % len(REDUCTIONS)])
+        for number in range(len(prompts))
+    ]
+    counts = Counts(model)
+    _, handles = await model.generate(prompts, params, capture=specs)
+    await model.fetch_captures_batch(handles)
+    lengths = [len(handle.output_token_ids) for handle in handles]
+    assert all(length <= 41 + number for number, length in enumerate(lengths))
+    return Shown(
+        await held(handles, reference),
+        counts.since() | {"rows written again": _again(handles), "tokens generated": sum(lengths)},
+    )
 
 
 def _again(handles: Sequence[CaptureHandle]) -> int:

@@ -23,8 +23,8 @@ from steercap.worker.steering import Steered
 from steercap.worker.step import Step
 
 #: What is known of the next tokens of a request: they are alike from position NEXT up to STOP, which is not among them.
-#: The line of position p is LINE + p × RECORD.
-_NEXT, _STOP, _LINE, _RECORD, _LAYOUT, _COPIES, _SLOT, _MASK, _EDITS, _FIELDS = range(10)
+#: The line of position p is LINE + p × RECORD, unless its row goes into a reduction.
+_NEXT, _STOP, _LINE, _TALLY, _RECORD, _LAYOUT, _COPIES, _SLOT, _MASK, _EDITS, _FIELDS = range(11)
 #: No position is reached by it.
 NEVER: Final = np.iinfo(np.int64).max
 
@@ -137,6 +137,12 @@ class Ledger:
             self._state[tracked.place, _STOP] = 0
             self._holding[tracked.place] = False
 
+    def look_again(self, tracked: Tracked) -> None:
+        """What was known of the next tokens of a request may not hold any more."""
+        if tracked.place != NONE:
+            self.flush(tracked)
+            self._state[tracked.place, _STOP] = 0
+
     # The pass
 
     def place(self, batch: BatchRows) -> Step | None:
@@ -186,25 +192,32 @@ class Ledger:
     def _work_out(self, request: Tracked, start: int, first_token: int, count: int) -> Step | None:
         """One request's tokens of a pass, and what its next ones will be."""
         outbox, steered = request.outbox, request.steered
+        kept = np.zeros(count, dtype=np.bool_)
         lines: Ints = np.full(count, NONE, dtype=np.int64)
         masks = np.zeros(count, dtype=np.int32)
         if outbox is not None and outbox.failure is None:
-            lines = outbox.place(start, count)
+            kept, lines = outbox.place(start, count)
         if steered is not None:
             masks = steered.place(start, count)
-        chosen = np.flatnonzero((lines != NONE) | (masks != 0))
+        chosen = np.flatnonzero(kept | (masks != 0))
         part = None
         if len(chosen):
-            part = self._part(request, chosen, start, first_token, lines[chosen], masks[chosen])
+            part = self._part(request, chosen, start, first_token, kept[chosen], lines[chosen], masks[chosen])
         self._look_ahead(request, start + count)
         return part
 
     def _part(  # noqa: PLR0917 -- the columns of a table
-        self, request: Tracked, chosen: Ints, start: int, first_token: int, lines: Ints, masks: npt.NDArray[np.int32]
+        self,
+        request: Tracked,
+        chosen: Ints,
+        start: int,
+        first_token: int,
+        kept: npt.NDArray[np.bool_],
+        lines: Ints,
+        masks: npt.NDArray[np.int32],
     ) -> Step:
         outbox, steered = request.outbox, request.steered
         size = len(chosen)
-        kept = lines != NONE
         layout, record, copies = (NONE, 0, 0) if outbox is None else outbox.record
         slots = np.full(size, NONE if steered is None or steered.slot is None else steered.steering.slot)
         positions = chosen + start
@@ -213,7 +226,9 @@ class Ledger:
             owners=np.full(size, request.place),
             tokens=chosen + first_token,
             positions=positions,
+            firsts=np.full(size, start),
             lines=lines,
+            tallies=np.where(kept, NONE if outbox is None else outbox.tally, NONE),
             records=np.where(kept, record, 0),
             layouts=np.where(kept, layout, NONE),
             slots=slots,
@@ -228,11 +243,11 @@ class Ledger:
         self.flush(request)
         outbox, steered = request.outbox, request.steered
         request.run_from = start
-        stop, line, layout, record, copies = NEVER, 0, NONE, 0, 0
+        stop, line, tally, layout, record, copies = NEVER, 0, NONE, NONE, 0, 0
         if outbox is not None and outbox.failure is None:
             stop, first = outbox.ahead(start)
             if first is not None:
-                line, (layout, record, copies) = first, outbox.record
+                line, tally, (layout, record, copies) = first, outbox.tally, outbox.record
         slot, mask = NONE, 0
         if steered is not None:
             reach, mask = steered.ahead(start)
@@ -241,7 +256,7 @@ class Ledger:
                 slot = steered.steering.slot
         slots, masks = np.array([slot]), np.array([mask], dtype=np.int32)
         edits = int(self._programs.evidence(slots, masks)[0])
-        self._state[request.place] = (start, stop, line, record, layout, copies, slot, mask, edits)
+        self._state[request.place] = (start, stop, line, tally, record, layout, copies, slot, mask, edits)
 
     def computes(self, step: Step, wanted: Iterable[Wanted]) -> bool:
         """Whether a step computes any of the tokens that are wanted."""
@@ -278,16 +293,20 @@ def _alike_tokens(places: Ints, starts: Ints, counts: Ints, first_tokens: Ints, 
     if not busy.all():
         places, starts, counts, first_tokens = places[busy], starts[busy], counts[busy], first_tokens[busy]
         state, kept = state[busy], kept[busy]
+    firsts = starts
     if (counts > 1).any():
         request = np.repeat(np.arange(len(counts)), counts)
         along = np.arange(len(request)) - (np.cumsum(counts) - counts)[request]
-        places, starts, first_tokens = places[request], starts[request] + along, first_tokens[request] + along
-        state, kept = state[request], kept[request]
+        places, firsts, first_tokens = places[request], starts[request], first_tokens[request] + along
+        starts, state, kept = firsts + along, state[request], kept[request]
+    drained = kept & (state[:, _TALLY] == NONE)
     return Step(
         owners=places,
         tokens=first_tokens,
         positions=starts,
-        lines=np.where(kept, state[:, _LINE] + starts * state[:, _RECORD], NONE),
+        firsts=firsts,
+        lines=np.where(drained, state[:, _LINE] + starts * state[:, _RECORD], NONE),
+        tallies=state[:, _TALLY],
         records=state[:, _RECORD],
         layouts=state[:, _LAYOUT],
         slots=state[:, _SLOT],

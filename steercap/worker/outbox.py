@@ -1,4 +1,4 @@
-"""One request's rows while they come in, and the parcel they become.
+"""One request's rows while they come in, or the reduction that runs along with them; and the parcel they become.
 
 Number 6 and 7 in the life of a request.
 """
@@ -6,8 +6,10 @@ Number 6 and 7 in the life of a request.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from steercap.core.messages import LineRange, Owner, Parcel
@@ -17,7 +19,9 @@ from steercap.core.rows import Ints, ranks, rows_selected, runs
 from steercap.core.spec import Reduction
 from steercap.worker.arena import Arena
 from steercap.worker.layouts import Layouts
-from steercap.worker.reduce import REDUCED_DTYPE, reduce_rows
+from steercap.worker.reduce import REDUCED_DTYPE, Accumulator, reduce_rows
+from steercap.worker.tallies import EMPTY
+from steercap.worker.taps.base import Taps
 
 
 class Outbox:
@@ -57,26 +61,37 @@ class Outbox:
             return NONE, 0, 0
         return self._layout.number, len(self._points), self._layout.evidence
 
-    def place(self, start: int, count: int) -> Ints:
-        """Find lines for the tokens of a pass: the first line of each record, NONE where none is kept; int64 [count].
+    @property
+    def tally(self) -> int:
+        """The reduction that runs along with the rows, NONE if they go to the arena."""
+        return NONE
+
+    def place(self, start: int, count: int) -> tuple[npt.NDArray[np.bool_], Ints]:
+        """Find out where the tokens of a pass go.
 
         Args:
             start: position of the request's first token in this pass.
             count: tokens of the request in this pass.
+
+        Returns:
+            Which of them are kept, bool [count]; and the first line of each record in the arena, NONE where none is:
+            int64 [count].
         """
         lines: Ints = np.full(count, NONE, dtype=np.int64)
+        kept = np.zeros(count, dtype=np.bool_)
         order = self._ranks[start : start + count]  # drafts may lie beyond all the request can keep
         chosen = np.flatnonzero(order >= 0)
-        if not len(chosen) or not self._points:
-            return lines
+        if not len(chosen) or self._layout is None:
+            return kept, lines
         rows = order[chosen]
         if not self._reach(int(rows.max())):
             self.fail("the arena is full")
-            return lines
+            return kept, lines
         self.writes += len(rows)
         self._rows = max(self._rows, int(rows.max()) + 1)
+        kept[chosen] = True
         lines[chosen] = self._lines(rows)
-        return lines
+        return kept, lines
 
     def ahead(self, start: int) -> tuple[int, int | None]:
         """How far the tokens from `start` on are kept alike, and where.
@@ -89,10 +104,14 @@ class Outbox:
         if run == len(self._stops):
             return start, None
         end, shift = int(self._stops[run]), int(self._shifts[run])
-        if shift < 0 or not self._points:
+        if shift < 0 or self._layout is None:
             return end, None
         if not self._reach(start - shift):
             return start, None
+        return self._stretch(start, end, shift)
+
+    def _stretch(self, start: int, end: int, shift: int) -> tuple[int, int]:
+        """What `ahead` says of positions that are kept; row = position - shift."""
         page, record = (start - shift) // self._per_page, len(self._points)
         first = page * self._per_page + shift
         stop = first + self._per_page * self._consecutive(page)
@@ -137,7 +156,8 @@ class Outbox:
             stored, dtype = range(min(rows, 1)), REDUCED_DTYPE
             if rows and self._points and not failure and self._reduced is None:
                 self._reduced = positions, token_ids
-                self._reduce(self.capture.reduce, rows)
+                self._reduce(self.capture.reduce, rows, total)
+                failure = self.failure
         return Parcel(
             owner=self.owner,
             codec=self.capture.codec,
@@ -216,8 +236,94 @@ class Outbox:
             return None
         return f"{len(missing)} of {len(positions)} rows were never computed, the first of them row {missing[0]}"
 
-    def _reduce(self, reduction: Reduction, rows: int) -> None:
-        """Replace the rows by their reduction, in the first page; the others are given back."""
+    def _reduce(self, reduction: Reduction, rows: int, _total: int) -> None:
+        """Put the reduction of the first rows into the first page; the others are given back."""
         lines = tuple(self._line_ranges(range(rows), self._arena.dtype))
         reduce_rows(self._arena, lines, len(self._points), reduction)
         self._keep(1)
+
+
+class TallyOutbox(Outbox):
+    """An outbox whose rows are reduced as they come: only the reduction ever reaches the arena, when the request ends.
+
+    Args:
+        owner, plan, capture, layouts, arena: as for `Outbox`.
+        taps: where the reduction runs.
+    """
+
+    def __init__(  # noqa: PLR0917 -- as for `Outbox`
+        self, owner: Owner, plan: Plan, capture: CapturePlan, layouts: Layouts, arena: Arena, taps: Taps
+    ) -> None:
+        super().__init__(owner, plan, capture, layouts, arena)
+        assert capture.reduce is not None
+        self._taps = taps
+        self._tally = taps.tallies.acquire(capture.reduce, plan.prompt_len) if self._layout else None
+        self._labelled: Ints = np.full((2, int(self._ranks.max(initial=NONE)) + 1), NONE, dtype=np.int64)
+        self._ended: tuple[int, Ints] | None = None  # rows added, and positions of those held apart
+        self._copied: Any = None
+        if self._layout and self._tally is None:
+            self.fail("too many reductions run at once")
+
+    @property
+    def tally(self) -> int:
+        return NONE if self._tally is None else self._tally
+
+    def place(self, start: int, count: int) -> tuple[npt.NDArray[np.bool_], Ints]:
+        kept, lines = super().place(start, count)
+        return kept, np.full_like(lines, NONE)
+
+    def _stretch(self, start: int, end: int, shift: int) -> tuple[int, int]:  # noqa: ARG002 -- no row has a line
+        return end, 0
+
+    def reads(self, total: int) -> int:  # noqa: ARG002 -- whatever was added must have been
+        return self.limit
+
+    def label(self, positions: Ints, token_ids: Ints) -> None:
+        """Say what the model read where rows were added, or held apart."""
+        self._labelled[:, self._ranks[positions]] = positions, token_ids
+
+    def stop(self) -> None:
+        record = len(self._points)
+        if self._tally is not None:
+            self._ended = self._taps.tallies.release(self._tally)
+            if len(self._pages):
+                lines = self._lines(np.arange(tally_records(self._arena.dtype, self._taps.tallies.held)))
+                self._copied = self._taps.spill(self._tally, record, lines)
+            self._tally = None
+        if self._layout is not None:
+            self._layouts.release(self._layout)
+            self._layout = None
+
+    def _labels(self, rows: int) -> tuple[Ints, Ints]:
+        return self._labelled[0, :rows], self._labelled[1, :rows]
+
+    def _reach(self, _row: int) -> bool:
+        records = tally_records(self._arena.dtype, self._taps.tallies.held)
+        if not len(self._pages):
+            self._pages = self._arena.allocate(self._arena.shape.pages(records, len(self._points)))
+        return len(self._pages) * self._per_page >= records
+
+    def _reduce(self, reduction: Reduction, rows: int, total: int) -> None:
+        self.stop()
+        assert self._ended is not None, "an outbox without a tally has failed"
+        self._taps.landed(self._copied)
+        added, positions = self._ended
+        late = np.flatnonzero((positions != EMPTY) & (positions < total))
+        late = late[np.argsort(positions[late])]
+        if added + len(late) != rows:
+            self.fail(f"{added + len(late)} rows were reduced, and {rows} are selected")
+            return
+        record, dtype, lines = len(self._points), self._arena.dtype, self._arena.lines
+        share = REDUCED_DTYPE.itemsize // dtype.itemsize
+        first, *held = self._lines(np.arange(tally_records(dtype, len(positions)))[[0, *(share + late)]]).tolist()
+        sums = lines[first : first + record * share].view(REDUCED_DTYPE).view(record, -1)
+        accumulator = Accumulator(reduction, sums.clone(), added) if added else Accumulator(reduction)
+        for line in held:
+            accumulator.add(lines[line : line + record][None])
+        sums.copy_(accumulator.result())
+        self._keep(1)
+
+
+def tally_records(dtype: torch.dtype, held: int) -> int:
+    """Records that a reduction takes in the arena: its float32 rows, and those held apart."""
+    return REDUCED_DTYPE.itemsize // dtype.itemsize + held

@@ -23,12 +23,16 @@ class Accumulator:
 
     Args:
         reduce: which reduction.
+        value: what rows before came to, their sum for a mean; None if there were none.
+        rows: how many they were.
     """
 
-    def __init__(self, reduce: Reduction) -> None:
+    def __init__(
+        self, reduce: Reduction, value: Float[torch.Tensor, "points width"] | None = None, rows: int = 0
+    ) -> None:
         self._reduce = reduce
-        self._rows = 0
-        self._value: torch.Tensor | None = None
+        self._rows = rows
+        self._value = value
 
     def add(self, block: Float[torch.Tensor, "rows points width"]) -> None:
         """Take in the next rows, at least one."""

@@ -25,6 +25,7 @@ from steercap.core.messages import (
     LineRange,
     Lines,
     Owner,
+    Parcel,
     Read,
     Settle,
     Unknown,
@@ -32,12 +33,13 @@ from steercap.core.messages import (
     decode_call,
     encode,
 )
-from steercap.core.plan import Plan
-from steercap.core.rows import BatchRows, Ints, page_shape
+from steercap.core.plan import CapturePlan, Plan
+from steercap.core.program import NONE
+from steercap.core.rows import BatchRows, Ints, ends_of_runs, page_shape
 from steercap.errors import WorkerFailure
 from steercap.worker.arena import Arena
 from steercap.worker.ledger import Ledger, Tracked
-from steercap.worker.outbox import Outbox
+from steercap.worker.outbox import Outbox, TallyOutbox, tally_records
 from steercap.worker.steering import Steering
 from steercap.worker.step import Step, Witness
 from steercap.worker.taps.base import Taps
@@ -79,7 +81,7 @@ class Runtime:
         if plan.steering is not None:
             steered = self._steering.register(owner, plan, plan.steering)
         if plan.capture is not None and self._arena is not None and owner not in self._kept:
-            outbox = Outbox(owner, plan, plan.capture, self.taps.layouts, self._arena)
+            outbox = self._outbox_for(owner, plan, plan.capture, self._arena)
         if outbox is None and steered is None:
             return
         tracked = Tracked(owner, outbox, steered)
@@ -99,11 +101,17 @@ class Runtime:
         step = self._ledger.place(batch)
         if step is None:
             return
-        reason = self.taps.open(step, batch)
-        if reason:
-            for place in np.unique(step.owners[step.layouts >= 0]):
-                if (outbox := self._ledger.at(int(place)).outbox) is not None:
-                    outbox.fail(reason)
+        kept = step.owners[step.kept]
+        moves, crowded = self.taps.tallies.moves(step)
+        self._fail(crowded, "more of its newest rows than can be held apart may not be of its sequence")
+        if reason := self.taps.open(step, batch, moves):
+            self._fail(kept, reason)
+
+    def _fail(self, places: Ints, reason: str) -> None:
+        """Fail the rows of requests, by their places in the ledger."""
+        for place in np.unique(places).tolist():
+            if (outbox := self._ledger.at(place).outbox) is not None:
+                outbox.fail(reason)
 
     def end_step(self, error: BaseException | None = None) -> None:
         """The pass has run, or been launched, or failed: close the tables, and hear of passes before it meanwhile."""
@@ -126,7 +134,17 @@ class Runtime:
             self._refuse(step, witness, wrong)
         if self._arena is not None:
             kept = self._ledger.holding(step)
-            self._arena.label(step.lines[kept], witness.positions[kept], witness.token_ids[kept])
+            drained, tallied = kept & (step.lines != NONE), np.flatnonzero(kept & (step.lines == NONE))
+            self._arena.label(step.lines[drained], witness.positions[drained], witness.token_ids[drained])
+            if len(tallied):
+                self._label(step, witness, tallied)
+
+    def _label(self, step: Step, witness: Witness, tokens: Ints) -> None:
+        """Tell the outboxes of reductions that run along what the model read."""
+        for own in np.split(tokens, ends_of_runs(step.owners[tokens])[:-1]):
+            outbox = self._ledger.at(int(step.owners[own[0]])).outbox
+            assert isinstance(outbox, TallyOutbox)
+            outbox.label(step.positions[own], witness.token_ids[own])
 
     def _refuse(self, step: Step, witness: Witness, wrong: np.ndarray) -> None:
         """Fail the requests of tokens that were not computed, edited or copied as they should have been."""
@@ -173,23 +191,25 @@ class Runtime:
                 return Bystander()
             case Collect(wanted):
                 self._hear_of(wanted)
-                return Collected(
-                    tuple(
-                        outbox.seal(item.total, item.first)
-                        if (outbox := self._outbox(item.owner))
-                        else Unknown(item.owner)
-                        for item in wanted
-                    )
-                )
+                return Collected(tuple(map(self._seal, wanted)))
             case Read(ranges):
                 return Lines(self._read(ranges))
             case Census():
                 return self._count()
         raise WorkerFailure(f"no answer to {call.question!r}")
 
-    def _outbox(self, owner: Owner) -> Outbox | None:
-        tracked = self._kept.get(owner)
-        return None if tracked is None else tracked.outbox
+    def _outbox_for(self, owner: Owner, plan: Plan, capture: CapturePlan, arena: Arena) -> Outbox:
+        if capture.tally:
+            return TallyOutbox(owner, plan, capture, self.taps.layouts, arena, self.taps)
+        return Outbox(owner, plan, capture, self.taps.layouts, arena)
+
+    def _seal(self, item: Wanted) -> Parcel | Unknown:
+        tracked = self._kept.get(item.owner)
+        if tracked is None or tracked.outbox is None:
+            return Unknown(item.owner)
+        parcel = tracked.outbox.seal(item.total, item.first)
+        self._ledger.look_again(tracked)  # a reduction that was asked for has ended
+        return parcel
 
     def _attach(self, asked: Attach) -> Answer:
         if not self.captures:
@@ -197,7 +217,7 @@ class Runtime:
         if self._arena is None:
             with torch.inference_mode(mode=False):  # or its lines could be written in inference mode alone
                 self._arena = Arena(self._shape, self.taps.width, self.dtype, asked.capture_bytes, self.device)
-            self.taps.use(self._arena)
+                self.taps.use(self._arena)
         return Attached(
             points=self.taps.points,
             width=self.taps.width,
@@ -205,6 +225,8 @@ class Runtime:
             page_lines=self._shape.lines,
             pages=self._arena.pages.total,
             bank_rows=self.taps.sizes.bank_rows,
+            tallies=self.taps.tallies.total,
+            tally_records=tally_records(self.dtype, self.taps.tallies.held),
             path=self._arena.segment.path,
             nonce=self._arena.segment.nonce,
         )

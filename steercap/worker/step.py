@@ -24,7 +24,9 @@ class Step:
         owners: place of each token's request in the ledger, int64 [tracked].
         tokens: its place in the batch, int64 [tracked].
         positions: its position, as scheduled, int64 [tracked].
-        lines: first line of its record in the arena, NONE if it is not kept: int64 [tracked].
+        firsts: position of the first token of its request in this pass, int64 [tracked].
+        lines: first line of its record in the arena, NONE if it goes to none: int64 [tracked].
+        tallies: the reduction that runs along with its request, NONE if none does or it is not kept: int64 [tracked].
         records: lines of its record, int64 [tracked].
         layouts: layout of its record, NONE if it is not kept: int64 [tracked].
         slots: slot of its configuration, NONE if it is not changed: int64 [tracked].
@@ -38,7 +40,9 @@ class Step:
     owners: Ints
     tokens: Ints
     positions: Ints
+    firsts: Ints
     lines: Ints
+    tallies: Ints
     records: Ints
     layouts: Ints
     slots: Ints
@@ -52,8 +56,8 @@ class Step:
 
     @property
     def kept(self) -> npt.NDArray[np.bool_]:
-        """Which tokens are kept: bool [tracked]."""
-        kept: npt.NDArray[np.bool_] = self.lines != NONE
+        """Which tokens are kept, in the arena or in a reduction: bool [tracked]."""
+        kept: npt.NDArray[np.bool_] = self.layouts != NONE
         return kept
 
     @property

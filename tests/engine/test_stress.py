@@ -27,7 +27,7 @@ async def test_prefix_cache_hits(cramped, tiny_reference) -> None:
     await stress.prefix_cache_hits(cramped, tiny_reference)
 
 
-@pytest.mark.parametrize("scenario", [stress.preemption, stress.steered_preemption])
+@pytest.mark.parametrize("scenario", [stress.preemption, stress.steered_preemption, stress.reductions_along])
 async def test_preemption(cramped, tiny_reference, scenario) -> None:
     """Requests that are thrown out and recomputed have each row once, and right; steered, they are each time."""
     shown = await scenario(cramped, tiny_reference)

@@ -36,7 +36,18 @@ class ArenaReader(LineReader):
 
 
 def attached() -> Attached:
-    return Attached((), WIDTH, "bfloat16", page_lines=64, pages=LINES // 64, bank_rows=0, path="", nonce=b"")
+    return Attached(
+        (),
+        WIDTH,
+        "bfloat16",
+        page_lines=64,
+        pages=LINES // 64,
+        bank_rows=0,
+        tallies=0,
+        tally_records=0,
+        path="",
+        nonce=b"",
+    )
 
 
 def rank(index: int = 0, of: LineReader | None = None) -> Rank:

@@ -80,8 +80,19 @@ class Bench:
     def ask(self, question, released: tuple[Owner, ...] = ()):
         return decode_answer(self.runtime.answer(encode(Call(released, question))))
 
-    def plan(self, key: str, points=(0, 1, 2), ranges=(Range(0, None),), limit: int = 100, reduce=None) -> None:
-        plan = Plan(key, 10, limit, capture=CapturePlan(tuple(points), tuple(ranges), reduce, "raw"))
+    def plan(
+        self,
+        key: str,
+        points=(0, 1, 2),
+        ranges=(Range(0, None),),
+        limit: int = 100,
+        reduce=None,
+        *,
+        tally=False,
+        prompt=10,
+    ) -> None:
+        capture = CapturePlan(tuple(points), tuple(ranges), reduce, "raw", tally=tally)
+        plan = Plan(key, prompt, limit, capture=capture)
         self.runtime.register(key, plan.encode(), 0)
 
     def step(self, *parts: tuple[str, int, int], padding: int = 0, skip_point: int | None = None) -> None:
@@ -186,14 +197,18 @@ async def test_rows_past_the_end_are_not_handed_over() -> None:
 @LARGE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduce", ["mean", "sum", "max", "last"])
-async def test_reductions_run_over_pages_in_float32(dtype, reduce) -> None:
-    """Many pages in, one float32 row a point out; a second look gives the same; the pages go but one."""
+@pytest.mark.parametrize("tally", [False, True])
+async def test_reductions_run_over_pages_in_float32(dtype, reduce, tally) -> None:
+    """Many pages in, one float32 row a point out; a second look gives the same; the pages go but one.
+
+    A reduction that runs along takes no more than its own.
+    """
     bench = Bench(4 << 20, dtype, tokens=6_000)
-    bench.plan("r1", reduce=reduce, limit=30_000)
+    bench.plan("r1", reduce=reduce, limit=30_000, tally=tally, prompt=24_000)
     for start in range(0, 24_000, 6_000):
         bench.step(("r1", start, 6_000))
     pages = bench.ask(Census()).pages_in_use
-    assert pages > 1
+    assert pages == 1 if tally else pages > 1
     for _ in range(2):
         parcel, rows = await bench.rows("r1", 24_000)
         assert parcel.dtype == "float32"
@@ -393,7 +408,9 @@ async def test_a_row_past_the_end_does_not_land_on_a_reduced_one() -> None:
 def test_copies_are_joined_and_cut() -> None:
     """Records one behind the other on both sides are one copy; no copy is larger than a piece; not a byte is lost."""
     lines, records = np.array([10, 13, 16, 40, 42, 5]), np.array([3, 3, 3, 2, 2, 1])
-    to, start, count = runs(lines, records)
+    to, start, count = runs(lines, np.array([0, 3, 7, 10, 12, 14]), records)
+    assert (to.tolist(), start.tolist(), count.tolist()) == ([10, 16, 40, 5], [0, 7, 10, 14], [6, 3, 4, 1])
+    to, start, count = runs(lines, np.array([0, 3, 6, 9, 11, 13]), records)
     assert (to.tolist(), start.tolist(), count.tolist()) == ([10, 40, 5], [0, 9, 13], [9, 4, 1])
     targets, sources, sizes = pieces(to, start, count, 4)
     assert sizes.tolist() == [4, 4, 1, 4, 1]

@@ -10,16 +10,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 
 from steercap.core.program import Configuration
-from steercap.core.rows import BatchRows
+from steercap.core.rows import BatchRows, Ints
 from steercap.worker.arena import Arena
 from steercap.worker.layouts import Layouts
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step, Witness
+from steercap.worker.tallies import Moves, Tallies
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,9 @@ class TapSizes:
         tokens: most tokens of a pass, padding included.
         arena_bytes: device memory for the rows of passes that are being copied away; None for twice what the largest
             pass can need, unless that is much of the device. Nothing on CPU, where rows need no copy.
+        tallies: reductions that can run along with their requests at once.
+        lag: how many positions vLLM may compute past the end of a sequence.
+        held: rows of a request that may turn out not to be of its sequence, most at once.
     """
 
     slots: int
@@ -40,6 +45,9 @@ class TapSizes:
     entries: int
     tokens: int
     arena_bytes: int | None = None
+    tallies: int = 0
+    lag: int = 0
+    held: int = 1
 
 
 class Taps(ABC):
@@ -58,6 +66,7 @@ class Taps(ABC):
         self.sizes = sizes
         self.programs = Programs(points, slots=sizes.slots, entries=sizes.entries)
         self.layouts = Layouts(points)
+        self.tallies = Tallies(sizes.tallies, sizes.lag, sizes.held)
         self.arena: Arena | None = None
         self.open_step: Step | None = None
 
@@ -74,8 +83,13 @@ class Taps(ABC):
         """Write vectors into the bank."""
 
     @abstractmethod
-    def open(self, step: Step, batch: BatchRows) -> str | None:
+    def open(self, step: Step, batch: BatchRows, moves: Moves | None) -> str | None:
         """Fill the tables for the pass that is about to run.
+
+        Args:
+            step: its tracked tokens.
+            batch: all of it.
+            moves: what it does to the reductions that run along, None if nothing.
 
         Returns:
             Why its rows cannot be kept (its edits are made all the same), or None.
@@ -84,6 +98,23 @@ class Taps(ABC):
     @abstractmethod
     def close(self, failure: str | None) -> None:
         """The pass that was opened has been run, or failed: every tap is idle until the next one."""
+
+    @abstractmethod
+    def spill(self, tally: int, record: int, lines: Ints) -> Any:
+        """Copy a reduction, and the rows it holds apart, to the arena, as the passes closed so far leave them.
+
+        Args:
+            tally: which.
+            record: how many points it has.
+            lines: first line of each record: of the reduced rows, float32, one behind the other; then of each slot.
+
+        Returns:
+            The mark of the copy.
+        """
+
+    @abstractmethod
+    def landed(self, mark: Any) -> None:
+        """Wait until what `spill` copies is in the arena."""
 
     @property
     @abstractmethod

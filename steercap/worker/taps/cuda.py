@@ -23,10 +23,12 @@ from jaxtyping import Float, Int
 
 from steercap.core.program import MAX_REPLACEMENTS, NONE, RESPONSE_NUMBERS, Configuration
 from steercap.core.rows import BatchRows, Ints
+from steercap.kernels import triton_tally as tally
 from steercap.kernels import triton_tap as kernel
 from steercap.worker.layouts import LAYOUTS
 from steercap.worker.programs import ENTRY_NUMBERS
 from steercap.worker.step import Step, Witness
+from steercap.worker.tallies import Moves
 from steercap.worker.taps.base import Taps, TapSizes
 from steercap.worker.taps.ring import Ring
 from steercap.worker.taps.transfers import Transfers, pieces, runs
@@ -56,6 +58,8 @@ class _Pass:
         place: first place of its witnesses.
         line: first line of its rows in the ring.
         lines: how many lines.
+        sources: first line in the ring of each tracked token's record, NONE if it is not kept: int64 [tracked].
+        moves: requests whose reductions it moves.
         failure: why it cannot be trusted.
         closed: mark of its end on the device.
         copies: what is to be copied to the host, targets, sources and sizes, from `queued` on.
@@ -69,6 +73,8 @@ class _Pass:
     place: int
     line: int
     lines: int
+    sources: Ints
+    moves: int
     failure: str | None = None
     closed: Any = None
     copies: tuple[Ints, ...] = ()
@@ -115,10 +121,16 @@ class CudaTaps(Taps):
         self._replacements = table(sizes.tokens * MAX_REPLACEMENTS)
         self._evidence = table(sizes.tokens, 2, dtype=torch.int64)
         self._rows = torch.empty((max(lines, 1), width), dtype=dtype, device=device)
+        most = sizes.tallies if captures else 0
+        self._sums = table(max(most, 1), count, width, dtype=torch.float32)
+        self._held = table(max(most, 1), sizes.held, count, width, dtype=dtype)
+        self._moves = table(max(most, 1), tally.MOVE_COLUMNS + 2 * sizes.held)
+        self._spilled: dict[int, Any] = {}
         self._witness = table(AHEAD * sizes.tokens, kernel.WITNESS_COLUMNS, dtype=torch.int64)
 
         self._said = transfers.pinned(self._witness.shape, torch.int64)
         self._uploads = [transfers.pinned(self._tokens.shape, torch.int32) for _ in range(AHEAD)]
+        self._uploaded = [transfers.pinned(self._moves.shape, torch.int32) for _ in range(AHEAD)]
         self._lines: Ring[_Pass] = Ring(len(self._rows))
         self._places: Ring[_Pass] = Ring(len(self._witness))
         self._passed: deque[_Pass] = deque()
@@ -128,6 +140,7 @@ class CudaTaps(Taps):
         self._vectors: list[tuple[Sequence[int], torch.Tensor]] = []
         nothing = table(1)  # compile what no dummy run of the model would
         kernel.launch_close(self._tokens, self._evidence, self._witness, nothing, nothing.long(), 1)
+        tally.launch_tally(self._moves[:1], self._sums, self._held, self._rows)
 
     def configure(self, slot: int, configuration: Configuration, places: Sequence[Sequence[int]]) -> None:
         self.programs.configure(slot, configuration, places)
@@ -138,18 +151,26 @@ class CudaTaps(Taps):
         if len(self._vectors) > VECTORS:
             self._write_tables()
 
-    def open(self, step: Step, batch: BatchRows) -> str | None:
+    def open(self, step: Step, batch: BatchRows, moves: Moves | None) -> str | None:
         self._write_tables()
         num_tokens, lines, failure = int(batch.counts.sum()), int(step.records[step.kept].sum()), None
         if lines > self._lines.size:
-            lines, failure = 0, self._keep_nothing(step, lines)
+            lines, moves, failure = 0, None, self._keep_nothing(step, lines)
         line, busy = self._lines.reserve(lines)
         for done in busy:
             self._copy_away(through=done)
             self._transfers.hold(done.copied)
         place, _ = self._places.reserve(len(step))  # free since its last pass was heard of: `crowded`
-        self._upload(step, num_tokens, line, place)
-        self._open = _Pass(step, num_tokens, batch.token_ids, batch.positions, place, line, lines)
+        sources = np.full(len(step), NONE, dtype=np.int64)
+        records = step.records[step.kept]
+        sources[step.kept] = line + np.cumsum(records) - records
+        self._number += 1  # of its buffers the last pass was heard of: `crowded`
+        self._upload(step, num_tokens, sources, place)
+        if moves is not None:
+            self._upload_moves(step, moves, sources)
+        self._open = _Pass(
+            step, num_tokens, batch.token_ids, batch.positions, place, line, lines, sources, len(moves or ())
+        )
         self.open_step = step
         return failure
 
@@ -161,6 +182,8 @@ class CudaTaps(Taps):
         kernel.launch_close(
             self._tokens, self._evidence, self._witness, done.token_ids, done.positions, done.num_tokens
         )
+        if done.moves:
+            tally.launch_tally(self._moves[: done.moves], self._sums, self._held, self._rows)
         done.closed = self._transfers.now()
         done.copies = self._pieces(done)
         beside = BESIDE_BYTES + int(BESIDE_SHARE * done.num_tokens * len(self.points) * self._row_bytes)
@@ -191,6 +214,19 @@ class CudaTaps(Taps):
                 done.copied = mark
             if done is through:
                 return
+
+    def spill(self, tally: int, record: int, lines: Ints) -> Any:
+        assert self.arena is not None
+        sums, held, to = self._sums[tally], self._held[tally], self.arena.lines.data_ptr()
+        sources = [sums.data_ptr(), *(rows.data_ptr() for rows in held)]
+        sizes = [record * sums[0].nbytes, *[record * self._row_bytes] * len(held)]
+        targets = to + lines[[0, *range(-len(held), 0)]] * self._row_bytes
+        mark = self._transfers.fetch(self._transfers.now(), targets, np.array(sources), np.array(sizes), urgent=True)
+        self._spilled[tally] = mark
+        return mark
+
+    def landed(self, mark: Any) -> None:
+        self._transfers.wait(mark)
 
     @property
     def unheard(self) -> Sequence[Step]:
@@ -247,6 +283,7 @@ class CudaTaps(Taps):
     def _keep_nothing(self, step: Step, lines: int) -> str:
         """The rows of a pass are more than the ring holds: say so, and keep none of them."""
         step.lines[:] = NONE
+        step.layouts[:] = NONE
         step.copies[:] = 0
         row = self._row_bytes
         return (
@@ -254,18 +291,16 @@ class CudaTaps(Taps):
             "raise SteerModel(..., arena_bytes=), or lower max_num_batched_tokens="
         )
 
-    def _upload(self, step: Step, num_tokens: int, line: int, place: int) -> None:
+    def _upload(self, step: Step, num_tokens: int, sources: Ints, place: int) -> None:
         """Tell the taps of each token of a pass, in one copy."""
-        buffer = self._uploads[self._number % AHEAD]  # its last pass was heard of: `crowded`
-        self._number += 1
+        buffer = self._uploads[self._number % AHEAD]
         table: npt.NDArray[np.int32] = buffer.numpy()
         table[:num_tokens] = NONE
         wishes = np.full((len(step), kernel.TOKEN_COLUMNS), NONE, dtype=np.int32)
         kept, changed = step.kept, step.changed
         wishes[changed, kernel.SLOT] = step.slots[changed]
         wishes[changed, kernel.MASK] = step.masks[changed]
-        records = step.records[kept]
-        wishes[kept, kernel.LINE] = line + np.cumsum(records) - records
+        wishes[:, kernel.LINE] = sources
         wishes[kept, kernel.LAYOUT] = step.layouts[kept]
         wishes[kept, kernel.BEFORE] = self.layouts.before[step.layouts[kept]]
         wishes[:, kernel.WITNESS] = place + np.arange(len(step))
@@ -273,6 +308,21 @@ class CudaTaps(Taps):
             self._replace(step, wishes)
         table[step.tokens] = wishes
         self._transfers.put(self._tokens[:num_tokens], buffer[:num_tokens])
+
+    def _upload_moves(self, step: Step, moves: Moves, sources: Ints) -> None:
+        """Tell what becomes of the reductions, in one copy."""
+        buffer, slots = self._uploaded[self._number % AHEAD], self.tallies.held
+        table: npt.NDArray[np.int32] = buffer.numpy()[: len(moves)]
+        table[:, tally.PLACE], table[:, tally.KIND], table[:, tally.FRESH] = moves.places, moves.kinds, moves.fresh
+        table[:, tally.COUNT], table[:, tally.LINE] = moves.counts, sources[moves.first]
+        table[:, tally.RECORD] = step.records[moves.first]
+        behind = tally.MOVE_COLUMNS + slots
+        table[:, tally.MOVE_COLUMNS : behind] = moves.adds
+        table[:, behind:] = np.where(moves.holds == NONE, NONE, sources[moves.holds])
+        for place in moves.places[moves.fresh].tolist():
+            if place in self._spilled:
+                self._transfers.hold(self._spilled.pop(place))
+        self._transfers.put(self._moves[: len(moves)], buffer[: len(moves)])
 
     def _replace(self, step: Step, wishes: npt.NDArray[np.int32]) -> None:
         """Tell the taps which rows are put in the place of tokens'."""
@@ -314,12 +364,12 @@ class CudaTaps(Taps):
         first = done.place * columns
         targets, sources = [np.array([self._said.data_ptr() + first])], [np.array([self._witness.data_ptr() + first])]
         sizes = [np.array([len(done.step) * columns])]
-        kept = done.step.kept
-        if self.arena is not None and kept.any():
+        drained = done.step.lines != NONE
+        if self.arena is not None and drained.any():
             row = self._row_bytes
-            to, start, lines = runs(done.step.lines[kept], done.step.records[kept])
+            to, start, lines = runs(done.step.lines[drained], done.sources[drained], done.step.records[drained])
             targets.append(self.arena.lines.data_ptr() + to * row)
-            sources.append(self._rows.data_ptr() + (done.line + start) * row)
+            sources.append(self._rows.data_ptr() + start * row)
             sizes.append(lines * row)
         return pieces(np.concatenate(targets), np.concatenate(sources), np.concatenate(sizes), PIECE_BYTES)
 

@@ -6,6 +6,8 @@ Number 5 in the life of a request. A step is over when its pass is, so it is hea
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from math import inf
 from typing import Any, Final
 
 import numpy as np
@@ -14,12 +16,14 @@ import torch
 from jaxtyping import Float, Int
 
 from steercap.core.program import NONE, RESPONSE_NUMBERS, Configuration, Response
-from steercap.core.rows import BatchRows, Ints
+from steercap.core.rows import BatchRows, Ints, ends_of_runs
 from steercap.kernels.bits import JOINED, MEASURES, READS, RELATIVE, REPLACES, RESTORES, USED, weight
 from steercap.kernels.reference import Column, copy_row, copy_rows, edit_stream
+from steercap.worker.arena import Arena
 from steercap.worker.layouts import Layouts
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step, Witness
+from steercap.worker.tallies import LAST, MAX, SUM, Moves
 from steercap.worker.taps.base import Taps, TapSizes
 
 #: The bits of an entry's kind that a column keeps, token by token.
@@ -43,11 +47,20 @@ class HostTaps(Taps):
         self._bank = torch.zeros((max(sizes.bank_rows, 1), width), dtype=torch.float32)
         self._edits = _Edits(self.programs)
         self._before, self._after = _Copies(), _Copies()
+        self._sums = torch.zeros((0, width))
+        self._held = torch.zeros((0, width))
+        self._adding = [_Additions(), _Additions()]  # of rows before their edits, and after
         self._fired: Ints = np.zeros(len(self.points), dtype=np.int64)
         self._misfit: str | None = None
         self._num_tokens = 0
         self._labels: tuple[Ints, Ints] = (self._fired[:0], self._fired[:0])
         self._done: list[tuple[Step, Witness]] = []
+
+    def use(self, arena: Arena) -> None:
+        super().use(arena)
+        lines = self.tallies.total * len(self.points)
+        self._sums = torch.zeros((lines, self.width), dtype=torch.float32)
+        self._held = torch.zeros((lines * self.tallies.held, self.width), dtype=arena.dtype)
 
     def configure(self, slot: int, configuration: Configuration, places: Sequence[Sequence[int]]) -> None:
         self.programs.configure(slot, configuration, places)
@@ -55,15 +68,20 @@ class HostTaps(Taps):
     def put(self, places: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
         self._bank[torch.tensor(places)] = vectors
 
-    def open(self, step: Step, batch: BatchRows) -> str | None:
+    def open(self, step: Step, batch: BatchRows, moves: Moves | None) -> str | None:
         self._fired[:] = 0
         self._misfit = None
         self._num_tokens = int(batch.counts.sum())
         tokens = torch.from_numpy(step.tokens)
         self._labels = _host(batch.token_ids, tokens), _host(batch.positions, tokens)
         before = step.kept & self.layouts.before[step.layouts]
-        self._before.fill(step, np.flatnonzero(before), self.layouts)
-        self._after.fill(step, np.flatnonzero(step.kept & ~before), self.layouts)
+        drained = step.lines != NONE
+        self._before.fill(step, np.flatnonzero(before & drained), self.layouts)
+        self._after.fill(step, np.flatnonzero(~before & drained), self.layouts)
+        if moves is not None:
+            self._begin(moves)
+        for adding, chosen in zip(self._adding, (before, ~before), strict=True):
+            adding.fill(step, moves, chosen, self.layouts, self.tallies.held)
         self._edits.fill(step)
         self.open_step = step
         return None
@@ -74,6 +92,29 @@ class HostTaps(Taps):
             failure = failure or self._misfit or self._misfires()
             token_ids, positions = self._labels
             self._done.append((step, Witness(token_ids, positions, self._edits.made(step), step.copies, failure)))
+
+    def _begin(self, moves: Moves) -> None:
+        """Empty the tallies that begin, and add what was held of the others."""
+        sums = self._sums.view(self.tallies.total, len(self.points), self.width)
+        held = self._held.view(self.tallies.total, self.tallies.held, len(self.points), self.width)
+        for kind, empty in ((SUM, 0.0), (MAX, -inf), (LAST, 0.0)):
+            sums[torch.from_numpy(moves.places[moves.fresh & (moves.kinds == kind)])] = empty
+        for slots in moves.adds.T:
+            for kind in np.unique(moves.kinds[slots != NONE]):
+                chosen = (slots != NONE) & (moves.kinds == kind)
+                places = torch.from_numpy(moves.places[chosen])
+                _add(sums, places, held[places, torch.from_numpy(slots[chosen])], kind)
+
+    def spill(self, tally: int, record: int, lines: Ints) -> Any:
+        assert self.arena is not None
+        sums = self._sums[tally * len(self.points) :][:record].view(self.arena.dtype).view(-1, self.width)
+        held = self._held.view(self.tallies.total, self.tallies.held, len(self.points), self.width)[tally]
+        self.arena.lines[lines[0] : lines[0] + len(sums)] = sums
+        for rows, line in zip(held, lines[-self.tallies.held :], strict=True):
+            self.arena.lines[line : line + record] = rows[:record]
+
+    def landed(self, mark: Any) -> None:
+        """It is there when `spill` returns."""
 
     @property
     def unheard(self) -> Sequence[Step]:
@@ -98,10 +139,12 @@ class HostTaps(Taps):
             return
         if self.arena is not None:
             self._before.copy(hidden, residual, at, self.arena.lines)
+            self._adding[0].add(hidden, residual, at, self._sums, self._held)
         if self._edits.wanted(at):
             self._edits.apply(hidden, residual, at, self._bank)
         if self.arena is not None:
             self._after.copy(hidden, residual, at, self.arena.lines)
+            self._adding[1].add(hidden, residual, at, self._sums, self._held)
 
     def _misfires(self) -> str | None:
         wrong = np.flatnonzero(self._fired != 1)
@@ -155,6 +198,79 @@ class _Copies:
             return self._tokens, self._lines + offsets
         wanted = torch.nonzero(offsets >= 0).flatten()
         return self._tokens[wanted], (self._lines + offsets)[wanted]
+
+
+class _Additions:
+    """The rows that a pass adds to tallies, or has them hold."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[int | None, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def fill(
+        self, step: Step, moves: Moves | None, chosen: npt.NDArray[np.bool_], layouts: Layouts, slots: int
+    ) -> None:
+        """Take in those of the chosen tokens of a pass that go into tallies."""
+        self._parts = []
+        if moves is None:
+            return
+        points = layouts.offsets.shape[1]
+        counts = np.where(moves.kinds == LAST, np.minimum(moves.counts, 1), moves.counts)
+        added = np.repeat(moves.first + moves.counts - counts, counts)
+        added += np.arange(len(added)) - np.repeat(np.cumsum(counts) - counts, counts)
+        places, kinds = np.repeat(moves.places, counts), np.repeat(moves.kinds, counts)
+        for kind in np.unique(kinds):
+            self._part(int(kind), step, added[kinds == kind], places[kinds == kind] * points, chosen, layouts)
+        request, slot = np.nonzero(moves.holds != NONE)
+        lines = (moves.places[request] * slots + slot) * points
+        self._part(None, step, moves.holds[request, slot], lines, chosen, layouts)
+
+    def _part(  # noqa: PLR0917 -- the columns of a table
+        self, kind: int | None, step: Step, rows: Ints, lines: Ints, chosen: npt.NDArray[np.bool_], layouts: Layouts
+    ) -> None:
+        """Rows added alike, or held (None): their tokens, and their line for each point, NONE where it has none."""
+        rows, lines = rows[chosen[rows]], lines[chosen[rows]]
+        if len(rows):
+            offsets = layouts.offsets[step.layouts[rows]].astype(np.int64).T
+            where = np.where(offsets == NONE, NONE, lines + offsets)
+            tokens = torch.from_numpy(step.tokens[rows])
+            self._parts.append((kind, tokens, torch.from_numpy(where), torch.from_numpy((offsets != NONE).all(1))))
+
+    def add(
+        self,
+        hidden: Float[torch.Tensor, "n width"],
+        residual: Float[torch.Tensor, "n width"] | None,
+        point: int,
+        sums: Float[torch.Tensor, "lines width"],
+        held: Float[torch.Tensor, "slots width"],
+    ) -> None:
+        """Add, or hold, the rows of one point."""
+        for kind, all_tokens, places, complete in self._parts:
+            tokens, where = all_tokens, places[point]
+            if not complete[point]:
+                wanted = where != NONE
+                tokens, where = tokens[wanted], where[wanted]
+            if not len(tokens):
+                continue
+            if kind is None:
+                copy_rows(hidden, residual, tokens, where, held)
+                continue
+            rows = torch.empty((len(tokens), hidden.shape[-1]), dtype=held.dtype)
+            copy_rows(hidden, residual, tokens, torch.arange(len(tokens)), rows)
+            _add(sums, where, rows, kind)
+
+
+def _add(sums: torch.Tensor, where: torch.Tensor, rows: torch.Tensor, kind: int) -> None:
+    """Add rows to those at `where`; several for the same one lie one behind the other."""
+    ends = ends_of_runs(where.numpy())
+    if len(ends) < len(rows):
+        runs = [rows[start:end] for start, end in pairwise([0, *ends.tolist()])]
+        rows = torch.stack([run.amax(0) if kind == MAX else run.sum(0, dtype=sums.dtype) for run in runs])
+        where = where[torch.from_numpy(ends - 1)]
+    rows = rows.to(sums.dtype)
+    if kind == SUM:
+        sums.index_add_(0, where, rows)
+    else:
+        sums[where] = torch.maximum(sums[where], rows) if kind == MAX else rows
 
 
 class _Edits:

@@ -150,22 +150,19 @@ class CudaTransfers:
         torch.cuda.current_stream(self.device).wait_event(mark)
 
 
-def runs(lines: Ints, records: Ints) -> tuple[Ints, Ints, Ints]:
+def runs(targets: Ints, sources: Ints, records: Ints) -> tuple[Ints, Ints, Ints]:
     """Records that lie one behind the other on both sides, as one piece.
 
     Args:
-        lines: first line of each record where it goes to; where it comes from they lie one behind the other.
+        targets, sources: first line of each record where it goes to, and where it comes from.
         records: lines of each record, one at least.
 
     Returns:
-        Of each piece: its first line where it goes to; its first line where it comes from, counted from the first one
-        there; its lines.
+        Of each piece: its first line where it goes to, and where it comes from; its lines.
     """
-    ends = np.cumsum(records)
-    starts = ends - records
-    first = np.flatnonzero(np.concatenate([[True], lines[1:] != lines[:-1] + records[:-1]]))
-    last = np.concatenate([first[1:], [len(lines)]]) - 1
-    return lines[first], starts[first], ends[last] - starts[first]
+    follows = [lines[1:] == lines[:-1] + records[:-1] for lines in (targets, sources)]
+    first = np.flatnonzero(np.concatenate([[True], ~(follows[0] & follows[1])]))
+    return targets[first], sources[first], np.add.reduceat(records, first)
 
 
 def pieces(targets: Ints, sources: Ints, sizes: Ints, most: int) -> tuple[Ints, Ints, Ints]:

@@ -1,0 +1,111 @@
+"""Adding the rows of a pass to the reductions that run along with their requests, in Triton.
+
+Number 6 in the life of a request. One program a request, a point and a stretch of the row. It adds what was held of the
+request, then the rows of this pass in their order, so that equal passes give equal sums; and it holds the newest rows.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from jaxtyping import Float, Int
+
+#: Columns of a move, int32; behind them a slot to add, -1 for none, for each slot; then the line that each slot holds.
+MOVE_COLUMNS: Final = 6
+PLACE, KIND, FRESH, RECORD, LINE, COUNT = range(MOVE_COLUMNS)
+#: What a move does with rows; the numbers of `worker.tallies`, which a kernel may not know.
+SUM, MAX, LAST = range(3)
+#: Elements of a row, and rows, that one program has in registers.
+BLOCK, TILE = 512, 8
+
+_MOVE_COLUMNS = tl.constexpr(MOVE_COLUMNS)
+_PLACE, _KIND, _FRESH = tl.constexpr(PLACE), tl.constexpr(KIND), tl.constexpr(FRESH)
+_RECORD, _LINE, _COUNT = tl.constexpr(RECORD), tl.constexpr(LINE), tl.constexpr(COUNT)
+_MAX, _LAST = tl.constexpr(MAX), tl.constexpr(LAST)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tally_kernel(  # type: ignore[no-untyped-def]
+    moves, sums, held, arena, num_points,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    move = moves + tl.program_id(0) * (_MOVE_COLUMNS + 2 * SLOTS)
+    point = tl.program_id(1)
+    record = tl.load(move + _RECORD)
+    if point < record:
+        place = tl.load(move + _PLACE).to(tl.int64)
+        kind = tl.load(move + _KIND)
+        line = tl.load(move + _LINE).to(tl.int64) + point
+        count = tl.load(move + _COUNT)
+        columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+        inside = columns < WIDTH
+        target = sums + (place * num_points + point) * WIDTH + columns
+        kept = held + (place * SLOTS * num_points + point) * WIDTH + columns
+        value = tl.load(target, mask=inside, other=0.0)
+        if tl.load(move + _FRESH) != 0:
+            value = tl.zeros_like(value)
+            if kind == _MAX:
+                value = value - float("inf")
+        for turn in tl.static_range(SLOTS):
+            slot = tl.load(move + _MOVE_COLUMNS + turn)
+            if slot >= 0:
+                row = tl.load(kept + slot.to(tl.int64) * num_points * WIDTH, mask=inside, other=0.0).to(tl.float32)
+                value = _joined(value, row, kind)
+        if kind == _LAST:
+            if count > 0:
+                newest = arena + (line + (count - 1).to(tl.int64) * record) * WIDTH + columns
+                value = tl.load(newest, mask=inside, other=0.0).to(tl.float32)
+        else:
+            for start in range(0, count, TILE):
+                number = start + tl.arange(0, TILE)
+                rows = arena + (line + number.to(tl.int64) * record)[:, None] * WIDTH + columns[None, :]
+                here = (number < count)[:, None] & inside[None, :]
+                if kind == _MAX:
+                    tile = tl.load(rows, mask=here, other=float("-inf")).to(tl.float32)
+                    value = _joined(value, tl.max(tile, 0), kind)
+                    value = tl.where(tl.sum((tile != tile).to(tl.int32), 0) > 0, float("nan"), value)
+                else:
+                    value += tl.sum(tl.load(rows, mask=here, other=0.0).to(tl.float32), 0)
+        tl.store(target, value, mask=inside)
+        for at in tl.static_range(SLOTS):
+            source = tl.load(move + _MOVE_COLUMNS + SLOTS + at)
+            if source >= 0:
+                late = tl.load(arena + (source.to(tl.int64) + point) * WIDTH + columns, mask=inside, other=0.0)
+                tl.store(kept + at * num_points * WIDTH, late, mask=inside)
+
+
+@triton.jit
+def _joined(value, row, kind):  # type: ignore[no-untyped-def]
+    """A tally with one row more."""
+    if kind == _MAX:
+        joined = tl.maximum(value, row, propagate_nan=tl.PropagateNan.ALL)
+    elif kind == _LAST:
+        joined = row
+    else:
+        joined = value + row
+    return joined
+
+
+def launch_tally(
+    moves: Int[torch.Tensor, "requests columns"],
+    sums: Float[torch.Tensor, "tallies points width"],
+    held: Float[torch.Tensor, "tallies slots points width"],
+    arena: Float[torch.Tensor, "lines width"],
+) -> None:
+    """Carry out the moves of a pass.
+
+    Args:
+        moves: one a request, int32; see `PLACE` and what follows.
+        sums: the tallies, float32; of each, as many rows as its record has lines.
+        held: the rows held apart, in the model's dtype.
+        arena: the rows of the pass.
+    """
+    points, width = sums.shape[1:]
+    block = min(BLOCK, triton.next_power_of_2(width))
+    grid = (len(moves), points, triton.cdiv(width, block))
+    _tally_kernel[grid](
+        moves, sums, held, arena, points, WIDTH=width, BLOCK=block, TILE=TILE, SLOTS=held.shape[1], num_warps=4
+    )

@@ -1,0 +1,141 @@
+"""Reductions that run along with their requests: what of a pass is added to which of them, and what must wait.
+
+Number 6 in the life of a request. A row is added once, and for good; so it must be known to belong to its sequence. A
+prompt's rows do. A generated token's row may be that of a draft that is rejected, or lie past an end that the scheduler
+learns of later: it is held apart until a later pass of its request begins far enough behind it. A row that is computed
+again, after a preemption, was added before, or is held and replaced.
+
+What happens to the rows of one request in one pass is a move: some held rows are added, some of the pass's are, and
+the newest of those are held. This module decides; the taps of each device carry it out (`Taps.tally`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from steercap.core.program import NONE
+from steercap.core.rows import Ints
+from steercap.core.spec import Reduction
+from steercap.worker.step import Step
+
+#: How rows are added to a tally: their sum, their greatest, or the newest alone. The kernel's numbers.
+SUM, MAX, LAST = range(3)
+_KINDS: Final[dict[Reduction, int]] = {"sum": SUM, "mean": SUM, "max": MAX, "last": LAST}
+#: No row is held there.
+EMPTY: Final = -1
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What happens to the tallies of one pass, one row a request: int64 [requests] unless said otherwise.
+
+    Args:
+        places: which tally.
+        kinds: SUM, MAX or LAST.
+        fresh: whether it begins: bool.
+        first: place in the step of the first row that is added, or of any of the request's if none is.
+        counts: how many rows are, one behind the other.
+        adds: slots of held rows that are added before, the oldest first, NONE for none: [requests, held].
+        holds: place in the step of the row that each slot then holds, NONE where it keeps its own: [requests, held].
+    """
+
+    places: Ints
+    kinds: Ints
+    fresh: npt.NDArray[np.bool_]
+    first: Ints
+    counts: Ints
+    adds: Ints
+    holds: Ints
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+class Tallies:
+    """Who reduces, and how far each is.
+
+    Args:
+        total: tallies at once.
+        lag: how many positions vLLM may compute past a sequence's end.
+        held: rows that can be held apart for each.
+    """
+
+    def __init__(self, total: int, lag: int, held: int) -> None:
+        self.total, self.lag, self.held = total, lag, held
+        self._free = list(range(total - 1, -1, -1))
+        self._kinds: Ints = np.zeros(total, dtype=np.int64)
+        self._sure: Ints = np.zeros(total, dtype=np.int64)  # positions below belong to the sequence: its prompt
+        self._added: Ints = np.zeros(total, dtype=np.int64)  # rows added so far
+        self._next: Ints = np.zeros(total, dtype=np.int64)  # positions below are added, or not selected
+        self._fresh = np.zeros(total, dtype=np.bool_)
+        self._positions: Ints = np.full((total, held), EMPTY, dtype=np.int64)  # whose row each slot holds
+
+    @property
+    def in_use(self) -> int:
+        """Tallies that belong to a request."""
+        return self.total - len(self._free)
+
+    def acquire(self, reduce: Reduction, prompt_len: int) -> int | None:
+        """A tally for a request; None when all are in use."""
+        if not self._free:
+            return None
+        place = self._free.pop()
+        self._kinds[place], self._sure[place] = _KINDS[reduce], prompt_len
+        self._added[place] = self._next[place] = 0
+        self._fresh[place] = True
+        self._positions[place] = EMPTY
+        return place
+
+    def release(self, place: int) -> tuple[int, Ints]:
+        """A request's tally is free; how many rows it has, and the positions of the rows it holds, slot by slot."""
+        self._free.append(place)
+        return int(self._added[place]), self._positions[place].copy()
+
+    def moves(self, step: Step) -> tuple[Moves | None, Ints]:
+        """What a pass does to the tallies, from here on as if it were done.
+
+        Returns:
+            The moves, None if the pass has no such rows; and the ledger's places of requests whose newest rows are
+            more than can be held, none of which is added from here on.
+        """
+        tokens = np.flatnonzero(step.tallies != NONE)
+        if not len(tokens):
+            return None, tokens
+        begins = np.flatnonzero(np.diff(step.tallies[tokens], prepend=NONE))
+        places, starts = step.tallies[tokens[begins]], step.firsts[tokens[begins]]
+        request = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(tokens)))
+        positions = step.positions[tokens]
+        sure = np.maximum(self._sure[places], starts - self.lag + 1)
+        held = self._positions[places]
+        # What this pass computes again is not what was held of it.
+        old = (held != EMPTY) & (held < np.minimum(sure, starts)[:, None])
+        order = np.argsort(np.where(old, held, np.iinfo(np.int64).max), axis=1)
+        adds = np.where(np.take_along_axis(old, order, axis=1), order, NONE)
+        held = np.where(old | (held >= starts[:, None]), EMPTY, held)
+        new = positions >= self._next[places][request]
+        settled = new & (positions < sure[request])
+        counts = np.bincount(request[settled], minlength=len(places))
+        first = tokens[begins]
+        first[request[settled][::-1]] = tokens[settled][::-1]
+        holds = np.full(held.shape, NONE, dtype=np.int64)
+        kept = np.flatnonzero(new & ~settled)
+        # Each of them gets the next free slot of its request.
+        number = np.bincount(request[kept], minlength=len(places))
+        along = np.arange(len(kept)) - (np.cumsum(number) - number)[request[kept]]
+        crowded = number > (held == EMPTY).sum(1)
+        fits = ~crowded[request[kept]]
+        kept, along = kept[fits], along[fits]
+        slots = np.argsort(held != EMPTY, axis=1, kind="stable")[request[kept], along]
+        holds[request[kept], slots] = tokens[kept]
+        held[request[kept], slots] = positions[kept]
+        moves = Moves(places, self._kinds[places], self._fresh[places], first, counts, adds, holds)
+        self._fresh[places] = False
+        self._added[places] += old.sum(1) + counts
+        ends = positions[np.append(begins[1:], len(tokens)) - 1] + 1
+        self._next[places] = np.maximum(self._next[places], np.minimum(sure, ends))
+        self._positions[places] = held
+        return moves, step.owners[tokens[begins[crowded]]]

@@ -1,0 +1,176 @@
+"""Reductions that run along with their requests: the same as over all rows, whatever the scheduler does in between."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from workers import CUDA, KINDS, batch, device_of, some_runtime, tap
+
+from steercap.core.messages import Attach, Call, Census, Collect, Owner, Parcel, Wanted, decode_answer, encode
+from steercap.core.plan import CapturePlan, Plan
+from steercap.core.rows import rows_selected
+from steercap.core.tokens import Range
+from steercap.worker.reduce import Accumulator
+
+WIDTH, POINTS, TALLIES, LIMIT = 8, 3, 4, 40
+REDUCTIONS = ("mean", "sum", "max", "last")
+
+
+class Request:
+    """One request as vLLM's scheduler sees it, and the rows of its sequence."""
+
+    def __init__(self, rng: np.random.Generator, number: int) -> None:
+        self.key = f"r{number}"
+        self.prompt = int(rng.integers(1, 20))
+        self.total = int(rng.integers(self.prompt, LIMIT - 4))  # inputs of the finished sequence
+        self.points = tuple(np.flatnonzero(rng.random(POINTS) < 0.7).tolist()) or (1,)
+        start = int(rng.integers(0, self.total))
+        self.ranges = [
+            (Range(0, None),), (Range(start, None),), (Range(0, self.prompt),), (Range(self.prompt, None),),
+            (Range(start, None, 3),), (Range(0, 2), Range(start, start + 4)),
+        ][int(rng.integers(6))]  # fmt: skip
+        self.reduce = REDUCTIONS[int(rng.integers(4))]
+        self.before_edits = bool(rng.random() < 0.3)
+        self.done = 0  # positions computed, drafts that were refused not counted
+        self.known = self.prompt  # tokens that are known
+        self.rows = torch.from_numpy(rng.integers(-50, 50, (POINTS, LIMIT, WIDTH))).float()
+
+    def expected(self) -> torch.Tensor:
+        rows = self.rows[list(self.points)][:, rows_selected(self.ranges, LIMIT, self.total)]
+        accumulator = Accumulator(self.reduce)
+        accumulator.add(rows.transpose(0, 1))
+        return accumulator.result()
+
+
+class Engine:
+    """A worker that is driven at random: chunks, drafts, preemption, passes beyond the end."""
+
+    def __init__(self, kind: str, seed: int, drafts: int, late: int) -> None:
+        self.kind, self.drafts, self.late = kind, drafts, late
+        self.rng = np.random.default_rng(seed)
+        self.runtime = some_runtime(
+            kind, POINTS, WIDTH, tokens=256, tallies=TALLIES, lag=late + drafts, held=late + 2 * drafts + 1
+        )
+        self.ask(Attach(1 << 20))
+        self.number = 0
+
+    def ask(self, question, released: tuple[Owner, ...] = ()):
+        return decode_answer(self.runtime.answer(encode(Call(released, question))))
+
+    def new(self) -> Request:
+        request = Request(self.rng, self.number)
+        self.number += 1
+        capture = CapturePlan(
+            request.points, request.ranges, request.reduce, "raw", before_edits=request.before_edits, tally=True
+        )
+        self.runtime.register(request.key, Plan(request.key, request.prompt, LIMIT, capture=capture).encode(), 0)
+        return request
+
+    def step(self, parts: list[tuple[Request, int, int]]) -> None:
+        starts, counts = [start for _, start, _ in parts], [count for _, _, count in parts]
+        positions = np.concatenate([np.arange(start, start + count) for _, start, count in parts])
+        names = [request.key for request, _, _ in parts]
+        self.runtime.begin_step(batch(self.kind, names, starts, counts, positions + 7, positions))
+        for point in range(POINTS):
+            rows = torch.full((len(positions), WIDTH), 1e6)  # of what turns out not to be of the sequence
+            at = 0
+            for request, start, count in parts:
+                right = min(request.done, request.total) - start
+                if right > 0:
+                    rows[at : at + min(right, count)] = request.rows[point, start : start + min(right, count)]
+                at += count
+            tap(self.runtime, rows.clone().to(device_of(self.kind)), None, point)
+        self.runtime.end_step()
+
+    def next_part(self, request: Request) -> tuple[Request, int, int]:
+        """What is scheduled of a request that runs."""
+        if self.rng.random() < 0.05:
+            request.done = 0  # preempted
+        start, known = request.done, request.known
+        if start < known - 1 or known == request.prompt:  # a prompt, or all that was known before a preemption
+            count = right = int(self.rng.integers(1, known - start + 1))
+        else:
+            count = 1 + int(self.rng.integers(0, self.drafts + 1))
+            right = int(self.rng.integers(1, count + 1))  # how many of the drafts are
+        request.done += right
+        request.known = max(known, request.done + 1) if request.done >= request.prompt else known
+        return request, start, count
+
+    def check(self, request: Request) -> None:
+        (parcel,) = self.ask(Collect((Wanted(Owner(request.key, 0), request.total),))).parcels
+        assert isinstance(parcel, Parcel)
+        assert parcel.failure is None
+        selected = rows_selected(request.ranges, LIMIT, request.total)
+        assert np.frombuffer(parcel.positions, dtype=np.int64).tolist() == selected.tolist()
+        assert (np.frombuffer(parcel.token_ids, dtype=np.int64) == selected + 7).all()
+        assert parcel.stored_rows == min(len(selected), 1)
+        if len(selected):
+            (lines,) = parcel.lines
+            found = self.runtime._arena.lines[lines.start : lines.start + lines.count]
+            torch.testing.assert_close(found, request.expected(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("drafts", "late"), [(0, 0), (0, 1), (3, 0)])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tally_is_the_reduction_of_the_rows_of_its_sequence(kind, drafts, late, seed) -> None:
+    """Random requests in random passes; some end a pass before the scheduler knows, some lose their drafts."""
+    engine = Engine(kind, seed, drafts, late)
+    running: list[Request] = []
+    finished = 0
+    interpreted = kind == "cuda" and not CUDA
+    for _ in range(60 if interpreted else 250):
+        while len(running) < TALLIES and engine.rng.random() < 0.7:
+            running.append(engine.new())
+        parts = [engine.next_part(request) for request in running if engine.rng.random() < 0.9]
+        if parts:
+            engine.step(parts)
+        for request in [one for one in running if one.done >= one.total]:
+            if late and engine.rng.random() < 0.5:  # what was launched before the end was known
+                engine.step([(request, request.done, 1)])
+            running.remove(request)
+            if engine.rng.random() < 0.5:
+                engine.runtime.forget([request.key])
+            engine.check(request)
+            engine.check(request)
+            engine.runtime.forget([request.key])
+            engine.ask(Census(), released=(Owner(request.key, 0),))
+            finished += 1
+    assert finished > (2 if interpreted else 15)
+    for request in running:
+        engine.runtime.forget([request.key])
+    engine.ask(Census(), released=tuple(Owner(request.key, 0) for request in running))
+    census = engine.ask(Census())
+    assert (census.pages_in_use, census.requests, engine.runtime.taps.tallies.in_use) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_added_past_the_end_are_an_error(kind) -> None:
+    """A client that names an end further back than vLLM can run ahead gets no plausible mean."""
+    engine = Engine(kind, 0, 0, 1)
+    capture = CapturePlan((0,), (Range(0, None),), "mean", "raw", tally=True)
+    engine.runtime.register("r", Plan("r", 4, LIMIT, capture=capture).encode(), 0)
+    request = Request(engine.rng, 0)
+    request.key = "r"
+    engine.step([(request, 0, 4)])
+    for position in range(4, 10):
+        engine.step([(request, position, 1)])
+    (parcel,) = engine.ask(Collect((Wanted(Owner("r", 0), 6),))).parcels
+    assert parcel.failure == "9 rows were reduced, and 6 are selected"
+    (parcel,) = engine.ask(Collect((Wanted(Owner("r", 0), 6),))).parcels
+    assert parcel.failure == "9 rows were reduced, and 6 are selected"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_held_is_an_error(kind) -> None:
+    """More drafts than were told of: which of them stay cannot be known, and the rows are refused."""
+    engine = Engine(kind, 0, 0, 1)
+    capture = CapturePlan((0,), (Range(0, None),), "sum", "raw", tally=True)
+    engine.runtime.register("r", Plan("r", 4, LIMIT, capture=capture).encode(), 0)
+    request = Request(engine.rng, 0)
+    request.key = "r"
+    engine.step([(request, 0, 4)])
+    engine.step([(request, 4, 5)])
+    (parcel,) = engine.ask(Collect((Wanted(Owner("r", 0), 9),))).parcels
+    assert "more of its newest rows than can be held apart" in parcel.failure
