@@ -92,7 +92,7 @@ def some_runtime(
     local: Sequence[int] | None = None,
     tallies: int = 8,
     lag: int = 1,
-    held: int = 2,
+    held: int = 1,
 ) -> Runtime:
     """One rank of `points` points, those of `local` on it, or all."""
     sizes = TapSizes(slots, bank_rows, entries, tokens, arena_bytes, tallies, lag, held)

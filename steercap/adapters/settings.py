@@ -53,7 +53,7 @@ def tap_sizes(config: Any, width: int, points: int, tokens: int) -> TapSizes:
     """
     found = config.additional_config[CONFIG_KEY]
     lag = overshoot(config)
-    held = lag + drafts(config) + 1  # one more: a preempted request computes its last token anew, and the next one
+    held = max(lag, 1)
     tally_bytes = points * width * (torch.float32.itemsize + held * config.model_config.dtype.itemsize)
     return TapSizes(
         slots=found["slots"],

@@ -14,16 +14,17 @@ import triton.language as tl  # type: ignore[import-untyped]
 from jaxtyping import Float, Int
 
 #: Columns of a move, int32; behind them a slot to add, -1 for none, for each slot; then the line that each slot holds.
-MOVE_COLUMNS: Final = 6
-PLACE, KIND, FRESH, RECORD, LINE, COUNT = range(MOVE_COLUMNS)
+MOVE_COLUMNS: Final = 7
+PLACE, KIND, FRESH, RECORD, LINE, COUNT, DIVISOR = range(MOVE_COLUMNS)
 #: What a move does with rows; the numbers of `worker.tallies`, which a kernel may not know.
 SUM, MAX, LAST = range(3)
 #: Elements of a row, and rows, that one program has in registers.
-BLOCK, TILE = 512, 8
+BLOCK, TILE = 1024, 8
 
 _MOVE_COLUMNS = tl.constexpr(MOVE_COLUMNS)
 _PLACE, _KIND, _FRESH = tl.constexpr(PLACE), tl.constexpr(KIND), tl.constexpr(FRESH)
 _RECORD, _LINE, _COUNT = tl.constexpr(RECORD), tl.constexpr(LINE), tl.constexpr(COUNT)
+_DIVISOR = tl.constexpr(DIVISOR)
 _MAX, _LAST = tl.constexpr(MAX), tl.constexpr(LAST)
 
 
@@ -69,6 +70,9 @@ def _tally_kernel(  # type: ignore[no-untyped-def]
                     value = tl.where(tl.sum((tile != tile).to(tl.int32), 0) > 0, float("nan"), value)
                 else:
                     value += tl.sum(tl.load(rows, mask=here, other=0.0).to(tl.float32), 0)
+        divisor = tl.load(move + _DIVISOR)
+        if divisor > 1:
+            value = value / divisor
         tl.store(target, value, mask=inside)
         for at in tl.static_range(SLOTS):
             source = tl.load(move + _MOVE_COLUMNS + SLOTS + at)

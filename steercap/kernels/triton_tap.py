@@ -263,7 +263,7 @@ def launch_tap(
 
 
 #: Elements of a row that 32 threads hold in registers: in passes that a CUDA graph holds, and in larger ones.
-WARP_ELEMENTS: Final = (1024, 512)
+WARP_ELEMENTS: Final = (1024, 1024)
 #: Where the ones begin to be larger, and the tokens of one program there.
 MANY_TOKENS: Final = 512
 TOGETHER: Final = 8

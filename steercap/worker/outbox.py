@@ -5,7 +5,7 @@ Number 6 and 7 in the life of a request.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -258,8 +258,8 @@ class TallyOutbox(Outbox):
         assert capture.reduce is not None
         self._taps = taps
         self._tally = taps.tallies.acquire(capture.reduce, plan.prompt_len) if self._layout else None
-        self._labelled: Ints = np.full((2, int(self._ranks.max(initial=NONE)) + 1), NONE, dtype=np.int64)
-        self._ended: tuple[int, Ints] | None = None  # rows added, and positions of those held apart
+        self._token_ids: Ints = np.full(plan.limit, NONE, dtype=np.int64)  # that the model read at each position
+        self._spilled: tuple[int, Ints] | None = None  # rows added, and positions of those held apart
         self._copied: Any = None
         if self._layout and self._tally is None:
             self.fail("too many reductions run at once")
@@ -278,24 +278,43 @@ class TallyOutbox(Outbox):
     def reads(self, total: int) -> int:  # noqa: ARG002 -- whatever was added must have been
         return self.limit
 
-    def label(self, positions: Ints, token_ids: Ints) -> None:
+    def label(self, positions: Ints | int, token_ids: Ints | int) -> None:
         """Say what the model read where rows were added, or held apart."""
-        self._labelled[:, self._ranks[positions]] = positions, token_ids
+        self._token_ids[positions] = token_ids
 
     def stop(self) -> None:
-        record = len(self._points)
-        if self._tally is not None:
-            self._ended = self._taps.tallies.release(self._tally)
-            if len(self._pages):
-                lines = self._lines(np.arange(tally_records(self._arena.dtype, self._taps.tallies.held)))
-                self._copied = self._taps.spill(self._tally, record, lines)
-            self._tally = None
         if self._layout is not None:
             self._layouts.release(self._layout)
             self._layout = None
+            if self._tally is not None:
+                self._taps.tallies.end(self._tally, self._spill)
+
+    def free(self) -> None:
+        self._release()
+        super().free()
+
+    def _release(self) -> tuple[int, Ints]:
+        """Let go of the tally; rows added, and positions of those held apart."""
+        self.stop()
+        place, self._tally = self._tally, None
+        return (0, np.empty(0, dtype=np.int64)) if place is None else self._taps.tallies.release(place)
+
+    def _spill(self) -> None:
+        """Put the tally, and what is held of it, into the arena: another request needs its place."""
+        assert self._tally is not None
+        if len(self._pages):
+            self._copied = self._taps.spill(self._tally, len(self._points), self._places)
+        self._spilled = self._release()
+
+    @property
+    def _places(self) -> Ints:
+        """First line of each record in the arena."""
+        return self._lines(np.arange(tally_records(self._arena.dtype, self._taps.tallies.held)))
 
     def _labels(self, rows: int) -> tuple[Ints, Ints]:
-        return self._labelled[0, :rows], self._labelled[1, :rows]
+        positions = np.flatnonzero(self._ranks >= 0)[:rows]
+        token_ids = self._token_ids[positions]
+        return np.where(token_ids == NONE, NONE, positions), token_ids
 
     def _reach(self, _row: int) -> bool:
         records = tally_records(self._arena.dtype, self._taps.tallies.held)
@@ -304,24 +323,62 @@ class TallyOutbox(Outbox):
         return len(self._pages) * self._per_page >= records
 
     def _reduce(self, reduction: Reduction, rows: int, total: int) -> None:
-        self.stop()
-        assert self._ended is not None, "an outbox without a tally has failed"
+        if self._spilled is None:
+            finish([(self, total)])
+            return
         self._taps.landed(self._copied)
-        added, positions = self._ended
+        added, positions = self._spilled
         late = np.flatnonzero((positions != EMPTY) & (positions < total))
         late = late[np.argsort(positions[late])]
-        if added + len(late) != rows:
-            self.fail(f"{added + len(late)} rows were reduced, and {rows} are selected")
-            return
-        record, dtype, lines = len(self._points), self._arena.dtype, self._arena.lines
-        share = REDUCED_DTYPE.itemsize // dtype.itemsize
-        first, *held = self._lines(np.arange(tally_records(dtype, len(positions)))[[0, *(share + late)]]).tolist()
-        sums = lines[first : first + record * share].view(REDUCED_DTYPE).view(record, -1)
-        accumulator = Accumulator(reduction, sums.clone(), added) if added else Accumulator(reduction)
-        for line in held:
-            accumulator.add(lines[line : line + record][None])
-        sums.copy_(accumulator.result())
+        if self._has(added + len(late), rows):
+            record, share = len(self._points), REDUCED_DTYPE.itemsize // self._arena.dtype.itemsize
+            first, *held = self._places[[0, *(share + late)]].tolist()
+            lines = self._arena.lines
+            sums = lines[first : first + record * share].view(REDUCED_DTYPE).view(record, -1)
+            accumulator = Accumulator(reduction, sums.clone(), added) if added else Accumulator(reduction)
+            for line in held:
+                accumulator.add(lines[line : line + record][None])
+            sums.copy_(accumulator.result())
+            self._keep(1)
+
+    def _has(self, found: int, rows: int) -> bool:
+        """Whether as many rows were added as the sequence has; if not, the reduction is of something else."""
+        if found != rows:
+            self.fail(f"{found} rows were reduced, and {rows} are selected")
+        return found == rows
+
+    def _finished(self, rows: int) -> None:
+        """The reduction of the first rows is in the arena."""
+        self._reduced = self._labels(rows)
+        self._release()
         self._keep(1)
+
+
+def finish(asked: Sequence[tuple[Outbox, int]]) -> None:
+    """Have the reductions that still run along end up in the arena, all of them together.
+
+    Args:
+        asked: outboxes, and how many inputs the sequence of each has.
+    """
+    boxes: list[TallyOutbox] = []
+    totals, rows = [], []
+    for box, total in asked:
+        if isinstance(box, TallyOutbox) and box.tally != NONE and not box.failure:
+            count = len(rows_selected(box.capture.ranges, box.limit, total))
+            if count and box._missing(box._labels(count)[0]) is None:
+                boxes.append(box)
+                totals.append(total)
+                rows.append(count)
+    if not boxes:
+        return
+    taps = boxes[0]._taps
+    moves, found = taps.tallies.finish(np.array([box.tally for box in boxes]), np.array(totals))
+    divisors = np.where([box.capture.reduce == "mean" for box in boxes], found, 1)
+    records = np.array([len(box._points) for box in boxes])
+    taps.landed(taps.finish(moves, divisors, records, np.array([box._places[0] for box in boxes])))
+    for box, count, added in zip(boxes, rows, found.tolist(), strict=True):
+        if box._has(added, count):
+            box._finished(count)
 
 
 def tally_records(dtype: torch.dtype, held: int) -> int:

@@ -39,7 +39,7 @@ from steercap.core.rows import BatchRows, Ints, ends_of_runs, page_shape
 from steercap.errors import WorkerFailure
 from steercap.worker.arena import Arena
 from steercap.worker.ledger import Ledger, Tracked
-from steercap.worker.outbox import Outbox, TallyOutbox, tally_records
+from steercap.worker.outbox import Outbox, TallyOutbox, finish, tally_records
 from steercap.worker.steering import Steering
 from steercap.worker.step import Step, Witness
 from steercap.worker.taps.base import Taps
@@ -141,10 +141,19 @@ class Runtime:
 
     def _label(self, step: Step, witness: Witness, tokens: Ints) -> None:
         """Tell the outboxes of reductions that run along what the model read."""
-        for own in np.split(tokens, ends_of_runs(step.owners[tokens])[:-1]):
-            outbox = self._ledger.at(int(step.owners[own[0]])).outbox
-            assert isinstance(outbox, TallyOutbox)
-            outbox.label(step.positions[own], witness.token_ids[own])
+        owners, positions, token_ids = step.owners[tokens], step.positions[tokens], witness.token_ids[tokens]
+        ends = ends_of_runs(owners)
+        if len(ends) == len(tokens):  # one token each, which numpy would take its time for
+            for place, position, token_id in zip(owners.tolist(), positions.tolist(), token_ids.tolist(), strict=True):
+                self._label_of(place, position, token_id)
+            return
+        for own in np.split(np.arange(len(tokens)), ends[:-1]):
+            self._label_of(int(owners[own[0]]), positions[own], token_ids[own])
+
+    def _label_of(self, place: int, positions: Ints | int, token_ids: Ints | int) -> None:
+        outbox = self._ledger.at(place).outbox
+        assert isinstance(outbox, TallyOutbox)
+        outbox.label(positions, token_ids)
 
     def _refuse(self, step: Step, witness: Witness, wrong: np.ndarray) -> None:
         """Fail the requests of tokens that were not computed, edited or copied as they should have been."""
@@ -191,6 +200,8 @@ class Runtime:
                 return Bystander()
             case Collect(wanted):
                 self._hear_of(wanted)
+                boxes = ((self._kept.get(item.owner), item.total) for item in wanted)
+                finish([(found.outbox, total) for found, total in boxes if found is not None and found.outbox])
                 return Collected(tuple(map(self._seal, wanted)))
             case Read(ranges):
                 return Lines(self._read(ranges))

@@ -2,8 +2,8 @@
 
 Number 6 in the life of a request. A row is added once, and for good; so it must be known to belong to its sequence. A
 prompt's rows do. A generated token's row may be that of a draft that is rejected, or lie past an end that the scheduler
-learns of later: it is held apart until a later pass of its request begins far enough behind it. A row that is computed
-again, after a preemption, was added before, or is held and replaced.
+learns of later: it is held apart until its request has come far enough beyond it. A row that is computed again, after a
+preemption, was added before, or is held and replaced.
 
 What happens to the rows of one request in one pass is a move: some held rows are added, some of the pass's are, and
 the newest of those are held. This module decides; the taps of each device carry it out (`Taps.tally`).
@@ -11,6 +11,7 @@ the newest of those are held. This module decides; the taps of each device carry
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -58,15 +59,18 @@ class Moves:
 class Tallies:
     """Who reduces, and how far each is.
 
+    A request that has ended keeps its tally until the client says where its sequence ends, or another needs it.
+
     Args:
         total: tallies at once.
-        lag: how many positions vLLM may compute past a sequence's end.
+        lag: how many positions vLLM may compute past a sequence's end, rejected drafts among them.
         held: rows that can be held apart for each.
     """
 
     def __init__(self, total: int, lag: int, held: int) -> None:
         self.total, self.lag, self.held = total, lag, held
         self._free = list(range(total - 1, -1, -1))
+        self._ended: dict[int, Callable[[], None]] = {}
         self._kinds: Ints = np.zeros(total, dtype=np.int64)
         self._sure: Ints = np.zeros(total, dtype=np.int64)  # positions below belong to the sequence: its prompt
         self._added: Ints = np.zeros(total, dtype=np.int64)  # rows added so far
@@ -80,7 +84,9 @@ class Tallies:
         return self.total - len(self._free)
 
     def acquire(self, reduce: Reduction, prompt_len: int) -> int | None:
-        """A tally for a request; None when all are in use."""
+        """A tally for a request; None when all are in use by requests that run."""
+        if not self._free and self._ended:
+            next(iter(self._ended.values()))()
         if not self._free:
             return None
         place = self._free.pop()
@@ -90,10 +96,24 @@ class Tallies:
         self._positions[place] = EMPTY
         return place
 
+    def end(self, place: int, spill: Callable[[], None]) -> None:
+        """The request of a tally has ended; `spill` puts it elsewhere and releases it."""
+        self._ended[place] = spill
+
     def release(self, place: int) -> tuple[int, Ints]:
         """A request's tally is free; how many rows it has, and the positions of the rows it holds, slot by slot."""
+        self._ended.pop(place, None)
         self._free.append(place)
         return int(self._added[place]), self._positions[place].copy()
+
+    def finish(self, places: Ints, totals: Ints) -> tuple[Moves, Ints]:
+        """Add the held rows of sequences of so many inputs; and how many rows each tally then has."""
+        held = self._positions[places]
+        late = (held != EMPTY) & (held < totals[:, None])
+        nothing = np.zeros(len(places), dtype=np.int64)
+        holds = np.full(held.shape, NONE, dtype=np.int64)
+        moves = Moves(places, self._kinds[places], self._fresh[places], nothing, nothing, _oldest(held, late), holds)
+        return moves, self._added[places] + late.sum(1)
 
     def moves(self, step: Step) -> tuple[Moves | None, Ints]:
         """What a pass does to the tallies, from here on as if it were done.
@@ -109,12 +129,13 @@ class Tallies:
         places, starts = step.tallies[tokens[begins]], step.firsts[tokens[begins]]
         request = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(tokens)))
         positions = step.positions[tokens]
-        sure = np.maximum(self._sure[places], starts - self.lag + 1)
+        ends = positions[np.append(begins[1:], len(tokens)) - 1] + 1
+        # Whatever is computed lies `lag` positions past the end at most.
+        sure = np.maximum(self._sure[places], ends - self.lag)
         held = self._positions[places]
         # What this pass computes again is not what was held of it.
         old = (held != EMPTY) & (held < np.minimum(sure, starts)[:, None])
-        order = np.argsort(np.where(old, held, np.iinfo(np.int64).max), axis=1)
-        adds = np.where(np.take_along_axis(old, order, axis=1), order, NONE)
+        adds = _oldest(held, old)
         held = np.where(old | (held >= starts[:, None]), EMPTY, held)
         new = positions >= self._next[places][request]
         settled = new & (positions < sure[request])
@@ -135,7 +156,12 @@ class Tallies:
         moves = Moves(places, self._kinds[places], self._fresh[places], first, counts, adds, holds)
         self._fresh[places] = False
         self._added[places] += old.sum(1) + counts
-        ends = positions[np.append(begins[1:], len(tokens)) - 1] + 1
         self._next[places] = np.maximum(self._next[places], np.minimum(sure, ends))
         self._positions[places] = held
         return moves, step.owners[tokens[begins[crowded]]]
+
+
+def _oldest(held: Ints, chosen: npt.NDArray[np.bool_]) -> Ints:
+    """The chosen slots of each tally, the oldest row first, then NONE: [tallies, slots]."""
+    order = np.argsort(np.where(chosen, held, np.iinfo(np.int64).max), axis=1)
+    return np.where(np.take_along_axis(chosen, order, axis=1), order, NONE)

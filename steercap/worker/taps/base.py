@@ -36,7 +36,7 @@ class TapSizes:
         arena_bytes: device memory for the rows of passes that are being copied away; None for twice what the largest
             pass can need, unless that is much of the device. Nothing on CPU, where rows need no copy.
         tallies: reductions that can run along with their requests at once.
-        lag: how many positions vLLM may compute past the end of a sequence.
+        lag: how many positions vLLM may compute past the end of a sequence, rejected drafts among them.
         held: rows of a request that may turn out not to be of its sequence, most at once.
     """
 
@@ -113,8 +113,22 @@ class Taps(ABC):
         """
 
     @abstractmethod
+    def finish(self, moves: Moves, divisors: Ints, records: Ints, lines: Ints) -> Any:
+        """Carry out moves of held rows alone, divide, and copy the reductions to the arena.
+
+        Args:
+            moves: one a reduction.
+            divisors: what each is divided by.
+            records: how many points each has.
+            lines: first line of each in the arena, for float32 rows.
+
+        Returns:
+            The mark of the copy.
+        """
+
+    @abstractmethod
     def landed(self, mark: Any) -> None:
-        """Wait until what `spill` copies is in the arena."""
+        """Wait until what `spill` or `finish` copies is in the arena."""
 
     @property
     @abstractmethod

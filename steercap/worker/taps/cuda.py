@@ -225,6 +225,30 @@ class CudaTaps(Taps):
         self._spilled[tally] = mark
         return mark
 
+    def finish(self, moves: Moves, divisors: Ints, records: Ints, lines: Ints) -> Any:
+        assert self.arena is not None
+        table = self._transfers.there(torch.from_numpy(self._table_of(moves, records, divisors).astype(np.int32)))
+        tally.launch_tally(table, self._sums, self._held, self._rows)
+        of_one = self._sums[0].nbytes
+        mark = self._transfers.fetch(
+            self._transfers.now(),
+            self.arena.lines.data_ptr() + lines * self._row_bytes,
+            self._sums.data_ptr() + moves.places * of_one,
+            records * (of_one // len(self.points)),
+            urgent=True,
+        )
+        self._spilled |= dict.fromkeys(moves.places.tolist(), mark)
+        return mark
+
+    def _table_of(self, moves: Moves, records: Ints, divisors: Ints | int) -> Ints:
+        """Moves as the kernel reads them, but for the lines: int64 [requests, columns]."""
+        table: Ints = np.full((len(moves), self._moves.shape[1]), NONE, dtype=np.int64)
+        table[:, tally.PLACE], table[:, tally.KIND], table[:, tally.FRESH] = moves.places, moves.kinds, moves.fresh
+        table[:, tally.RECORD], table[:, tally.LINE], table[:, tally.COUNT] = records, 0, moves.counts
+        table[:, tally.DIVISOR] = divisors
+        table[:, tally.MOVE_COLUMNS : tally.MOVE_COLUMNS + self.tallies.held] = moves.adds
+        return table
+
     def landed(self, mark: Any) -> None:
         self._transfers.wait(mark)
 
@@ -311,14 +335,11 @@ class CudaTaps(Taps):
 
     def _upload_moves(self, step: Step, moves: Moves, sources: Ints) -> None:
         """Tell what becomes of the reductions, in one copy."""
-        buffer, slots = self._uploaded[self._number % AHEAD], self.tallies.held
-        table: npt.NDArray[np.int32] = buffer.numpy()[: len(moves)]
-        table[:, tally.PLACE], table[:, tally.KIND], table[:, tally.FRESH] = moves.places, moves.kinds, moves.fresh
-        table[:, tally.COUNT], table[:, tally.LINE] = moves.counts, sources[moves.first]
-        table[:, tally.RECORD] = step.records[moves.first]
-        behind = tally.MOVE_COLUMNS + slots
-        table[:, tally.MOVE_COLUMNS : behind] = moves.adds
-        table[:, behind:] = np.where(moves.holds == NONE, NONE, sources[moves.holds])
+        buffer = self._uploaded[self._number % AHEAD]
+        table = self._table_of(moves, step.records[moves.first], 1)
+        table[:, tally.LINE] = sources[moves.first]
+        table[:, -self.tallies.held :] = np.where(moves.holds == NONE, NONE, sources[moves.holds])
+        buffer.numpy()[: len(moves)] = table
         for place in moves.places[moves.fresh].tolist():
             if place in self._spilled:
                 self._transfers.hold(self._spilled.pop(place))

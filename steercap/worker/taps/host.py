@@ -113,8 +113,18 @@ class HostTaps(Taps):
         for rows, line in zip(held, lines[-self.tallies.held :], strict=True):
             self.arena.lines[line : line + record] = rows[:record]
 
+    def finish(self, moves: Moves, divisors: Ints, records: Ints, lines: Ints) -> Any:
+        assert self.arena is not None
+        self._begin(moves)
+        sums = self._sums.view(self.tallies.total, len(self.points), self.width)
+        for place, divisor, record, line in zip(
+            moves.places.tolist(), divisors.tolist(), records.tolist(), lines.tolist(), strict=True
+        ):
+            rows = (sums[place, :record] / divisor).view(self.arena.dtype).view(-1, self.width)
+            self.arena.lines[line : line + len(rows)] = rows
+
     def landed(self, mark: Any) -> None:
-        """It is there when `spill` returns."""
+        """It is there when `spill` or `finish` returns."""
 
     @property
     def unheard(self) -> Sequence[Step]:
