@@ -48,9 +48,11 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.rows import PageShape
+from steercap.core.spec import CaptureSpec, Point, check_armed
 from steercap.delivery import Courier, Delivery, Rank
 from steercap.equipment import Equipment
 from steercap.errors import EngineFailure, ModelClosed, WorkerFailure
+from steercap.sites import SITES
 from steercap.steering import Lowered, SteeringSpec, lower, spec_of
 from steercap.transport.reader import open_reader
 
@@ -85,6 +87,7 @@ class Engine:
         self.tallies = 0  # reductions that can run along at once in each engine
         self.admission = Admission(0, 0, settings)
         self.equipment = Equipment(0, 0, settings, self._equip)
+        self._captured: tuple[CaptureSpec, tuple[Point, ...], tuple[int, ...]] | None = None  # the last one
         self._courier = Courier()
         self._lowered: WeakKeyDictionary[SteeringSpec | Edit, Lowered] = WeakKeyDictionary()
         self._settling: Batcher[tuple[Sequence[Wanted], bool], list[list[list[SteeringRecord | Unknown]]]] = Batcher(
@@ -161,6 +164,19 @@ class Engine:
                 edits_per_point=self.settings.edits_per_point,
             )
         return found
+
+    def captured(self, spec: CaptureSpec) -> tuple[tuple[Point, ...], tuple[int, ...]]:
+        """The points of a spec, and their indices among the armed, ascending; once for all requests of a call.
+
+        Raises:
+            LayerOutOfRange, InvalidSpec: see `CaptureSpec.points`.
+            UnknownName, PointNotArmed: see `check_armed`.
+        """
+        if self._captured is None or self._captured[0] is not spec:
+            points = spec.points(self.vllm.num_layers)
+            check_armed(points, self.armed, SITES)
+            self._captured = spec, points, tuple(sorted(self.armed[point] for point in points))
+        return self._captured[1:]
 
     def pages_needed(self, plan: CapturePlan, rows: int) -> int:
         """Pages that `rows` rows of the plan, or their tally, take on the worker that holds most of them."""

@@ -20,11 +20,10 @@ from steercap.core.plan import Plan, compile_capture
 from steercap.core.program import SteeringPlan, identity
 from steercap.core.receipt import SteeringReceipt, check_edits
 from steercap.core.rows import rows_selected
-from steercap.core.spec import CaptureSpec, Point, check_armed
+from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import Range, selected
 from steercap.errors import InvalidSpec, ModelClosed, SteeringNotApplied
 from steercap.handle import CaptureHandle
-from steercap.sites import SITES
 from steercap.steering import Lowered, scopes_of
 
 if TYPE_CHECKING:
@@ -119,11 +118,11 @@ async def prepare(
     """
     vllm = engine.vllm
     points: tuple[Point, ...] = ()
+    indices: tuple[int, ...] = ()
     if spec is not None and not isinstance(spec, CaptureSpec):
         raise InvalidSpec(f"capture={spec!r}; give a CaptureSpec, or capture_layers= for layers alone")
     if spec is not None:
-        points = spec.points(vllm.num_layers)
-        check_armed(points, vllm.points, SITES)
+        points, indices = engine.captured(spec)
         CODECS[spec.codec]  # an unknown one is an error here, not in the worker
     lowered = None if steering is None else engine.lowered(steering)
     sampling = vllm.sampling(params)
@@ -134,8 +133,7 @@ async def prepare(
     if spec is not None:
         capture = compile_capture(
             spec,
-            armed=engine.armed,
-            num_layers=vllm.num_layers,
+            indices,
             prompt_len=prompt_len,
             limit=limit,
             # Past a stop string the workers may go on any way; else as far as vLLM runs ahead, which they leave out.

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from steercap.core.program import SteeringPlan
-from steercap.core.spec import CaptureSpec, Point, Reduction
+from steercap.core.spec import CaptureSpec, Reduction
 from steercap.core.tokens import Range
 
 #: The key of steercap's plan in `SamplingParams.extra_args`.
@@ -76,14 +76,13 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def compile_capture(
-    spec: CaptureSpec, *, armed: dict[Point, int], num_layers: int, prompt_len: int, limit: int, tally: bool
+    spec: CaptureSpec, points: tuple[int, ...], *, prompt_len: int, limit: int, tally: bool
 ) -> CapturePlan:
     """Compile `spec` for one request.
 
     Args:
         spec: what the user asks.
-        armed: index of every armed point.
-        num_layers: decoder layers of the model.
+        points: indices of its points among the armed, ascending.
         prompt_len: prompt tokens.
         limit: positions that can be inputs of the model: prompt + generated - 1 at most.
         tally: whether a reduction may run along.
@@ -91,7 +90,6 @@ def compile_capture(
     Raises:
         InvalidSelection, EmptySelection: `tokens` does not fit the prompt.
     """
-    points = tuple(sorted(armed[point] for point in spec.points(num_layers)))
     ranges = spec.selection.ranges(prompt_len, limit)
     tally = tally and spec.reduce is not None
     return CapturePlan(points, ranges, spec.reduce, spec.codec, spec.before_edits, tally)

@@ -60,6 +60,9 @@ def _tally_kernel(  # type: ignore[no-untyped-def]
                 newest = arena + (line + (count - 1).to(tl.int64) * record) * WIDTH + columns
                 value = tl.load(newest, mask=inside, other=0.0).to(tl.float32)
         else:
+            # A sum over thousands of rows, with what each addition loses added at the next one.
+            part = tl.zeros_like(value)
+            lost = tl.zeros_like(value)
             for start in range(0, count, TILE):
                 number = start + tl.arange(0, TILE)
                 rows = arena + (line + number.to(tl.int64) * record)[:, None] * WIDTH + columns[None, :]
@@ -69,7 +72,12 @@ def _tally_kernel(  # type: ignore[no-untyped-def]
                     value = _joined(value, tl.max(tile, 0), kind)
                     value = tl.where(tl.sum((tile != tile).to(tl.int32), 0) > 0, float("nan"), value)
                 else:
-                    value += tl.sum(tl.load(rows, mask=here, other=0.0).to(tl.float32), 0)
+                    more = tl.sum(tl.load(rows, mask=here, other=0.0).to(tl.float32), 0) - lost
+                    total = part + more
+                    lost = (total - part) - more
+                    part = total
+            if kind != _MAX:
+                value += part
         divisor = tl.load(move + _DIVISOR)
         if divisor > 1:
             value = value / divisor

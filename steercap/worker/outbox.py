@@ -207,8 +207,11 @@ class Outbox:
         """How many pages from this one on hold their records one behind the other, without a gap."""
         if self._per_page * len(self._points) < self._arena.shape.lines:
             return 1
+        left = len(self._pages) - page
+        if self._pages[-1] - self._pages[page] == left - 1:  # which nearly always is all of them
+            return left
         steps = np.flatnonzero(np.diff(self._pages[page:]) != 1)
-        return int(steps[0]) + 1 if len(steps) else len(self._pages) - page
+        return int(steps[0]) + 1
 
     def free(self) -> None:
         """Give the pages back."""

@@ -56,6 +56,7 @@ print(json.dumps([found.asm["ttir"], found.asm["ptx"]]))
 
 
 TALLY = """
+import json
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from steercap.kernels.triton_tally import BLOCK, TILE, _tally_kernel
@@ -66,17 +67,21 @@ pointers = dict(moves="*i32", sums="*fp32", held="*bf16", arena="*bf16", num_poi
 even = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers if name != "num_points"}
 signature = pointers | dict.fromkeys(constants, "constexpr")
 source = ASTSource(_tally_kernel, signature, {(names.index(name),): value for name, value in constants.items()}, even)
-print(compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"])
+found = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+print(json.dumps([found.asm["ttir"], found.asm["ptx"]]))
 """
 
 
 def test_the_tally_compiles_for_hopper() -> None:
-    """Rows of a pass are read 8 bytes a thread at least, sums 16."""
+    """Rows of a pass are read 8 bytes a thread at least, sums 16; greatest, sum and what it lost go through the loop."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", TALLY], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "st.global.v4.b32" in done.stdout
-    assert "ld.global.v2.b32" in done.stdout or "ld.global.v4.b32" in done.stdout
+    ttir, ptx = json.loads(done.stdout)
+    (loop,) = [line for line in ttir.splitlines() if "scf.for" in line]
+    assert loop.partition("-> (")[2].count("tensor<") == 3, loop
+    assert "st.global.v4.b32" in ptx
+    assert "ld.global.v2.b32" in ptx or "ld.global.v4.b32" in ptx
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from steercap.core.messages import Attach, Call, Census, Collect, Owner, Parcel,
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.rows import rows_selected
 from steercap.core.tokens import Range
+from steercap.kernels.triton_tally import SUM, launch_tally
 from steercap.worker.reduce import Accumulator
 
 WIDTH, POINTS, TALLIES, LIMIT = 8, 3, 4, 40
@@ -156,6 +157,19 @@ def test_a_tally_is_the_reduction_of_the_rows_of_its_sequence(kind, drafts, late
     engine.ask(Census(), released=tuple(Owner(request.key, 0) for request in running))
     census = engine.ask(Census())
     assert (census.pages_in_use, census.requests, engine.runtime.taps.tallies.in_use) == (0, 0, 0)
+
+
+def test_a_long_sum_keeps_its_digits() -> None:
+    """Four passes of 6,000 rows of one sign: added one by one in float32, 2e-5 of the sum would be wrong."""
+    rows = (torch.arange(24_000, dtype=torch.float32) + 1000).view(4, -1, 1).expand(-1, -1, 16).contiguous()
+    sums, held = torch.full((1, 1, 16), 7.0), torch.zeros(1, 1, 1, 16)
+    device = torch.device("cuda" if CUDA else "cpu")
+    found = sums.to(device)
+    for number, part in enumerate(rows):
+        # place, kind, whether it begins, points, first line, rows, divisor; no slot is added, none holds
+        move = torch.tensor([[0, SUM, number == 0, 1, 0, len(part), 1, -1, -1]], dtype=torch.int32, device=device)
+        launch_tally(move, found, held.to(device), part.to(device))
+    torch.testing.assert_close(found[0, 0, 0].cpu().double(), rows[..., 0].double().sum(), rtol=2e-7, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
