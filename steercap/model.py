@@ -76,6 +76,7 @@ class SteerModel:
         vector_bytes: int = Settings.vector_bytes,
         edits_per_point: int = Settings.edits_per_point,
         arena_bytes: int | None = Settings.arena_bytes,
+        reduce_bytes: int = Settings.reduce_bytes,
         **engine_args: Any,
     ) -> None:
         self.model = str(model)
@@ -90,6 +91,7 @@ class SteerModel:
             vector_bytes=vector_bytes,
             edits_per_point=edits_per_point,
             arena_bytes=arena_bytes,
+            reduce_bytes=reduce_bytes,
         )
         self._engine_args = engine_args
         self._engine: Engine | None = None

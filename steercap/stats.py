@@ -17,7 +17,9 @@ class Stats:
         capture_bytes: most memory that rows may take on each capturing worker.
         capture_bytes_claimed: of that, claimed by running requests and unfetched handles, on the fullest engine.
         capture_bytes_in_use: of that, filled with rows, on the fullest worker.
-        requests_waiting: requests that wait for capture memory, or for a steering slot.
+        reductions: reductions that can run along with their requests at once, in each engine.
+        reductions_running: of these, running, in the fullest engine.
+        requests_waiting: requests that wait for capture memory, for a reduction, or for a steering slot.
         handles_held: requests whose rows a worker holds.
         rows_captured: rows written since the start, all requests together.
         steps: forward passes run, by all engines together.
@@ -31,6 +33,8 @@ class Stats:
     capture_bytes: int
     capture_bytes_claimed: int
     capture_bytes_in_use: int
+    reductions: int
+    reductions_running: int
     requests_waiting: int
     handles_held: int
     rows_captured: int
@@ -52,6 +56,8 @@ async def stats_of(engine: Engine) -> Stats:
         capture_bytes=budget.pages * page_bytes,
         capture_bytes_claimed=budget.reserved * page_bytes,
         capture_bytes_in_use=max(count.pages_in_use * count.page_bytes for count in counts),
+        reductions=budget.tallies,
+        reductions_running=budget.tallying,
         requests_waiting=budget.waiting + engine.equipment.waiting,
         handles_held=sum(max(count.requests for count in workers) for workers in engines),
         rows_captured=sum(count.rows_written for count in counts),

@@ -61,6 +61,11 @@ class Budget:
         return max(self._reserved)
 
     @property
+    def tallying(self) -> int:
+        """Reductions that run along, in the engine with most of them."""
+        return max(self._tallying)
+
+    @property
     def running(self) -> int:
         """Requests that run, and whose end may make room."""
         return sum(self._running)

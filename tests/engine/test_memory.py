@@ -15,19 +15,20 @@ from conftest import Leftovers, opened
 
 from steercap import CaptureSpec, SteerModel, errors
 from steercap.testing import tiny_checkpoint
-from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, random_prompt, settled
+from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, hold, random_prompt, settled
 
 SIX = {"max_tokens": 6, **GREEDY}
 #: Room for 4 requests of 4 layers × about 120 tokens × 512 bytes.
 LITTLE = 1 << 20
+#: Room for 3 reductions that run along: of 4 layers, a float32 row each and a row held apart.
+THREE = 3 * 4 * 128 * (4 + 4)
 
 
 @pytest.fixture(scope="module")
 async def little() -> AsyncIterator[SteerModel]:
     """An engine with a megabyte of capture memory, whose rows travel as bytes."""
-    async with opened(
-        tiny_checkpoint("qwen3"), capture_bytes=LITTLE, overflow_timeout=1.0, transport="wire", **TINY_ENGINE
-    ) as model:
+    settings = {"capture_bytes": LITTLE, "reduce_bytes": THREE, "overflow_timeout": 1.0, "transport": "wire"}
+    async with opened(tiny_checkpoint("qwen3"), **settings, **TINY_ENGINE) as model:
         yield model
 
 
@@ -46,6 +47,29 @@ async def test_requests_wait_for_room_and_all_finish(little) -> None:
     stats = await little.stats()
     assert stats.capture_bytes <= LITTLE
     assert await settled(little) == (0, 0, 0)
+
+
+async def test_reductions_claim_no_rows(little, tiny_reference) -> None:
+    """What cannot be kept as rows can be reduced as they come; requests beyond the reductions there is room for wait."""
+    params = {"max_tokens": 140, "temperature": 1.0, "ignore_eos": True, "n": 3}
+    with pytest.raises(errors.CaptureMemoryFull):
+        await little.generate(random_prompt(110, 1), params, capture_layers="all")
+    mean = CaptureSpec(reduce="mean")
+    _, samples = await little.generate(random_prompt(110, 1), params, capture=mean)
+    await little.fetch_captures_batch(samples)
+    hold(samples, tiny_reference)
+    for handle in samples:
+        handle.release()
+
+    async def one(seed: int) -> None:
+        _, handle = await little.generate(random_prompt(60, seed), {"max_tokens": 20, **GREEDY}, capture=mean)
+        async with handle:
+            hold(handle, tiny_reference)
+
+    await asyncio.gather(*(one(seed) for seed in range(12)))
+    assert await settled(little) == (0, 0, 0)
+    stats = await little.stats()
+    assert (stats.reductions, stats.reductions_running) == (3, 0)
 
 
 async def test_a_call_that_can_never_fit_fails_at_once(little) -> None:

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from steercap.core.budget import Budget, Ticket
 
-PAGES, ENGINES = 20, 3
+PAGES, ENGINES, TALLIES = 20, 3, 4
 
 
 class BudgetMachine(RuleBasedStateMachine):
@@ -16,7 +16,7 @@ class BudgetMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.budget = Budget(PAGES, ENGINES)
+        self.budget = Budget(PAGES, ENGINES, TALLIES)
         self.waiting: list[Ticket] = []
         self.running: list[Ticket] = []
         self.finished: list[Ticket] = []
@@ -35,9 +35,18 @@ class BudgetMachine(RuleBasedStateMachine):
         """Pages of this engine that are held."""
         return sum(ticket.pages for ticket in self.running + self.finished if ticket.engine == engine)
 
-    @rule(pages=st.integers(0, PAGES), call=st.integers(0, 2), engine=st.none() | st.integers(0, ENGINES - 1))
-    def claim(self, pages: int, call: int, engine: int | None) -> None:
-        ticket = Ticket(pages, call, engine=engine)
+    def tallying(self, engine: int) -> int:
+        """Reductions that run on this engine."""
+        return sum(ticket.tallies for ticket in self.running if ticket.engine == engine)
+
+    @rule(
+        pages=st.integers(0, PAGES),
+        call=st.integers(0, 2),
+        engine=st.none() | st.integers(0, ENGINES - 1),
+        tallies=st.integers(0, TALLIES),
+    )
+    def claim(self, pages: int, call: int, engine: int | None, tallies: int) -> None:
+        ticket = Ticket(pages, call, engine=engine, tallies=tallies)
         self.demanded[ticket] = engine
         self.waiting.append(ticket)
         self.admitted(self.budget.claim(ticket))
@@ -65,12 +74,18 @@ class BudgetMachine(RuleBasedStateMachine):
         assert all(self.claimed(engine) + self.budget.free(engine) == PAGES for engine in range(ENGINES))
         assert all(0 <= self.budget.free(engine) <= self.budget.free() for engine in range(ENGINES))
         assert self.budget.reserved == max(map(self.claimed, range(ENGINES)))
+        assert all(self.tallying(engine) <= TALLIES for engine in range(ENGINES))
+        assert self.budget.tallying == max(map(self.tallying, range(ENGINES)))
         assert self.budget.running == len(self.running)
         assert self.budget.waiting == len(self.waiting)
 
     @invariant()
     def nobody_waits_while_there_is_room(self) -> None:
-        assert not self.waiting or self.waiting[0].pages > self.budget.free(self.waiting[0].engine)
+        if self.waiting:
+            head = self.waiting[0]
+            for engine in range(ENGINES) if head.engine is None else [head.engine]:
+                full = head.pages + self.claimed(engine) > PAGES
+                assert full or head.tallies + self.tallying(engine) > TALLIES
 
     @invariant()
     def hopeless_is_who_only_its_own_call_could_help(self) -> None:

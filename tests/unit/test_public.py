@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
 import subprocess
@@ -12,9 +13,10 @@ from pathlib import Path
 import pytest
 
 import steercap
-from steercap import errors
+from steercap import SteerModel, errors
 from steercap.codecs import CODECS
 from steercap.codecs.base import Codec
+from steercap.config import Settings
 from steercap.edits import EDITS
 from steercap.errors import InvalidFile, UnknownName
 from steercap.families import FAMILIES, family_of
@@ -238,3 +240,11 @@ def test_a_foreign_or_newer_header_is_refused(metadata, says, tmp_path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors", metadata)
     with pytest.raises(InvalidFile, match=says):
         load_handle(tmp_path / "x.safetensors")
+
+
+def test_every_setting_is_an_argument() -> None:
+    """What `Settings` holds can be given to `SteerModel`, under its name and with its default."""
+    arguments = inspect.signature(SteerModel).parameters
+    for field in dataclasses.fields(Settings):
+        default = getattr(Settings, field.name)
+        assert arguments[field.name].default == default
