@@ -130,7 +130,7 @@ def main() -> None:
         table.add_column(mode, justify="right")
     for width, elements, tokens in product(args.widths, args.warp_elements, args.tokens):
         if elements:
-            triton_tap.WARP_ELEMENTS = (elements, elements)  # type: ignore[misc]
+            triton_tap.WARP_ELEMENTS = elements  # type: ignore[misc]
         name = f"{width}, {elements}, {tokens}"
         times = {mode: cost(width, tokens, mode) for mode in MODES}
         found |= {f"{name}: {mode}": time for mode, time in times.items()}

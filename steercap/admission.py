@@ -55,7 +55,8 @@ class Admission:
         ticket = Ticket(pages, call, engine=engine, tallies=tallies)
         if pages > self.budget.pages:
             raise CaptureMemoryFull(f"{self._situation(ticket)}; {_REMEDY}")
-        if self._settings.overflow == "error" and (self.budget.waiting or not self.budget.possible(ticket)):
+        # Who waits then waits for a reduction alone, which running requests give back.
+        if self._settings.overflow == "error" and pages + self.budget.wanted > self.budget.free(engine):
             raise CaptureMemoryFull(f"{self._situation(ticket)} and overflow='error'; {_REMEDY}")
         admitted = self._waiting[ticket] = asyncio.get_running_loop().create_future()
         self._settle(self.budget.claim(ticket))

@@ -45,7 +45,8 @@ class Settings:
             what the largest pass can need at all armed points, or once, if that is more than a tenth of the
             device. Not used on CPU.
         reduce_bytes: most memory on each capturing worker's device for reductions that run along with their requests,
-            in bytes; requests beyond wait. 0: rows are kept until their request ends, and reduced then.
+            in bytes; requests beyond wait, whatever `overflow` says. 0: rows are kept until their request ends, and
+            reduced then.
 
     Raises:
         InvalidSetting: a value that does not fit.

@@ -61,7 +61,8 @@ def tap_sizes(config: Any, width: int, points: int, tokens: int) -> TapSizes:
         entries=found["edits_per_point"],
         tokens=tokens,
         arena_bytes=found["arena_bytes"],
-        tallies=min(config.scheduler_config.max_num_seqs, found["reduce_bytes"] // max(tally_bytes, 1)),
+        # A few more than can run, so that the next ones are at hand when some end.
+        tallies=min(5 * config.scheduler_config.max_num_seqs // 4 + 4, found["reduce_bytes"] // max(tally_bytes, 1)),
         lag=lag,
         held=held,
     )

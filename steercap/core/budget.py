@@ -75,6 +75,11 @@ class Budget:
         return self.pages - (min(self._reserved) if engine is None else self._reserved[engine])
 
     @property
+    def wanted(self) -> int:
+        """Pages that those who wait ask for."""
+        return sum(ticket.pages for ticket in self._queue)
+
+    @property
     def waiting(self) -> int:
         """Requests that wait for room."""
         return len(self._queue)
@@ -128,7 +133,7 @@ class Budget:
     def admit(self) -> list[Ticket]:
         """Admit from the head of the queue while there is room."""
         admitted: list[Ticket] = []
-        while self._queue and (possible := self.possible(self._queue[0])):
+        while self._queue and (possible := self._possible(self._queue[0])):
             ticket = self._queue.popleft()
             ticket.phase = "running"
             ticket.engine = min(possible, key=lambda one: (self._running[one], self._reserved[one]))
@@ -136,7 +141,7 @@ class Budget:
             admitted.append(ticket)
         return admitted
 
-    def possible(self, ticket: Ticket) -> list[int]:
+    def _possible(self, ticket: Ticket) -> list[int]:
         """Engines that may run the ticket's request, and have room."""
         wanted = range(len(self._reserved)) if ticket.engine is None else (ticket.engine,)
         return [

@@ -1,4 +1,4 @@
-"""What an entry of a program is, as bits of its kind; what the tap in PyTorch and the tap in Triton agree on.
+"""What an entry of a program is, as bits of its kind, and how rows are added up: what PyTorch and Triton agree on.
 
 Number 5 in the life of a request.
 """
@@ -15,6 +15,9 @@ JOINED: Final = 16
 LEADS: Final = 32  # the entry after it reads the same row
 MEASURES: Final = 64  # the norm of the row is measured before it
 RESTORES: Final = 128  # ... and restored after it
+
+#: How rows are added to a reduction that runs along: their sum, their greatest, or the newest alone.
+SUM, MAX, LAST = range(3)
 
 #: What an application, or a copy, counts at point `p`: `WEIGHT * p + 1`, so that one too few here and one too many
 #: there do not cancel.

@@ -13,11 +13,11 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from jaxtyping import Float, Int
 
+from steercap.kernels import bits
+
 #: Columns of a move, int32; behind them a slot to add, -1 for none, for each slot; then the line that each slot holds.
 MOVE_COLUMNS: Final = 7
 PLACE, KIND, FRESH, RECORD, LINE, COUNT, DIVISOR = range(MOVE_COLUMNS)
-#: What a move does with rows; the numbers of `worker.tallies`, which a kernel may not know.
-SUM, MAX, LAST = range(3)
 #: Elements of a row, and rows, that one program has in registers.
 BLOCK, TILE = 1024, 8
 
@@ -25,11 +25,11 @@ _MOVE_COLUMNS = tl.constexpr(MOVE_COLUMNS)
 _PLACE, _KIND, _FRESH = tl.constexpr(PLACE), tl.constexpr(KIND), tl.constexpr(FRESH)
 _RECORD, _LINE, _COUNT = tl.constexpr(RECORD), tl.constexpr(LINE), tl.constexpr(COUNT)
 _DIVISOR = tl.constexpr(DIVISOR)
-_MAX, _LAST = tl.constexpr(MAX), tl.constexpr(LAST)
+_MAX, _LAST = tl.constexpr(bits.MAX), tl.constexpr(bits.LAST)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tally_kernel(  # type: ignore[no-untyped-def]
+def _tally_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one pass over one request
     moves, sums, held, arena, num_points,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -75,6 +75,7 @@ def _tally_kernel(  # type: ignore[no-untyped-def]
                     more = tl.sum(tl.load(rows, mask=here, other=0.0).to(tl.float32), 0) - lost
                     total = part + more
                     lost = (total - part) - more
+                    lost = tl.where(tl.abs(lost) < float("inf"), lost, 0.0)  # infinity loses nothing
                     part = total
             if kind != _MAX:
                 value += part

@@ -258,19 +258,19 @@ def launch_tap(
         hidden, other, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
         hidden.stride(0), other.stride(0), layouts.shape[1], entries.shape[2], num_tokens,
         WIDTH=width, BLOCK=block, HAS_RESIDUAL=residual is not None, TOKENS=together, EARLY=early,
-        num_warps=_warps(block, num_tokens), **({"launch_pdl": True} if early else {}),
+        num_warps=_warps(block), **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 
 
-#: Elements of a row that 32 threads hold in registers: in passes that a CUDA graph holds, and in larger ones.
-WARP_ELEMENTS: Final = (1024, 1024)
-#: Where the ones begin to be larger, and the tokens of one program there.
+#: Elements of a row that 32 threads hold in registers.
+WARP_ELEMENTS: Final = 1024
+#: The tokens that a CUDA graph holds at most by vLLM's default, and the tokens of one program in passes of more.
 MANY_TOKENS: Final = 512
 TOGETHER: Final = 8
 
 
-def _warps(block: int, tokens: int) -> int:
-    return min(max(block // WARP_ELEMENTS[tokens > MANY_TOKENS], 1), 16)
+def _warps(block: int) -> int:
+    return min(max(block // WARP_ELEMENTS, 1), 16)
 
 
 @functools.cache

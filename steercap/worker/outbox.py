@@ -5,7 +5,8 @@ Number 6 and 7 in the life of a request.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,8 @@ from steercap.worker.tallies import EMPTY
 from steercap.worker.taps.base import Taps
 
 
-class Outbox:
-    """Rows of one sample of one request on this rank.
+class Outbox(ABC):
+    """What is kept of one sample of one request on this rank.
 
     Args:
         owner: whose rows.
@@ -51,7 +52,6 @@ class Outbox:
         self._stops, self._shifts = runs(capture.ranges, plan.limit)
         self._per_page = arena.shape.records(len(self._points)) if self._points else 0
         self._pages: Ints = np.empty(0, dtype=np.int64)
-        self._rows = 0  # one more than the last row that has a place
         self._reduced: tuple[Ints, Ints] | None = None  # labels of the rows that were reduced
 
     @property
@@ -62,9 +62,9 @@ class Outbox:
         return self._layout.number, len(self._points), self._layout.evidence
 
     @property
+    @abstractmethod
     def tally(self) -> int:
         """The reduction that runs along with the rows, NONE if they go to the arena."""
-        return NONE
 
     def place(self, start: int, count: int) -> tuple[npt.NDArray[np.bool_], Ints]:
         """Find out where the tokens of a pass go.
@@ -84,14 +84,18 @@ class Outbox:
         if not len(chosen) or self._layout is None:
             return kept, lines
         rows = order[chosen]
-        if not self._reach(int(rows.max())):
+        found = self._take(rows)
+        if found is None:
             self.fail("the arena is full")
             return kept, lines
         self.writes += len(rows)
-        self._rows = max(self._rows, int(rows.max()) + 1)
         kept[chosen] = True
-        lines[chosen] = self._lines(rows)
+        lines[chosen] = found
         return kept, lines
+
+    @abstractmethod
+    def _take(self, rows: Ints) -> Ints | None:
+        """The first line of each row's record, NONE where a row has none; None when there is no room for them."""
 
     def ahead(self, start: int) -> tuple[int, int | None]:
         """How far the tokens from `start` on are kept alike, and where.
@@ -106,40 +110,34 @@ class Outbox:
         end, shift = int(self._stops[run]), int(self._shifts[run])
         if shift < 0 or self._layout is None:
             return end, None
-        if not self._reach(start - shift):
-            return start, None
-        return self._stretch(start, end, shift)
+        return self._take_ahead(start, end, shift)
 
-    def _stretch(self, start: int, end: int, shift: int) -> tuple[int, int]:
-        """What `ahead` says of positions that are kept; row = position - shift."""
-        page, record = (start - shift) // self._per_page, len(self._points)
-        first = page * self._per_page + shift
-        stop = first + self._per_page * self._consecutive(page)
-        return min(end, stop), self._pages[page].item() * self._arena.shape.lines - first * record
+    @abstractmethod
+    def _take_ahead(self, start: int, end: int, shift: int) -> tuple[int, int | None]:
+        """What `ahead` says of positions up to `end` that are kept; row = position - shift."""
 
     def went_on(self, start: int, stop: int) -> None:
         """The tokens of these positions were kept, each where `ahead` said."""
         self.writes += stop - start
-        self._rows = max(self._rows, int(self._ranks[stop - 1]) + 1)
 
+    @abstractmethod
     def reads(self, total: int) -> int:
-        """How many tokens of the sequence must be in the arena before the rows of the first `total` can be sealed.
-
-        A reduced row lies over the first records, and the pages behind it are given back: nothing may be on its way
-        there.
-        """
-        return self.limit if self.capture.reduce else total
+        """How many tokens of the sequence must be heard of before the rows of the first `total` can be sealed."""
 
     def fail(self, reason: str) -> None:
         """The rows cannot be trusted; the first reason is kept."""
         self.failure = self.failure or reason
 
     def stop(self) -> None:
-        """The request runs no more: pages it did not get to are free. Idempotent."""
+        """The request runs no more: what it did not get to is free. Idempotent."""
         if self._layout is not None:
             self._layouts.release(self._layout)
             self._layout = None
-            self._keep(-(-self._rows // self._per_page))
+            self._stopped()
+
+    @abstractmethod
+    def _stopped(self) -> None:
+        """Give back what is not needed after the request's end."""
 
     def seal(self, total: int, first: int) -> Parcel:
         """Say where the rows of the first `total` inputs are; reduce them first if the plan says so. Idempotent.
@@ -149,14 +147,14 @@ class Outbox:
             first: rows to leave out, because the client has them already.
         """
         rows = len(rows_selected(self.capture.ranges, self.limit, total))
-        positions, token_ids = self._labels(rows)
+        positions, token_ids = (labels[:rows] for labels in self._reduced or self._labels(rows))
         stored, dtype = range(first, rows), self._arena.dtype
         failure = self.failure or self._missing(positions)
         if self.capture.reduce:
             stored, dtype = range(min(rows, 1)), REDUCED_DTYPE
             if rows and self._points and not failure and self._reduced is None:
-                self._reduced = positions, token_ids
                 self._reduce(self.capture.reduce, rows, total)
+                self._reduced = positions, token_ids
                 failure = self.failure
         return Parcel(
             owner=self.owner,
@@ -177,18 +175,13 @@ class Outbox:
         lines: Ints = self._pages[page] * self._arena.shape.lines + slot * len(self._points)
         return lines
 
+    @abstractmethod
     def _labels(self, rows: int) -> tuple[Ints, Ints]:
         """Position and token id of the first rows, as the model read them, NONE where none came: int64 [rows] each."""
-        if self._reduced is not None:
-            return self._reduced[0][:rows], self._reduced[1][:rows]
-        reached = min(rows, len(self._pages) * self._per_page)
-        labels = np.full((2, rows), NONE, dtype=np.int64)
-        if reached and reached <= self._consecutive(0) * self._per_page:
-            first, record = self._pages[0].item() * self._arena.shape.lines, len(self._points)
-            labels[:, :reached] = self._arena.labels(slice(first, first + reached * record, record))
-        elif reached:
-            labels[:, :reached] = self._arena.labels(self._lines(np.arange(reached)))
-        return labels[0], labels[1]
+
+    @abstractmethod
+    def _reduce(self, reduction: Reduction, rows: int, total: int) -> None:
+        """Put the reduction of the first rows, of a sequence of `total` inputs, into the first page; or fail."""
 
     def _line_ranges(self, rows: range, dtype: torch.dtype) -> Iterator[LineRange]:
         """The lines of these rows, consecutive pages together; rows that were never reached have none."""
@@ -223,6 +216,57 @@ class Outbox:
         self._arena.free(self._pages[pages:])
         self._pages = self._pages[:pages]
 
+    def _missing(self, positions: Ints) -> str | None:
+        missing = np.flatnonzero(positions == NONE)
+        if not self._points or not len(missing):
+            return None
+        return f"{len(missing)} of {len(positions)} rows were never computed, the first of them row {missing[0]}"
+
+
+class RowsOutbox(Outbox):
+    """An outbox whose rows wait in the arena, each in its place, to be fetched, or reduced once their end is known."""
+
+    _last = 0  # one more than the last row that has a place
+
+    @property
+    def tally(self) -> int:
+        return NONE
+
+    def _take(self, rows: Ints) -> Ints | None:
+        if not self._reach(int(rows.max())):
+            return None
+        self._last = max(self._last, int(rows.max()) + 1)
+        return self._lines(rows)
+
+    def _take_ahead(self, start: int, end: int, shift: int) -> tuple[int, int | None]:
+        if not self._reach(start - shift):
+            return start, None
+        page, record = (start - shift) // self._per_page, len(self._points)
+        first = page * self._per_page + shift
+        stop = first + self._per_page * self._consecutive(page)
+        return min(end, stop), self._pages[page].item() * self._arena.shape.lines - first * record
+
+    def went_on(self, start: int, stop: int) -> None:
+        super().went_on(start, stop)
+        self._last = max(self._last, int(self._ranks[stop - 1]) + 1)
+
+    def reads(self, total: int) -> int:
+        # A reduced row lies over the first records, and the pages behind it are given back: nothing may come late.
+        return self.limit if self.capture.reduce else total
+
+    def _stopped(self) -> None:
+        self._keep(-(-self._last // self._per_page))
+
+    def _labels(self, rows: int) -> tuple[Ints, Ints]:
+        reached = min(rows, len(self._pages) * self._per_page)
+        labels = np.full((2, rows), NONE, dtype=np.int64)
+        if reached and reached <= self._consecutive(0) * self._per_page:
+            first, record = self._pages[0].item() * self._arena.shape.lines, len(self._points)
+            labels[:, :reached] = self._arena.labels(slice(first, first + reached * record, record))
+        elif reached:
+            labels[:, :reached] = self._arena.labels(self._lines(np.arange(reached)))
+        return labels[0], labels[1]
+
     def _reach(self, row: int) -> bool:
         """Have a page for `row` and all before it.
 
@@ -233,14 +277,7 @@ class Outbox:
             self._pages = self._arena.allocate(self._arena.shape.pages(int(self._ranks.max()) + 1, len(self._points)))
         return row // self._per_page < len(self._pages)
 
-    def _missing(self, positions: Ints) -> str | None:
-        missing = np.flatnonzero(positions == NONE)
-        if not self._points or not len(missing):
-            return None
-        return f"{len(missing)} of {len(positions)} rows were never computed, the first of them row {missing[0]}"
-
     def _reduce(self, reduction: Reduction, rows: int, _total: int) -> None:
-        """Put the reduction of the first rows into the first page; the others are given back."""
         lines = tuple(self._line_ranges(range(rows), self._arena.dtype))
         reduce_rows(self._arena, lines, len(self._points), reduction)
         self._keep(1)
@@ -265,18 +302,19 @@ class TallyOutbox(Outbox):
         self._spilled: tuple[int, Ints] | None = None  # rows added, and positions of those held apart
         self._copied: Any = None
         if self._layout and self._tally is None:
-            self.fail("too many reductions run at once")
+            self.fail(
+                f"{taps.tallies.total} reductions run at once, and no more can; raise SteerModel(..., reduce_bytes=)"
+            )
 
     @property
     def tally(self) -> int:
         return NONE if self._tally is None else self._tally
 
-    def place(self, start: int, count: int) -> tuple[npt.NDArray[np.bool_], Ints]:
-        kept, lines = super().place(start, count)
-        return kept, np.full_like(lines, NONE)
+    def _take(self, rows: Ints) -> Ints | None:
+        return np.full_like(rows, NONE) if self._reach() else None
 
-    def _stretch(self, start: int, end: int, shift: int) -> tuple[int, int]:  # noqa: ARG002 -- no row has a line
-        return end, 0
+    def _take_ahead(self, start: int, end: int, shift: int) -> tuple[int, int | None]:  # noqa: ARG002 -- rows have no line
+        return (end, 0) if self._reach() else (start, None)
 
     def reads(self, total: int) -> int:  # noqa: ARG002 -- whatever was added must have been
         return self.limit
@@ -285,12 +323,11 @@ class TallyOutbox(Outbox):
         """Say what the model read where rows were added, or held apart."""
         self._token_ids[positions] = token_ids
 
-    def stop(self) -> None:
-        if self._layout is not None:
-            self._layouts.release(self._layout)
-            self._layout = None
-            if self._tally is not None:
-                self._taps.tallies.end(self._tally, self._spill)
+    def _stopped(self) -> None:
+        if not self.writes:
+            self._keep(0)
+        if self._tally is not None:
+            self._taps.tallies.end(self._tally, self._spill)
 
     def free(self) -> None:
         self._release()
@@ -305,7 +342,7 @@ class TallyOutbox(Outbox):
     def _spill(self) -> None:
         """Put the tally, and what is held of it, into the arena: another request needs its place."""
         assert self._tally is not None
-        if len(self._pages):
+        if len(self._pages) and not self.failure:
             self._copied = self._taps.spill(self._tally, len(self._points), self._places)
         self._spilled = self._release()
 
@@ -319,17 +356,19 @@ class TallyOutbox(Outbox):
         token_ids = self._token_ids[positions]
         return np.where(token_ids == NONE, NONE, positions), token_ids
 
-    def _reach(self, _row: int) -> bool:
+    def _reach(self) -> bool:
+        """Have the pages that the tally will need."""
         records = tally_records(self._arena.dtype, self._taps.tallies.held)
         if not len(self._pages):
             self._pages = self._arena.allocate(self._arena.shape.pages(records, len(self._points)))
         return len(self._pages) * self._per_page >= records
 
     def _reduce(self, reduction: Reduction, rows: int, total: int) -> None:
-        if self._spilled is None:
-            finish([(self, total)])
+        if self._spilled is None:  # the others are finished together
+            self.fail("its reduction was never finished")
             return
-        self._taps.landed(self._copied)
+        if self._copied is not None:
+            self._taps.landed(self._copied)
         added, positions = self._spilled
         late = np.flatnonzero((positions != EMPTY) & (positions < total))
         late = late[np.argsort(positions[late])]
@@ -350,38 +389,43 @@ class TallyOutbox(Outbox):
             self.fail(f"{found} rows were reduced, and {rows} are selected")
         return found == rows
 
-    def _finished(self, rows: int) -> None:
-        """The reduction of the first rows is in the arena."""
-        self._reduced = self._labels(rows)
-        self._release()
-        self._keep(1)
+    def rows_to_finish(self, total: int) -> int:
+        """How many rows the reduction of a sequence of so many inputs has, if it can and must be finished; else 0."""
+        if self._tally is None or self.failure:
+            return 0
+        rows = len(rows_selected(self.capture.ranges, self.limit, total))
+        return rows if self._missing(self._labels(rows)[0]) is None else 0
+
+    def finished(self, rows: int, found: int) -> None:
+        """The reduction of the first rows is in the arena, if as many were found."""
+        if self._has(found, rows):
+            self._reduced = self._labels(rows)
+            self._release()
+            self._keep(1)
+
+    @property
+    def target(self) -> tuple[int, int]:
+        """Where its reduction goes in the arena, the first line, and how many points it has."""
+        return int(self._places[0]), len(self._points)
 
 
-def finish(asked: Sequence[tuple[Outbox, int]]) -> None:
+def finish(taps: Taps, asked: Mapping[Outbox, int]) -> None:
     """Have the reductions that still run along end up in the arena, all of them together.
 
     Args:
-        asked: outboxes, and how many inputs the sequence of each has.
+        taps: where they run.
+        asked: how many inputs the sequence of each outbox has.
     """
-    boxes: list[TallyOutbox] = []
-    totals, rows = [], []
-    for box, total in asked:
-        if isinstance(box, TallyOutbox) and box.tally != NONE and not box.failure:
-            count = len(rows_selected(box.capture.ranges, box.limit, total))
-            if count and box._missing(box._labels(count)[0]) is None:
-                boxes.append(box)
-                totals.append(total)
-                rows.append(count)
+    boxes = {box: total for box, total in asked.items() if isinstance(box, TallyOutbox) and box.rows_to_finish(total)}
     if not boxes:
         return
-    taps = boxes[0]._taps
-    moves, found = taps.tallies.finish(np.array([box.tally for box in boxes]), np.array(totals))
+    rows = [box.rows_to_finish(total) for box, total in boxes.items()]
+    moves, found = taps.tallies.finish(np.array([box.tally for box in boxes]), np.array(list(boxes.values())))
     divisors = np.where([box.capture.reduce == "mean" for box in boxes], found, 1)
-    records = np.array([len(box._points) for box in boxes])
-    taps.landed(taps.finish(moves, divisors, records, np.array([box._places[0] for box in boxes])))
+    lines, records = np.array([box.target for box in boxes]).T
+    taps.landed(taps.finish(moves, divisors, records, lines))
     for box, count, added in zip(boxes, rows, found.tolist(), strict=True):
-        if box._has(added, count):
-            box._finished(count)
+        box.finished(count, added)
 
 
 def tally_records(dtype: torch.dtype, held: int) -> int:

@@ -39,7 +39,7 @@ from steercap.core.rows import BatchRows, Ints, ends_of_runs, page_shape
 from steercap.errors import WorkerFailure
 from steercap.worker.arena import Arena
 from steercap.worker.ledger import Ledger, Tracked
-from steercap.worker.outbox import Outbox, TallyOutbox, finish, tally_records
+from steercap.worker.outbox import Outbox, RowsOutbox, TallyOutbox, finish, tally_records
 from steercap.worker.steering import Steering
 from steercap.worker.step import Step, Witness
 from steercap.worker.taps.base import Taps
@@ -201,7 +201,7 @@ class Runtime:
             case Collect(wanted):
                 self._hear_of(wanted)
                 boxes = ((self._kept.get(item.owner), item.total) for item in wanted)
-                finish([(found.outbox, total) for found, total in boxes if found is not None and found.outbox])
+                finish(self.taps, {found.outbox: total for found, total in boxes if found and found.outbox})
                 return Collected(tuple(map(self._seal, wanted)))
             case Read(ranges):
                 return Lines(self._read(ranges))
@@ -212,7 +212,7 @@ class Runtime:
     def _outbox_for(self, owner: Owner, plan: Plan, capture: CapturePlan, arena: Arena) -> Outbox:
         if capture.tally:
             return TallyOutbox(owner, plan, capture, self.taps.layouts, arena, self.taps)
-        return Outbox(owner, plan, capture, self.taps.layouts, arena)
+        return RowsOutbox(owner, plan, capture, self.taps.layouts, arena)
 
     def _seal(self, item: Wanted) -> Parcel | Unknown:
         tracked = self._kept.get(item.owner)

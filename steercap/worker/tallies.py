@@ -21,10 +21,9 @@ import numpy.typing as npt
 from steercap.core.program import NONE
 from steercap.core.rows import Ints
 from steercap.core.spec import Reduction
+from steercap.kernels.bits import LAST, MAX, SUM
 from steercap.worker.step import Step
 
-#: How rows are added to a tally: their sum, their greatest, or the newest alone. The kernel's numbers.
-SUM, MAX, LAST = range(3)
 _KINDS: Final[dict[Reduction, int]] = {"sum": SUM, "mean": SUM, "max": MAX, "last": LAST}
 #: No row is held there.
 EMPTY: Final = -1
@@ -38,8 +37,9 @@ class Moves:
         places: which tally.
         kinds: SUM, MAX or LAST.
         fresh: whether it begins: bool.
-        first: place in the step of the first row that is added, or of any of the request's if none is.
-        counts: how many rows are, one behind the other.
+        added: places in the step of the rows that are added, request by request: int64 [rows].
+        counts: how many of them each request has.
+        first: place in the step of the first of them, or of any of the request's rows if it has none.
         adds: slots of held rows that are added before, the oldest first, NONE for none: [requests, held].
         holds: place in the step of the row that each slot then holds, NONE where it keeps its own: [requests, held].
     """
@@ -47,8 +47,9 @@ class Moves:
     places: Ints
     kinds: Ints
     fresh: npt.NDArray[np.bool_]
-    first: Ints
+    added: Ints
     counts: Ints
+    first: Ints
     adds: Ints
     holds: Ints
 
@@ -84,7 +85,7 @@ class Tallies:
         return self.total - len(self._free)
 
     def acquire(self, reduce: Reduction, prompt_len: int) -> int | None:
-        """A tally for a request; None when all are in use by requests that run."""
+        """A tally for a request, for which one that has ended may be spilled; None when others that run have all."""
         if not self._free and self._ended:
             next(iter(self._ended.values()))()
         if not self._free:
@@ -112,7 +113,9 @@ class Tallies:
         late = (held != EMPTY) & (held < totals[:, None])
         nothing = np.zeros(len(places), dtype=np.int64)
         holds = np.full(held.shape, NONE, dtype=np.int64)
-        moves = Moves(places, self._kinds[places], self._fresh[places], nothing, nothing, _oldest(held, late), holds)
+        adds = _oldest(held, late)
+        kinds, fresh = self._kinds[places], self._fresh[places]
+        moves = Moves(places, kinds, fresh, nothing[:0], nothing, nothing, adds, holds)
         return moves, self._added[places] + late.sum(1)
 
     def moves(self, step: Step) -> tuple[Moves | None, Ints]:
@@ -136,7 +139,8 @@ class Tallies:
         # What this pass computes again is not what was held of it.
         old = (held != EMPTY) & (held < np.minimum(sure, starts)[:, None])
         adds = _oldest(held, old)
-        held = np.where(old | (held >= starts[:, None]), EMPTY, held)
+        again = (held >= starts[:, None]) & (held < ends[:, None])
+        held = np.where(old | again, EMPTY, held)
         new = positions >= self._next[places][request]
         settled = new & (positions < sure[request])
         counts = np.bincount(request[settled], minlength=len(places))
@@ -153,7 +157,8 @@ class Tallies:
         slots = np.argsort(held != EMPTY, axis=1, kind="stable")[request[kept], along]
         holds[request[kept], slots] = tokens[kept]
         held[request[kept], slots] = positions[kept]
-        moves = Moves(places, self._kinds[places], self._fresh[places], first, counts, adds, holds)
+        kinds, fresh = self._kinds[places], self._fresh[places]
+        moves = Moves(places, kinds, fresh, tokens[settled], counts, first, adds, holds)
         self._fresh[places] = False
         self._added[places] += old.sum(1) + counts
         self._next[places] = np.maximum(self._next[places], np.minimum(sure, ends))

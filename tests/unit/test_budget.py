@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from steercap.admission import Admission
+from steercap.config import Settings
 from steercap.core.budget import Budget, Ticket
+from steercap.errors import CaptureMemoryFull
 
 PAGES, ENGINES, TALLIES = 20, 3, 4
 
@@ -129,3 +135,16 @@ def test_a_finished_request_pays_for_what_ran_past_its_end() -> None:
 
     assert [kept(3, 0), kept(3, 1), kept(3, 4), kept(11, 4)] == [12, 13, 16, 20]
     assert kept(3, 1, stop=["x"]) == 20
+
+
+async def test_an_error_instead_of_waiting_is_for_memory_alone() -> None:
+    """With overflow="error", a claim that only a reduction is missing for waits for it; one without room fails."""
+    admission = Admission(PAGES, 1, Settings(overflow="error"), tallies=1)
+    first = await admission.claim(1, object(), tallies=1)
+    second = asyncio.create_task(admission.claim(1, object(), tallies=1))
+    await asyncio.sleep(0)
+    with pytest.raises(CaptureMemoryFull):
+        await admission.claim(PAGES - 1, object())
+    assert not second.done()
+    admission.finish(first, [1])
+    assert (await second).phase == "running"

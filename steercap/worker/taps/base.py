@@ -100,11 +100,11 @@ class Taps(ABC):
         """The pass that was opened has been run, or failed: every tap is idle until the next one."""
 
     @abstractmethod
-    def spill(self, tally: int, record: int, lines: Ints) -> Any:
+    def spill(self, place: int, record: int, lines: Ints) -> Any:
         """Copy a reduction, and the rows it holds apart, to the arena, as the passes closed so far leave them.
 
         Args:
-            tally: which.
+            place: which.
             record: how many points it has.
             lines: first line of each record: of the reduced rows, float32, one behind the other; then of each slot.
 

@@ -125,12 +125,12 @@ class CudaTaps(Taps):
         self._sums = table(max(most, 1), count, width, dtype=torch.float32)
         self._held = table(max(most, 1), sizes.held, count, width, dtype=dtype)
         self._moves = table(max(most, 1), tally.MOVE_COLUMNS + 2 * sizes.held)
-        self._spilled: dict[int, Any] = {}
+        self._leaving: dict[int, Any] = {}  # marks of copies of tallies, which must be made before another begins there
         self._witness = table(AHEAD * sizes.tokens, kernel.WITNESS_COLUMNS, dtype=torch.int64)
 
         self._said = transfers.pinned(self._witness.shape, torch.int64)
         self._uploads = [transfers.pinned(self._tokens.shape, torch.int32) for _ in range(AHEAD)]
-        self._uploaded = [transfers.pinned(self._moves.shape, torch.int32) for _ in range(AHEAD)]
+        self._move_uploads = [transfers.pinned(self._moves.shape, torch.int32) for _ in range(AHEAD)]
         self._lines: Ring[_Pass] = Ring(len(self._rows))
         self._places: Ring[_Pass] = Ring(len(self._witness))
         self._passed: deque[_Pass] = deque()
@@ -215,18 +215,20 @@ class CudaTaps(Taps):
             if done is through:
                 return
 
-    def spill(self, tally: int, record: int, lines: Ints) -> Any:
+    def spill(self, place: int, record: int, lines: Ints) -> Any:
         assert self.arena is not None
-        sums, held, to = self._sums[tally], self._held[tally], self.arena.lines.data_ptr()
+        self._copy_away()  # rows of others may still have to come to where these pages were before
+        sums, held, to = self._sums[place], self._held[place], self.arena.lines.data_ptr()
         sources = [sums.data_ptr(), *(rows.data_ptr() for rows in held)]
         sizes = [record * sums[0].nbytes, *[record * self._row_bytes] * len(held)]
         targets = to + lines[[0, *range(-len(held), 0)]] * self._row_bytes
         mark = self._transfers.fetch(self._transfers.now(), targets, np.array(sources), np.array(sizes), urgent=True)
-        self._spilled[tally] = mark
+        self._leaving[place] = mark
         return mark
 
     def finish(self, moves: Moves, divisors: Ints, records: Ints, lines: Ints) -> Any:
         assert self.arena is not None
+        self._copy_away()
         table = self._transfers.there(torch.from_numpy(self._table_of(moves, records, divisors).astype(np.int32)))
         tally.launch_tally(table, self._sums, self._held, self._rows)
         of_one = self._sums[0].nbytes
@@ -237,7 +239,7 @@ class CudaTaps(Taps):
             records * (of_one // len(self.points)),
             urgent=True,
         )
-        self._spilled |= dict.fromkeys(moves.places.tolist(), mark)
+        self._leaving |= dict.fromkeys(moves.places.tolist(), mark)
         return mark
 
     def _table_of(self, moves: Moves, records: Ints, divisors: Ints | int) -> Ints:
@@ -335,14 +337,14 @@ class CudaTaps(Taps):
 
     def _upload_moves(self, step: Step, moves: Moves, sources: Ints) -> None:
         """Tell what becomes of the reductions, in one copy."""
-        buffer = self._uploaded[self._number % AHEAD]
+        buffer = self._move_uploads[self._number % AHEAD]
         table = self._table_of(moves, step.records[moves.first], 1)
         table[:, tally.LINE] = sources[moves.first]
         table[:, -self.tallies.held :] = np.where(moves.holds == NONE, NONE, sources[moves.holds])
         buffer.numpy()[: len(moves)] = table
         for place in moves.places[moves.fresh].tolist():
-            if place in self._spilled:
-                self._transfers.hold(self._spilled.pop(place))
+            if place in self._leaving:
+                self._transfers.hold(self._leaving.pop(place))
         self._transfers.put(self._moves[: len(moves)], buffer[: len(moves)])
 
     def _replace(self, step: Step, wishes: npt.NDArray[np.int32]) -> None:

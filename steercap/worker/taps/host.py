@@ -17,13 +17,13 @@ from jaxtyping import Float, Int
 
 from steercap.core.program import NONE, RESPONSE_NUMBERS, Configuration, Response
 from steercap.core.rows import BatchRows, Ints, ends_of_runs
-from steercap.kernels.bits import JOINED, MEASURES, READS, RELATIVE, REPLACES, RESTORES, USED, weight
+from steercap.kernels.bits import JOINED, LAST, MAX, MEASURES, READS, RELATIVE, REPLACES, RESTORES, SUM, USED, weight
 from steercap.kernels.reference import Column, copy_row, copy_rows, edit_stream
 from steercap.worker.arena import Arena
 from steercap.worker.layouts import Layouts
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step, Witness
-from steercap.worker.tallies import LAST, MAX, SUM, Moves
+from steercap.worker.tallies import Moves
 from steercap.worker.taps.base import Taps, TapSizes
 
 #: The bits of an entry's kind that a column keeps, token by token.
@@ -105,10 +105,10 @@ class HostTaps(Taps):
                 places = torch.from_numpy(moves.places[chosen])
                 _add(sums, places, held[places, torch.from_numpy(slots[chosen])], kind)
 
-    def spill(self, tally: int, record: int, lines: Ints) -> Any:
+    def spill(self, place: int, record: int, lines: Ints) -> Any:
         assert self.arena is not None
-        sums = self._sums[tally * len(self.points) :][:record].view(self.arena.dtype).view(-1, self.width)
-        held = self._held.view(self.tallies.total, self.tallies.held, len(self.points), self.width)[tally]
+        sums = self._sums[place * len(self.points) :][:record].view(self.arena.dtype).view(-1, self.width)
+        held = self._held.view(self.tallies.total, self.tallies.held, len(self.points), self.width)[place]
         self.arena.lines[lines[0] : lines[0] + len(sums)] = sums
         for rows, line in zip(held, lines[-self.tallies.held :], strict=True):
             self.arena.lines[line : line + record] = rows[:record]
@@ -224,12 +224,11 @@ class _Additions:
         if moves is None:
             return
         points = layouts.offsets.shape[1]
-        counts = np.where(moves.kinds == LAST, np.minimum(moves.counts, 1), moves.counts)
-        added = np.repeat(moves.first + moves.counts - counts, counts)
-        added += np.arange(len(added)) - np.repeat(np.cumsum(counts) - counts, counts)
-        places, kinds = np.repeat(moves.places, counts), np.repeat(moves.kinds, counts)
+        places, kinds = np.repeat(moves.places, moves.counts), np.repeat(moves.kinds, moves.counts)
+        newest = np.append(places[1:] != places[:-1], True)
         for kind in np.unique(kinds):
-            self._part(int(kind), step, added[kinds == kind], places[kinds == kind] * points, chosen, layouts)
+            wanted = (kinds == kind) & (newest | (kind != LAST))
+            self._part(int(kind), step, moves.added[wanted], places[wanted] * points, chosen, layouts)
         request, slot = np.nonzero(moves.holds != NONE)
         lines = (moves.places[request] * slots + slot) * points
         self._part(None, step, moves.holds[request, slot], lines, chosen, layouts)
