@@ -1,12 +1,18 @@
-"""One vector a layer: what most published steering vectors are, whatever file they came in."""
+"""One vector a layer: what most published steering vectors are, whatever file they came in; and their algebra.
+
+Vectors are added, scaled and compared layer by layer, computed in float64 and kept in float32. Those of different
+models, sites or layers are not combined: a number would come out, and mean nothing.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import SupportsIndex
+from typing import Final, SupportsIndex
 
 import torch
 from jaxtyping import Float
@@ -14,6 +20,9 @@ from jaxtyping import Float
 from steercap.edits.base import Vector
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.sites import SITES
+
+#: Less than this share of the largest singular value of some vectors is rounding, not a direction of its own.
+RANK_TOLERANCE: Final = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +42,8 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         UnknownName: a site that does not exist.
         InvalidVector: a vector that holds NaN or inf, is not [hidden], or is of another width than the first.
 
-    Equal are those of equal labels, layers and bits.
+    Equal are those of equal labels, layers and bits. `a + b`, `a - b`, `2 * a`, `a / 2` and `-a` are what they say,
+    layer by layer; their name is "", see `named`.
     """
 
     vectors: Mapping[int, Vector]
@@ -58,6 +68,107 @@ class LayerVectors(Mapping[int, torch.Tensor]):
     def width(self) -> int:
         """Elements of each vector."""
         return len(next(iter(self.values())))
+
+    def named(self, name: str) -> LayerVectors:
+        """The same vectors under another name."""
+        return dataclasses.replace(self, name=name)
+
+    def norms(self) -> dict[int, float]:
+        """Length of the vector of each layer, in the units of the stream."""
+        return {layer: float(vector.double().norm()) for layer, vector in self.items()}
+
+    def unit(self) -> LayerVectors:
+        """The same directions at length 1, under the same name.
+
+        Raises:
+            InvalidVector: a vector is zero.
+        """
+        norms = self.norms()
+        if zero := [layer for layer, norm in norms.items() if not norm]:
+            raise InvalidVector(f"{self!r}: the vectors of layers {zero} are zero and have no direction")
+        return self._each(lambda layer, vector: vector / norms[layer]).named(self.name)
+
+    def dot(self, other: LayerVectors) -> dict[int, float]:
+        """Scalar product with another's vector of each layer.
+
+        Raises:
+            InvalidSpec: it is of another model, site, width or other layers.
+        """
+        self._check(other)
+        return {layer: float(vector.double() @ other[layer].double()) for layer, vector in self.items()}
+
+    def cosine(self, other: LayerVectors) -> dict[int, float]:
+        """Cosine with another's vector of each layer, in [-1, 1].
+
+        Raises:
+            InvalidSpec: it is of another model, site, width or other layers.
+            InvalidVector: a vector is zero.
+        """
+        return {layer: min(max(dot, -1.0), 1.0) for layer, dot in self.unit().dot(other.unit()).items()}
+
+    def without(self, *others: LayerVectors) -> LayerVectors:
+        """What is left when all that lies in the span of others is taken away, layer by layer.
+
+        Raises:
+            InvalidSpec: one is of another model, site, width or other layers.
+        """
+        for other in others:
+            self._check(other)
+
+        def left(layer: int, vector: torch.Tensor) -> torch.Tensor:
+            span = torch.stack([other[layer].double() for other in others], dim=1)
+            directions, sizes, _ = torch.linalg.svd(span, full_matrices=False)
+            basis = directions[:, sizes > sizes[0] * RANK_TOLERANCE]
+            rest: torch.Tensor = vector - basis @ (basis.T @ vector)
+            return rest
+
+        return self._each(left) if others else self.named("")
+
+    def __add__(self, other: LayerVectors) -> LayerVectors:
+        return self._combined(other, operator.add)
+
+    def __sub__(self, other: LayerVectors) -> LayerVectors:
+        return self._combined(other, operator.sub)
+
+    def __mul__(self, scale: float) -> LayerVectors:
+        return self._scaled(scale, operator.mul)
+
+    def __rmul__(self, scale: float) -> LayerVectors:
+        return self._scaled(scale, operator.mul)
+
+    def __truediv__(self, scale: float) -> LayerVectors:
+        return self._scaled(scale, operator.truediv)
+
+    def __neg__(self) -> LayerVectors:
+        return self._scaled(-1, operator.mul)
+
+    def _combined(self, other: LayerVectors, how: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> LayerVectors:
+        if not isinstance(other, LayerVectors):
+            raise InvalidSpec(f"{self!r} is combined with other LayerVectors, not with {other!r}")
+        self._check(other)
+        return self._each(lambda layer, vector: how(vector, other[layer].double()))
+
+    def _scaled(self, scale: object, how: Callable[[torch.Tensor, float], torch.Tensor]) -> LayerVectors:
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+            raise InvalidSpec(f"{self!r} is scaled by a number, not by {scale!r}")
+        if not math.isfinite(scale) or (how is operator.truediv and not scale):
+            raise InvalidSpec(f"{self!r} cannot be scaled by {scale}")
+        return self._each(lambda _, vector: how(vector, scale))
+
+    def _each(self, how: Callable[[int, torch.Tensor], torch.Tensor]) -> LayerVectors:
+        """Every vector changed, in float64; without a name."""
+        return LayerVectors(
+            {layer: how(layer, vector.double()) for layer, vector in self.items()}, model=self.model, site=self.site
+        )
+
+    def _check(self, other: LayerVectors) -> None:
+        """See that another's vectors can be combined with these."""
+        for what in ("model", "site", "width"):
+            mine, theirs = getattr(self, what), getattr(other, what)
+            if mine != theirs:
+                raise InvalidSpec(f"{self!r} and {other!r} differ in {what}: {mine!r} and {theirs!r}")
+        if list(self) != list(other):
+            raise InvalidSpec(f"{self!r} has layers {list(self)}, {other!r} has {list(other)}; take those of both")
 
     def save(self, path: str | Path) -> Path:
         """Write vectors and labels to one safetensors file; see `steercap.formats.native`."""
