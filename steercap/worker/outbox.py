@@ -416,16 +416,17 @@ def finish(taps: Taps, asked: Mapping[Outbox, int]) -> None:
         taps: where they run.
         asked: how many inputs the sequence of each outbox has.
     """
-    boxes = {box: total for box, total in asked.items() if isinstance(box, TallyOutbox) and box.rows_to_finish(total)}
-    if not boxes:
+    running = [(box, total) for box, total in asked.items() if isinstance(box, TallyOutbox)]
+    ready = [(box, total, rows) for box, total in running if (rows := box.rows_to_finish(total))]
+    if not ready:
         return
-    rows = [box.rows_to_finish(total) for box, total in boxes.items()]
-    moves, found = taps.tallies.finish(np.array([box.tally for box in boxes]), np.array(list(boxes.values())))
-    divisors = np.where([box.capture.reduce == "mean" for box in boxes], found, 1)
-    lines, records = np.array([box.target for box in boxes]).T
+    places, totals = np.array([(box.tally, total) for box, total, _ in ready]).T
+    moves, found = taps.tallies.finish(places, totals)
+    divisors = np.where([box.capture.reduce == "mean" for box, *_ in ready], found, 1)
+    lines, records = np.array([box.target for box, *_ in ready]).T
     taps.landed(taps.finish(moves, divisors, records, lines))
-    for box, count, added in zip(boxes, rows, found.tolist(), strict=True):
-        box.finished(count, added)
+    for (box, _, rows), added in zip(ready, found.tolist(), strict=True):
+        box.finished(rows, added)
 
 
 def tally_records(dtype: torch.dtype, held: int) -> int:

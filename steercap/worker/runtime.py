@@ -218,9 +218,9 @@ class Runtime:
         tracked = self._kept.get(item.owner)
         if tracked is None or tracked.outbox is None:
             return Unknown(item.owner)
-        parcel = tracked.outbox.seal(item.total, item.first)
-        self._ledger.look_again(tracked)  # a reduction that was asked for has ended
-        return parcel
+        if isinstance(tracked.outbox, TallyOutbox):
+            self._ledger.look_again(tracked)  # its reduction has ended
+        return tracked.outbox.seal(item.total, item.first)
 
     def _attach(self, asked: Attach) -> Answer:
         if not self.captures:
