@@ -1,4 +1,4 @@
-"""Our own format: a SteeringSpec or LayerVectors as one safetensors file with a JSON header.
+"""Our own format: a SteeringSpec, LayerVectors or a DirectionSet as one safetensors file with a JSON header.
 
 The header is the metadata entry `steercap`: format version, kind, model, layer convention, SHA-256 of it all, and
 the content: the dataclass as `{"type": ..., "fields": ...}`, down to tensors by name. What JSON lacks has one key that
@@ -26,14 +26,22 @@ from steercap.edits.base import Edit
 from steercap.errors import InvalidFile, InvalidSpec
 from steercap.formats.base import blame, read_tensors, write_tensors
 from steercap.steering import SteeringSpec
-from steercap.vectors import LayerVectors
+from steercap.vectors.directions import DirectionSet, Provenance
+from steercap.vectors.layers import LayerVectors
 
 VERSION: Final = 1
 #: What the numbers of layers in every file mean.
 CONVENTION: Final = "layers count from 0; resid_post of layer i is hidden_states[i + 1] of transformers"
 #: How to read each kind of file that steercap writes.
-READERS: Final = {"steering": "SteeringSpec.load", "vectors": "LayerVectors.load", "captures": "CaptureHandle.load"}
-_TYPES: Final[Mapping[str, type]] = {"SteeringSpec": SteeringSpec, "LayerVectors": LayerVectors}
+READERS: Final = {
+    "steering": "SteeringSpec.load",
+    "vectors": "LayerVectors.load",
+    "directions": "DirectionSet.load",
+    "captures": "CaptureHandle.load",
+}
+_TYPES: Final[Mapping[str, type]] = {
+    kind.__name__: kind for kind in (SteeringSpec, LayerVectors, DirectionSet, Provenance)
+}
 
 
 class _Preface(msgspec.Struct, frozen=True):
@@ -48,7 +56,7 @@ class Header(msgspec.Struct, frozen=True):
 
     Args:
         version: of the format.
-        kind: "steering" or "vectors".
+        kind: "steering", "vectors" or "directions".
         model: the model it was made for, "" if unknown.
         convention: what the numbers of layers mean.
         sha256: of the tensors and of all else in the header, in hexadecimal.
@@ -104,8 +112,24 @@ def load_vectors(path: str | Path) -> LayerVectors:
     return vectors
 
 
+def save_directions(directions: DirectionSet, path: str | Path) -> Path:
+    """Write directions and their provenance; the file appears whole or not at all."""
+    return _save(directions, Path(path), "directions", directions.model)
+
+
+def load_directions(path: str | Path) -> DirectionSet:
+    """Read what `save_directions` wrote.
+
+    Raises:
+        InvalidFile: truncated, changed, of another kind or a newer version.
+    """
+    directions = _load(Path(path), "directions", DirectionSet)
+    assert isinstance(directions, DirectionSet)
+    return directions
+
+
 def read_header(path: str | Path) -> Header:
-    """What a file of steering or vectors says of itself; tensors are neither read nor checked.
+    """What a file of steering, vectors or directions says of itself; tensors are neither read nor checked.
 
     Raises:
         InvalidFile: no such file, truncated, or of a newer version.
@@ -113,7 +137,7 @@ def read_header(path: str | Path) -> Header:
     return _read(Path(path), tensors=False)[0]
 
 
-def _save(value: SteeringSpec | LayerVectors, path: Path, kind: str, model: str) -> Path:
+def _save(value: SteeringSpec | LayerVectors | DirectionSet, path: Path, kind: str, model: str) -> Path:
     store = _Store()
     content = _pack(value, "", store)
     header = _signed(Header(VERSION, kind, model, CONVENTION, "", content), store.tensors)
@@ -156,11 +180,13 @@ def _header(path: Path, text: str) -> Header:
 
 def _check_preface(path: Path, preface: _Preface) -> None:
     if preface.kind == "captures":
-        raise InvalidFile(f"{path} holds captures, not steering or vectors; read it with {READERS['captures']}")
+        raise InvalidFile(
+            f"{path} holds captures, not steering, vectors or directions; read it with {READERS['captures']}"
+        )
     if preface.version != VERSION or preface.kind not in READERS:
         raise InvalidFile(
             f"{path} holds {preface.kind!r} in format version {preface.version}; this steercap reads version "
-            f"{VERSION} of 'steering' and 'vectors'; upgrade steercap to read newer files"
+            f"{VERSION} of 'steering', 'vectors' and 'directions'; upgrade steercap to read newer files"
         )
 
 
@@ -211,7 +237,7 @@ def _pack(value: object, at: str, store: _Store) -> Any:  # noqa: C901 -- one ca
             packed = value
         case torch.Tensor():
             packed = {"tensor": store.put(value, at)}
-        case SteeringSpec() | Edit() | LayerVectors():
+        case SteeringSpec() | Edit() | LayerVectors() | DirectionSet() | Provenance():
             packed = {"type": _type_name(value), "fields": _pack_fields(value, at, store)}
         case TokenSelection(terms):
             packed = {"tokens": [_pack(slice(*t) if isinstance(t, tuple) else t, at, store) for t in terms]}

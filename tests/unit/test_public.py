@@ -22,6 +22,7 @@ from steercap.errors import InvalidFile, UnknownName
 from steercap.families import FAMILIES, family_of
 from steercap.files import load_handle
 from steercap.sites import SITES
+from steercap.vectors import METHODS
 
 ROOT = Path(steercap.__file__).parent
 
@@ -53,7 +54,7 @@ def test_the_tree_of_errors_is_the_one_drawn() -> None:
     }
 
 
-@pytest.mark.parametrize("registry", [SITES, FAMILIES, CODECS])
+@pytest.mark.parametrize("registry", [SITES, FAMILIES, CODECS, METHODS])
 def test_a_registry_names_what_it_knows(registry) -> None:
     """An unknown name is an error that lists the known ones; each member is a file."""
     with pytest.raises(UnknownName, match=f"known: .*'{next(iter(registry))}'"):
@@ -139,7 +140,13 @@ def test_every_module_is_on_the_map() -> None:
     modules = {name for name in modules if not name.endswith("__init__.py")}
     plugged = {
         f"{axis}/{name}.py"
-        for axis, found in (("sites", SITES), ("families", FAMILIES), ("codecs", CODECS), ("edits", EDITS))
+        for axis, found in (
+            ("sites", SITES),
+            ("families", FAMILIES),
+            ("codecs", CODECS),
+            ("edits", EDITS),
+            ("vectors/methods", METHODS),
+        )
         for name in found
     }
     assert modules - plugged - named == set(), "not on the map"

@@ -1,0 +1,222 @@
+"""Directions by name, of one model and site, with where they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+
+from steercap.errors import InvalidSpec
+from steercap.vectors.layers import LayerVectors
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where directions come from; "" and {} where it is not known.
+
+    Args:
+        revision: of the model.
+        dtype: that the model computed in.
+        prompts: SHA-256 of all token ids read, by name of the direction.
+        tokens: which tokens' rows, as `TokenSelection` writes it, or "response".
+        reduce: how a text's rows became one.
+        method: name of the method in `METHODS`.
+        seed: of the split, and of methods that draw.
+        rows: how many texts showed it and did not, those held out not counted, by name.
+        held_out: how many of each were held out, by name.
+        auc: area under the ROC curve of the projections of texts held out, by name and layer; 0.5 is chance.
+        row_norms: mean length of the rows read, by layer, in the units of the stream: what doses are measured by.
+    """
+
+    revision: str = ""
+    dtype: str = ""
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    tokens: str = ""
+    reduce: str = ""
+    method: str = ""
+    seed: int = 0
+    rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    held_out: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    auc: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    row_norms: Mapping[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class DirectionSet(Mapping[str, LayerVectors]):
+    """Directions by name: `directions["optimistic"]` is its vectors by layer, which add, scale and compare.
+
+    Args:
+        directions: one at least, all of one model, site, width and the same layers; each is kept under its key.
+        provenance: where they come from.
+
+    Raises:
+        InvalidSpec: none, an empty name, or some that differ in model, site, width or layers.
+
+    Equal are those of equal directions and provenance.
+    """
+
+    directions: Mapping[str, LayerVectors]
+    provenance: Provenance = field(default_factory=Provenance)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.directions, Mapping) or not self.directions:
+            raise InvalidSpec("DirectionSet: no directions; give a mapping from name to LayerVectors, one at least")
+        for name, vectors in self.directions.items():
+            if not isinstance(name, str) or not name or not isinstance(vectors, LayerVectors):
+                raise InvalidSpec(f"DirectionSet: {name!r}: {vectors!r}; give LayerVectors by their name")
+        if not isinstance(self.provenance, Provenance):
+            raise InvalidSpec(f"DirectionSet: provenance={self.provenance!r}; give a Provenance")
+        object.__setattr__(self, "directions", {name: vectors.named(name) for name, vectors in self.directions.items()})
+        first, *others = self.values()
+        for other in others:
+            first._check(other)
+
+    @property
+    def model(self) -> str:
+        """The model they were made for, "" if unknown."""
+        return self._first.model
+
+    @property
+    def site(self) -> str:
+        """Their place in the layer."""
+        return self._first.site
+
+    @property
+    def width(self) -> int:
+        """Elements of each vector."""
+        return self._first.width
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers that each has a vector for, ascending."""
+        return tuple(self._first)
+
+    def at(self, layer: int) -> Float[torch.Tensor, "names hidden"]:
+        """The vectors of one layer, in the order of the names: float32 [names, hidden].
+
+        Raises:
+            KeyError: a layer they have no vectors for.
+        """
+        return torch.stack([vectors[layer] for vectors in self.values()])
+
+    def project(self, rows: Float[torch.Tensor, "rows hidden"], layer: int) -> Float[torch.Tensor, "rows names"]:
+        """Scalar products of rows with the unit vectors of one layer: float32 [rows, names], in the stream's units."""
+        return rows.float() @ self.unit().at(layer).T
+
+    def cosines(self, layer: int) -> Float[torch.Tensor, "names names"]:
+        """Cosine of every two directions at one layer: float64 [names, names]."""
+        units = self.unit().at(layer).double()
+        return (units @ units.T).clamp(-1, 1)
+
+    def select(self, names: str | Iterable[str]) -> DirectionSet:
+        """Some of them, in the order given.
+
+        Raises:
+            InvalidSpec: a name that is not here.
+        """
+        wanted = [names] if isinstance(names, str) else list(names)
+        if missing := [name for name in wanted if name not in self]:
+            raise InvalidSpec(f"no direction {', '.join(map(repr, missing))}; known: {', '.join(map(repr, self))}")
+        return replace(self, directions={name: self[name] for name in wanted})
+
+    def at_layers(self, layers: Iterable[int]) -> DirectionSet:
+        """The same directions at some of their layers alone.
+
+        Raises:
+            InvalidSpec: a layer they have no vectors for.
+        """
+        wanted = list(layers)
+        if missing := [layer for layer in wanted if layer not in self.layers]:
+            raise InvalidSpec(f"no vectors for layers {missing}; they are for {list(self.layers)}")
+        return self._each(lambda vectors: replace(vectors, vectors={layer: vectors[layer] for layer in wanted}))
+
+    def unit(self) -> DirectionSet:
+        """The same directions at length 1.
+
+        Raises:
+            InvalidVector: one is zero.
+        """
+        return self._each(LayerVectors.unit)
+
+    def orthogonal(self) -> DirectionSet:
+        """Each without what lies in the span of those before it: the order of the names counts."""
+        done: dict[str, LayerVectors] = {}
+        for name, vectors in self.items():
+            done[name] = vectors.without(*(self[other] for other in done))
+        return replace(self, directions=done)
+
+    def __or__(self, other: DirectionSet) -> DirectionSet:
+        """The directions of both; of equal names those of the other. What both say of their origin must agree.
+
+        Raises:
+            InvalidSpec: they differ in model, site, width, layers or how they were made.
+        """
+        if not isinstance(other, DirectionSet):
+            return NotImplemented
+        return DirectionSet({**self, **other}, _joined(self.provenance, other.provenance))
+
+    def save(self, path: str | Path) -> Path:
+        """Write directions and provenance to one safetensors file; see `steercap.formats.native`."""
+        from steercap.formats.native import save_directions
+
+        return save_directions(self, path)
+
+    @staticmethod
+    def load(path: str | Path) -> DirectionSet:
+        """Read what `save` wrote.
+
+        Raises:
+            InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
+        """
+        from steercap.formats.native import load_directions
+
+        return load_directions(path)
+
+    @property
+    def _first(self) -> LayerVectors:
+        return next(iter(self.values()))
+
+    def _each(self, how: Any) -> DirectionSet:
+        return replace(self, directions={name: how(vectors) for name, vectors in self.items()})
+
+    def __getitem__(self, name: str) -> LayerVectors:
+        return self.directions[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.directions)
+
+    def __len__(self) -> int:
+        return len(self.directions)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DirectionSet):
+            return NotImplemented
+        return list(self.items()) == list(other.items()) and self.provenance == other.provenance
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.values()))
+
+    def __repr__(self) -> str:
+        about = f"model={self.model!r}, site={self.site!r}, method={self.provenance.method!r}"
+        return f"DirectionSet({list(self)}, layers={list(self.layers)}, width={self.width}, {about})"
+
+
+def _joined(first: Provenance, second: Provenance) -> Provenance:
+    """The provenance of the directions of both."""
+    for name in ("revision", "dtype", "tokens", "reduce", "method", "seed"):
+        mine, theirs = getattr(first, name), getattr(second, name)
+        if mine != theirs:
+            raise InvalidSpec(f"these directions were made otherwise: {name} is {mine!r} of some, {theirs!r} of others")
+    norms = {layer: (first.row_norms.get(layer, norm) + norm) / 2 for layer, norm in second.row_norms.items()}
+    return replace(
+        first,
+        prompts={**first.prompts, **second.prompts},
+        rows={**first.rows, **second.rows},
+        held_out={**first.held_out, **second.held_out},
+        auc={**first.auc, **second.auc},
+        row_norms={**first.row_norms, **norms},
+    )
