@@ -230,7 +230,7 @@ def test_nan_in_a_file_is_refused(tmp_path) -> None:
     ("header", "says"),
     [
         ({"version": 2}, r"version 2.*upgrade"),
-        ({"kind": "directions"}, r"'directions'.*upgrade"),
+        ({"kind": "pictures"}, r"'pictures'.*upgrade"),
         ({"version": "one"}, "cannot be read"),
         ({"convention": "layers count from 1"}, "counts layers otherwise"),
         ({"content": {"type": "sharpen", "fields": {}}}, r"unknown edit 'sharpen'; known: 'ablate'.*upgrade"),
@@ -499,7 +499,7 @@ def test_a_control_vector_nobody_could_use_is_not_written(vectors, says, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("directions", "arch", "says"),
+    ("pictures", "arch", "says"),
     [
         ({1: np.ones(WIDTH, np.float32)}, "llama", "architecture 'llama'"),
         ({"one": np.ones(WIDTH, np.float32)}, "controlvector", r"'direction\.one'"),

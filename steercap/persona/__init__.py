@@ -1,0 +1,1 @@
+"""Personas: from the description of a trait to its vector."""
