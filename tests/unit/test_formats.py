@@ -499,7 +499,7 @@ def test_a_control_vector_nobody_could_use_is_not_written(vectors, says, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("pictures", "arch", "says"),
+    ("directions", "arch", "says"),
     [
         ({1: np.ones(WIDTH, np.float32)}, "llama", "architecture 'llama'"),
         ({"one": np.ones(WIDTH, np.float32)}, "controlvector", r"'direction\.one'"),
