@@ -12,6 +12,7 @@ SteercapError
 │   │   ├── TooManyEdits            more edits than the engine's tables or vectors than its bank can hold
 │   │   └── InvalidEdit             an edit whose numbers do not fit
 │   │       └── InvalidVector       ... or whose vector is of another width, NaN, inf or zero
+│   ├── SweepDiffers                a folder that holds a sweep of another definition
 │   └── PointNotArmed               a site or layer without a tap in this engine
 ├── EngineFailure (RuntimeError)    the engine is not there, or not as it must be
 │   ├── ModelNotLoaded              vLLM could not load the model
@@ -80,6 +81,10 @@ class LayerOutOfRange(InvalidSpec):
 
 class UnknownName(InvalidSpec):
     """A name that no member of a registry carries; the message lists those that exist."""
+
+
+class SweepDiffers(InvalidRequest):
+    """A sweep is to go on in a folder that holds one of another definition; the message names the difference."""
 
 
 class PointNotArmed(InvalidRequest):
