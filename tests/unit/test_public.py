@@ -21,6 +21,7 @@ from steercap.edits import EDITS
 from steercap.errors import InvalidFile, UnknownName
 from steercap.families import FAMILIES, family_of
 from steercap.files import load_handle
+from steercap.persona.scores import SCORERS
 from steercap.sites import SITES
 from steercap.vectors import METHODS
 
@@ -146,6 +147,7 @@ def test_every_module_is_on_the_map() -> None:
             ("codecs", CODECS),
             ("edits", EDITS),
             ("vectors/methods", METHODS),
+            ("persona/scores", SCORERS),
         )
         for name in found
     }
