@@ -50,7 +50,7 @@ async def run_sweep(
         progress: called with how many answers are there, and how many there will be.
 
     Raises:
-        SweepDiffers: the folder holds another sweep.
+        RunDiffers: the folder holds another sweep.
         PointNotArmed, InvalidVector: the vectors do not fit the engine; before anything runs.
         The errors of `SteerModel.generate`; what was answered until then is kept.
     """

@@ -17,7 +17,7 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from steercap.errors import InvalidFile, SweepDiffers
+from steercap.errors import InvalidFile, RunDiffers
 from steercap.experiments.grid import Condition, Definition, Request
 from steercap.experiments.measures.base import Answered, Measure
 from steercap.formats.base import write_whole
@@ -137,7 +137,7 @@ class Folder:
         definition: of the sweep.
 
     Raises:
-        SweepDiffers: a sweep of another definition is in it.
+        RunDiffers: a sweep of another definition is in it.
         InvalidFile: its sweep.json cannot be read.
     """
 
@@ -168,7 +168,7 @@ def _compare(file: Path, definition: Definition) -> None:
         said = "; ".join(
             f"{name} was {_short(getattr(kept, name))}, is {_short(getattr(definition, name))}" for name in differ
         )
-        raise SweepDiffers(
+        raise RunDiffers(
             f"{file.parent} holds another sweep: {said}; give another folder, or the sweep it was begun with"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import re
 
@@ -12,7 +13,7 @@ import torch
 from rich.console import Console
 
 from steercap import Ablate, Add, Cap, Point, SetProjection, SteeringSpec
-from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec, SweepDiffers, UnknownName, WorkerFailure
+from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec, RunDiffers, UnknownName, WorkerFailure
 from steercap.experiments import MEASURES, OPERATIONS, Answered, Condition, Sweep, SweepResults
 from steercap.experiments.controls import random_like
 from steercap.experiments.measures import measures_of
@@ -131,7 +132,7 @@ def test_requests_of_one_condition_are_together_and_their_seeds_agree() -> None:
     asked = list(one.requests())
     assert [request.number for request in asked] == list(range(len(one.conditions()) * 2 * 2))
     runs = [request.condition for request in asked]
-    assert sum(a != b for a, b in zip(runs, runs[1:], strict=False)) == len(one.conditions()) - 1
+    assert sum(a != b for a, b in itertools.pairwise(runs)) == len(one.conditions()) - 1
     seeds = {}
     for request in asked:
         seeds.setdefault((request.prompt, request.sample), set()).add(one.sampling_of(request)["seed"])
@@ -260,10 +261,10 @@ def test_another_sweep_in_the_folder_is_refused(changed, names, tmp_path) -> Non
     """Its answers are not those asked for; the message says what differs, and nothing else."""
     Folder(tmp_path, sweep().definition("m"))
     Folder(tmp_path, sweep().definition("m"))
-    with pytest.raises(SweepDiffers, match=names) as raised:
+    with pytest.raises(RunDiffers, match=names) as raised:
         Folder(tmp_path, sweep(**changed).definition("m"))
     assert len(re.findall(r"\bwas\b", str(raised.value))) == len(changed) + 1  # and "the sweep it was begun with"
-    with pytest.raises(SweepDiffers, match="model was 'm', is 'other'"):
+    with pytest.raises(RunDiffers, match="model was 'm', is 'other'"):
         Folder(tmp_path, sweep().definition("other"))
 
 

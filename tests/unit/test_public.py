@@ -22,6 +22,7 @@ from steercap.errors import InvalidFile, UnknownName
 from steercap.experiments import MEASURES, OPERATIONS
 from steercap.families import FAMILIES, family_of
 from steercap.files import load_handle
+from steercap.persona.scores import SCORERS
 from steercap.sites import SITES
 from steercap.vectors import METHODS
 
@@ -149,6 +150,7 @@ def test_every_module_is_on_the_map() -> None:
             ("vectors/methods", METHODS),
             ("experiments/operations", OPERATIONS),
             ("experiments/measures", MEASURES),
+            ("persona/scores", SCORERS),
         )
         for name in found
     }
