@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from steercap.cli import capture, demo, generate, inspection, vectors
+from steercap.cli import capture, demo, generate, inspection, persona, sweep, vectors
 from steercap.cli.doctor import command as doctor
 
 app = typer.Typer(
@@ -18,7 +18,7 @@ app = typer.Typer(
     "[cyan]steercap generate --help[/cyan]. Results go to stdout, or to a file with --out; all else goes to stderr.",
     epilog="Exit codes: 0 done, 1 it failed, 2 called wrongly, 130 interrupted.",
 )
-for part in (demo, generate, capture, vectors, inspection, doctor):
+for part in (demo, generate, capture, vectors, persona, sweep, inspection, doctor):
     part.register(app)
 
 

@@ -11,10 +11,13 @@ import re
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, Final, TypeVar, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar, get_args, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from steercap.cli.terminal import Output, Terminal
 from steercap.errors import SteercapError
@@ -76,11 +79,23 @@ def _describe(run: Any, function: Callable[..., Any], groups: Mapping[str, Any])
         if name not in groups
     ]
     spread = [_fields(Output if kind is Terminal else kind) for kind in groups.values()]
-    parameters = [*own, *(parameter for group in spread for parameter in group)]
+    parameters = [_narrow(parameter) for parameter in (*own, *(parameter for group in spread for parameter in group))]
     run.__signature__ = inspect.Signature(parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__doc__ = function.__doc__
     run.__name__ = function.__name__
+
+
+def _narrow(parameter: inspect.Parameter) -> inspect.Parameter:
+    """The parameter with a short word for its value: typer's own take the room that the help needs at 80 columns."""
+    kind, *marks = get_args(parameter.annotation)
+    inner = next((part for part in get_args(kind) if part is not type(None)), kind)
+    words = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
+    if inner not in words or not isinstance(marks[0], OptionInfo) or marks[0].metavar:
+        return parameter
+    mark = copy(marks[0])
+    mark.metavar = words[inner]
+    return parameter.replace(annotation=Annotated[kind, mark])
 
 
 def _fields(kind: Any) -> Iterator[inspect.Parameter]:

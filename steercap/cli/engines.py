@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,20 +71,23 @@ class ModelOptions:
         found |= SMOLLM2_ARGUMENTS if self.model == SMOLLM2 else {}
         said = {"dtype": self.dtype, "max_model_len": self.max_model_len, "enforce_eager": self.eager}
         found |= {name: value for name, value in said.items() if value is not None}
-        return found | dict(_pair(text) for text in self.engine_arg or ())
+        return found | dict(pairs_of(self.engine_arg or (), "--engine-arg"))
 
 
-def _pair(text: str) -> tuple[str, Any]:
-    """A key and its value, which is JSON, or else text."""
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip():
-        raise typer.BadParameter(
-            f"{text!r}: give KEY=VALUE, such as gpu_memory_utilization=0.5", param_hint="--engine-arg"
-        )
-    try:
-        return key.strip().replace("-", "_"), msgspec.json.decode(value)
-    except msgspec.DecodeError:
-        return key.strip().replace("-", "_"), value
+def pairs_of(texts: Iterable[str], option: str) -> Iterator[tuple[str, Any]]:
+    """Keys and values from KEY=VALUE; a value is JSON, or else text.
+
+    Raises:
+        typer.BadParameter: a text without "=".
+    """
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise typer.BadParameter(f"{text!r}: give KEY=VALUE, its value in JSON, such as seed=3", param_hint=option)
+        try:
+            yield key.strip().replace("-", "_"), msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            yield key.strip().replace("-", "_"), value
 
 
 def located(model: str) -> Path | str:

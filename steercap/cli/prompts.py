@@ -20,9 +20,7 @@ PANEL: Final = "Prompts"
 class PromptOptions:
     """What the model is given."""
 
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Prompts, or [cyan]-[/cyan].")] = (
-        None
-    )
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts, or [cyan]-[/cyan].")] = None
     file: Annotated[
         str | None,
         typer.Option(

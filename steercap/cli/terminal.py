@@ -54,8 +54,9 @@ class _Rate(ProgressColumn):
     """Steps a second, of tasks that count any."""
 
     def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text(f"{speed:.3g}/s" if speed else "", style="progress.data.speed")
+        seconds = task.finished_time or task.elapsed
+        speed = task.completed / seconds if seconds else 0.0
+        return Text(f"{speed:,.1f}/s" if speed else "", style="progress.data.speed")
 
 
 class Terminal:
