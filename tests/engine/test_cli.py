@@ -40,6 +40,62 @@ def push(scale: float = 1.0) -> SteeringSpec:
     return SteeringSpec([Add(vector(576, seed=1) * 40, layer=15, scale=scale)])
 
 
+# Whole commands come first: the engine that the others share would be one more beside theirs.
+
+
+def command(*arguments: str | Path) -> subprocess.Popen[str]:
+    """The command in a process group of its own, as a shell starts it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "steercap", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONWARNINGS": "default"},
+    )
+
+
+def test_the_command_steers_and_prints_json_alone(tmp_path) -> None:
+    """A real process with a real engine: one document on stdout, steered as asked, no word of vLLM's anywhere."""
+    assert smollm2().exists()
+    file = DirectionSet({"push": LayerVectors({15: vector(576, seed=1) * 40}, site="resid_post")}).save(
+        tmp_path / "push.safetensors"
+    )
+    process = command(
+        "generate",
+        "The capital of France is",
+        "--steer",
+        file,
+        "--scale",
+        "1",
+        "--compare",
+        "--max-tokens",
+        "6",
+        "--json",
+    )
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    (one,) = json.loads(out)["answers"]
+    assert one["clean"] != one["steered"]
+    assert one["rows_edited"] == [10]  # 5 prompt + 6 generated - 1
+    assert [line for line in err.splitlines() if "tokens/s" not in line] == []
+
+
+def test_an_interrupted_command_leaves_nothing_behind() -> None:
+    """Ctrl-C while the engine starts: exit code 130, no traceback, no process."""
+    process = command("generate", "The capital of France is")
+    parent = psutil.Process(process.pid)
+    while not parent.children(recursive=True):  # until vLLM's process is there
+        assert process.poll() is None, process.communicate()
+    children = parent.children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to everybody
+    _, err = process.communicate(timeout=400)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive
+
+
 async def test_answers_are_those_of_the_model(smol, terminal) -> None:
     """Clean and steered texts are what `generate` and `chat` give, and a steered one names the rows edited."""
     prompts = [Prompt("The capital of France is"), Prompt([{"role": "user", "content": "Say hello."}])]
@@ -130,7 +186,7 @@ async def test_a_sweep_is_run_shown_and_drawn(smol, terminal, tmp_path) -> None:
     sweep, out = sweep_of(settings), tmp_path / "out"
     results = await swept(smol, sweep, ["length"], out, terminal)
     (effect,) = document_of(results, out)["effects"]["length"]
-    assert (effect["vector"], effect["layers"], len(effect["random"])) == ("push", [15], 2)
+    assert (effect["vector"], effect["layers"], len(effect["random"])) == ("push", (15,), 2)
     assert table_of(results, "length").row_count == 1
     (picture,) = drawn(results, out)
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -140,56 +196,3 @@ async def test_a_sweep_is_run_shown_and_drawn(smol, terminal, tmp_path) -> None:
     assert [record.text for record in again.records] == [record.text for record in results.records]
     with pytest.raises(InvalidSpec, match="no vectors for layers"):
         sweep_of(SweepFile(vectors=str(file), layers=(16,), scales=(1.0,), prompts=("a",)))
-
-
-def command(*arguments: str | Path) -> subprocess.Popen[str]:
-    """The command in a process group of its own, as a shell starts it."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "steercap", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONWARNINGS": "default"},
-    )
-
-
-def test_the_command_steers_and_prints_json_alone(tmp_path) -> None:
-    """A real process with a real engine: one document on stdout, steered as asked, no word of vLLM's anywhere."""
-    assert smollm2().exists()
-    file = DirectionSet({"push": LayerVectors({15: vector(576, seed=1) * 40}, site="resid_post")}).save(
-        tmp_path / "push.safetensors"
-    )
-    process = command(
-        "generate",
-        "The capital of France is",
-        "--steer",
-        file,
-        "--scale",
-        "1",
-        "--compare",
-        "--max-tokens",
-        "6",
-        "--json",
-    )
-    out, err = process.communicate(timeout=400)
-    assert process.returncode == 0, err
-    (one,) = json.loads(out)["answers"]
-    assert one["clean"] != one["steered"]
-    assert one["rows_edited"] == [10]  # 5 prompt + 6 generated - 1
-    assert [line for line in err.splitlines() if "tokens/s" not in line] == []
-
-
-def test_an_interrupted_command_leaves_nothing_behind() -> None:
-    """Ctrl-C while the engine starts: exit code 130, no traceback, no process."""
-    process = command("generate", "The capital of France is")
-    parent = psutil.Process(process.pid)
-    while not parent.children(recursive=True):  # until vLLM's process is there
-        assert process.poll() is None, process.communicate()
-    children = parent.children(recursive=True)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to everybody
-    _, err = process.communicate(timeout=400)
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    _, alive = psutil.wait_procs(children, timeout=60)
-    assert not alive
