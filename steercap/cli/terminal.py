@@ -7,7 +7,7 @@ import io
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +59,15 @@ class _Rate(ProgressColumn):
         return Text(f"{speed:,.1f}/s" if speed else "", style="progress.data.speed")
 
 
+def _plain(value: object) -> object:
+    """What msgspec does not know, as something that it does."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"{value!r} cannot be written as JSON")
+
+
 class Terminal:
     """The terminal of one command.
 
@@ -83,7 +92,7 @@ class Terminal:
             tables: the same for people.
         """
         if self.json:
-            text = msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2).decode()
+            text = msgspec.json.format(msgspec.json.encode(document, enc_hook=_plain), indent=2).decode()
             self.out.file.write(text + "\n")
             self.out.file.flush()
             return
