@@ -29,7 +29,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from steercap.errors import EngineFailure
+from steercap.errors import CaptureError, EngineFailure, SteeringError
 
 PANEL: Final = "Output"
 
@@ -57,6 +57,13 @@ class _Rate(ProgressColumn):
         seconds = task.finished_time or task.elapsed
         speed = task.completed / seconds if seconds else 0.0
         return Text(f"{speed:,.1f}/s" if speed else "", style="progress.data.speed")
+
+
+def _is_engines(error: Exception) -> bool:
+    """Whether the engine's log may say more of an error, or of one in a group."""
+    if isinstance(error, ExceptionGroup):
+        return any(map(_is_engines, error.exceptions))
+    return isinstance(error, (EngineFailure, CaptureError, SteeringError))
 
 
 def _plain(value: object) -> object:
@@ -107,7 +114,7 @@ class Terminal:
         """What went wrong, in one red line on stderr."""
         message = " ".join(str(error).split()) or type(error).__name__
         self.err.print(Text(f"{type(error).__name__}: {message}", style="red"), soft_wrap=True)
-        if isinstance(error, EngineFailure) and self.log is not None:
+        if self.log is not None:
             self.say(f"vLLM's log: {self.log}")
 
     def progress(self) -> Progress:
@@ -155,8 +162,9 @@ class Terminal:
                 for stream, number, console in ((sys.stdout, 1, self.out), (sys.stderr, 2, self.err)):
                     stack.enter_context(_diverted(stream, number, console, target))
                 yield
-        except BaseException:
-            self.log = None if self.verbose else log
+        except Exception as error:
+            if not self.verbose and _is_engines(error):
+                self.log = log
             raise
         finally:
             os.close(descriptor)

@@ -698,6 +698,13 @@ def test_the_doctor_says_how_much_rows_take() -> None:
     assert len({check.name for check in examine(FINE)}) == len(CHECKS)
 
 
+def test_the_doctor_refuses_sizes_that_are_none() -> None:
+    """An engine argument that must be a number and is not is named."""
+    for value in ("two", True, -1):
+        with pytest.raises(InvalidSetting, match="tensor_parallel_size=.*whole number"):
+            examine(changed(SMALL, arguments={"tensor_parallel_size": value}))
+
+
 def test_the_doctor_looks_at_this_machine() -> None:
     """Facts are gathered without an engine, and agree with what Python says of itself."""
     facts = gather("nobody/nothing", {})
