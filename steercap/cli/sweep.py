@@ -177,7 +177,13 @@ async def swept(
 def table_of(results: SweepResults, measure: str) -> Table:
     """A row a vector and scale, beside its controls."""
     effects = results.effects(measure)
-    table = Table(title=measure, title_justify="left", title_style="bold")
+    table = Table(
+        title=measure,
+        title_justify="left",
+        title_style="bold",
+        caption="outside: beyond the range of the random vectors, in widths of that range",
+        caption_justify="left",
+    )
     several = len({one.condition.vector for one in effects}) > 1, len({one.condition.operation for one in effects}) > 1
     for shown, name in zip((*several, True, True), ("vector", "operation", "layers", "scale"), strict=True):
         if shown:

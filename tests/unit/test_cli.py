@@ -701,7 +701,7 @@ def test_the_doctor_says_how_much_rows_take() -> None:
 def test_the_doctor_refuses_sizes_that_are_none() -> None:
     """An engine argument that must be a number and is not is named."""
     for value in ("two", True, -1):
-        with pytest.raises(InvalidSetting, match="tensor_parallel_size=.*whole number"):
+        with pytest.raises(InvalidSetting, match=r"tensor_parallel_size=.*whole number"):
             examine(changed(SMALL, arguments={"tensor_parallel_size": value}))
 
 
