@@ -82,7 +82,7 @@ def plot_doses(
 def _draw(axes: Any, means: Mapping[Condition, Mean], plain: Mean, operation: str, *, log: bool) -> None:
     """One panel: random vectors below, then no steering, the reversed scales, and the vector on top."""
     if log:
-        axes.set_yscale("log")
+        _scale_log(axes)
     neutral = OPERATIONS[operation].neutral
     lines: dict[str, dict[float, Mean]] = {}
     for condition, mean in means.items():
@@ -102,6 +102,16 @@ def _draw(axes: Any, means: Mapping[Condition, Mean], plain: Mean, operation: st
         axes.plot([neutral], [plain.value], "o", color=PLAIN, markersize=6, label="no steering", zorder=5)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _scale_log(axes: Any) -> None:
+    """A logarithmic axis that says 2, 5, 10, ..., whatever part of it is seen."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _draw_random(axes: Any, lines: Sequence[Mapping[float, Mean]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
     from steercap.handle import CaptureHandle
     from steercap.vectors import DirectionSet, LayerVectors
 
-#: Share of the values that lie within the limit if none is given: the first token of most models is far off all others,
-#: and would leave them white.
-WITHIN: Final = 0.98
+#: Times the median distance from the centre beyond which a value does not count for the limit: the first token of most
+#: models lies a hundred times as far off as others, and would leave them white.
+FAR: Final = 10.0
+#: The font of pictures, which comes with matplotlib.
+FONT: Final = "DejaVu Sans Mono"
 #: What is seen of what is not.
 VISIBLE: Final = {" ": "·", "\t": "⇥", "\r": "␍", "\n": "↵"}
 SPAN_STYLE: Final = "padding:1px 0;border-radius:2px;white-space:pre-wrap"
@@ -43,8 +46,8 @@ class TokenHeatmap:
         names: of the columns: directions, layers; may be left out for a single one.
         title: above all.
         centre: the value that is white; colours reach as far on both sides of it.
-        limit: distance from the centre where colours are full; beyond it they are the same. By default that of all
-            but the 2 % of the values that are farthest off.
+        limit: distance from the centre where colours are full; beyond it they are the same. By default the greatest
+            that is at most ten times the median distance.
         unit: of the values, for legends.
 
     Raises:
@@ -158,11 +161,8 @@ class TokenHeatmap:
             vmax=self.centre + half,
             interpolation="nearest",
         )
-        # Fonts lack many letters of a vocabulary; a dollar would begin a formula.
-        labels = [
-            _visible(token).encode("latin-1", "replace").decode("latin-1").replace("$", r"\$") for token in self.tokens
-        ]
-        axes.set_xticks(range(len(self.tokens)), labels, rotation=90, fontsize=8, family="monospace")
+        labels = [_drawn(_visible(token)) for token in self.tokens]
+        axes.set_xticks(range(len(self.tokens)), labels, rotation=90, fontsize=8, family=FONT)
         axes.set_yticks(range(len(self.names)), self.names, fontsize=8)
         axes.set_xlabel("token")
         axes.set_title(self.title, fontsize=10)
@@ -240,9 +240,25 @@ def texts_of(tokenizer: Any, token_ids: Iterable[int]) -> list[str]:
 
 
 def _usual(values: npt.NDArray[np.float64], centre: float) -> float:
-    """Distance from the centre that all but a few values keep within."""
+    """The greatest distance from the centre, left out those far beyond all others; of all where most are at it."""
     far = np.abs(values[np.isfinite(values)] - centre)
-    return float(np.quantile(far, WITHIN)) if len(far) else 0.0
+    if not len(far):
+        return 0.0
+    usual = far[far <= FAR * np.median(far)]
+    return float(usual.max() or far.max())
+
+
+def _drawn(text: str) -> str:
+    """A text as matplotlib can draw it: letters that the font lacks are the replacement sign, a dollar is no formula."""
+    font = _font()
+    return "".join(letter if font.get_char_index(ord(letter)) else "�" for letter in text).replace("$", r"\$")
+
+
+@functools.cache
+def _font() -> Any:
+    from matplotlib.font_manager import findfont, get_font
+
+    return get_font(findfont(FONT))
 
 
 def _visible(token: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from steercap.errors import InvalidPrompt, InvalidVector, PointNotArmed
 from steercap.experiments import Answered, Sweep, run_sweep
 from steercap.experiments.measures.perplexity import Perplexity
+from steercap.testing import Reference
 from steercap.testing.rows import GREEDY
 from steercap.testing.specs import vector
 from steercap.vectors import LayerVectors
@@ -30,6 +32,15 @@ def asked(question: str) -> list[dict[str, str]]:
 def some_vectors(*layers: int, width: int = 576) -> LayerVectors:
     """Vectors of noise, long enough to change texts."""
     return LayerVectors({layer: 3 * vector(width, seed=layer) for layer in layers})
+
+
+def perplexity(reference: Reference, prompt: Sequence[int], answer: Sequence[int]) -> float:
+    """That of an answer after a prompt, from transformers' logits."""
+    ids = torch.tensor([[*prompt, *answer]])
+    with torch.inference_mode():
+        logits = reference.model(ids, use_cache=False).logits[0].double()
+    chances = logits[len(prompt) - 1 : -1].log_softmax(-1).gather(1, ids[0, len(prompt) :, None])
+    return math.exp(-chances.mean())
 
 
 def small(**changed: Any) -> Sweep:
@@ -101,23 +112,19 @@ async def test_perplexity_is_that_of_transformers(smol, smol_reference, tmp_path
     async with smol.steered(sweep.spec(sweep.conditions()[1])):
         found = await Perplexity().measure(smol, records)
     for record, value in zip(results.records, found, strict=False):
-        ids = torch.tensor([[*record.prompt_token_ids, *record.output_token_ids]])
-        with torch.inference_mode():
-            logits = smol_reference.model(ids, use_cache=False).logits[0].double()
-        start = len(record.prompt_token_ids)
-        chances = logits[start - 1 : -1].log_softmax(-1).gather(1, ids[0, start:, None])
-        assert value == pytest.approx(math.exp(-chances.mean()), rel=1e-3)
+        expected = perplexity(smol_reference, record.prompt_token_ids, record.output_token_ids)
+        assert value == pytest.approx(expected, rel=1e-3)
     assert math.isnan(found[-1])
     assert max(found[:-1]) > 3 * found[0]  # texts of very different perplexity were compared
 
 
-async def test_an_answer_that_fills_the_context_has_a_perplexity(smol) -> None:
+async def test_an_answer_that_fills_the_context_has_a_perplexity(smol, smol_reference) -> None:
     """vLLM reads no sequence that leaves no room to go on; the last token is left out."""
     ids = tuple(smol.tokenizer.encode("one two three four " * 300))[:1024]
     (value,) = await Perplexity().measure(
         smol, [Answered(prompt="", prompt_token_ids=ids[:1000], text="", output_token_ids=ids[1000:])]
     )
-    assert 1 < value < 1.5  # a repeated phrase surprises nobody
+    assert value == pytest.approx(perplexity(smol_reference, ids[:1000], ids[1000:-1]), rel=1e-3)
 
 
 async def test_what_does_not_fit_the_engine_is_refused_first(smol, tmp_path) -> None:

@@ -397,7 +397,7 @@ def test_a_heat_map_in_a_terminal_is_coloured_text() -> None:
     assert "\x1b[2J" not in text
     for said in ("title", "up", "down", "orange"):
         assert said in text
-    red, green, blue = (int(colour(1.0, 0.0, 1.94)[at : at + 2], 16) for at in (1, 3, 5))
+    red, green, blue = (int(colour(1.0, 0.0, 2.0)[at : at + 2], 16) for at in (1, 3, 5))
     assert f"48;2;{red};{green};{blue}" in text
 
 
@@ -419,9 +419,11 @@ def test_the_legend_says_the_range() -> None:
 
 
 def test_one_token_far_off_leaves_the_others_their_colours() -> None:
-    """By default colours are full where all but 2 % of the values lie within: the first token of a prompt is one."""
-    one = TokenHeatmap(["x"] * 100, [1000.0, *([1.0, -2.0] * 49), 0.5])
-    assert one.limit < 30
+    """The first token of a prompt is one, in texts of any length; where most values are the centre, all count."""
+    for others in (2, 50):
+        assert TokenHeatmap(["x"] * (others + 1), [1000.0, *([1.0, -2.0] * (others // 2))]).limit == 2
+    assert TokenHeatmap(["x"] * 4, [0.0, 0.0, 0.0, 7.0]).limit == 7
+    assert TokenHeatmap(["x"] * 2, [0.0, 0.0]).limit == 0
 
 
 def test_a_heat_map_is_drawn(tmp_path) -> None:
