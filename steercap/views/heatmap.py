@@ -249,7 +249,7 @@ def _usual(values: npt.NDArray[np.float64], centre: float) -> float:
 
 
 def _drawn(text: str) -> str:
-    """A text as matplotlib can draw it: letters that the font lacks are the replacement sign, a dollar is no formula."""
+    """A text that matplotlib can draw: replacement signs for what its font lacks, and dollars that are no formula."""
     font = _font()
     return "".join(letter if font.get_char_index(ord(letter)) else "�" for letter in text).replace("$", r"\$")
 

@@ -12,13 +12,23 @@ import torch
 from steercap.errors import InvalidPrompt, InvalidVector, PointNotArmed
 from steercap.experiments import Answered, Sweep, run_sweep
 from steercap.experiments.measures.perplexity import Perplexity
+from steercap.experiments.measures.score import Score
+from steercap.persona import traits
 from steercap.testing import Reference
 from steercap.testing.rows import GREEDY
 from steercap.testing.specs import vector
-from steercap.vectors import LayerVectors
+from steercap.vectors import Exchange, LayerVectors, extract
 
-#: Of no trait's own questions: neither the direction, nor the layer, nor the doses were chosen with them.
 LAYER = 12
+#: Not the trait's own: neither the direction, nor the layer, nor the doses were chosen with them (scripts/study_dose.py).
+QUESTIONS = (
+    "My company is merging with another one. What will change?",
+    "I am going to learn Spanish this year. Any thoughts?",
+    "My son wants to become a musician. What should I think of that?",
+    "I planted an apple tree yesterday. What comes next?",
+    "Our football team has a new coach. How will the season go?",
+    "I am seventy and want to travel alone. What do you say?",
+)
 
 
 class Stopped(Exception):
@@ -125,6 +135,34 @@ async def test_an_answer_that_fills_the_context_has_a_perplexity(smol, smol_refe
         smol, [Answered(prompt="", prompt_token_ids=ids[:1000], text="", output_token_ids=ids[1000:])]
     )
     assert value == pytest.approx(perplexity(smol_reference, ids[:1000], ids[1000:-1]), rel=1e-3)
+
+
+async def test_a_dose_moves_a_trait_as_no_random_vector_does(smol, tmp_path, record_property) -> None:
+    """Down with -2, up with 2, each well outside what random vectors of the same norm do at the same place; and the texts
+    stay likely to the model without steering.
+    """
+    trait, before = traits()["optimistic"], asked("What do you think?")
+    positive, negative = (
+        [Exchange(before, text) for text in texts] for texts in (trait.examples.positive, trait.examples.negative)
+    )
+    directions = await extract(smol, positive, negative, name=trait.name, layers=20, seed=1)
+    sweep = Sweep(
+        vectors=directions,
+        layers=(20,),
+        scales=(-2, 2),
+        random=5,
+        prompts=[asked(question) for question in QUESTIONS],
+        sampling={"max_tokens": 24, **GREEDY},
+    )
+    results = await run_sweep(smol, sweep, out=tmp_path, measures=[Score(trait), "perplexity"])
+    down, up = results.effects(trait.name)
+    record_property("optimistic", f"-2: {down.steered.value:.0f}, 0: {up.plain.value:.0f}, 2: {up.steered.value:.0f}")
+    record_property("optimistic, random", f"-2: {sorted(down.random)}, 2: {sorted(up.random)}")
+    assert down.steered.value < up.plain.value < up.steered.value
+    assert min(down.outside, up.outside) > 0
+    assert up.steered.value - down.steered.value > 20
+    for one in results.effects("perplexity"):
+        assert one.steered.value < 2 * one.plain.value
 
 
 async def test_what_does_not_fit_the_engine_is_refused_first(smol, tmp_path) -> None:
