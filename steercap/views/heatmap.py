@@ -18,6 +18,7 @@ from steercap.formats.base import write_whole
 from steercap.views.colours import ABOVE, BELOW, CENTRE, UNKNOWN, colour, ink
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import RenderableType
 
     from steercap.handle import CaptureHandle
@@ -182,28 +183,23 @@ def heatmap_of(
     """Projections of each captured row of one layer on unit directions, token by token.
 
     Args:
-        handle: fetched; it holds full rows, or projections on these directions, [rows, names].
+        handle: fetched; it holds full rows, or what `CaptureSpec(project=directions)` gives.
         directions: what is projected on.
-        layer: which layer.
+        layer: which layer; negative counts from the last.
         tokenizer: the model's, as `model.tokenizer`.
         title, centre: of the heat map.
 
     Raises:
-        InvalidRequest: rows that are neither as wide as the directions nor as many as they.
+        InvalidRequest: the handle holds projections on other directions, or rows of another width.
+        InvalidSpec: no direction is for this layer.
+        LayerOutOfRange: a layer that was not captured.
         CaptureNotFetched: the handle was not fetched.
     """
-    layer = layer % handle.num_layers
-    rows = handle.captures[layer, directions.site]
-    if rows.shape[-1] == directions.width:
-        rows = directions.project(rows, layer)
-    elif rows.shape[-1] != len(directions):
-        raise InvalidRequest(
-            f"heatmap_of: rows of layer {layer} are {list(rows.shape)}; expected {directions.width} elements, or a "
-            f"projection on each of {len(directions)} directions"
-        )
+    place = layer + handle.num_layers if layer < 0 else layer
+    values = _projected(handle, directions.at_layers([place]), place)
     tokens = texts_of(tokenizer, handle.token_ids.tolist())
-    said = title or f"projection on unit directions, layer {layer}"
-    return TokenHeatmap(tokens, rows.float().numpy(), tuple(directions), said, centre)
+    said = title or f"projection on unit directions, layer {place}"
+    return TokenHeatmap(tokens, values.numpy(), tuple(directions), said, centre)
 
 
 def heatmap_of_layers(
@@ -212,25 +208,40 @@ def heatmap_of_layers(
     """Projections of each captured row on one unit direction, token by token and layer by layer.
 
     Args:
-        handle: fetched, with full rows at some of the layers of the vectors.
+        handle: fetched, with rows or projections at some of the layers of the vectors.
         vectors: what is projected on.
         tokenizer, title, centre: as for `heatmap_of`.
 
     Raises:
-        InvalidRequest: no layer has both rows and a vector.
+        InvalidRequest: no layer has both rows and a vector; or as for `heatmap_of`.
         CaptureNotFetched: the handle was not fetched.
     """
     import torch
+
+    from steercap.vectors import DirectionSet
 
     captures = handle.captures
     layers = [layer for layer in captures.layers if layer in vectors and (layer, vectors.site) in captures]
     if not layers:
         raise InvalidRequest(f"heatmap_of_layers: {captures!r} and {vectors!r} have no layer in common")
-    unit = vectors.unit()
-    values = torch.stack([captures[layer, vectors.site].float() @ unit[layer] for layer in layers], dim=1)
+    # A direction without a name is called so where rows are projected in the workers, too.
+    own = DirectionSet({vectors.name or "projection": vectors}).at_layers(layers)
+    values = torch.cat([_projected(handle, own, layer) for layer in layers], dim=1)
     tokens = texts_of(tokenizer, handle.token_ids.tolist())
     said = title or f"projection on {vectors.name or 'the unit direction'}, by layer"
     return TokenHeatmap(tokens, values.numpy(), tuple(map(str, layers)), said, centre)
+
+
+def _projected(handle: CaptureHandle, directions: DirectionSet, layer: int) -> torch.Tensor:
+    """Scalar products of the rows of one layer with unit directions: float32 [rows, names]."""
+    rows = handle.captures[layer, directions.site]
+    if handle.directions:
+        if missing := [name for name in directions if name not in handle.directions]:
+            raise InvalidRequest(f"the handle holds projections on {list(handle.directions)}, and none on {missing}")
+        return rows[:, [handle.directions.index(name) for name in directions]].float()
+    if rows.shape[-1] != directions.width:
+        raise InvalidRequest(f"rows of layer {layer} are {list(rows.shape)}; directions have width {directions.width}")
+    return directions.project(rows, layer)
 
 
 def texts_of(tokenizer: Any, token_ids: Iterable[int]) -> list[str]:

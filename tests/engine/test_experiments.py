@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from steercap import CaptureSpec
 from steercap.errors import InvalidPrompt, InvalidVector, PointNotArmed
 from steercap.experiments import Answered, Sweep, run_sweep
 from steercap.experiments.measures.perplexity import Perplexity
@@ -17,7 +19,8 @@ from steercap.persona import traits
 from steercap.testing import Reference
 from steercap.testing.rows import GREEDY
 from steercap.testing.specs import vector
-from steercap.vectors import Exchange, LayerVectors, extract
+from steercap.vectors import DirectionSet, Exchange, LayerVectors, extract
+from steercap.views import heatmap_of
 
 LAYER = 12
 #: Not the trait's own: neither the direction, nor the layer, nor the doses were chosen with them (scripts/study_dose.py).
@@ -190,3 +193,17 @@ async def test_more_conditions_than_slots_wait_for_each_other(smol, tmp_path) ->
     results = await run_sweep(smol, sweep, out=tmp_path)
     assert len(results.records) == len(sweep.conditions())
     assert (await smol.stats()).steering_slots_in_use == 0
+
+
+async def test_a_heat_map_is_the_same_from_rows_and_from_the_workers(smol) -> None:
+    """Full rows projected here, and projections that travelled: equal but for float32 sums of 576 products."""
+    own = DirectionSet({name: LayerVectors({8: vector(576, seed=at)}) for at, name in enumerate(("one", "two"))})
+    params = {"max_tokens": 4, **GREEDY}
+    asked_for = [CaptureSpec(layers=8), CaptureSpec(project=own)]
+    _, handles = await smol.generate(["Dear Sir,\n"] * 2, params, capture=asked_for, steering=None)
+    await smol.fetch_captures_batch(handles)
+    rows, projected = (heatmap_of(handle, own, 8, smol.tokenizer) for handle in handles)
+    assert rows.tokens[:4] == ("Dear", " Sir", ",", "\n")
+    assert rows.names == ("one", "two")
+    np.testing.assert_allclose(projected.values, rows.values, rtol=1e-4, atol=1e-3 * np.abs(rows.values).max())
+    assert "Dear" in rows._repr_html_()
