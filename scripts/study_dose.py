@@ -82,7 +82,8 @@ def described(effect: Any) -> dict[str, Any]:
         "standard error": round(effect.steered.error, 2),
         "plain": round(effect.plain.value, 2),
         "random": [round(f(effect.random), 2) for f in (min, max)] if effect.random else None,
-        "outside": round(effect.outside, 2),
+        "outside, ranges": round(effect.outside, 2),
+        "deviations": round(effect.deviations, 1),
     }
 
 

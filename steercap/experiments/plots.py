@@ -43,13 +43,7 @@ def plot_doses(
     """
     from matplotlib.figure import Figure
 
-    labels = list(results.values) if measures is None else list(measures)
-    results.check(*labels)
-    names = list(results.sweep.vectors)
-    if vector is None and len(names) == 1:
-        vector = names[0]
-    if vector not in names or not labels:
-        raise InvalidSpec(f"vector={vector!r}, measures={labels}; name one vector of {names}, and a measure at least")
+    vector, labels = _chosen(results, vector, measures)
     summary = results.summary()
     own = [one for one in summary if one.condition.vector == vector]
     columns = list(dict.fromkeys((one.condition.operation, one.condition.layers) for one in own))
@@ -77,6 +71,18 @@ def plot_doses(
     with write_whole(Path(path)) as scratch:
         figure.savefig(scratch, dpi=DPI, format=Path(path).suffix[1:] or "png")
     return Path(path)
+
+
+def _chosen(results: SweepResults, vector: str | None, measures: Sequence[str] | None) -> tuple[str, list[str]]:
+    """The vector and the measures to draw."""
+    labels = list(results.values) if measures is None else list(measures)
+    results.check(*labels)
+    names = list(results.sweep.vectors)
+    if vector is None and len(names) == 1:
+        vector = names[0]
+    if vector not in names or not labels:
+        raise InvalidSpec(f"vector={vector!r}, measures={labels}; name one vector of {names}, and a measure at least")
+    return vector, labels
 
 
 def _draw(axes: Any, means: Mapping[Condition, Mean], plain: Mean, operation: str, *, log: bool) -> None:

@@ -80,6 +80,20 @@ class Effect(msgspec.Struct, frozen=True):
             return 0.0
         return beyond / (high - low) if high > low else math.inf
 
+    @property
+    def deviations(self) -> float:
+        """Distance of the mean from that of the random vectors, in their standard deviations.
+
+        Infinite if they all agree and it does not, NaN with fewer than two of them.
+        """
+        if len(self.random) < 2:
+            return math.nan
+        spread = float(np.std(self.random, ddof=1))
+        apart = self.steered.value - float(np.mean(self.random))
+        if not apart:
+            return 0.0
+        return apart / spread if spread else math.copysign(math.inf, apart)
+
 
 @dataclass(frozen=True, eq=False)
 class SweepResults:
