@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from bench_capture import plain_outputs, sampling
@@ -22,6 +23,10 @@ DIFFERENT = 0.9
 
 class NotReal(RuntimeError):
     """A run did not do what its time is to stand for."""
+
+
+#: Directions that rows are projected on.
+DIRECTIONS = 4
 
 
 def say(text: str) -> None:
@@ -73,6 +78,22 @@ class Bench:
     specs: dict[bool, list[Any]]
     fetch_bytes: float
 
+    @cached_property
+    def directions(self) -> Any:
+        """Directions at every layer, to project rows on."""
+        import torch
+
+        from steercap.vectors import DirectionSet, LayerVectors
+
+        drawn = torch.Generator().manual_seed(0)
+        layers, width = range(self.model.num_layers), self.model.hidden_size
+        return DirectionSet(
+            {
+                f"{name}": LayerVectors({layer: torch.randn(width, generator=drawn) for layer in layers})
+                for name in range(DIRECTIONS)
+            }
+        )
+
     async def run(
         self,
         name: str,
@@ -123,8 +144,9 @@ class Bench:
         mode, model = Mode.parse(name), self.model
         chosen = [self.specs[strong][place % mode.specs] for place in range(len(given))] if mode.specs else None
         layers = {"one": [model.num_layers // 2], "all": "all", "mean": "all"}.get(mode.capture or "")
-        reduce = "mean" if mode.capture == "mean" else None
-        spec = None if layers is None else CaptureSpec(layers=layers, reduce=reduce)
+        spec = None if layers is None else CaptureSpec(layers=layers, reduce="mean" if mode.capture == "mean" else None)
+        if mode.capture == "project":
+            spec = CaptureSpec(project=self.directions)
         start = time.perf_counter()
         result = await model.generate(given, sampled, capture=spec, steering=chosen, raw_output=True)
         texts = time.perf_counter()

@@ -17,6 +17,7 @@ MODES = (
     "capture-one",
     "capture-all",
     "capture-mean",
+    "capture-project",
     "steer-1",
     "steer-8",
     "steer-64",
@@ -71,7 +72,8 @@ class Mode:
     """What is asked of steercap.
 
     Args:
-        capture: rows of "one" layer or of "all", their "mean" at all layers, or None.
+        capture: rows of "one" layer or of "all", at all layers their "mean" or what they are along directions
+            ("project"), or None.
         specs: how many different specs steer.
     """
 
@@ -80,12 +82,12 @@ class Mode:
 
     @classmethod
     def parse(cls, name: str) -> Mode:
-        """Read "idle", "capture-one", "capture-all", "capture-mean" or "steer-K".
+        """Read "idle", "capture-one", "capture-all", "capture-mean", "capture-project" or "steer-K".
 
         Raises:
             ValueError: another name.
         """
-        found = re.fullmatch(r"idle|capture-(one|all|mean)|steer-([1-9]\d*)", name)
+        found = re.fullmatch(r"idle|capture-(one|all|mean|project)|steer-([1-9]\d*)", name)
         if found is None:
             raise ValueError(f"no mode {name!r}; modes: {', '.join(MODES)}, and steer-K for any K")
         return cls(found[1], int(found[2] or 0))

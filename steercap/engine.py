@@ -46,12 +46,13 @@ from steercap.core.messages import (
     decode_answer,
     encode,
 )
-from steercap.core.plan import CapturePlan, Plan
+from steercap.core.plan import PROJECTED_BYTES, CapturePlan, Plan
 from steercap.core.rows import PageShape
 from steercap.core.spec import CaptureSpec, Point, check_armed
 from steercap.delivery import Courier, Delivery, Rank
 from steercap.equipment import Equipment
-from steercap.errors import EngineFailure, ModelClosed, WorkerFailure
+from steercap.errors import EngineFailure, InvalidSpec, ModelClosed, WorkerFailure
+from steercap.projection import Projected, compile_projection, points_of
 from steercap.sites import SITES
 from steercap.steering import Lowered, SteeringSpec, lower, spec_of
 from steercap.transport.reader import open_reader
@@ -88,6 +89,7 @@ class Engine:
         self.admission = Admission(0, 0, settings)
         self.equipment = Equipment(0, 0, settings, self._equip)
         self._captured: tuple[CaptureSpec, tuple[Point, ...], tuple[int, ...]] | None = None  # the last one
+        self._projected: tuple[CaptureSpec, Projected] | None = None  # the last one
         self._courier = Courier()
         self._lowered: WeakKeyDictionary[SteeringSpec | Edit, Lowered] = WeakKeyDictionary()
         self._settling: Batcher[tuple[Sequence[Wanted], bool], list[list[list[SteeringRecord | Unknown]]]] = Batcher(
@@ -173,17 +175,45 @@ class Engine:
             UnknownName, PointNotArmed: see `check_armed`.
         """
         if self._captured is None or self._captured[0] is not spec:
-            points = spec.points(self.vllm.num_layers)
+            points = (
+                spec.points(self.vllm.num_layers) if spec.project is None else points_of(spec, self.vllm.num_layers)
+            )
             check_armed(points, self.armed, SITES)
             self._captured = spec, points, tuple(sorted(self.armed[point] for point in points))
         return self._captured[1:]
+
+    def projected(self, spec: CaptureSpec) -> Projected | None:
+        """What a spec projects rows on, compiled for this engine, once as long as the spec lives; None for whole rows.
+
+        Raises:
+            InvalidSpec, InvalidVector: see `projection.compile_projection`.
+        """
+        if spec.project is None:
+            return None
+        if self._projected is None or self._projected[0] is not spec:
+            found = compile_projection(spec, self.armed, num_layers=self.vllm.num_layers, width=self.vllm.hidden_size)
+            self._check_records(found)
+            self._projected = spec, found
+        return self._projected[1]
+
+    def _check_records(self, projected: Projected) -> None:
+        """See that a token's projections fit a page of every arena."""
+        for rank in self._all_ranks:
+            most = rank.attached.page_lines * line_bytes(rank.attached)
+            wanted = len(projected.points) * projected.plan.directions * PROJECTED_BYTES
+            if wanted > most:
+                raise InvalidSpec(
+                    f"project= asks for {wanted:,} bytes a token ({len(projected.points)} points × "
+                    f"{projected.plan.directions} directions), and a page holds {most:,}; take fewer directions at once"
+                )
 
     def pages_needed(self, plan: CapturePlan, rows: int) -> int:
         """Pages that `rows` rows of the plan, or their tally, take on the worker that holds most of them."""
         return max(
             (
-                PageShape(rank.attached.page_lines, 1).pages(
-                    rank.attached.tally_records if plan.tally and rows else rows, points
+                PageShape(rank.attached.page_lines, line_bytes(rank.attached)).pages(
+                    rank.attached.tally_records if plan.tally and rows else rows,
+                    plan.lines(points, line_bytes(rank.attached)),
                 )
                 for rank in self._all_ranks
                 if (points := len(set(plan.points) & set(rank.attached.points)))
@@ -353,7 +383,7 @@ class Engine:
             for engine, answers in enumerate(engines)
         )
         shape = self._ranks[0][0].attached
-        page_bytes = shape.page_lines * shape.width * getattr(torch, shape.dtype).itemsize
+        page_bytes = shape.page_lines * line_bytes(shape)
         pages = min(rank.attached.pages for rank in self._all_ranks)
         self.tallies = min(rank.attached.tallies for rank in self._all_ranks)
         self.admission = Admission(pages, page_bytes, settings, self.engines, self.tallies)
@@ -386,6 +416,12 @@ class Engine:
     def _require_open(self) -> None:
         if self._closed:
             raise ModelClosed("this model is closed; open it with `async with SteerModel(...)`")
+
+
+def line_bytes(attached: Attached) -> int:
+    """Bytes of a line of a worker's arena."""
+    dtype: torch.dtype = getattr(torch, attached.dtype)
+    return attached.width * dtype.itemsize
 
 
 def _answers(engines: Sequence[Sequence[bytes]], kind: type[Kind]) -> list[list[Kind]]:

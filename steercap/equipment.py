@@ -1,4 +1,4 @@
-"""Requests that steer wait here for a slot, and their vectors are sent to the workers, once.
+"""Requests that steer, or project, wait here for a slot, and their vectors are sent to the workers, once.
 
 Number 3 in the life of a request: the awaiting around `core.slots`, which decides.
 """
@@ -6,12 +6,13 @@ Number 3 in the life of a request: the awaiting around `core.slots`, which decid
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from steercap.batching import Batcher
 from steercap.core.messages import Equip, Equipped, Placed, Vectors
+from steercap.core.program import Configuration
 from steercap.core.slots import Grant, Slots
 from steercap.errors import ModelClosed, SteeringSlotsFull, TooManyEdits, WorkerFailure
 
@@ -24,6 +25,10 @@ FRAME_BYTES: Final = 8 << 20
 #: Seconds between tries while a request that has ended leaves the engine, and how long that may take.
 RETRY_SECONDS: Final = 0.002
 PATIENCE_SECONDS: Final = 60.0
+
+
+#: Configurations that one request needs, by their digests.
+Wanted: TypeAlias = "Mapping[bytes, Configuration]"
 
 
 class Equipment:
@@ -49,7 +54,7 @@ class Equipment:
         self.bytes_sent = 0
         self._settings = settings
         self._ask = ask
-        self._queue: dict[asyncio.Future[Grant], Lowered] = {}  # in order of arrival
+        self._queue: dict[asyncio.Future[list[Grant]], Wanted] = {}  # in order of arrival
         self._loading: dict[bytes, asyncio.Task[None]] = {}
         self._loads: Batcher[tuple[Grant, Lowered], bool] = Batcher(self._load_all)
         self._closed = False
@@ -60,20 +65,24 @@ class Equipment:
         return len(self._queue)
 
     @asynccontextmanager
-    async def holding(self, lowered: Lowered) -> AsyncIterator[Grant]:
-        """Hold a slot whose configuration and vectors every worker has; in order of arrival.
+    async def holding(self, *wanted: Lowered) -> AsyncIterator[list[Grant]]:
+        """Hold slots whose configurations and vectors every worker has, all of them or none; in order of arrival.
+
+        Who held one and waited for another could wait for somebody who does the same.
 
         Raises:
             TooManyEdits: the vector bank is too small for it, whoever else uses it.
             SteeringSlotsFull: everything is in use and overflow="error".
             ModelClosed: the model was closed meanwhile.
         """
-        grant = await self._claim(lowered)
+        configurations = {lowered.digest: lowered.configuration for lowered in wanted}
+        grants = await self._claim(configurations)
         try:
-            await self._load(grant, lowered)
-            yield grant
+            for lowered in wanted:
+                await self._load(next(grant for grant in grants if grant.digest == lowered.digest), lowered)
+            yield grants
         finally:
-            self._release(grant)
+            self._release(*grants)
 
     async def aclose(self) -> None:
         """Fail whoever waits. Idempotent."""
@@ -83,49 +92,52 @@ class Equipment:
                 granted.set_exception(ModelClosed("the model was closed while this request waited for a slot"))
         await self._loads.aclose()
 
-    async def _claim(self, lowered: Lowered) -> Grant:
+    async def _claim(self, wanted: Wanted) -> list[Grant]:
         if self._closed:
             raise ModelClosed("the model was closed before this request could be steered")
-        if not self.slots.can_ever_hold(lowered.configuration):
+        if not self.slots.can_ever_hold(wanted):
+            rows = sum(configuration.rows for configuration in wanted.values())
             raise TooManyEdits(
-                f"this spec has {lowered.configuration.rows} vectors and needs a slot; the engine holds "
+                f"this request has {rows} vectors and needs {len(wanted)} slots; the engine holds "
                 f"{self.slots.rows} vectors and {self.slots.slots} slots; raise SteerModel(..., vector_bytes=)"
             )
-        grant = None if self._queue else self.slots.claim(lowered.configuration, lowered.digest)
-        if grant is not None:
-            return grant
+        grants = None if self._queue else self.slots.claim_all(wanted)
+        if grants is not None:
+            return grants
         if self._settings.overflow == "error":
             raise SteeringSlotsFull(
                 f"all {self.slots.slots} slots or all room for vectors is in use ({self.slots.slots_in_use} slots, "
                 f"{self.slots.rows_in_use} of {self.slots.rows} vectors) and overflow='error'; "
                 "raise SteerModel(..., steering_slots=, vector_bytes=), or let requests wait"
             )
-        return await self._wait(lowered)
+        return await self._wait(wanted)
 
-    async def _wait(self, lowered: Lowered) -> Grant:
-        granted: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
-        self._queue[granted] = lowered
+    async def _wait(self, wanted: Wanted) -> list[Grant]:
+        granted: asyncio.Future[list[Grant]] = asyncio.get_running_loop().create_future()
+        self._queue[granted] = wanted
         try:
             return await granted
         except BaseException:
             if self._queue.pop(granted, None) is None and not granted.cancelled() and granted.exception() is None:
-                self.slots.release(granted.result())
+                for grant in granted.result():
+                    self.slots.release(grant)
             self._admit()
             raise
 
     def _admit(self) -> None:
         """Give slots to the head of the queue while there are any."""
         while self._queue and not self._closed:
-            granted, lowered = next(iter(self._queue.items()))
+            granted, wanted = next(iter(self._queue.items()))
             if not granted.done():
-                grant = self.slots.claim(lowered.configuration, lowered.digest)
-                if grant is None:
+                grants = self.slots.claim_all(wanted)
+                if grants is None:
                     return
-                granted.set_result(grant)
+                granted.set_result(grants)
             del self._queue[granted]
 
-    def _release(self, grant: Grant) -> None:
-        self.slots.release(grant)
+    def _release(self, *grants: Grant) -> None:
+        for grant in grants:
+            self.slots.release(grant)
         self._admit()
 
     async def _load(self, grant: Grant, lowered: Lowered) -> None:

@@ -37,6 +37,7 @@ class Header(msgspec.Struct, frozen=True):
     reduce: str | None
     writes: int
     steering: SteeringReceipt | None = None
+    directions: tuple[str, ...] = ()
 
 
 def save_handle(handle: CaptureHandle, path: Path) -> Path:
@@ -53,6 +54,7 @@ def save_handle(handle: CaptureHandle, path: Path) -> Path:
         reduce=receipt.reduce,
         writes=receipt.writes,
         steering=receipt.steering,
+        directions=handle.directions,
     )
     tensors = {_name(point): rows.contiguous() for point, rows in handle.captures.items()}
     tensors["positions"] = handle.positions
@@ -82,6 +84,7 @@ def load_handle(path: Path) -> CaptureHandle:
         points=header.points,
         num_layers=header.num_layers,
         messages=header.messages,
+        directions=header.directions,
     )
     labels = tensors["positions"].numpy(), tensors["token_ids"].numpy()
     handle._receipt = Receipt(header.points, *labels, header.writes, header.reduce, header.steering)

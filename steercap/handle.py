@@ -63,6 +63,7 @@ class CaptureHandle:
         points: Sequence[Point],
         num_layers: int,
         messages: Sequence[MessageSpan] = (),
+        directions: Sequence[str] = (),
     ) -> None:
         self.request_id = request_id
         self.model = model
@@ -72,6 +73,7 @@ class CaptureHandle:
         self.points = tuple(points)
         self.messages = tuple(messages)
         self.num_layers = num_layers
+        self.directions = tuple(directions)
         self._captures: Captures | None = None
         self._receipt: Receipt | None = None
         self._source: _Source | None = None

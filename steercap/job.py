@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -85,10 +85,12 @@ class Job:
         prompt: the rendered prompt.
         params: sampling parameters, its own copy.
         options: further arguments of vLLM's `generate`.
-        plan: what is kept and changed, or None; what is changed is not yet in its slot.
+        plan: what is kept and changed, or None; what needs a slot has none yet.
         points: the points that are kept.
         change: what is changed, or None.
         spans: positions of the messages, for `chat`.
+        projection: what rows are projected on, or None.
+        directions: names of these.
     """
 
     engine: Engine
@@ -99,6 +101,8 @@ class Job:
     points: tuple[Point, ...]
     change: Change | None = None
     spans: tuple[MessageSpan, ...] = ()
+    projection: Lowered | None = None
+    directions: tuple[str, ...] = ()
 
 
 async def prepare(
@@ -124,6 +128,7 @@ async def prepare(
     if spec is not None:
         points, indices = engine.captured(spec)
         CODECS[spec.codec]  # an unknown one is an error here, not in the worker
+    projected = None if spec is None else engine.projected(spec)
     lowered = None if steering is None else engine.lowered(steering)
     sampling = vllm.sampling(params)
     rendered = await vllm.render(prompt)
@@ -138,12 +143,14 @@ async def prepare(
             limit=limit,
             # Past a stop string the workers may go on any way; else as far as vLLM runs ahead, which they leave out.
             tally=not sampling.stop and sampling.n <= engine.tallies,
+            projection=None if projected is None else projected.plan,
         )
     change = None if lowered is None else Change(lowered, *scopes_of(lowered, prompt_len, limit))
     plan = None
     if capture is not None or change is not None:
         plan = Plan(engine.new_key(), prompt_len, limit, sampling.n, capture)
-    return Job(engine, rendered, sampling, options, plan, points, change, tuple(spans))
+    job = Job(engine, rendered, sampling, options, plan, points, change, tuple(spans))
+    return job if projected is None else replace(job, projection=projected.lowered, directions=projected.names)
 
 
 async def run_all(jobs: Sequence[Job], running: set[asyncio.Task[Any]]) -> list[Done]:
@@ -205,16 +212,25 @@ async def memory_for(job: Job, call: object) -> Ticket | None:
 
 @asynccontextmanager
 async def planned(job: Job) -> AsyncIterator[Planned]:
-    """Hold the slot that a request needs, if it needs one."""
-    if job.plan is None or job.change is None:
+    """Hold the slots that a request needs, if it needs any."""
+    changes = None if job.change is None else job.change.lowered
+    wanted = [lowered for lowered in (changes, job.projection) if lowered is not None]
+    if job.plan is None or not wanted:
         yield Planned(job.plan, "")
         return
-    async with job.engine.equipment.holding(job.change.lowered) as grant:
-        change = job.change
-        name = identity(grant.digest, change.scopes, change.replaced, job.engine.equipment.epoch)
-        steering = SteeringPlan(grant.slot, grant.digest, name, change.scopes, change.replaced)
-        salt = name.hex() if change.lowered.changes_kv else ""
-        yield Planned(msgspec.structs.replace(job.plan, steering=steering), salt)
+    async with job.engine.equipment.holding(*wanted) as grants:
+        slots = {grant.digest: grant.slot for grant in grants}
+        plan, salt = job.plan, ""
+        if (capture := plan.capture) is not None and (projection := capture.projection) is not None:
+            placed = msgspec.structs.replace(projection, slot=slots[projection.configuration])
+            plan = msgspec.structs.replace(plan, capture=msgspec.structs.replace(capture, projection=placed))
+        if (change := job.change) is not None:
+            digest = change.lowered.digest
+            name = identity(digest, change.scopes, change.replaced, job.engine.equipment.epoch)
+            steering = SteeringPlan(slots[digest], digest, name, change.scopes, change.replaced)
+            plan = msgspec.structs.replace(plan, steering=steering)
+            salt = name.hex() if change.lowered.changes_kv else ""
+        yield Planned(plan, salt)
 
 
 def outputs_of(
@@ -278,6 +294,7 @@ def _handles(
             points=job.points,
             num_layers=engine.vllm.num_layers,
             messages=job.spans + reply,
+            directions=job.directions,
         )
         owner = Owner(plan.key, sample.index)
         handles.append(handle._attach(engine, owner, plan, own, receipts[place] if receipts else None))

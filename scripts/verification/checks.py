@@ -297,6 +297,15 @@ async def check_bad(run: Run, show: Show) -> None:
     show |= {"refused": refused, "kinds": len(BAD_REQUESTS), "neighbours": figures(worst_of(found))}
 
 
+async def check_projections(run: Run, show: Show) -> None:
+    """What rows are along directions, computed beside the model, is what whole rows give here."""
+    model = await run.engines.get("qwen3")
+    # Two runs of the same prompts: with TF32 attention they differ by more than roundings of float32.
+    bound = 1e-3 if run.machine.cuda else 1e-4
+    for site in ("resid_post", "mlp_out"):
+        show[site] = f"{await agreement.projections_agree(model, site, bound):.1e} row norms"
+
+
 # Engines of several shapes
 
 
@@ -508,6 +517,7 @@ CHECKS: dict[str, Check] = {
     "graphs": Check(check_graphs, lambda run: [name for pair in _pairs(run.machine) for name in pair]),
     "stress": Check(check_stress, lambda _run: ["cramped"]),
     "bad": Check(check_bad, lambda _run: ["qwen3"]),
+    "projections": Check(check_projections, lambda _run: ["qwen3"]),
     "spec": Check(check_spec, lambda run: [*_methods(run.machine), "qwen3"]),
     "parallel": Check(
         check_parallel, lambda _run: ["tensor_parallel_size", "pipeline_parallel_size", "qwen3"], unfit=_two_workers

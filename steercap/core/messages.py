@@ -168,6 +168,7 @@ class Parcel(Message, frozen=True):
         token_ids: int64 bytes, token the model read there.
         writes: rows written, recomputed ones counted again.
         failure: why the rows cannot be trusted, or None.
+        directions: directions that each row was projected on, 0 for whole rows.
     """
 
     owner: Owner
@@ -180,6 +181,7 @@ class Parcel(Message, frozen=True):
     token_ids: bytes
     writes: int
     failure: str | None
+    directions: int = 0
 
 
 class Unknown(Message, frozen=True):

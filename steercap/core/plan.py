@@ -13,8 +13,24 @@ from steercap.core.program import SteeringPlan
 from steercap.core.spec import CaptureSpec, Reduction
 from steercap.core.tokens import Range
 
+#: Bytes of a projection: float32.
+PROJECTED_BYTES: Final = 4
 #: The key of steercap's plan in `SamplingParams.extra_args`.
 EXTRA_ARGS_KEY: Final = "steercap"
+
+
+class Projection(msgspec.Struct, frozen=True, array_like=True):
+    """What the rows of a request are projected on.
+
+    Args:
+        slot: where its configuration is, NONE as long as it has none.
+        configuration: digest of what must be there.
+        directions: directions at each point.
+    """
+
+    slot: int
+    configuration: bytes
+    directions: int
 
 
 class CapturePlan(msgspec.Struct, frozen=True):
@@ -28,6 +44,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
         before_edits: whether rows are kept as they were before the edits of their point.
         tally: whether the reduction runs along while the rows come, so that they are never kept; otherwise they all
             are, until the client says where the sequence ends.
+        projection: what is kept in the place of each row, or None: the row.
     """
 
     points: tuple[int, ...]
@@ -36,6 +53,13 @@ class CapturePlan(msgspec.Struct, frozen=True):
     codec: str
     before_edits: bool = False
     tally: bool = False
+    projection: Projection | None = None
+
+    def lines(self, points: int, line_bytes: int) -> int:
+        """Lines of a record of so many of its points in the arena."""
+        if self.projection is None:
+            return points
+        return -(-points * self.projection.directions * PROJECTED_BYTES // line_bytes)
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -76,7 +100,13 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def compile_capture(
-    spec: CaptureSpec, points: tuple[int, ...], *, prompt_len: int, limit: int, tally: bool
+    spec: CaptureSpec,
+    points: tuple[int, ...],
+    *,
+    prompt_len: int,
+    limit: int,
+    tally: bool,
+    projection: Projection | None = None,
 ) -> CapturePlan:
     """Compile `spec` for one request.
 
@@ -86,13 +116,14 @@ def compile_capture(
         prompt_len: prompt tokens.
         limit: positions that can be inputs of the model: prompt + generated - 1 at most.
         tally: whether a reduction may run along.
+        projection: what its rows are projected on, or None.
 
     Raises:
         InvalidSelection, EmptySelection: `tokens` does not fit the prompt.
     """
     ranges = spec.selection.ranges(prompt_len, limit)
     tally = tally and spec.reduce is not None
-    return CapturePlan(points, ranges, spec.reduce, spec.codec, spec.before_edits, tally)
+    return CapturePlan(points, ranges, spec.reduce, spec.codec, spec.before_edits, tally, projection)
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

@@ -1,4 +1,4 @@
-"""Steering, compiled: every operation as rank-one edits in order, nothing left to interpret.
+"""Steering and projections, compiled: every operation as rank-one edits in order, nothing left to interpret.
 
 Number 2 in the life of a request. One edit is `h <- h + f(u·h + b) w`; the worker knows nothing but these. Shape
 legend: blob = rows of the vector bank that are sent and kept together: one vector, or the rows of a replacement.
@@ -95,19 +95,22 @@ class Blob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Configuration(msgspec.Struct, frozen=True):
-    """What a slot holds: the edits of a spec, independent of any prompt.
+    """What a slot holds: the edits of a spec, or the directions of a projection, independent of any prompt.
 
     Args:
         entries: in the order in which they are applied.
         blobs: vectors they use.
         scopes: how many different token selections there are.
         replacements: how many entries replace rows, in the order of their numbers.
+        reads: of a configuration that changes nothing, the points whose rows are projected: on as many rows of its one
+            blob each, point by point.
     """
 
     entries: tuple[Entry, ...]
     blobs: tuple[Blob, ...]
     scopes: int
     replacements: int
+    reads: tuple[int, ...] = ()
 
     @property
     def digest(self) -> bytes:

@@ -7,7 +7,7 @@ sent and what may be overwritten. What nobody uses any more stays, least lately 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from steercap.core.program import Blob, Configuration
@@ -132,9 +132,18 @@ class Slots:
         """Bank rows whose vectors some request uses."""
         return self._bank.in_use
 
-    def can_ever_hold(self, configuration: Configuration) -> bool:
-        """Whether there is room when nobody else holds anything."""
-        return self.slots > 0 and configuration.rows <= self.rows
+    def can_ever_hold(self, wanted: Mapping[bytes, Configuration]) -> bool:
+        """Whether there is room for configurations, by their digests, when nobody else holds anything."""
+        return len(wanted) <= self.slots and sum(_blobs(wanted.values()).values()) <= self.rows
+
+    def claim_all(self, wanted: Mapping[bytes, Configuration]) -> list[Grant] | None:
+        """Find places for all of some configurations, by their digests, or None if there is not room for all."""
+        if not self._slots.room((digest, 1) for digest in wanted) or not self._bank.room(
+            _blobs(wanted.values()).items()
+        ):
+            return None
+        grants = [self.claim(configuration, digest) for digest, configuration in wanted.items()]
+        return [grant for grant in grants if grant is not None]
 
     def claim(self, configuration: Configuration, digest: bytes) -> Grant | None:
         """Find places for a configuration, or None if what others use leaves no room."""
@@ -163,3 +172,8 @@ class Slots:
         self._slots.release(grant.digest)
         for blob in grant.configuration.blobs:
             self._bank.release(blob.digest)
+
+
+def _blobs(configurations: Iterable[Configuration]) -> dict[bytes, int]:
+    """Bank rows of each blob of some configurations, by its digest."""
+    return {blob.digest: blob.rows for configuration in configurations for blob in configuration.blobs}

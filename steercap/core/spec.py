@@ -8,10 +8,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, SupportsIndex, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, SupportsIndex, TypeAlias, cast
 
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.errors import InvalidSpec, LayerOutOfRange, PointNotArmed, UnknownName
+
+if TYPE_CHECKING:
+    from steercap.vectors.directions import DirectionSet
+    from steercap.vectors.layers import LayerVectors
 
 #: Layers as a user writes them; negative indices count from the last layer.
 Layers: TypeAlias = "int | slice | range | Sequence[int] | Literal['all']"
@@ -45,9 +49,12 @@ class CaptureSpec:
         codec: how rows are stored on their way to the client; "raw" keeps them bit for bit.
         before_edits: keep rows as they were before the edits of their own point; by default they are what the
             model goes on with, edits included. Edits at earlier points have had their effect either way.
+        project: a DirectionSet, or LayerVectors for one direction: in the place of each row, its scalar products with
+            the unit vectors of its layer, float32 [rows, directions], computed in the worker. `layers="all"` then
+            means all layers that the directions have, and the site is theirs.
 
     Raises:
-        InvalidSpec: no site, an unknown reduction, or layers or sites of another type.
+        InvalidSpec: no site, an unknown reduction, layers or sites of another type, or `project` beside `reduce`.
         InvalidSelection: a malformed `tokens`.
     """
 
@@ -57,6 +64,7 @@ class CaptureSpec:
     reduce: Reduction | None = None
     codec: str = "raw"
     before_edits: bool = False
+    project: DirectionSet | LayerVectors | None = None
 
     def __post_init__(self) -> None:
         sites = (self.sites,) if isinstance(self.sites, str) else _tuple(self.sites, "sites")
@@ -68,6 +76,12 @@ class CaptureSpec:
         object.__setattr__(self, "tokens", TokenSelection.parse(self.tokens))
         if not isinstance(self.layers, (SupportsIndex, slice, range, str)):
             object.__setattr__(self, "layers", _tuple(self.layers, "layers"))
+        if self.project is not None and self.reduce is not None:
+            raise InvalidSpec(
+                f"project= gives a few numbers a token, and reduce={self.reduce!r} one row a request; give one of them"
+            )
+        if self.project is not None and self.codec != "raw":
+            raise InvalidSpec(f"project= gives float32 numbers, which codec={self.codec!r} cannot hold; leave it out")
 
     @property
     def selection(self) -> TokenSelection:

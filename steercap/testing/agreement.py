@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any, Final
 
+import torch
+
 from steercap.core.spec import CaptureSpec
 from steercap.handle import CaptureHandle
 from steercap.model import SteerModel
@@ -18,6 +20,7 @@ from steercap.testing.parity import PERFECT, Parity
 from steercap.testing.reference import Reference
 from steercap.testing.rows import ALL_SITES, GREEDY, by_part, hold, inputs_of, parity, random_prompt, within, worst
 from steercap.testing.specs import OPERATIONS, VARIANTS, spec
+from steercap.vectors import DirectionSet, LayerVectors
 
 EVERYTHING: Final = CaptureSpec(sites=tuple(SITES))
 #: The worst row of an edited sequence against the clean reference: a hundred times beyond what parity allows.
@@ -149,3 +152,60 @@ async def fails(model: SteerModel, bad: Bad) -> None:
         assert re.search(bad.says, str(error)), (str(error), bad.says)  # noqa: PT017 -- not a test
     else:
         raise AssertionError(f"{bad.arguments} was accepted")
+
+
+async def projections_agree(model: SteerModel, site: str = "resid_post", bound: float = 1e-4) -> float:
+    """What comes by `project=` is what whole rows give: chunks, edits, selections, sets of directions beside each
+    other. Returns the greatest difference, in row norms.
+
+    Args:
+        model: one that decodes greedily to the same tokens twice.
+        site: of the directions.
+        bound: in row norms; two runs of float32 differ by a few roundings, those of TF32 by more.
+    """
+    sets = [_some_directions(model, site, names, seed) for seed, names in enumerate(("abc", "d"))]
+    selections: tuple[Any, ...] = ("all", "generated", [slice(3, None, 2), "last_prompt"])
+    given = [sets[number % 2] for number in range(12)]
+    asked: list[dict[str, Any]] = [
+        {"tokens": selections[number % 3], "before_edits": number % 4 == 3} for number in range(12)
+    ]
+    edits = [
+        None if number % 3 else spec("add", model.hidden_size, seed=number, layers=[0, 2], site=site)
+        for number in range(12)
+    ]
+    prompts = [random_prompt(9 + 17 * number, number) for number in range(12)]
+    both = []
+    for kept in (
+        [CaptureSpec(project=one, **rest) for one, rest in zip(given, asked, strict=True)],
+        [CaptureSpec(layers=one.layers, sites=site, **rest) for one, rest in zip(given, asked, strict=True)],
+    ):
+        _, handles = await model.generate(prompts, {"max_tokens": 9, **GREEDY}, capture=kept, steering=edits)
+        await model.fetch_captures_batch(handles)
+        both.append(handles)
+    greatest = 0.0
+    for projected, whole, one in zip(*both, given, strict=True):
+        assert projected.output_token_ids == whole.output_token_ids
+        assert projected.positions.tolist() == whole.positions.tolist()
+        assert projected.directions == tuple(one)
+        for layer in one.layers:
+            rows, numbers = whole.captures[layer, site], projected.captures[layer, site]
+            known = one.project(rows, layer)
+            assert numbers.shape == known.shape
+            differences = (numbers - known).abs().amax(1) / rows.float().norm(dim=1)
+            greatest = max(greatest, float(differences.max()))
+    assert greatest < bound, greatest
+    return greatest
+
+
+def _some_directions(model: SteerModel, site: str, names: str, seed: int) -> DirectionSet:
+    """Random directions at every other layer."""
+    drawn = torch.Generator().manual_seed(seed)
+    return DirectionSet(
+        {
+            name: LayerVectors(
+                {layer: torch.randn(model.hidden_size, generator=drawn) for layer in range(0, model.num_layers, 2)},
+                site=site,
+            )
+            for name in names
+        }
+    )

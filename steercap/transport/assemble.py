@@ -58,11 +58,18 @@ class Assembly:
         np.take(self._source, self._places[part], axis=0, out=self._result[part], mode="clip")
 
     def rows(self) -> torch.Tensor:
-        """The rows of every point, in memory of their own, once all parts are filled: [points, rows, width]."""
+        """The rows of every point, in memory of their own, once all parts are filled: [points, rows, width].
+
+        Of rows that were projected, [points, rows, directions].
+        """
         points, rows = len(self._parcel.points), self._parcel.stored_rows
         dtype: torch.dtype = getattr(torch, self._parcel.dtype)
+        directions = self._parcel.directions
         if not self._result.size:
-            return torch.empty((points, rows, self._width), dtype=dtype)
+            return torch.empty((points, rows, directions or self._width), dtype=dtype)
+        if directions:
+            numbers = torch.from_numpy(self._result.reshape(rows, -1)).view(dtype)
+            return numbers[:, : points * directions].view(rows, points, directions).transpose(0, 1).contiguous()
         stored = torch.from_numpy(self._result).view(points, rows, -1)
         return CODECS[self._parcel.codec].decode(stored, dtype, self._width)
 
@@ -70,7 +77,7 @@ class Assembly:
 def parcel_bytes(parcel: Parcel, width: int) -> int:
     """Bytes of a parcel's rows."""
     dtype: torch.dtype = getattr(torch, parcel.dtype)
-    return len(parcel.points) * parcel.stored_rows * width * dtype.itemsize
+    return len(parcel.points) * parcel.stored_rows * (parcel.directions or width) * dtype.itemsize
 
 
 def assemble(parcel: Parcel, width: int, source: Readable) -> torch.Tensor:
@@ -101,6 +108,8 @@ def _places(parcel: Parcel, source: Readable) -> Ints:
     if not rows and not lines:
         return np.empty(0, dtype=np.int64)
     record = lines // max(rows, 1)
+    if parcel.directions:  # the numbers of all points together
+        points = 1
     if not rows or not points or not record or record % points or lines != rows * record or (counts % record).any():
         raise CaptureIncomplete(
             f"{parcel.owner.key}: {rows} records of {points} points expected, the worker names {lines} lines"

@@ -17,14 +17,14 @@ import numpy.typing as npt
 from steercap.core.messages import Owner, Wanted
 from steercap.core.program import NONE
 from steercap.core.rows import BatchRows, Ints
-from steercap.worker.outbox import Outbox
+from steercap.worker.outbox import Outbox, Record
 from steercap.worker.programs import Programs
-from steercap.worker.steering import Steered
+from steercap.worker.steering import Slot, Steered
 from steercap.worker.step import Step
 
 #: What is known of the next tokens of a request: they are alike from position NEXT up to STOP, which is not among them.
-#: The line of position p is LINE + p × RECORD, unless its row goes into a reduction.
-_NEXT, _STOP, _LINE, _TALLY, _RECORD, _LAYOUT, _COPIES, _SLOT, _MASK, _EDITS, _FIELDS = range(11)
+#: The line of position p is LINE + p × STORED, unless its row goes into a reduction.
+_NEXT, _STOP, _LINE, _TALLY, _RECORD, _STORED, _PROJECTION, _LAYOUT, _COPIES, _SLOT, _MASK, _EDITS, _FIELDS = range(13)
 #: No position is reached by it.
 NEVER: Final = np.iinfo(np.int64).max
 
@@ -36,12 +36,16 @@ class Tracked:
         owner: whose rows.
         outbox: where its rows go, None if none are kept or they were given back.
         steered: what is changed, None if nothing is.
+        projection: what its rows are projected on, None if they are kept whole.
     """
 
-    def __init__(self, owner: Owner, outbox: Outbox | None, steered: Steered | None) -> None:
+    def __init__(
+        self, owner: Owner, outbox: Outbox | None, steered: Steered | None, projection: Slot | None = None
+    ) -> None:
         self.owner = owner
         self.outbox = outbox
         self.steered = steered
+        self.projection = projection
         self.place = NONE
         self.run_from = 0  # first position of those that only the ledger's array knows of
 
@@ -143,6 +147,16 @@ class Ledger:
             self.flush(tracked)
             self._state[tracked.place, _STOP] = 0
 
+    def slots(self) -> dict[int, Slot]:
+        """The slots that requests that run use, and what each holds."""
+        used: dict[int, Slot] = {}
+        for tracked in self:
+            if tracked.steered is not None and tracked.steered.slot is not None:
+                used[tracked.steered.steering.slot] = tracked.steered.slot
+            if tracked.outbox is not None and tracked.projection is not None:
+                used[tracked.outbox.record.projection] = tracked.projection
+        return used
+
     # The pass
 
     def place(self, batch: BatchRows) -> Step | None:
@@ -218,7 +232,7 @@ class Ledger:
     ) -> Step:
         outbox, steered = request.outbox, request.steered
         size = len(chosen)
-        layout, record, copies = (NONE, 0, 0) if outbox is None else outbox.record
+        record = Record() if outbox is None else outbox.record
         slots = np.full(size, NONE if steered is None or steered.slot is None else steered.steering.slot)
         positions = chosen + start
         replaced = {} if steered is None else steered.replaced(positions)
@@ -229,11 +243,13 @@ class Ledger:
             firsts=np.full(size, start),
             lines=lines,
             tallies=np.where(kept, NONE if outbox is None else outbox.tally, NONE),
-            records=np.where(kept, record, 0),
-            layouts=np.where(kept, layout, NONE),
+            records=np.where(kept, record.rows, 0),
+            stored=np.where(kept, record.lines, 0),
+            projections=np.where(kept, record.projection, NONE),
+            layouts=np.where(kept, record.layout, NONE),
             slots=slots,
             masks=masks,
-            copies=np.where(kept, copies, 0),
+            copies=np.where(kept, record.evidence, 0),
             edits=self._programs.evidence(slots, masks),
             replaced=replaced,
         )
@@ -243,11 +259,11 @@ class Ledger:
         self.flush(request)
         outbox, steered = request.outbox, request.steered
         request.run_from = start
-        stop, line, tally, layout, record, copies = NEVER, 0, NONE, NONE, 0, 0
+        stop, line, tally, record = NEVER, 0, NONE, Record()
         if outbox is not None and outbox.failure is None:
             stop, first = outbox.ahead(start)
             if first is not None:
-                line, tally, (layout, record, copies) = first, outbox.tally, outbox.record
+                line, tally, record = first, outbox.tally, outbox.record
         slot, mask = NONE, 0
         if steered is not None:
             reach, mask = steered.ahead(start)
@@ -256,7 +272,10 @@ class Ledger:
                 slot = steered.steering.slot
         slots, masks = np.array([slot]), np.array([mask], dtype=np.int32)
         edits = int(self._programs.evidence(slots, masks)[0])
-        self._state[request.place] = (start, stop, line, tally, record, layout, copies, slot, mask, edits)
+        layout, rows, lines, projection, copies = record
+        self._state[request.place] = (
+            start, stop, line, tally, rows, lines, projection, layout, copies, slot, mask, edits,
+        )  # fmt: skip
 
     def computes(self, step: Step, wanted: Iterable[Wanted]) -> bool:
         """Whether a step computes any of the tokens that are wanted."""
@@ -305,9 +324,11 @@ def _alike_tokens(places: Ints, starts: Ints, counts: Ints, first_tokens: Ints, 
         tokens=first_tokens,
         positions=starts,
         firsts=firsts,
-        lines=np.where(drained, state[:, _LINE] + starts * state[:, _RECORD], NONE),
+        lines=np.where(drained, state[:, _LINE] + starts * state[:, _STORED], NONE),
         tallies=state[:, _TALLY],
         records=state[:, _RECORD],
+        stored=state[:, _STORED],
+        projections=state[:, _PROJECTION],
         layouts=state[:, _LAYOUT],
         slots=state[:, _SLOT],
         masks=state[:, _MASK].astype(np.int32),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,27 @@ from steercap.worker.layouts import Layouts
 from steercap.worker.reduce import REDUCED_DTYPE, Accumulator, reduce_rows
 from steercap.worker.tallies import EMPTY
 from steercap.worker.taps.base import Taps
+
+#: Dtype of what rows are projected to.
+PROJECTED_DTYPE: Final = torch.float32
+
+
+class Record(NamedTuple):
+    """A token's record.
+
+    Args:
+        layout: its layout, NONE if there is none.
+        rows: rows that are copied, one a point.
+        lines: its lines in the arena.
+        projection: slot of what the rows are projected on, NONE if they are kept whole.
+        evidence: what the copies of one token add up to.
+    """
+
+    layout: int = NONE
+    rows: int = 0
+    lines: int = 0
+    projection: int = NONE
+    evidence: int = 0
 
 
 class Outbox(ABC):
@@ -50,16 +71,18 @@ class Outbox(ABC):
             self.fail("too many requests keep different points at once")
         self._ranks = ranks(capture.ranges, plan.limit)
         self._stops, self._shifts = runs(capture.ranges, plan.limit)
-        self._per_page = arena.shape.records(len(self._points)) if self._points else 0
+        self._record = capture.lines(len(self._points), arena.shape.line_bytes)
+        self._per_page = arena.shape.records(self._record) if self._points else 0
         self._pages: Ints = np.empty(0, dtype=np.int64)
         self._reduced: tuple[Ints, Ints] | None = None  # labels of the rows that were reduced
 
     @property
-    def record(self) -> tuple[int, int, int]:
-        """Of a record: its layout, its lines, and what the copies of one token add up to."""
+    def record(self) -> Record:
+        """What a token's record is."""
         if self._layout is None:
-            return NONE, 0, 0
-        return self._layout.number, len(self._points), self._layout.evidence
+            return Record()
+        projection = self.capture.projection.slot if self.capture.projection else NONE
+        return Record(self._layout.number, len(self._points), self._record, projection, self._layout.evidence)
 
     @property
     @abstractmethod
@@ -148,10 +171,12 @@ class Outbox(ABC):
         """
         rows = len(rows_selected(self.capture.ranges, self.limit, total))
         positions, token_ids = (labels[:rows] for labels in self._reduced or self._labels(rows))
-        stored, dtype = range(first, rows), self._arena.dtype
+        stored, record = range(first, rows), self._record
+        dtype = self._arena.dtype if self.capture.projection is None else PROJECTED_DTYPE
         failure = self.failure or self._missing(positions)
         if self.capture.reduce:
             stored, dtype = range(min(rows, 1)), REDUCED_DTYPE
+            record *= dtype.itemsize // self._arena.dtype.itemsize
             if rows and self._points and not failure and self._reduced is None:
                 self._reduce(self.capture.reduce, rows, total)
                 self._reduced = positions, token_ids
@@ -160,19 +185,20 @@ class Outbox(ABC):
             owner=self.owner,
             codec=self.capture.codec,
             points=self._points,
-            lines=tuple(self._line_ranges(stored, dtype)) if not failure else (),
+            lines=tuple(self._line_ranges(stored, record)) if not failure else (),
             stored_rows=len(stored),
             dtype=str(dtype).removeprefix("torch."),
             positions=positions[first:].tobytes(),
             token_ids=token_ids[first:].tobytes(),
             writes=self.writes,
             failure=failure,
+            directions=self.capture.projection.directions if self.capture.projection else 0,
         )
 
     def _lines(self, rows: Ints) -> Ints:
         """First line of each row's record."""
         page, slot = np.divmod(rows, self._per_page)
-        lines: Ints = self._pages[page] * self._arena.shape.lines + slot * len(self._points)
+        lines: Ints = self._pages[page] * self._arena.shape.lines + slot * self._record
         return lines
 
     @abstractmethod
@@ -183,9 +209,8 @@ class Outbox(ABC):
     def _reduce(self, reduction: Reduction, rows: int, total: int) -> None:
         """Put the reduction of the first rows, of a sequence of `total` inputs, into the first page; or fail."""
 
-    def _line_ranges(self, rows: range, dtype: torch.dtype) -> Iterator[LineRange]:
-        """The lines of these rows, consecutive pages together; rows that were never reached have none."""
-        record = len(self._points) * dtype.itemsize // self._arena.dtype.itemsize
+    def _line_ranges(self, rows: range, record: int) -> Iterator[LineRange]:
+        """The lines of these rows, `record` each, consecutive pages together; rows never reached have none."""
         page = rows.start // self._per_page if self._points else len(self._pages)
         while page < len(self._pages) and page * self._per_page < rows.stop:
             pages = self._consecutive(page)
@@ -198,7 +223,7 @@ class Outbox(ABC):
 
     def _consecutive(self, page: int) -> int:
         """How many pages from this one on hold their records one behind the other, without a gap."""
-        if self._per_page * len(self._points) < self._arena.shape.lines:
+        if self._per_page * self._record < self._arena.shape.lines:
             return 1
         left = len(self._pages) - page
         if self._pages[-1] - self._pages[page] == left - 1:  # which nearly always is all of them
@@ -241,7 +266,7 @@ class RowsOutbox(Outbox):
     def _take_ahead(self, start: int, end: int, shift: int) -> tuple[int, int | None]:
         if not self._reach(start - shift):
             return start, None
-        page, record = (start - shift) // self._per_page, len(self._points)
+        page, record = (start - shift) // self._per_page, self._record
         first = page * self._per_page + shift
         stop = first + self._per_page * self._consecutive(page)
         return min(end, stop), self._pages[page].item() * self._arena.shape.lines - first * record
@@ -261,7 +286,7 @@ class RowsOutbox(Outbox):
         reached = min(rows, len(self._pages) * self._per_page)
         labels = np.full((2, rows), NONE, dtype=np.int64)
         if reached and reached <= self._consecutive(0) * self._per_page:
-            first, record = self._pages[0].item() * self._arena.shape.lines, len(self._points)
+            first, record = self._pages[0].item() * self._arena.shape.lines, self._record
             labels[:, :reached] = self._arena.labels(slice(first, first + reached * record, record))
         elif reached:
             labels[:, :reached] = self._arena.labels(self._lines(np.arange(reached)))
@@ -274,11 +299,11 @@ class RowsOutbox(Outbox):
         other where the arena is not crowded, and need no thought later. What it did not need is given back at its end.
         """
         if not len(self._pages):
-            self._pages = self._arena.allocate(self._arena.shape.pages(int(self._ranks.max()) + 1, len(self._points)))
+            self._pages = self._arena.allocate(self._arena.shape.pages(int(self._ranks.max()) + 1, self._record))
         return row // self._per_page < len(self._pages)
 
     def _reduce(self, reduction: Reduction, rows: int, _total: int) -> None:
-        lines = tuple(self._line_ranges(range(rows), self._arena.dtype))
+        lines = tuple(self._line_ranges(range(rows), self._record))
         reduce_rows(self._arena, lines, len(self._points), reduction)
         self._keep(1)
 

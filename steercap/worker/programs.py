@@ -1,4 +1,4 @@
-"""What each slot holds: for every point, the rank-one edits of its configuration, in order.
+"""What each slot holds: for every point, the rank-one edits of its configuration, in order, or its directions.
 
 Number 4 in the life of a request. Written when the client sends a configuration, and left where it is. Shape legend:
 points = points of this rank; entries = most rank-one edits of a point.
@@ -39,6 +39,8 @@ class Programs:
         self.counts = np.zeros(shape[:2], dtype=np.int32)
         #: Token selections of each slot's configuration, int64 [slots].
         self.scopes = np.zeros(slots, dtype=np.int64)
+        #: Bank rows of the directions of each point, NONE where it has none, by slot: int64 [points, directions] each.
+        self.projections: dict[int, Ints] = {}
         #: How often a slot was written.
         self.written = 0
         self._per_scope = np.zeros((slots, MAX_SCOPES), dtype=np.int64)
@@ -52,6 +54,9 @@ class Programs:
             places: bank rows of each of its blobs.
         """
         self.written += 1
+        self.projections.pop(slot, None)
+        if configuration.reads:
+            self.projections[slot] = self._directions(configuration.reads, places[0])
         for column in self.columns.values():
             column[slot] = 0
         self.responses[slot] = Response().numbers
@@ -65,6 +70,15 @@ class Programs:
                 self._write((slot, local, at), entry, places)
                 self.columns["kind"][slot, local, at] = _kind(entries, at)
                 self._per_scope[slot, entry.scope] += weight(local)
+
+    def _directions(self, reads: Sequence[int], places: Sequence[int]) -> Ints:
+        """The bank rows of the directions of each point: int64 [points, directions]."""
+        given: Ints = np.array(places, dtype=np.int64).reshape(len(reads), -1)
+        found = np.full((len(self.points), given.shape[1]), NONE, dtype=np.int64)
+        for point, rows in zip(reads, given, strict=True):
+            if point in self.points:
+                found[self.points.index(point)] = rows
+        return found
 
     def _write(self, where: tuple[int, int, int], entry: Entry, places: Sequence[Sequence[int]]) -> None:
         self.columns["scope"][where] = entry.scope

@@ -77,14 +77,18 @@ class Runtime:
             return
         plan = Plan.decode(plan_bytes)
         owner = Owner(plan.key, sample)
-        outbox = steered = None
+        outbox = steered = slot = None
         if plan.steering is not None:
             steered = self._steering.register(owner, plan, plan.steering)
         if plan.capture is not None and self._arena is not None and owner not in self._kept:
             outbox = self._outbox_for(owner, plan, plan.capture, self._arena)
+            if (projection := plan.capture.projection) is not None:
+                slot = self._steering.slot(projection.slot, projection.configuration)
+                if slot is None:
+                    outbox.fail(f"slot {projection.slot} does not hold the directions of this request")
         if outbox is None and steered is None:
             return
-        tracked = Tracked(owner, outbox, steered)
+        tracked = Tracked(owner, outbox, steered, slot)
         if outbox is not None:
             self._kept[owner] = tracked
         self._ledger.enter(request_id, tracked)
@@ -191,8 +195,7 @@ class Runtime:
             case Attach():
                 return self._attach(call.question)
             case Equip():
-                running = (tracked.steered for tracked in self._ledger if tracked.steered is not None)
-                return self._steering.equip(call.question, running)
+                return self._steering.equip(call.question, self._ledger.slots())
             case Settle(wanted):
                 self._hear_of(wanted)
                 return self._steering.settle(call.question)

@@ -6,7 +6,7 @@ Number 4 to 7 in the life of a request.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -155,13 +155,16 @@ class Steering:
 
     # The client's calls
 
-    def equip(self, question: Equip, running: Iterable[Steered]) -> Equipped:
+    def equip(self, question: Equip, held: Mapping[int, Slot]) -> Equipped:
         """Write vectors and configurations where no request that runs uses what they would displace.
+
+        Args:
+            question: what is to be written.
+            held: the slots that requests that run use, and what each holds.
 
         Raises:
             WorkerFailure: a vector is not what its digest says.
         """
-        held = {steered.steering.slot: steered.slot for steered in running if steered.slot}
         used = {row for slot in held.values() for blob in slot.places for row in blob}
         for vectors in question.vectors:
             if not self._holds(vectors.digest, vectors.places) and not used.intersection(vectors.places):
@@ -232,6 +235,11 @@ class Steering:
         if steered.failure:
             self.fail(steered, steered.failure)
         return steered
+
+    def slot(self, number: int, configuration: bytes) -> Slot | None:
+        """What a slot holds, if it is the configuration of this digest."""
+        slot = self._slots.get(number)
+        return slot if slot is not None and slot.digest == configuration else None
 
     def record(self, owner: Owner) -> Steered | None:
         """The record of a request, if it is kept."""

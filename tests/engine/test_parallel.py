@@ -10,7 +10,7 @@ from conftest import opened
 
 from steercap import CaptureSpec
 from steercap.testing import tiny_checkpoint
-from steercap.testing.agreement import workers_agree
+from steercap.testing.agreement import projections_agree, workers_agree
 from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, hold, points, random_prompt, settled
 from steercap.testing.specs import spec
 
@@ -29,10 +29,11 @@ def one_core_each(monkeypatch) -> None:
 @pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
 async def test_two_workers_give_the_rows_of_transformers(layout, tiny_reference) -> None:
     """Tensor parallel: one rank captures the full rows, both edit. Pipeline parallel: each stage captures and edits its
-    layers, the client merges rows and receipts.
+    layers, and projects their rows; the client merges rows and receipts.
     """
     async with opened(tiny_checkpoint("qwen3"), sites=ALL_SITES, **TINY_ENGINE, **{layout: 2}) as model:
         _, handles = await workers_agree(model, tiny_reference)
+        await projections_agree(model)
         assert await settled(model) == (0, 0, 0)
         assert len(model._engine._all_ranks) == (1 if layout.startswith("tensor") else 2)
     assert set(handles[0].captures) == set(points(range(4), *ALL_SITES))

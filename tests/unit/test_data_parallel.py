@@ -139,7 +139,7 @@ async def test_edits_are_those_of_the_engine_that_ran_the_request() -> None:
     async with engine_of(cluster) as engine:
         lowered = engine.lowered(SPEC)
         scopes, replaced = scopes_of(lowered, 3, 5)
-        async with engine.equipment.holding(lowered) as grant:
+        async with engine.equipment.holding(lowered) as (grant,):
             name = identity(grant.digest, scopes, replaced, 0)
             steering = SteeringPlan(grant.slot, grant.digest, name, scopes, replaced)
             good, half, never, twice = (Plan(engine.new_key(), 3, 5, steering=steering) for _ in range(4))

@@ -215,7 +215,7 @@ class Client:
         scopes, replaced = scopes_of(ready, request.prompt_len, request.total)
         settled = False
         try:
-            async with self.equipment.holding(ready) as grant:
+            async with self.equipment.holding(ready) as (grant,):
                 name = identity(grant.digest, scopes, replaced, self.equipment.epoch)
                 request.salt = name if ready.changes_kv else None
                 steering = SteeringPlan(grant.slot, grant.digest, name, scopes, replaced)

@@ -87,4 +87,4 @@ def test_what_is_used_again_is_not_sent_again() -> None:
     slots.confirm(grant)
     slots.release(grant)
     assert slots.unsent(slots.claim(KNOWN[0], KNOWN[0].digest)) is None
-    assert not slots.can_ever_hold(configuration(9, ((7, 5),)))
+    assert not slots.can_ever_hold({b"9": configuration(9, ((7, 5),))})

@@ -23,6 +23,7 @@ from jaxtyping import Float, Int
 
 from steercap.core.program import MAX_REPLACEMENTS, NONE, RESPONSE_NUMBERS, Configuration
 from steercap.core.rows import BatchRows, Ints
+from steercap.kernels import triton_project as project
 from steercap.kernels import triton_tally as tally
 from steercap.kernels import triton_tap as kernel
 from steercap.worker.layouts import LAYOUTS
@@ -58,7 +59,9 @@ class _Pass:
         place: first place of its witnesses.
         line: first line of its rows in the ring.
         lines: how many lines.
-        sources: first line in the ring of each tracked token's record, NONE if it is not kept: int64 [tracked].
+        sources: first line in the ring of what is copied away of each tracked token, its record or its projections,
+            NONE if it is not kept: int64 [tracked].
+        projected: for each slot of directions, which of the records in the upload are projected on them.
         moves: requests whose reductions it moves.
         failure: why it cannot be trusted.
         closed: mark of its end on the device.
@@ -75,6 +78,7 @@ class _Pass:
     lines: int
     sources: Ints
     moves: int
+    projected: Sequence[tuple[int, slice]] = ()
     failure: str | None = None
     closed: Any = None
     copies: tuple[Ints, ...] = ()
@@ -107,7 +111,8 @@ class CudaTaps(Taps):
         self._transfers = transfers
         device, count = transfers.device, max(len(self.points), 1)
         self._row_bytes = row = width * dtype.itemsize
-        lines = _ring_bytes(sizes, count * row, device) // row if captures else 1
+        # A token's record is a row a point, or as many and a line for their projections.
+        lines = _ring_bytes(sizes, (count + 1) * row, device) // row if captures else 1
 
         def table(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -125,11 +130,14 @@ class CudaTaps(Taps):
         self._sums = table(max(most, 1), count, width, dtype=torch.float32)
         self._held = table(max(most, 1), sizes.held, count, width, dtype=dtype)
         self._moves = table(max(most, 1), tally.MOVE_COLUMNS + 2 * sizes.held)
+        self._projecting = table(sizes.tokens if captures else 1, 2, dtype=torch.int64)
+        self._directions: dict[int, torch.Tensor] = {}  # bank rows of each slot of directions, on the device
         self._leaving: dict[int, Any] = {}  # marks of copies of tallies, which must be made before another begins there
         self._witness = table(AHEAD * sizes.tokens, kernel.WITNESS_COLUMNS, dtype=torch.int64)
 
         self._said = transfers.pinned(self._witness.shape, torch.int64)
         self._uploads = [transfers.pinned(self._tokens.shape, torch.int32) for _ in range(AHEAD)]
+        self._project_uploads = [transfers.pinned(self._projecting.shape, torch.int64) for _ in range(AHEAD)]
         self._move_uploads = [transfers.pinned(self._moves.shape, torch.int32) for _ in range(AHEAD)]
         self._lines: Ring[_Pass] = Ring(len(self._rows))
         self._places: Ring[_Pass] = Ring(len(self._witness))
@@ -153,9 +161,13 @@ class CudaTaps(Taps):
 
     def open(self, step: Step, batch: BatchRows, moves: Moves | None) -> str | None:
         self._write_tables()
-        num_tokens, lines, failure = int(batch.counts.sum()), int(step.records[step.kept].sum()), None
+        num_tokens, failure = int(batch.counts.sum()), None
+        projecting = step.projections != NONE
+        whole = int(step.records[step.kept].sum())
+        lines = whole + int(step.stored[projecting].sum())
         if lines > self._lines.size:
-            lines, moves, failure = 0, None, self._keep_nothing(step, lines)
+            failure = self._keep_nothing(step, lines)
+            lines, moves, projecting = 0, None, projecting & False
         line, busy = self._lines.reserve(lines)
         for done in busy:
             self._copy_away(through=done)
@@ -168,8 +180,13 @@ class CudaTaps(Taps):
         self._upload(step, num_tokens, sources, place)
         if moves is not None:
             self._upload_moves(step, moves, sources)
+        projected: list[tuple[int, slice]] = []
+        if projecting.any():
+            targets = project.targets_of(line + whole, step.stored[projecting])
+            projected = self._upload_projections(step.projections[projecting], sources[projecting], targets)
+            sources[projecting] = targets
         self._open = _Pass(
-            step, num_tokens, batch.token_ids, batch.positions, place, line, lines, sources, len(moves or ())
+            step, num_tokens, batch.token_ids, batch.positions, place, line, lines, sources, len(moves or ()), projected
         )
         self.open_step = step
         return failure
@@ -184,6 +201,8 @@ class CudaTaps(Taps):
         )
         if done.moves:
             tally.launch_tally(self._moves[: done.moves], self._sums, self._held, self._rows)
+        for slot, records in done.projected:
+            project.launch_project(self._rows, self._bank, self._directions[slot], self._projecting[records])
         done.closed = self._transfers.now()
         done.copies = self._pieces(done)
         beside = BESIDE_BYTES + int(BESIDE_SHARE * done.num_tokens * len(self.points) * self._row_bytes)
@@ -310,6 +329,7 @@ class CudaTaps(Taps):
         """The rows of a pass are more than the ring holds: say so, and keep none of them."""
         step.lines[:] = NONE
         step.layouts[:] = NONE
+        step.projections[:] = NONE
         step.copies[:] = 0
         row = self._row_bytes
         return (
@@ -347,6 +367,16 @@ class CudaTaps(Taps):
                 self._transfers.hold(self._leaving.pop(place))
         self._transfers.put(self._moves[: len(moves)], buffer[: len(moves)])
 
+    def _upload_projections(self, slots: Ints, sources: Ints, targets: Ints) -> list[tuple[int, slice]]:
+        """Tell which records are projected, and where their projections go, in one copy; slot by slot."""
+        order = np.argsort(slots, kind="stable")
+        buffer = self._project_uploads[self._number % AHEAD]
+        buffer.numpy()[: len(order)] = np.stack([sources, targets], axis=1)[order]
+        self._transfers.put(self._projecting[: len(order)], buffer[: len(order)])
+        found, first = np.unique(slots[order], return_index=True)
+        stops = [*first[1:].tolist(), len(order)]
+        return [(slot, slice(*ends)) for slot, *ends in zip(found.tolist(), first.tolist(), stops, strict=True)]
+
     def _replace(self, step: Step, wishes: npt.NDArray[np.int32]) -> None:
         """Tell the taps which rows are put in the place of tokens'."""
         rows = list(step.replaced.values())
@@ -363,6 +393,10 @@ class CudaTaps(Taps):
         if self._dirty:
             slots = np.array(sorted(self._dirty))
             self._dirty = set()
+            for slot in slots.tolist():
+                self._directions.pop(slot, None)
+                if (directions := self.programs.projections.get(slot)) is not None:
+                    self._directions[slot] = self._there(directions[(directions != NONE).all(1)])
             numbers = np.stack([self.programs.columns[name][slots] for name in ENTRY_NUMBERS], -1)
             padding = kernel.ENTRY_COLUMNS - len(ENTRY_NUMBERS)
             entries = np.pad(numbers, [(0, 0)] * 3 + [(0, padding)])
@@ -390,7 +424,7 @@ class CudaTaps(Taps):
         drained = done.step.lines != NONE
         if self.arena is not None and drained.any():
             row = self._row_bytes
-            to, start, lines = runs(done.step.lines[drained], done.sources[drained], done.step.records[drained])
+            to, start, lines = runs(done.step.lines[drained], done.sources[drained], done.step.stored[drained])
             targets.append(self.arena.lines.data_ptr() + to * row)
             sources.append(self._rows.data_ptr() + start * row)
             sizes.append(lines * row)

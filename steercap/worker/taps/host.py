@@ -47,6 +47,9 @@ class HostTaps(Taps):
         self._bank = torch.zeros((max(sizes.bank_rows, 1), width), dtype=torch.float32)
         self._edits = _Edits(self.programs)
         self._before, self._after = _Copies(), _Copies()
+        self._projecting = [_Projections(), _Projections()]  # of rows before their edits, and after
+        self._numbers = torch.zeros(0)  # the arena, as float32
+        self._line_numbers = 0
         self._sums = torch.zeros((0, width))
         self._held = torch.zeros((0, width))
         self._adding = [_Additions(), _Additions()]  # of rows before their edits, and after
@@ -58,6 +61,8 @@ class HostTaps(Taps):
 
     def use(self, arena: Arena) -> None:
         super().use(arena)
+        self._numbers = arena.lines.view(-1).view(torch.float32)
+        self._line_numbers = arena.shape.line_bytes // self._numbers.itemsize
         lines = self.tallies.total * len(self.points)
         self._sums = torch.zeros((lines, self.width), dtype=torch.float32)
         self._held = torch.zeros((lines * self.tallies.held, self.width), dtype=arena.dtype)
@@ -75,9 +80,11 @@ class HostTaps(Taps):
         tokens = torch.from_numpy(step.tokens)
         self._labels = _host(batch.token_ids, tokens), _host(batch.positions, tokens)
         before = step.kept & self.layouts.before[step.layouts]
-        drained = step.lines != NONE
+        drained = (step.lines != NONE) & (step.projections == NONE)
         self._before.fill(step, np.flatnonzero(before & drained), self.layouts)
         self._after.fill(step, np.flatnonzero(~before & drained), self.layouts)
+        for projecting, chosen in zip(self._projecting, (before, ~before), strict=True):
+            projecting.fill(step, chosen, self.layouts, self.programs, self._line_numbers)
         if moves is not None:
             self._begin(moves)
         for adding, chosen in zip(self._adding, (before, ~before), strict=True):
@@ -149,11 +156,13 @@ class HostTaps(Taps):
             return
         if self.arena is not None:
             self._before.copy(hidden, residual, at, self.arena.lines)
+            self._projecting[0].project(hidden, residual, at, self._bank, self._numbers)
             self._adding[0].add(hidden, residual, at, self._sums, self._held)
         if self._edits.wanted(at):
             self._edits.apply(hidden, residual, at, self._bank)
         if self.arena is not None:
             self._after.copy(hidden, residual, at, self.arena.lines)
+            self._projecting[1].project(hidden, residual, at, self._bank, self._numbers)
             self._adding[1].add(hidden, residual, at, self._sums, self._held)
 
     def _misfires(self) -> str | None:
@@ -208,6 +217,46 @@ class _Copies:
             return self._tokens, self._lines + offsets
         wanted = torch.nonzero(offsets >= 0).flatten()
         return self._tokens[wanted], (self._lines + offsets)[wanted]
+
+
+class _Projections:
+    """The rows that a pass projects: slot by slot, places in the batch, and where the numbers of each point go."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[torch.Tensor, torch.Tensor, Ints]] = []
+
+    def fill(self, step: Step, chosen: npt.NDArray[np.bool_], layouts: Layouts, programs: Programs, line: int) -> None:
+        """Take in those of the chosen tokens of a pass whose rows are projected; a line holds `line` numbers."""
+        self._parts = []
+        wanted = chosen & (step.projections != NONE)
+        if not wanted.any():
+            return
+        for slot in np.unique(step.projections[wanted]).tolist():
+            own = np.flatnonzero(wanted & (step.projections == slot))
+            places = programs.projections[slot]
+            offsets = layouts.offsets[step.layouts[own]].astype(np.int64).T
+            # The numbers of a point follow those of the point before.
+            numbers = step.lines[own] * line + offsets * places.shape[1]
+            where = torch.from_numpy(np.where(offsets == NONE, NONE, numbers))
+            self._parts.append((torch.from_numpy(step.tokens[own]), where, places))
+
+    def project(
+        self,
+        hidden: Float[torch.Tensor, "n width"],
+        residual: Float[torch.Tensor, "n width"] | None,
+        point: int,
+        bank: Float[torch.Tensor, "vectors width"],
+        numbers: Float[torch.Tensor, " numbers"],
+    ) -> None:
+        """Write down what the rows of one point are along its directions."""
+        for all_tokens, where, all_places in self._parts:
+            wanted = where[point] != NONE
+            tokens, first, places = all_tokens[wanted], where[point][wanted], torch.from_numpy(all_places[point])
+            if not len(tokens):
+                continue
+            rows = torch.empty((len(tokens), hidden.shape[-1]), dtype=hidden.dtype)
+            copy_rows(hidden, residual, tokens, torch.arange(len(tokens)), rows)
+            numbers[first[:, None] + torch.arange(len(places))] = rows.float() @ bank[places].T
 
 
 class _Additions:

@@ -1,0 +1,96 @@
+"""What rows are projected on: directions, checked against the model and compiled before anything runs.
+
+Number 1 and 2 in the life of a request. Directions travel as the vectors of steering do: in a slot, known by their
+SHA-256, sent once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from steercap.core.plan import Projection
+from steercap.core.program import NONE, Blob, Configuration
+from steercap.core.spec import CaptureSpec, Point, resolve_layers
+from steercap.errors import InvalidSpec, InvalidVector
+from steercap.steering import Lowered
+from steercap.vectors.directions import DirectionSet
+from steercap.vectors.layers import LayerVectors
+
+
+@dataclass(frozen=True, eq=False)
+class Projected:
+    """Directions compiled for one engine.
+
+    Args:
+        lowered: what a slot will hold.
+        plan: what a request says of it; its slot is not known yet.
+        points: where rows are projected, in the order of the vectors.
+        names: of the directions, in the order of the numbers.
+    """
+
+    lowered: Lowered
+    plan: Projection
+    points: tuple[Point, ...]
+    names: tuple[str, ...]
+
+
+def points_of(spec: CaptureSpec, num_layers: int) -> tuple[Point, ...]:
+    """The points of a spec with `project`: the directions' own, or those of them that `layers` names.
+
+    Raises:
+        InvalidSpec: `project` is no directions, of another site, or has none for a layer asked for.
+        LayerOutOfRange: a layer this model does not have.
+    """
+    directions = _directions(spec)
+    if spec.sites not in (("resid_post",), (directions.site,)):
+        raise InvalidSpec(f"sites={spec.sites!r}, and the directions are of {directions.site!r}; leave sites= out")
+    wanted = resolve_layers(list(directions.layers) if spec.layers == "all" else spec.layers, num_layers)
+    if missing := [layer for layer in wanted if layer not in directions.layers]:
+        raise InvalidSpec(f"project= has no directions for layers {missing}; it has them for {list(directions.layers)}")
+    return tuple(Point(layer, directions.site) for layer in wanted)
+
+
+def compile_projection(spec: CaptureSpec, armed: Mapping[Point, int], *, num_layers: int, width: int) -> Projected:
+    """Check what rows are projected on, and compile it.
+
+    Args:
+        spec: a spec with `project`, whose points are armed.
+        armed: index of every armed point.
+        num_layers: decoder layers of the model.
+        width: elements of a row.
+
+    Raises:
+        InvalidSpec: see `points_of`.
+        InvalidVector: directions of another width, or a zero one.
+    """
+    directions = _directions(spec)
+    if directions.width != width:
+        raise InvalidVector(
+            f"project= has directions of width {directions.width}, the model's rows have {width}; "
+            "they were made for another model"
+        )
+    points = sorted(points_of(spec, num_layers), key=lambda point: armed[point])
+    units = directions.unit()
+    data = torch.cat([units.at(point.layer) for point in points]).contiguous().numpy().tobytes()
+    blob = Blob(hashlib.sha256(data).digest(), len(points) * len(directions))
+    configuration = Configuration((), (blob,), 0, 0, tuple(armed[point] for point in points))
+    digest = configuration.digest
+    lowered = Lowered(configuration, digest, {blob.digest: data}, (), (), changes_kv=False)
+    return Projected(lowered, Projection(NONE, digest, len(directions)), tuple(points), tuple(directions))
+
+
+def _directions(spec: CaptureSpec) -> DirectionSet:
+    """What a user gave, as a set.
+
+    Raises:
+        InvalidSpec: neither a DirectionSet nor LayerVectors.
+    """
+    if isinstance(spec.project, LayerVectors):
+        return DirectionSet({spec.project.name or "projection": spec.project})
+    if not isinstance(spec.project, DirectionSet):
+        raise InvalidSpec(f"project={spec.project!r}; give a DirectionSet, or LayerVectors for one direction")
+    return spec.project
