@@ -52,8 +52,7 @@ async def capture(
     """Have the model read the kept answers, and write their rows to `rows/<trait>.safetensors`.
 
     As in Chen et al., Persona Vectors: prompt and answer are read once more, and the rows of the answer's tokens are
-    averaged.
-    Rows that the folder holds are not read again, those of answers no longer kept included.
+    averaged. Rows that the folder holds are not read again; those of answers that are no longer kept stay there.
 
     Args:
         model, settings, folder: of the run.
