@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
 
     from steercap.handle import CaptureHandle
     from steercap.model import SteerModel
@@ -44,16 +45,22 @@ OPENING: Final = "My day at work was"
 LAYER, DOSE = 18, 1.0
 
 
-async def run(out: Path) -> Path:
-    """Run the demo and write its picture; returns the picture's path."""
+async def run(out: Path, console: Console | None = None) -> Path:
+    """Run the demo and write its picture; returns the picture's path.
+
+    Args:
+        out: folder for the picture.
+        console: where to report; stdout if None.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from steercap import SteerModel
     from steercap.testing import smollm2
 
+    console = console or Console()
     columns = TextColumn("{task.description:34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console()) as bar:
+    with Progress(*columns, console=console) as bar:
         todo = bar.add_task("converting SmolLM2 (once)", total=1)
         path = await asyncio.to_thread(smollm2)
         bar.advance(todo)
@@ -73,7 +80,7 @@ async def run(out: Path) -> Path:
         todo = bar.add_task("drawing", total=1)
         picture = await asyncio.to_thread(_draw, path, tokenizer, lens, told, out)
         bar.advance(todo)
-    _report(answers, turned, lens, picture)
+    _report(answers, turned, lens, picture, console)
     return picture
 
 
@@ -213,8 +220,9 @@ def _draw_separation(axes: Any, praise: torch.Tensor, complaint: torch.Tensor) -
     axes.legend(loc="best")
 
 
-def _report(answers: Sequence[CaptureHandle], turned: dict[str, str], lens: CaptureHandle, picture: Path) -> None:
-    from rich.console import Console
+def _report(
+    answers: Sequence[CaptureHandle], turned: dict[str, str], lens: CaptureHandle, picture: Path, console: Console
+) -> None:
     from rich.table import Table
 
     table = Table("question", "answer", "captured", title="SmolLM2-135M-Instruct, one batch", show_lines=True)
@@ -222,7 +230,6 @@ def _report(answers: Sequence[CaptureHandle], turned: dict[str, str], lens: Capt
         rows = handle.captures[0]
         shape = f"{len(handle.captures)} layers × {tuple(rows.shape)}\n{str(rows.dtype).removeprefix('torch.')}"
         table.add_row(question, handle.text.strip(), shape)
-    console = Console()
     console.print(table)
     table = Table("steered", f"{OPENING} ...", title=f"layer {LAYER}, the same batch again", show_lines=True)
     for name, text in turned.items():

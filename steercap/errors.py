@@ -12,7 +12,8 @@ SteercapError
 │   │   ├── TooManyEdits            more edits than the engine's tables or vectors than its bank can hold
 │   │   └── InvalidEdit             an edit whose numbers do not fit
 │   │       └── InvalidVector       ... or whose vector is of another width, NaN, inf or zero
-│   └── PointNotArmed               a site or layer without a tap in this engine
+│   ├── PointNotArmed               a site or layer without a tap in this engine
+│   └── RunDiffers                  a run folder that holds a run of other settings
 ├── EngineFailure (RuntimeError)    the engine is not there, or not as it must be
 │   ├── ModelNotLoaded              vLLM could not load the model
 │   ├── UnsupportedModel            an architecture whose layers steercap does not know
@@ -30,6 +31,9 @@ SteercapError
 ├── SteeringError (RuntimeError)    what was asked to be changed was not
 │   ├── SteeringNotApplied          a worker did not make every edit, so there is no text
 │   └── SteeringSlotsFull           no slot is free, and overflow="error"
+├── PersonaError (RuntimeError)     a pipeline that cannot go on
+│   ├── JudgeFailed                 the endpoint that judges answers refuses, or cannot be reached
+│   └── TooFewKept                  too few answers show the trait, or its opposite, to find a direction
 └── InvalidFile (ValueError)        a file that is not what its name or header says
 """
 
@@ -84,6 +88,10 @@ class UnknownName(InvalidSpec):
 
 class PointNotArmed(InvalidRequest):
     """A point without a tap in this engine; the message says how to arm it."""
+
+
+class RunDiffers(InvalidRequest):
+    """A run folder holds a run of other settings; the message names what differs."""
 
 
 class EngineFailure(SteercapError, RuntimeError):
@@ -152,6 +160,18 @@ class SteeringNotApplied(SteeringError):
 
 class SteeringSlotsFull(SteeringError):
     """No slot or no room for vectors is free, and waiting is not wanted."""
+
+
+class PersonaError(SteercapError, RuntimeError):
+    """A pipeline from traits to vectors cannot go on."""
+
+
+class JudgeFailed(PersonaError):
+    """The endpoint that judges answers refuses, cannot be reached, or answers in another form."""
+
+
+class TooFewKept(PersonaError):
+    """Too few answers are left, after filtering by score, to find a direction with."""
 
 
 class InvalidFile(SteercapError, ValueError):

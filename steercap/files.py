@@ -92,6 +92,15 @@ def load_handle(path: Path) -> CaptureHandle:
     return handle
 
 
+def read_header(path: Path) -> Header:
+    """What a file of captures says of itself; tensors are not read.
+
+    Raises:
+        InvalidFile: not such a file, truncated, or of a newer version.
+    """
+    return _header(path, read_tensors(path, tensors=False)[0])
+
+
 def _header(path: Path, text: str) -> Header:
     try:
         version = msgspec.json.decode(text)["version"]

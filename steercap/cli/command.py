@@ -1,0 +1,179 @@
+"""How a function becomes a command: groups of options, examples in its help, and what its end means to a shell.
+
+Exit codes: 0 done, 1 it failed, 2 it was called wrongly, 130 interrupted, 143 terminated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+import signal
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeVar, get_args, get_type_hints
+
+import typer
+from typer.models import OptionInfo
+
+from steercap.cli.terminal import Output, Terminal
+from steercap.errors import SteercapError
+
+FAILED: Final = 1
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def command(app: typer.Typer, name: str, *, examples: Sequence[str]) -> Callable[[Function], Function]:
+    """Make a function a command of `app`; its docstring is the help.
+
+    A parameter whose type is a dataclass of options stands for all of its fields. One of type `Terminal` is where to
+    write, and brings the options of `Output`. Coroutines are run to their end.
+
+    Args:
+        app: where it belongs.
+        name: what the user types.
+        examples: calls that work, one a line, shown after the options.
+    """
+
+    def register(function: Function) -> Function:
+        groups = _groups(function)
+
+        def run(**given: Any) -> None:
+            output = Output(**{field: given.pop(field) for field in _names(Output)})
+            terminal = Terminal(output)
+            for parameter, kind in groups.items():
+                given[parameter] = (
+                    terminal if kind is Terminal else kind(**{field: given.pop(field) for field in _names(kind)})
+                )
+            with _reported(terminal):
+                result = function(**given)
+                if inspect.iscoroutine(result):
+                    asyncio.run(_until_stopped(result, terminal))
+
+        _describe(run, function, groups)
+        app.command(name, epilog=_epilog(examples), short_help=_first_sentence(function))(run)
+        return function
+
+    return register
+
+
+def _groups(function: Callable[..., Any]) -> dict[str, Any]:
+    """The parameters that stand for groups of options, by name."""
+    return {
+        name: kind
+        for name, kind in get_type_hints(function).items()
+        if name != "return" and (kind is Terminal or is_dataclass(kind))
+    }
+
+
+def _describe(run: Any, function: Callable[..., Any], groups: Mapping[str, Any]) -> None:
+    """Give `run` the signature that typer reads: the function's, with every group's fields in its place."""
+    hints = get_type_hints(function, include_extras=True)
+    own = [
+        parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name])
+        for name, parameter in inspect.signature(function).parameters.items()
+        if name not in groups
+    ]
+    spread = [_fields(Output if kind is Terminal else kind) for kind in groups.values()]
+    parameters = [_narrow(parameter) for parameter in (*own, *(parameter for group in spread for parameter in group))]
+    run.__signature__ = inspect.Signature(parameters)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__doc__ = function.__doc__
+    run.__name__ = function.__name__
+
+
+def _narrow(parameter: inspect.Parameter) -> inspect.Parameter:
+    """The parameter with a short word for its value: typer's own take the room that the help needs at 80 columns."""
+    kind, *marks = get_args(parameter.annotation)
+    inner = next((part for part in get_args(kind) if part is not type(None)), kind)
+    words = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
+    if inner not in words or not isinstance(marks[0], OptionInfo) or marks[0].metavar:
+        return parameter
+    mark = copy(marks[0])
+    mark.metavar = words[inner]
+    return parameter.replace(annotation=Annotated[kind, mark])
+
+
+def _fields(kind: Any) -> Iterator[inspect.Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        yield inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]
+        )
+
+
+def _names(kind: Any) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def _first_sentence(function: Callable[..., Any]) -> str:
+    text = " ".join(inspect.cleandoc(function.__doc__ or "").split())
+    return re.split(r"(?<=[.:]) ", text)[0].rstrip(":.") + "."
+
+
+def _epilog(examples: Sequence[str]) -> str:
+    # A paragraph a line: typer folds the lines of one.
+    shown = (f"  [cyan]{example.replace('[', chr(92) + '[')}[/cyan]" for example in examples)
+    return "\n\n".join(["[bold]Examples[/bold]", *shown])
+
+
+@contextmanager
+def _reported(terminal: Terminal) -> Iterator[None]:
+    """Errors of steercap and of files are one red line and exit code 1; with --debug their traceback."""
+    try:
+        yield
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        terminal.say("interrupted")
+        raise typer.Exit(130) from None
+    except (SteercapError, OSError, ExceptionGroup) as error:
+        failure = _expected(error)
+        if terminal.debug or failure is None:
+            raise
+        terminal.fail(failure)
+        raise typer.Exit(FAILED) from None
+
+
+def _expected(error: Exception) -> Exception | None:
+    """The first error that a user can mend, out of a group if it is in one; None if there is any other."""
+    if not isinstance(error, ExceptionGroup):
+        return error if isinstance(error, (SteercapError, OSError)) else None
+    found = [_expected(inner) for inner in error.exceptions]
+    return None if None in found else found[0]
+
+
+async def _until_stopped(work: Coroutine[Any, Any, None], terminal: Terminal) -> None:
+    """Run to the end, or cancel on SIGINT and SIGTERM, which lets the engine stop; a second one does not wait.
+
+    Raises:
+        KeyboardInterrupt: SIGINT came.
+        typer.Exit: SIGTERM came.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    came: list[int] = []
+
+    def stop(number: int) -> None:
+        came.append(number)
+        loop.remove_signal_handler(number)
+        terminal.say("stopping; once more to stop at once")
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        await task
+    except BaseException:
+        # Whatever breaks off when the engine is interrupted with us is not what went wrong.
+        if not came:
+            raise
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+    if signal.SIGTERM in came:
+        raise typer.Exit(128 + signal.SIGTERM)
+    if came:
+        raise KeyboardInterrupt

@@ -1,0 +1,134 @@
+"""What a file of steering is: read by what is in it, not by what a user says of it.
+
+Our own files are safetensors with a header; GGUF holds a control vector; a `.pt` a tensor of layers, for which the
+row of layer 0 must be known, or experiments of activation capping.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from steercap.errors import InvalidFile, InvalidSpec
+
+if TYPE_CHECKING:
+    from steercap.steering import SteeringSpec
+    from steercap.vectors.directions import DirectionSet
+    from steercap.vectors.layers import LayerVectors
+
+#: What a file of steering can hold; experiments of capping are specs by their ids.
+Content: TypeAlias = "SteeringSpec | LayerVectors | DirectionSet | dict[str, SteeringSpec]"
+
+
+def load(path: Path, *, base: Literal[0, 1] | None = None, bound: Literal["high", "low"] = "high") -> Content:
+    """Read a file of steering, vectors or directions, ours or another's.
+
+    Args:
+        path: the file.
+        base: of a `.pt` of layers, the row that is layer 0.
+        bound: of capping experiments, what a cap is; see `load_capping`.
+
+    Raises:
+        InvalidFile: no such file, a damaged one, or none of these.
+        InvalidSpec: a `.pt` of layers, and no base.
+    """
+    match kind_of(path):
+        case "gguf":
+            from steercap.formats import load_control_vector
+
+            return load_control_vector(path)
+        case "pt":
+            return _load_pt(path, base, bound)
+        case "safetensors":
+            return _load_native(path)
+        case kind:
+            raise InvalidFile(f"{path} is a file of {kind}; vectors are in .safetensors of steercap, .gguf or .pt")
+
+
+def kind_of(path: Path) -> str:
+    """The kind of a file by its first bytes: "gguf", "pt", "parquet" or "safetensors".
+
+    Raises:
+        InvalidFile: it cannot be read, or is none of these.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(16)
+    except OSError as error:
+        raise InvalidFile(f"{path} cannot be read: {error.strerror}") from error
+    # torch.save writes a zip archive, until 2020 a bare pickle; safetensors begin with the size of their JSON.
+    magics = {b"GGUF": "gguf", b"PAR1": "parquet", b"PK\x03\x04": "pt", b"\x80\x02": "pt"}
+    for magic, kind in magics.items():
+        if head.startswith(magic):
+            return kind
+    if head[8:9] == b"{":
+        return "safetensors"
+    raise InvalidFile(f"{path} is no file that steercap knows; it reads .safetensors, .gguf, .pt and .parquet")
+
+
+def _load_pt(path: Path, base: Literal[0, 1] | None, bound: Literal["high", "low"]) -> Content:
+    import torch
+
+    from steercap.formats import load_capping, load_layers_pt
+    from steercap.formats.base import read_pt
+
+    if not isinstance(read_pt(path), torch.Tensor):
+        return load_capping(path, bound=bound)
+    if base is None:
+        raise InvalidSpec(
+            f"{path} does not say which layer its row 0 is; give --base 1 if it is the embeddings, as in persona "
+            "vectors, or --base 0 if it is layer 0"
+        )
+    return load_layers_pt(path, base=base, name=path.stem)
+
+
+def _load_native(path: Path) -> Content:
+    from steercap.formats import load_steering, load_vectors, read_header
+    from steercap.formats.native import load_directions
+
+    readers: dict[str, Any] = {"steering": load_steering, "vectors": load_vectors, "directions": load_directions}
+    content: Content = readers[read_header(path).kind](path)
+    return content
+
+
+def directions_in(content: Content, path: Path) -> DirectionSet:
+    """The directions of a file, one of LayerVectors by its name or the file's.
+
+    Raises:
+        InvalidFile: it holds steering, which is more than directions.
+    """
+    from steercap.vectors.directions import DirectionSet
+    from steercap.vectors.layers import LayerVectors
+
+    if isinstance(content, DirectionSet):
+        return content
+    if isinstance(content, LayerVectors):
+        return DirectionSet({content.name or path.stem: content})
+    raise InvalidFile(f"{path} holds edits that are ready to use, not vectors; give it to --steer")
+
+
+def only(directions: DirectionSet, name: str | None) -> LayerVectors:
+    """The direction of a name, or the only one.
+
+    Raises:
+        InvalidSpec: no such name, or several and no name.
+    """
+    if name is not None:
+        directions = directions.select(name)
+    if len(directions) > 1:
+        raise InvalidSpec(f"there are {len(directions)} directions; give --name, one of {', '.join(directions)}")
+    return next(iter(directions.values()))
+
+
+def chosen(experiments: dict[str, SteeringSpec], path: Path, name: str | None) -> SteeringSpec:
+    """The experiment of a name, or the only one.
+
+    Raises:
+        InvalidSpec: no such name, or several and no name.
+    """
+    if name is None and len(experiments) == 1:
+        return next(iter(experiments.values()))
+    if name not in experiments:
+        known = ", ".join(experiments)
+        raise InvalidSpec(f"{path} has {len(experiments)} experiments; give --name, one of {known}, not {name!r}")
+    return experiments[name]

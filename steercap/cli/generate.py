@@ -1,0 +1,167 @@
+"""`steercap generate`: texts, steered or not, or both beside each other."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from steercap.cli.command import command
+from steercap.cli.engines import ModelOptions, opened
+from steercap.cli.prompts import Prompt, PromptOptions
+from steercap.cli.requests import run_each
+from steercap.cli.steering import SteerAlone, sites_of
+from steercap.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+    from steercap.steering import SteeringSpec
+
+PANEL: Final = "Sampling"
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are drawn."""
+
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=PANEL)] = 64
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest.", rich_help_panel=PANEL)] = 0.0
+    seed: Annotated[int | None, typer.Option(help="Of the draw.", rich_help_panel=PANEL)] = None
+    n: Annotated[int, typer.Option("-n", min=1, help="Answers to each prompt.", rich_help_panel=PANEL)] = 1
+
+    def params(self) -> dict[str, Any]:
+        """Fields of vLLM's SamplingParams.
+
+        Raises:
+            typer.BadParameter: several answers that would all be the same.
+        """
+        if self.n > 1 and not self.temperature:
+            raise typer.BadParameter(
+                f"{self.n} answers at temperature 0 are all the same; give --temperature", param_hint="-n"
+            )
+        return {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed, "n": self.n}
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """One answer.
+
+    Args:
+        prompt: what was asked.
+        sample: which of several answers.
+        clean: the text without steering, None if it was not asked for.
+        steered: the text with it, None if there is none.
+        tokens: generated tokens of both.
+        rows_edited: rows that each edit touched, in the order of the spec; None without steering.
+    """
+
+    prompt: str
+    sample: int
+    clean: str | None = None
+    steered: str | None = None
+    tokens: int = 0
+    rows_edited: tuple[int, ...] | None = None
+
+
+async def answer(
+    model: SteerModel,
+    prompts: list[Prompt],
+    params: dict[str, Any],
+    terminal: Terminal,
+    *,
+    steering: SteeringSpec | None = None,
+    compare: bool = False,
+) -> list[Answer]:
+    """Answer every prompt: clean, steered, or both from the same seed.
+
+    Args:
+        model: an open model.
+        prompts: texts and conversations.
+        params: fields of vLLM's SamplingParams.
+        terminal: for the bars.
+        steering: what is changed.
+        compare: whether to answer without steering too.
+
+    Raises:
+        The errors of `SteerModel.generate`.
+    """
+    found = [[Answer(prompt.shown, sample) for sample in range(params.get("n", 1))] for prompt in prompts]
+
+    def take(number: int, output: Any, _handle: object) -> None:
+        for sample, given in enumerate(output.outputs):
+            tokens = found[number][sample].tokens + len(given.token_ids)
+            changed: dict[str, Any] = {"clean" if spec is None else "steered": given.text, "tokens": tokens}
+            if spec is not None:
+                changed["rows_edited"] = output.steering[sample].rows
+            found[number][sample] = msgspec.structs.replace(found[number][sample], **changed)
+        bar.advance(task)
+
+    asked: list[tuple[str, SteeringSpec | None]] = [("generating", None)] if steering is None or compare else []
+    asked += [("generating, steered", steering)] if steering is not None else []
+    start = time.monotonic()
+    with terminal.progress() as bar:
+        for name, spec in asked:
+            task = bar.add_task(name, total=len(prompts))
+            await run_each(model, prompts, params, take, steering=spec)
+    seconds, tokens = time.monotonic() - start, sum(one.tokens for answers in found for one in answers)
+    terminal.say(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tokens/s")
+    return [one for answers in found for one in answers]
+
+
+def table_of(answers: list[Answer]) -> Table:
+    """Answers, clean and steered side by side where both are there."""
+    kinds = [kind for kind in ("clean", "steered") if any(getattr(one, kind) is not None for one in answers)]
+    titles = {"clean": "answer" if len(kinds) == 1 else "clean", "steered": "steered"}
+    table = Table(show_lines=True, expand=True)
+    table.add_column("prompt", ratio=1, style="cyan")
+    for kind in kinds:
+        table.add_column(titles[kind], ratio=2)
+    for one in answers:
+        prompt = one.prompt if not one.sample else f"({one.sample + 1})"
+        table.add_row(Text(prompt), *(Text((getattr(one, kind) or "").strip()) for kind in kinds))
+    return table
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @command(
+        app,
+        "generate",
+        examples=[
+            'steercap generate "The capital of France is" --max-tokens 8',
+            'steercap generate --chat "How was your day?" --steer mood.safetensors --layer 18 --scale 2 --compare',
+            "steercap generate --file prompts.jsonl -n 4 --temperature 1 --out answers.jsonl -m Qwen/Qwen3-0.6B",
+        ],
+    )
+    async def generate(
+        prompts: PromptOptions,
+        sampling: SamplingOptions,
+        steer: SteerAlone,
+        model: ModelOptions,
+        terminal: Terminal,
+        compare: Annotated[
+            bool, typer.Option("--compare", help="Answer without steering too, and print both side by side.")
+        ] = False,
+        out: Annotated[Path | None, typer.Option(help="Write the answers here as JSONL.", dir_okay=False)] = None,
+    ) -> None:
+        """Generate text, steered if you like. All prompts run in one batch; a steered text is printed only if the
+        workers have counted every edit that was asked for. Vectors are added at --layer, --scale times; a file of
+        steering says itself what is done.
+        """
+        asked, params, spec = prompts.read(), sampling.params(), steer.spec()
+        if compare and spec is None:
+            raise typer.BadParameter("there is nothing to compare with; give --steer FILE", param_hint="--compare")
+        async with opened(model, terminal, sites=sites_of(spec) or ("resid_post",)) as open_model:
+            answers = await answer(open_model, asked, params, terminal, steering=spec, compare=compare)
+            if out is not None:
+                lines = [msgspec.json.encode(one) for one in answers]
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_bytes(b"\n".join(lines) + b"\n")
+                terminal.say(f"{len(lines)} answers in {out}")
+            terminal.show({"model": model.model, "answers": answers}, table_of(answers))

@@ -1,0 +1,183 @@
+"""`steercap inspect`: what a file is, without reading more of it than that takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from steercap.cli.command import command
+from steercap.cli.contents import kind_of
+from steercap.cli.tables import by_layer, document_of, facts, origin, span
+from steercap.cli.terminal import Terminal
+from steercap.errors import InvalidFile
+
+#: Rows of a table of records that are shown.
+ROWS = 5
+
+
+def inspected(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
+    """What a file is: as a document, and as tables.
+
+    Args:
+        path: captures, steering, vectors, directions, a Parquet table, a GGUF control vector, or a `.pt`.
+
+    Raises:
+        InvalidFile: it cannot be read, or is none of these.
+    """
+    how = {"parquet": _parquet, "gguf": _gguf, "pt": _pt, "safetensors": _safetensors}[kind_of(path)]
+    document, tables = how(path)
+    return {"file": str(path), "bytes": path.stat().st_size, **document}, tables
+
+
+def _safetensors(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
+    import msgspec
+
+    from steercap.formats.base import read_tensors
+
+    text, _ = read_tensors(path, tensors=False)
+    try:
+        says = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise InvalidFile(f"{path} has a steercap header that cannot be read: {error}") from error
+    if isinstance(says, dict) and says.get("kind") == "steering":
+        return _steering(path)
+    if isinstance(says, dict) and "kind" in says:
+        return _directions(path)
+    return _captures(path)
+
+
+def _captures(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
+    import msgspec
+    from safetensors import safe_open
+
+    from steercap.files import read_header
+
+    header = read_header(path)
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 -- it is no mapping
+        shapes = {name: {"shape": part.get_shape(), "dtype": part.get_dtype()} for name, part in tensors.items()}
+    sites: dict[str, list[int]] = {}
+    for point in header.points:
+        sites.setdefault(point.site, []).append(point.layer)
+    prompt, answer = (shapes[name]["shape"][0] for name in ("prompt_token_ids", "output_token_ids"))
+    rows = next(part for name, part in shapes.items() if name.startswith("rows."))
+    known = {
+        "kind": "captures",
+        "model": header.model,
+        "request": header.request_id,
+        "text": header.text,
+        "tokens": f"{prompt} of the prompt, {answer} generated",
+        "rows": f"{' × '.join(map(str, rows['shape']))} {rows['dtype']} at each point"
+        + (f", the {header.reduce} of {shapes['positions']['shape'][0]}" if header.reduce else ""),
+        "layers": "; ".join(f"{site}: {span(layers)}" for site, layers in sites.items()) + f" of {header.num_layers}",
+        "messages": ", ".join(f"{one.role} {one.start} to {one.stop - 1}" for one in header.messages),
+        "steered": ""
+        if header.steering is None
+        else f"rows by edit {list(header.steering.rows)}, {header.steering.cached} tokens read from the cache",
+    }
+    document = {"kind": "captures", "header": msgspec.to_builtins(header), "tensors": shapes}
+    return document, [facts(str(path), known)]
+
+
+def _steering(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
+    from steercap.formats import load_steering, read_header
+
+    header, spec = read_header(path), load_steering(path)
+    edits = list(map(repr, spec.flat()))
+    document = {"kind": "steering", "model": header.model, "preserve_norm": spec.preserve_norm, "edits": edits}
+    table = Table("", "edit", title_justify="left")
+    for number, edit in enumerate(edits):
+        table.add_row(str(number), Text(edit))
+    known = {"kind": "steering", "model": header.model, "preserves the norm": "yes" if spec.preserve_norm else "no"}
+    return document, [facts(str(path), known), table]
+
+
+def _directions(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
+    from steercap.cli.contents import directions_in, load
+
+    content = load(path)
+    found = directions_in(content, path)
+    kind = "directions" if content is found else "vectors"
+    known = {
+        "kind": kind,
+        "names": ", ".join(found),
+        "site": found.site,
+        "layers": span(found.layers),
+        "width": found.width,
+        **origin(found),
+    }
+    few = [by_layer(found, name) for name in found] if len(found) == 1 else []
+    return {"kind": kind, **document_of(found)}, [facts(str(path), known), *few]
+
+
+def _gguf(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
+    document, tables = _directions(path)
+    return {**document, "kind": "GGUF control vector"}, tables
+
+
+def _pt(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
+    import torch
+
+    from steercap.formats import load_capping
+    from steercap.formats.base import read_pt
+
+    content = read_pt(path)
+    if isinstance(content, torch.Tensor):
+        shape, dtype = list(content.shape), str(content.dtype).removeprefix("torch.")
+        known = {
+            "kind": "tensor of layers" if len(shape) == 2 else "tensor",
+            "shape": " × ".join(map(str, shape)),
+            "dtype": dtype,
+            "layers": "the file does not say which layer row 0 is; --base of the commands does",
+        }
+        norms = content.float().norm(dim=-1).tolist() if len(shape) == 2 else None
+        return {"kind": known["kind"], "shape": shape, "dtype": dtype, "norms": norms}, [facts(str(path), known)]
+    experiments = {name: [repr(edit) for edit in spec.flat()] for name, spec in load_capping(path).items()}
+    table = Table("experiment", "edits", title=f"{path}: experiments of activation capping", title_justify="left")
+    for name, edits in experiments.items():
+        table.add_row(name, Text("\n".join(edits)))
+    return {"kind": "capping experiments", "experiments": experiments}, [table]
+
+
+def _parquet(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        file = parquet.ParquetFile(path)
+        schema, first = file.schema_arrow, next(file.iter_batches(ROWS), None)
+    except (OSError, pa.ArrowException) as error:
+        raise InvalidFile(f"{path} cannot be read as a Parquet table: {error}") from error
+    records = first.to_pylist() if first is not None else []
+    columns = {field.name: str(field.type) for field in schema}
+    table = Table(title=f"{path}: {file.metadata.num_rows:,} records", title_justify="left")
+    table.add_column("column", style="cyan", no_wrap=True)
+    table.add_column("type", no_wrap=True, style="dim")
+    table.add_column(f"the first {len(records)}", ratio=1, no_wrap=True)
+    for name, kind in columns.items():
+        table.add_row(name, kind, Text(" · ".join(" ".join(str(record[name]).split()) for record in records)))
+    return {"kind": "table", "records": file.metadata.num_rows, "columns": columns, "first": records}, [table]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @command(
+        app,
+        "inspect",
+        examples=["steercap inspect out/paris/0000.safetensors", "steercap inspect out/sweep/outcomes.parquet --json"],
+    )
+    def inspect(
+        file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="The file.")], terminal: Terminal
+    ) -> None:
+        """Say what a file is: captures, steering, vectors or directions of steercap, a Parquet table of a pipeline or
+        a sweep, a GGUF control vector, or a .pt. Shapes, layers, texts and where it comes from; of captures no row
+        is read.
+        """
+        document, tables = inspected(file)
+        terminal.show(document, *tables)

@@ -1,0 +1,275 @@
+"""`steercap persona run|traits`: from the description of a trait to its vector."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+import typer
+from rich.progress import Progress as Bars
+from rich.progress import TaskID
+from rich.table import Table
+from rich.text import Text
+
+from steercap.cli.command import command
+from steercap.cli.engines import ModelOptions, opened, pairs_of
+from steercap.cli.selections import layers_of
+from steercap.cli.tables import document_of, facts
+from steercap.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+    from steercap.persona import PersonaResult, PersonaSettings, Progress, Trait
+
+SIZES: Final = "Sizes"
+SCORING: Final = "Scoring"
+
+
+@dataclass(frozen=True)
+class SizeOptions:
+    """How much is generated; what is left out is the paper's, or with --small a laptop's."""
+
+    small: Annotated[
+        bool,
+        typer.Option("--small", help="Sizes for a small model on a CPU: minutes, not hours.", rich_help_panel=SIZES),
+    ] = False
+    n_samples: Annotated[
+        int | None, typer.Option("--samples", min=1, help="Answers to each question.", rich_help_panel=SIZES)
+    ] = None
+    n_questions: Annotated[
+        int | None, typer.Option("--questions", min=2, help="How many of a trait's questions.", rich_help_panel=SIZES)
+    ] = None
+    n_prompts: Annotated[
+        int | None,
+        typer.Option("--system-prompts", min=1, help="How many of its pairs of system prompts.", rich_help_panel=SIZES),
+    ] = None
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=SIZES)] = (
+        None
+    )
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="Of the sampling.", rich_help_panel=SIZES)] = None
+    seed: Annotated[int | None, typer.Option(help="Of everything that is drawn.", rich_help_panel=SIZES)] = None
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """How answers are scored, and which are kept."""
+
+    scorer: Annotated[
+        str | None, typer.Option(help="minilm, keywords or judge; minilm if left out.", rich_help_panel=SCORING)
+    ] = None
+    scorer_arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Argument of the scorer, its value in JSON; may be repeated.",
+            rich_help_panel=SCORING,
+        ),
+    ] = None
+    threshold_high: Annotated[
+        float | None, typer.Option(min=0, max=100, help="Least score that shows the trait.", rich_help_panel=SCORING)
+    ] = None
+    threshold_low: Annotated[
+        float | None, typer.Option(min=0, max=100, help="Greatest score that does not.", rich_help_panel=SCORING)
+    ] = None
+    paired: Annotated[
+        bool | None,
+        typer.Option("--paired/--unpaired", help="Keep answers with their counterpart.", rich_help_panel=SCORING),
+    ] = None
+    min_kept: Annotated[
+        int | None, typer.Option(min=2, help="Fewest answers of each kind.", rich_help_panel=SCORING)
+    ] = None
+
+
+def trait_of(text: str) -> str | Trait:
+    """A shipped trait by its name, or one from a YAML file.
+
+    Raises:
+        InvalidFile: a path to something that holds no trait.
+    """
+    from steercap.persona import load_trait
+
+    return load_trait(text) if text.endswith((".yaml", ".yml")) else text
+
+
+def settings_of(traits: list[str], sizes: SizeOptions, scores: ScoreOptions, **further: Any) -> PersonaSettings:
+    """The settings that the flags describe.
+
+    Raises:
+        InvalidSetting, UnknownName: what `PersonaSettings` refuses.
+    """
+    from steercap.persona import PersonaSettings
+
+    said = {name: value for name, value in (vars(sizes) | vars(scores) | further).items() if value is not None}
+    small = said.pop("small")
+    arguments = dict(pairs_of(said.pop("scorer_arg", []), "--scorer-arg"))
+    if arguments:
+        said["scorer_args"] = arguments
+    found = tuple(trait_of(text) for text in traits)
+    return PersonaSettings.small(*found, **said) if small else PersonaSettings(traits=found, **said)
+
+
+async def ran(model: SteerModel, settings: PersonaSettings, out: Path, terminal: Terminal) -> PersonaResult:
+    """Run the pipeline with a bar for every stage.
+
+    Args:
+        model: an open model.
+        settings: what is done.
+        out: the run's folder.
+        terminal: for the bars.
+
+    Raises:
+        The errors of `steercap.persona.run`.
+    """
+    from steercap.persona import run
+
+    with terminal.progress() as bars:
+        return await run(model, settings, out, progress=_Stages(bars))
+
+
+class _Stages:
+    """Takes reports of progress, a bar for each stage that is heard of."""
+
+    def __init__(self, bars: Bars) -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.stage not in self._tasks:
+            self._tasks[progress.stage] = self._bars.add_task(progress.stage)
+        self._bars.update(self._tasks[progress.stage], completed=progress.done, total=progress.total)
+
+
+def table_of(result: PersonaResult) -> Table:
+    """A row a trait: how many answers showed it, and how well its vector tells them apart."""
+    table = Table(
+        title=f"{result.directions.model}, {result.directions.site}", title_justify="left", title_style="bold"
+    )
+    table.add_column("trait", style="cyan")
+    for name in ("kept", "of", "mean score", "best layer", "AUC held out", "of a row"):
+        table.add_column(name, justify="right")
+    for name, one in result.outcomes.items():
+        table.add_row(
+            name,
+            " / ".join(map(str, one.kept)),
+            " / ".join(map(str, one.responses)),
+            " / ".join(f"{score:.0f}" for score in one.mean_scores),
+            str(one.best_layer),
+            f"{one.auc:.2f}",
+            f"{one.relative_norm:.1%}",
+        )
+    return table
+
+
+def traits_table(found: Mapping[str, Trait]) -> Table:
+    """A row a trait."""
+    table = Table()
+    table.add_column("trait", style="cyan", no_wrap=True)
+    table.add_column("description", ratio=1)
+    table.add_column("questions", justify="right")
+    table.add_column("prompts", justify="right")
+    for name, trait in found.items():
+        table.add_row(
+            name, Text(trait.description), str(len(trait.questions)), f"{len(trait.positive)} + {len(trait.negative)}"
+        )
+    return table
+
+
+def trait_facts(trait: Trait) -> Table:
+    """All of one trait."""
+    lists = {
+        "shown by system prompts": trait.positive,
+        "and its opposite by": trait.negative,
+        "questions": trait.questions,
+        "keywords": (", ".join(trait.keywords),),
+    }
+    return facts(
+        trait.name, {"description": trait.description} | {name: "\n".join(texts) for name, texts in lists.items()}
+    )
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    persona = typer.Typer(help="Personas: from the description of a trait to its vector.", no_args_is_help=True)
+    app.add_typer(persona, name="persona")
+    _register_run(persona)
+    _register_traits(persona)
+
+
+def _register_run(app: typer.Typer) -> None:
+    @command(
+        app,
+        "run",
+        examples=[
+            "steercap persona run poetic --small --out out/poetic",
+            "steercap persona run evil sycophantic my_trait.yaml -m Qwen/Qwen2.5-7B-Instruct --out out/traits",
+        ],
+    )
+    async def run(
+        traits: Annotated[list[str], typer.Argument(metavar="TRAIT", help="Shipped ones by name, or YAML files.")],
+        sizes: SizeOptions,
+        scores: ScoreOptions,
+        model: ModelOptions,
+        terminal: Terminal,
+        out: Annotated[
+            Path, typer.Option(file_okay=False, help="Folder of the run: answers, scores, vectors, a report.")
+        ],
+        layers: Annotated[str, typer.Option(help="all, 8, 8,16,-1 or 4:20:2.")] = "all",
+        site: Annotated[str, typer.Option(help="resid_pre, resid_post, attn_out or mlp_out.")] = "resid_post",
+        method: Annotated[str, typer.Option(help="difference, pca or probe.")] = "difference",
+        held_out: Annotated[
+            float, typer.Option(min=0.01, max=0.99, help="Share of the questions to try it on.")
+        ] = 0.25,
+        read_system: Annotated[
+            bool,
+            typer.Option("--read-system/--no-read-system", help="Read answers with the system prompt before them."),
+        ] = True,
+    ) -> None:
+        """Find the vectors of traits, as persona vectors are found: the model answers under contrasting system
+        prompts, answers are scored and filtered, read once more, and their mean rows compared. A run that was
+        interrupted goes on when it is called again with the same --out.
+        """
+        from steercap.core.spec import resolve_layers
+
+        further = {"site": site, "method": method, "held_out": held_out, "read_system": read_system}
+        wanted, asked = layers_of(layers), settings_of(traits, sizes, scores, **further)
+        async with opened(model, terminal, sites=site) as open_model:
+            if wanted != "all":
+                asked = msgspec.structs.replace(asked, layers=resolve_layers(wanted, open_model.num_layers))
+            result = await ran(open_model, asked, out, terminal)
+            document = {"folder": str(result.folder), "report": str(result.report), "outcomes": result.outcomes}
+            terminal.show(
+                {**document, **document_of(result.directions)},
+                table_of(result),
+                facts("", {"directions": result.folder / "directions.safetensors", "report": result.report}),
+            )
+
+
+def _register_traits(app: typer.Typer) -> None:
+    @command(
+        app,
+        "traits",
+        examples=["steercap persona traits", "steercap persona traits poetic", "steercap persona traits --json"],
+    )
+    def traits(
+        terminal: Terminal,
+        names: Annotated[list[str] | None, typer.Argument(metavar="TRAIT", help="Show these in full.")] = None,
+    ) -> None:
+        """List the traits that come with steercap, or show some in full: their system prompts, questions and
+        keywords. A trait of your own is a YAML file like those in steercap/persona/shipped.
+        """
+        from steercap.errors import UnknownName
+        from steercap.persona import traits as shipped
+
+        if not names:
+            terminal.show(shipped(), traits_table(shipped()))
+            return
+        found: list[Trait] = []
+        for name in names:
+            trait = trait_of(name)
+            if isinstance(trait, str) and trait not in shipped():
+                raise UnknownName(f"unknown trait {name!r}; known: {', '.join(map(repr, shipped()))}")
+            found.append(shipped()[trait] if isinstance(trait, str) else trait)
+        terminal.show({trait.name: trait for trait in found}, *(trait_facts(trait) for trait in found))

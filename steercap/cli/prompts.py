@@ -1,0 +1,120 @@
+"""Prompts and texts from the command line, from files and from stdin."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+import typer
+
+from steercap.errors import InvalidFile
+
+PANEL: Final = "Prompts"
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """What the model is given."""
+
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="Prompts, or [cyan]-[/cyan].")] = None
+    file: Annotated[
+        str | None,
+        typer.Option(
+            help="A prompt a line; in .jsonl a string, or an object with [cyan]prompt[/cyan] or "
+            "[cyan]messages[/cyan]; [cyan]-[/cyan] is stdin.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put each prompt through the chat template.", rich_help_panel=PANEL)
+    ] = False
+    system: Annotated[str | None, typer.Option(help="System message; implies --chat.", rich_help_panel=PANEL)] = None
+
+    def read(self) -> list[Prompt]:
+        """Every prompt, in order.
+
+        Raises:
+            typer.BadParameter: there is none.
+            InvalidFile: a file that cannot be read, or a line that is no prompt.
+        """
+        given = [text for text in self.prompts or () if text != "-"]
+        found = [Prompt(text) for text in given]
+        stdin = self.file == "-" or "-" in (self.prompts or ())
+        if stdin or self.file:
+            name = "-" if stdin else str(self.file)
+            found += [_prompt(name, number, value) for number, value in records_of(name)]
+        if not found:
+            raise typer.BadParameter("no prompt; give one or several, or --file", param_hint="PROMPT")
+        return [self._templated(prompt) for prompt in found]
+
+    def _templated(self, prompt: Prompt) -> Prompt:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        if isinstance(prompt.content, str):
+            if not self.chat and not system:
+                return prompt
+            return Prompt([*system, {"role": "user", "content": prompt.content}])
+        return Prompt([*system, *prompt.content])
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text that is gone on with, or a conversation that is answered.
+
+    Args:
+        content: the text, or {"role", "content"} dicts.
+    """
+
+    content: str | list[dict[str, str]]
+
+    @property
+    def shown(self) -> str:
+        """What to call it: the text, or the last message."""
+        return self.content if isinstance(self.content, str) else self.content[-1]["content"]
+
+
+def _prompt(name: str, number: int, value: Any) -> Prompt:
+    match value:
+        case str() if value:
+            return Prompt(value)
+        case {"messages": [*messages]} if messages:
+            try:
+                return Prompt(msgspec.convert(messages, list[dict[str, str]]))
+            except msgspec.ValidationError as error:
+                raise InvalidFile(f"{name}, line {number}: messages: {error}") from error
+        case {"prompt": str(text)} if text:
+            return Prompt(text)
+    raise InvalidFile(f"{name}, line {number}: {value!r}; give text, {{'prompt': text}} or {{'messages': [...]}}")
+
+
+def records_of(name: str) -> Iterator[tuple[int, Any]]:
+    """The lines of a file that are not empty, with their numbers from 1; those of JSONL decoded.
+
+    A file is JSONL if it is called so, and stdin if its first line is a JSON object.
+
+    Args:
+        name: the path, or "-" for stdin.
+
+    Raises:
+        InvalidFile: it cannot be read, holds nothing, or a line is no JSON.
+    """
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidFile(f"{name} cannot be read as text: {error}") from error
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not lines:
+        raise InvalidFile(f"{name} holds no line of text; give one text a line")
+    decoded = name.endswith(".jsonl") or (name == "-" and lines[0][1].startswith("{"))
+    for number, line in lines:
+        yield number, _decoded(name, number, line) if decoded else line
+
+
+def _decoded(name: str, number: int, line: str) -> Any:
+    try:
+        return msgspec.json.decode(line)
+    except msgspec.DecodeError as error:
+        raise InvalidFile(f"{name}, line {number} is no JSON: {error}; give one JSON value a line") from error

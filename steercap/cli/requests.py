@@ -1,0 +1,60 @@
+"""Many requests at once, with a bar that says how many are done, and few enough at a time that rows find room."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from steercap.cli.prompts import Prompt
+    from steercap.core.spec import CaptureSpec
+    from steercap.handle import CaptureHandle
+    from steercap.model import SteerModel
+    from steercap.steering import SteeringSpec
+
+#: Requests under way: more than vLLM runs at once by default, so that its batch is full.
+UNDER_WAY: Final = 512
+#: The same of requests that capture, whose rows stay until they are written down.
+CAPTURING: Final = 32
+
+
+async def run_each(
+    model: SteerModel,
+    prompts: Sequence[Prompt],
+    params: Mapping[str, Any],
+    take: Callable[[int, Any, CaptureHandle | None], None],
+    *,
+    steering: SteeringSpec | None = None,
+    capture: CaptureSpec | None = None,
+) -> None:
+    """Run prompts, each as a request of its own, and hand over each as it ends.
+
+    Args:
+        model: an open model.
+        prompts: texts and conversations.
+        params: fields of vLLM's SamplingParams.
+        take: called with the number of the prompt, vLLM's RequestOutput, and a fetched handle if rows are kept, which
+            is released afterwards.
+        steering: what is changed in all of them.
+        capture: what is kept of all of them; one sample each.
+
+    Raises:
+        The errors of `SteerModel.generate`; of several at once an ExceptionGroup.
+    """
+    room = asyncio.Semaphore(UNDER_WAY if capture is None else CAPTURING)
+
+    async def run(number: int, prompt: Prompt) -> None:
+        async with room:
+            ask: Any = model.generate if isinstance(prompt.content, str) else model.chat
+            found = await ask(prompt.content, params, capture=capture, steering=steering, raw_output=True)
+            if capture is None:
+                take(number, found, None)
+                return
+            output, handle = found
+            async with handle:
+                take(number, output, handle)
+
+    async with asyncio.TaskGroup() as group:
+        for number, prompt in enumerate(prompts):
+            group.create_task(run(number, prompt))

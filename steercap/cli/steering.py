@@ -1,0 +1,140 @@
+"""`--steer`: from a file, and what is to be done with it, to a SteeringSpec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, Literal, cast
+
+import typer
+
+from steercap.cli.contents import chosen, directions_in, load, only
+from steercap.cli.selections import layers_of, tokens_of
+from steercap.cli.tables import span
+from steercap.errors import InvalidSpec
+
+if TYPE_CHECKING:
+    from steercap.steering import SteeringSpec
+    from steercap.vectors.layers import LayerVectors
+
+PANEL: Final = "Steering"
+
+
+@dataclass(frozen=True)
+class SteerOptions:
+    """What is changed, and where."""
+
+    steer: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="Steering or vectors: .safetensors of steercap, .gguf control vector, .pt.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+    layer: Annotated[
+        str | None,
+        typer.Option(help="Of vectors: layer or layers to add them at, such as 14 or 12,14.", rich_help_panel=PANEL),
+    ] = None
+    scale: Annotated[
+        float | None, typer.Option(help="Of vectors: times that they are added; 1 if left out.", rich_help_panel=PANEL)
+    ] = None
+    name: Annotated[
+        str | None, typer.Option(help="Of several directions, or capping experiments: which.", rich_help_panel=PANEL)
+    ] = None
+    steer_tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Of vectors: all, prompt, generated, last_prompt, positions; all if left out.", rich_help_panel=PANEL
+        ),
+    ] = None
+    base: Annotated[
+        int | None, typer.Option(min=0, max=1, help="Of a .pt tensor: the row of layer 0.", rich_help_panel=PANEL)
+    ] = None
+
+    def spec(self) -> SteeringSpec | None:
+        """The steering, None if there is none.
+
+        Raises:
+            typer.BadParameter: options that need a file or vectors, and vectors without a layer.
+            InvalidFile, InvalidSpec: a file that holds something else, or a name or layer that it does not have.
+        """
+        said = [
+            f"--{name.replace('_', '-')}"
+            for name in ("layer", "scale", "name", "steer_tokens", "base")
+            if getattr(self, name) is not None
+        ]
+        if self.steer is None:
+            if said:
+                raise typer.BadParameter(
+                    f"{said[0]} says how to steer; give what with --steer FILE", param_hint=said[0]
+                )
+            return None
+        content = load(self.steer, base=base_of(self.base))
+        if isinstance(content, dict):
+            return _experiment(content, self.steer, self.name, said)
+        from steercap.steering import SteeringSpec
+
+        if isinstance(content, SteeringSpec):
+            _refuse(said, f"{self.steer} holds edits that say so themselves")
+            return content
+        return self._added(only(directions_in(content, self.steer), self.name))
+
+    def _added(self, vectors: LayerVectors) -> SteeringSpec:
+        from steercap.core.spec import resolve_layers
+        from steercap.edits.add import Add
+        from steercap.steering import SteeringSpec
+
+        if self.layer is None and len(vectors) > 1:
+            raise typer.BadParameter(
+                f"{self.steer} has vectors for layers {span(list(vectors))}; say which to add with --layer",
+                param_hint="--layer",
+            )
+        asked = list(vectors) if self.layer is None else resolve_layers(layers_of(self.layer), max(vectors) + 1)
+        if missing := [layer for layer in asked if layer not in vectors]:
+            raise InvalidSpec(
+                f"{self.steer} has no vector for layer {missing[0]}; it has them for {span(list(vectors))}"
+            )
+        tokens = tokens_of("all" if self.steer_tokens is None else self.steer_tokens)
+        scale = 1.0 if self.scale is None else self.scale
+        return SteeringSpec(
+            [Add(vectors[layer], scale=scale, layer=layer, site=vectors.site, tokens=tokens) for layer in asked]
+        )
+
+
+@dataclass(frozen=True)
+class SteerAlone(SteerOptions):
+    """The same where no other option selects tokens."""
+
+    steer_tokens: Annotated[
+        str | None,
+        typer.Option(
+            "--tokens",
+            "--steer-tokens",
+            metavar="TOKENS",
+            help="Of vectors: all, prompt, generated, last_prompt, positions; all if left out.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
+
+
+def sites_of(spec: SteeringSpec | None) -> tuple[str, ...]:
+    """The sites that a spec edits, which must be armed."""
+    return tuple(dict.fromkeys(edit.site for edit in spec.flat())) if spec is not None else ()
+
+
+def base_of(base: int | None) -> Literal[0, 1] | None:
+    """A base that was checked to be 0, 1 or left out."""
+    assert base in {0, 1, None}
+    return cast("Literal[0, 1] | None", base)
+
+
+def _experiment(experiments: dict[str, SteeringSpec], path: Path, name: str | None, said: list[str]) -> SteeringSpec:
+    _refuse([option for option in said if option != "--name"], f"{path} holds experiments that say so themselves")
+    return chosen(experiments, path, name)
+
+
+def _refuse(said: list[str], why: str) -> None:
+    if said:
+        raise typer.BadParameter(f"{why}; leave {said[0]} out", param_hint=said[0])

@@ -1,0 +1,121 @@
+"""Pieces of tables that several commands draw: bars, spans of layers, facts by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from steercap.vectors.directions import DirectionSet
+
+#: Eighths of a cell.
+_EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
+#: Cells of a bar.
+BAR: Final = 20
+
+
+def bar(share: float) -> Text:
+    """A bar for a share from 0 to 1."""
+    eighths = round(min(max(share, 0.0), 1.0) * BAR * 8)
+    return Text("█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip(), style="cyan")
+
+
+def span(layers: Sequence[int]) -> str:
+    """Layers in few words: "0 to 29" or "8, 16"."""
+    whole = list(layers) == list(range(layers[0], layers[-1] + 1)) and len(layers) > 2
+    return f"{layers[0]} to {layers[-1]}" if whole else ", ".join(map(str, layers))
+
+
+def facts(title: str, known: Mapping[str, Any]) -> Table:
+    """Facts by name; those that are empty are left out."""
+    table = Table(
+        title=title, title_justify="left", title_style="bold", show_header=False, box=None, padding=(0, 2, 0, 0)
+    )
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in known.items():
+        if value is not None and str(value):
+            table.add_row(name, Text(str(value)))
+    return table
+
+
+def by_layer(directions: DirectionSet, name: str) -> Table:
+    """One direction, layer by layer: its length, its share of the rows' length, its AUC with a bar from chance to 1."""
+    vectors, known = directions[name], directions.provenance
+    auc = known.auc.get(name, {})
+    table = Table(title=f"{name}, {vectors.site}", title_justify="left", title_style="bold")
+    for title in ("layer", "norm", *(("of a row",) if known.row_norms else ()), *(("AUC held out",) if auc else ())):
+        table.add_column(title, justify="right")
+    if auc:
+        table.add_column("0.5 is chance", width=BAR)
+    for layer, norm in vectors.norms().items():
+        cells: list[str | Text] = [str(layer), f"{norm:.4g}"]
+        if known.row_norms:
+            share = norm / known.row_norms[layer] if known.row_norms.get(layer) else None
+            cells.append("" if share is None else f"{share:.1%}")
+        if auc:
+            cells += [f"{auc[layer]:.3f}", bar(2 * auc[layer] - 1)] if layer in auc else ["", ""]
+        table.add_row(*cells)
+    return table
+
+
+def origin(directions: DirectionSet) -> dict[str, Any]:
+    """What is known of where directions come from, by words for people."""
+    known = directions.provenance
+    counts = {name: f"{shown} texts that show it, {other} that do not" for name, (shown, other) in known.rows.items()}
+    held = {name: f"{shown} and {other}" for name, (shown, other) in known.held_out.items() if shown or other}
+    return {
+        "model": directions.model,
+        "revision": known.revision,
+        "dtype": known.dtype,
+        "method": known.method,
+        "tokens": known.tokens,
+        "reduce": known.reduce,
+        "seed": known.seed if known.method else "",
+        "made from": "; ".join(f"{name}: {said}" if len(counts) > 1 else said for name, said in counts.items()),
+        "held out": "; ".join(f"{name}: {said}" if len(held) > 1 else said for name, said in held.items()),
+        "prompts": "; ".join(f"SHA-256 {digest[:16]}…" for digest in known.prompts.values()),
+    }
+
+
+def document_of(directions: DirectionSet) -> dict[str, Any]:
+    """Directions without their numbers, for JSON."""
+    known = directions.provenance
+    return {
+        "model": directions.model,
+        "site": directions.site,
+        "width": directions.width,
+        "layers": directions.layers,
+        "directions": {
+            name: {
+                "norms": vectors.norms(),
+                "auc": known.auc.get(name, {}),
+                "rows": known.rows.get(name),
+                "held_out": known.held_out.get(name),
+            }
+            for name, vectors in directions.items()
+        },
+        "provenance": {
+            field: getattr(known, field)
+            for field in ("revision", "dtype", "tokens", "reduce", "method", "seed", "prompts")
+        }
+        | {"row_norms": known.row_norms},
+    }
+
+
+def cosines(directions: DirectionSet, layer: int) -> Table:
+    """Cosine of every two directions at a layer."""
+    table = Table(title=f"cosines at layer {layer}", title_justify="left", title_style="bold")
+    table.add_column("")
+    for name in directions:
+        table.add_column(name, justify="right")
+    for name, row in zip(directions, directions.cosines(layer).tolist(), strict=True):
+        table.add_row(Text(name, style="cyan"), *(Text(f"{value:+.3f}", style=_strength(value)) for value in row))
+    return table
+
+
+def _strength(cosine: float) -> str:
+    return "bold" if abs(cosine) >= 0.5 else "" if abs(cosine) >= 0.2 else "dim"

@@ -1,0 +1,180 @@
+"""Where a command writes: results on stdout, as tables or as one JSON document, all else on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+import typer
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from steercap.errors import EngineFailure
+
+PANEL: Final = "Output"
+
+
+@dataclass(frozen=True)
+class Output:
+    """What every command can be told about its output."""
+
+    json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one JSON document on stdout, nothing else there.", rich_help_panel=PANEL),
+    ] = False
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show vLLM's log and every warning on stderr.", rich_help_panel=PANEL)
+    ] = False
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", rich_help_panel=PANEL)] = (
+        False
+    )
+
+
+class _Rate(ProgressColumn):
+    """Steps a second, of tasks that count any."""
+
+    def render(self, task: Task) -> Text:
+        seconds = task.finished_time or task.elapsed
+        speed = task.completed / seconds if seconds else 0.0
+        return Text(f"{speed:,.1f}/s" if speed else "", style="progress.data.speed")
+
+
+class Terminal:
+    """The terminal of one command.
+
+    Args:
+        output: what the user said about it.
+    """
+
+    def __init__(self, output: Output) -> None:
+        self.json = output.json
+        self.debug = output.debug
+        self.verbose = output.verbose
+        self.out = Console(highlight=False)
+        self.err = Console(stderr=True, highlight=False)
+        #: vLLM's log, if an engine failed.
+        self.log: Path | None = None
+
+    def show(self, document: Any, *tables: RenderableType) -> None:
+        """Print the result: the document with --json, the tables without.
+
+        Args:
+            document: what msgspec can encode.
+            tables: the same for people.
+        """
+        if self.json:
+            text = msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2).decode()
+            self.out.file.write(text + "\n")
+            self.out.file.flush()
+            return
+        for table in tables:
+            self.out.print(table)
+
+    def say(self, message: str) -> None:
+        """A remark on stderr."""
+        self.err.print(Text(message, style="dim"), soft_wrap=True)
+
+    def fail(self, error: Exception) -> None:
+        """What went wrong, in one red line on stderr."""
+        message = " ".join(str(error).split()) or type(error).__name__
+        self.err.print(Text(f"{type(error).__name__}: {message}", style="red"), soft_wrap=True)
+        if isinstance(error, EngineFailure) and self.log is not None:
+            self.say(f"vLLM's log: {self.log}")
+
+    def progress(self) -> Progress:
+        """Progress bars on stderr, with rates and the time that is left; none where stderr is no terminal."""
+        return Progress(
+            SpinnerColumn(finished_text="[green]✓"),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            _Rate(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=self.err,
+            disable=not self.err.is_terminal,
+            redirect_stdout=False,  # what others print goes where `alone` sends it
+            redirect_stderr=False,
+        )
+
+    @contextmanager
+    def status(self, message: str) -> Iterator[None]:
+        """What is being done on stderr, with the seconds that it has taken, as long as it takes."""
+        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        with Progress(
+            *columns,
+            console=self.err,
+            disable=not self.err.is_terminal,
+            transient=True,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        ) as bar:
+            bar.add_task(message, total=None)
+            yield
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While an engine runs, nobody but us writes to the terminal: all else goes to a log, kept if it fails.
+
+        vLLM's processes, and libraries in C, write to file descriptors 1 and 2 whatever Python's streams are.
+        """
+        descriptor, name = tempfile.mkstemp(prefix="steercap-vllm-", suffix=".log")
+        log = Path(name)
+        try:
+            with contextlib.ExitStack() as stack:
+                target = 2 if self.verbose else descriptor
+                for stream, number, console in ((sys.stdout, 1, self.out), (sys.stderr, 2, self.err)):
+                    stack.enter_context(_diverted(stream, number, console, target))
+                yield
+        except BaseException:
+            self.log = None if self.verbose else log
+            raise
+        finally:
+            os.close(descriptor)
+            if self.log is None:
+                log.unlink()
+
+
+@contextmanager
+def _diverted(stream: Any, number: int, console: Console, target: int) -> Iterator[None]:
+    """Our console goes on writing where the stream went; the file descriptor goes to `target`."""
+    try:
+        real = stream.fileno() == number
+    except (AttributeError, io.UnsupportedOperation):
+        real = False
+    if not real:  # somebody has put a stream of their own in its place, which no other process writes to
+        yield
+        return
+    stream.flush()
+    width, file = console.width, console._file
+    ours = os.fdopen(os.dup(number), "w", encoding=stream.encoding, errors=stream.errors)
+    try:
+        console.file, console.width = ours, width
+        os.dup2(target, number)
+        yield
+    finally:
+        stream.flush()
+        ours.flush()
+        os.dup2(ours.fileno(), number)
+        console._file = file
+        ours.close()

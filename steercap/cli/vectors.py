@@ -1,0 +1,242 @@
+"""`steercap vectors extract|show|convert`: directions made, looked at, and brought into other formats."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from steercap.cli.command import command
+from steercap.cli.contents import directions_in, load
+from steercap.cli.convert import Target, write
+from steercap.cli.engines import ModelOptions, opened
+from steercap.cli.prompts import records_of
+from steercap.cli.selections import layers_of, tokens_of
+from steercap.cli.steering import base_of
+from steercap.cli.tables import by_layer, cosines, document_of, facts, origin
+from steercap.cli.terminal import Terminal
+from steercap.errors import InvalidFile
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+    from steercap.vectors.directions import DirectionSet
+    from steercap.vectors.extraction import Text
+
+
+class Bound(enum.StrEnum):
+    """What the caps of a capping experiment are."""
+
+    HIGH = "high"
+    LOW = "low"
+
+
+def texts_in(path: Path) -> tuple[list[Text], list[str] | None]:
+    """Texts of a file, and their groups if it says any.
+
+    Args:
+        path: a text a line; or JSONL of strings, {"text"} or {"prompt", "response"}, each with or without "group".
+
+    Raises:
+        InvalidFile: it cannot be read, a line is none of these, or some lines have a group and some have none.
+    """
+    from steercap.vectors.extraction import Exchange
+
+    texts: list[Text] = []
+    groups: list[str] = []
+    for number, value in records_of(str(path)):
+        match value:
+            case str():
+                texts.append(value)
+            case {"prompt": str() | list() as prompt, "response": str(response)}:
+                texts.append(Exchange(prompt, response))
+            case {"text": str(text)}:
+                texts.append(text)
+            case _:
+                raise InvalidFile(
+                    f"{path}, line {number}: {value!r}; give a string, {{'text': ...}}, or {{'prompt': ..., "
+                    "'response': ...}"
+                )
+        if isinstance(value, dict) and "group" in value:
+            groups.append(str(value["group"]))
+    if groups and len(groups) != len(texts):
+        raise InvalidFile(f"{path}: {len(groups)} of {len(texts)} lines have a group; give all of them one, or none")
+    return texts, groups or None
+
+
+async def extract_from(
+    model: SteerModel, positive: Path, negative: Path, terminal: Terminal, *, name: str, **how: Any
+) -> DirectionSet:
+    """Find a direction between the texts of two files.
+
+    Args:
+        model: an open model.
+        positive, negative: see `texts_in`.
+        terminal: for the bar.
+        name: what the direction means.
+        **how: further arguments of `steercap.vectors.extract`.
+
+    Raises:
+        InvalidFile: see `texts_in`; or one file has groups and the other has none.
+        The errors of `extract`.
+    """
+    from steercap.vectors.extraction import extract
+
+    (ours, groups), (theirs, others) = texts_in(positive), texts_in(negative)
+    if (groups is None) != (others is None):
+        raise InvalidFile(f"of {positive} and {negative} one says groups and the other does not; give both or none")
+    with terminal.progress() as bar:
+        task = bar.add_task("reading texts", total=len(ours) + len(theirs))
+        return await extract(
+            model,
+            ours,
+            theirs,
+            name=name,
+            groups=groups,
+            negative_groups=others,
+            progress=lambda done: bar.update(task, completed=done),
+            **how,
+        )
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    vectors = typer.Typer(
+        help="Directions: make them from texts, look at them, bring them into other formats.", no_args_is_help=True
+    )
+    app.add_typer(vectors, name="vectors")
+    _register_extract(vectors)
+    _register_show(vectors)
+    _register_convert(vectors)
+
+
+def _register_extract(app: typer.Typer) -> None:
+    @command(
+        app,
+        "extract",
+        examples=[
+            "steercap vectors extract praise.txt complaint.txt --out praise.safetensors",
+            "steercap vectors extract kind.jsonl cold.jsonl --method probe --layers 8:24 --out kind.safetensors",
+        ],
+    )
+    async def extract(
+        positive: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Texts that show it.")],
+        negative: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Texts that do not.")],
+        model: ModelOptions,
+        terminal: Terminal,
+        out: Annotated[Path, typer.Option(dir_okay=False, help="The file, .safetensors.")],
+        name: Annotated[str | None, typer.Option(help="What it means; the first file's name if left out.")] = None,
+        method: Annotated[str, typer.Option(help="difference, pca or probe.")] = "difference",
+        layers: Annotated[str, typer.Option(help="all, 8, 8,16,-1 or 4:20:2.")] = "all",
+        site: Annotated[str, typer.Option(help="resid_pre, resid_post, attn_out or mlp_out.")] = "resid_post",
+        tokens: Annotated[str, typer.Option(help="Whose rows count in a text that is no exchange.")] = "all",
+        held_out: Annotated[float, typer.Option(min=0, max=0.99, help="Share of the texts to try it on.")] = 0.25,
+        seed: Annotated[int, typer.Option(help="Of the split.")] = 0,
+    ) -> None:
+        """Find the direction in which some texts differ from others. The files hold a text a line, or JSONL with
+        prompt and response, whose rows are the response's, and group if texts belong together, such as answers to
+        one question. The direction is tried on texts that it was not made from: AUC 1 tells all of them apart, 0.5
+        is chance.
+        """
+        from steercap.vectors.methods import METHODS
+
+        how = {"method": method, "layers": layers_of(layers), "site": site, "tokens": tokens_of(tokens)}
+        _ = METHODS[method]  # before an engine is started in vain
+        for path in (positive, negative):
+            texts_in(path)
+        async with opened(model, terminal, sites=site) as open_model:
+            found = await extract_from(
+                open_model,
+                positive,
+                negative,
+                terminal,
+                name=name or positive.stem,
+                held_out=held_out,
+                seed=seed,
+                **how,
+            )
+            found.save(out)
+            terminal.show(
+                {"file": str(out), **document_of(found)},
+                by_layer(found, name or positive.stem),
+                facts("", {**origin(found), "file": out}),
+            )
+
+
+def _register_show(app: typer.Typer) -> None:
+    @command(
+        app,
+        "show",
+        examples=[
+            "steercap vectors show praise.safetensors",
+            "steercap vectors show traits.safetensors --cosines --layer 16",
+            "steercap vectors show persona.pt --base 1 --json",
+        ],
+    )
+    def show(
+        file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Vectors or directions.")],
+        terminal: Terminal,
+        name: Annotated[str | None, typer.Option(help="One direction alone.")] = None,
+        compare: Annotated[bool, typer.Option("--cosines", help="Cosine of every two directions.")] = False,
+        layer: Annotated[int | None, typer.Option(help="Where to compare; the middle one if left out.")] = None,
+        base: Annotated[int | None, typer.Option(min=0, max=1, help="Of a .pt tensor: the row of layer 0.")] = None,
+    ) -> None:
+        """Show directions: their names, layers, lengths, what they were made from, how well they tell texts apart
+        that they were not made from, and how alike they are.
+        """
+        found = directions_in(load(file, base=base_of(base)), file)
+        if name is not None:
+            found = found.select(name)
+        document, tables = document_of(found), [by_layer(found, one) for one in found]
+        if compare or layer is not None:
+            at = found.layers[len(found.layers) // 2] if layer is None else layer
+            (at,) = found.at_layers([at]).layers  # an error that names the layers there are
+            document["cosines"] = {"layer": at, "names": list(found), "values": found.cosines(at).tolist()}
+            tables.append(cosines(found, at))
+        terminal.show(document, *tables, facts("", origin(found)))
+
+
+def _register_convert(app: typer.Typer) -> None:
+    @command(
+        app,
+        "convert",
+        examples=[
+            "steercap vectors convert praise.safetensors praise.gguf --layers 1: --model-hint llama",
+            "steercap vectors convert response_avg_diff.pt evil.safetensors --base 1 --name evil",
+            "steercap vectors convert capping_config.pt cap.safetensors --name layers_46:54-p0.25",
+        ],
+    )
+    def convert(
+        source: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="What there is.")],
+        target: Annotated[Path, typer.Argument(dir_okay=False, help="What is to be: .safetensors, .gguf or .pt.")],
+        terminal: Terminal,
+        to: Annotated[Target | None, typer.Option(help="The format, whatever the extension.")] = None,
+        name: Annotated[
+            str | None, typer.Option(help="Which of several directions or experiments; or a new name.")
+        ] = None,
+        layers: Annotated[str, typer.Option(help="Some of the layers.")] = "all",
+        base: Annotated[
+            int | None, typer.Option(min=0, max=1, help="Of a .pt tensor, read or written: the row of layer 0.")
+        ] = None,
+        bound: Annotated[
+            Bound, typer.Option(help="Of capping experiments: whether caps are the greatest or the least projection.")
+        ] = Bound.HIGH,
+        model_hint: Annotated[str, typer.Option(help="Of a GGUF file: what it says of the model, such as llama.")] = "",
+    ) -> None:
+        """Bring vectors into another format. Reads steercap's .safetensors, GGUF control vectors of repeng and
+        llama.cpp, .pt tensors of persona vectors (--base says which row is layer 0) and .pt capping experiments of the
+        assistant axis; writes the first three. Experiments become steering that is ready to use.
+        """
+        content = load(source, base=base_of(base), bound=bound.value)
+        written = write(
+            content,
+            source,
+            target,
+            to=to,
+            name=name,
+            layers=layers_of(layers),
+            base=base_of(base),
+            model_hint=model_hint,
+        )
+        terminal.show({"file": str(target), **written}, facts("", {"file": target, **written}))

@@ -1,0 +1,24 @@
+"""Set the projection on the vector to a value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from steercap.edits.base import Edit
+from steercap.edits.set_projection import SetProjection
+from steercap.experiments.operations.base import Operation
+
+
+class Setting(Operation):
+    """The scale is the projection on the unit vector, in the units of the stream; no scale is neutral."""
+
+    neutral = None
+    axis = "projection"
+
+    def edit(self, vector: torch.Tensor, scale: float, *, relative: bool, **scope: Any) -> Edit:  # noqa: ARG002 -- it has none
+        return SetProjection(vector, scale, **scope)
+
+
+MEMBER = Setting()

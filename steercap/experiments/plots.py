@@ -1,0 +1,124 @@
+"""Pictures of sweeps: what a dose does, beside what random vectors of the same norm do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from steercap.errors import InvalidSpec
+from steercap.experiments.grid import Condition
+from steercap.experiments.operations import OPERATIONS
+from steercap.formats.base import write_whole
+
+if TYPE_CHECKING:
+    from steercap.experiments.results import Mean, SweepResults
+
+#: Of the palette of Okabe and Ito, which the colour-blind tell apart.
+STEERED, REVERSED, RANDOM, PLAIN = "#0072B2", "#D55E00", "#999999", "#000000"
+#: Size of one panel in inches, and dots per inch: two columns and rows make some 60 kB.
+PANEL: Final = (4.2, 2.9)
+DPI: Final = 110
+
+
+def plot_doses(
+    results: SweepResults, path: str | Path, *, vector: str | None = None, measures: Sequence[str] | None = None
+) -> Path:
+    """Draw each measure against the scale of one vector: a row a measure, a column an operation and its layers.
+
+    The vector is drawn with one standard error over prompts, the scales of the other sign dashed, every random
+    vector as a thin line in the band from the least to the greatest, and no steering as a dot where the scale
+    changes nothing, or else as a level. Measures that are factors, such as perplexity, have a logarithmic axis.
+
+    Args:
+        results: of a sweep.
+        path: the file; its ending says the format.
+        vector: name of the vector; may be left out if there is one.
+        measures: labels, in the order of the rows; all by default.
+
+    Raises:
+        InvalidSpec: an unknown vector or measure, none at all, or several vectors and no name.
+    """
+    from matplotlib.figure import Figure
+
+    labels = list(results.values) if measures is None else list(measures)
+    results.check(*labels)
+    names = list(results.sweep.vectors)
+    if vector is None and len(names) == 1:
+        vector = names[0]
+    if vector not in names or not labels:
+        raise InvalidSpec(f"vector={vector!r}, measures={labels}; name one vector of {names}, and a measure at least")
+    summary = results.summary()
+    own = [one for one in summary if one.condition.vector == vector]
+    columns = list(dict.fromkeys((one.condition.operation, one.condition.layers) for one in own))
+    size = (PANEL[0] * len(columns) + 0.6, PANEL[1] * len(labels) + 0.9)
+    figure = Figure(figsize=size, layout="constrained")
+    panels = figure.subplots(len(labels), len(columns), squeeze=False, sharex="col", sharey="row")
+    for row, label in zip(panels, labels, strict=True):
+        means = {one.condition: one.means[label] for one in summary}
+        for axes, (operation, layers) in zip(row, columns, strict=True):
+            here = {
+                condition: mean
+                for condition, mean in means.items()
+                if (condition.vector, condition.operation, condition.layers) == (vector, operation, layers)
+            }
+            _draw(axes, here, means[Condition(control="none")], operation, log=results.measures[label].log)
+        row[0].set_ylabel(results.measures[label].axis or label)
+    for axes, (operation, layers) in zip(panels[0], columns, strict=True):
+        axes.set_title(f"{operation}, layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}", fontsize=10)
+    for axes, (operation, _) in zip(panels[-1], columns, strict=True):
+        counted = "fraction of the row's norm" if results.sweep.relative else OPERATIONS[operation].axis
+        axes.set_xlabel(f"scale, {counted}")
+    handles, said = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, said, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.suptitle(vector)
+    with write_whole(Path(path)) as scratch:
+        figure.savefig(scratch, dpi=DPI, format=Path(path).suffix[1:] or "png")
+    return Path(path)
+
+
+def _draw(axes: Any, means: Mapping[Condition, Mean], plain: Mean, operation: str, *, log: bool) -> None:
+    """One panel: random vectors below, then no steering, the reversed scales, and the vector on top."""
+    if log:
+        axes.set_yscale("log")
+    neutral = OPERATIONS[operation].neutral
+    lines: dict[str, dict[float, Mean]] = {}
+    for condition, mean in means.items():
+        lines.setdefault(condition.control, {})[condition.scale] = mean
+    if neutral is not None:
+        for line in lines.values():
+            line[neutral] = plain
+    random = [lines.pop(control) for control in list(lines) if control.startswith("random-")]
+    _draw_random(axes, random)
+    if neutral is None:
+        axes.axhline(plain.value, color=PLAIN, linewidth=1, linestyle=":", label="no steering")
+    if "reversed" in lines:
+        _draw_line(axes, lines["reversed"], REVERSED, "--", "other sign", log=log)
+    if "" in lines:
+        _draw_line(axes, lines[""], STEERED, "-", "vector, ± 1 standard error", log=log)
+    if neutral is not None:
+        axes.plot([neutral], [plain.value], "o", color=PLAIN, markersize=6, label="no steering", zorder=5)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_random(axes: Any, lines: Sequence[Mapping[float, Mean]]) -> None:
+    if not lines:
+        return
+    scales = sorted(lines[0])
+    values = np.array([[line[scale].value for scale in scales] for line in lines])
+    axes.fill_between(scales, values.min(0), values.max(0), color=RANDOM, alpha=0.25, linewidth=0)
+    for place, line in enumerate(values):
+        said = f"{len(lines)} random vectors of its norm" if not place else None
+        axes.plot(scales, line, color=RANDOM, linewidth=0.6, alpha=0.7, label=said)
+
+
+def _draw_line(axes: Any, line: Mapping[float, Mean], colour: str, style: str, said: str, *, log: bool) -> None:
+    scales = sorted(line)
+    middle = np.array([line[scale].value for scale in scales])
+    error = np.nan_to_num(np.array([line[scale].error for scale in scales]))
+    low, high = (middle * np.exp(-error), middle * np.exp(error)) if log else (middle - error, middle + error)
+    axes.fill_between(scales, low, high, color=colour, alpha=0.2, linewidth=0)
+    axes.plot(scales, middle, color=colour, linestyle=style, marker="o", markersize=4, linewidth=1.8, label=said)

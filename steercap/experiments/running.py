@@ -1,0 +1,153 @@
+"""A sweep in one engine: every answer that is not there yet, then every number that is not there yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from steercap.core.spec import Point
+from steercap.errors import InvalidVector, PointNotArmed
+from steercap.experiments.grid import Request, Sweep
+from steercap.experiments.measures import measures_of
+from steercap.experiments.measures.base import Measure
+from steercap.experiments.results import SweepResults
+from steercap.experiments.store import Folder, Parts, Record, Value
+from steercap.steering import SteeringSpec
+from steercap.vectors.extraction import model_name
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+
+#: Requests under way: more than any batch of vLLM's defaults, few enough to hold in memory.
+CONCURRENT: Final = 512
+#: Answers measured at once, and then kept.
+MEASURED: Final = 256
+
+
+async def run_sweep(
+    model: SteerModel,
+    sweep: Sweep,
+    *,
+    out: str | Path,
+    measures: Sequence[str | Measure] = (),
+    concurrent: int = CONCURRENT,
+    progress: Callable[[int, int], None] | None = None,
+) -> SweepResults:
+    """Have every prompt answered under every condition, and measure the answers.
+
+    All requests run in one engine, each with its own steering, and share its batches. What is done is kept: run again
+    after an end of any kind, only what is missing is asked; a process that is killed loses two seconds of work.
+
+    Args:
+        model: an open model.
+        sweep: what is asked.
+        out: folder for answers and values, made if it is not there.
+        measures: names in `MEASURES`, or measures made with arguments; further ones may be given another time.
+        concurrent: requests under way at once.
+        progress: called with how many answers are there, and how many there will be.
+
+    Raises:
+        RunDiffers: the folder holds another sweep.
+        PointNotArmed, InvalidVector: the vectors do not fit the engine; before anything runs.
+        The errors of `SteerModel.generate`; what was answered until then is kept.
+    """
+    chosen = measures_of(measures)
+    _check(model, sweep)
+    dtype = str(model.engine.model_config.dtype).removeprefix("torch.")
+    folder = Folder(out, sweep.definition(f"{model_name(model.model)} {dtype}"))
+    await _answer(model, sweep, folder.answers, concurrent, progress or (lambda _done, _all: None))
+    records = [folder.answers.rows[request.number] for request in sweep.requests()]
+    values = {measure.label: await _measured(model, measure, records, folder.values(measure)) for measure in chosen}
+    results = SweepResults(sweep, records, values, {measure.label: measure for measure in chosen})
+    results.save(folder.path / "results.parquet")
+    return results
+
+
+def _check(model: SteerModel, sweep: Sweep) -> None:
+    for name, vectors in sweep.vectors.items():
+        if vectors.width != model.hidden_size:
+            raise InvalidVector(
+                f"Sweep: {name!r} has width {vectors.width}; rows of this model have {model.hidden_size}"
+            )
+        for layer in sorted({layer for layers in sweep.groups for layer in layers}):
+            if Point(layer, vectors.site) not in model.points:
+                raise PointNotArmed(
+                    f"Sweep: {name!r} is for {vectors.site!r} of layer {layer}, which this engine has no tap at; "
+                    "give SteerModel(..., sites=, layers=)"
+                )
+
+
+async def _answer(
+    model: SteerModel, sweep: Sweep, kept: Parts[Record], concurrent: int, progress: Callable[[int, int], None]
+) -> None:
+    requests = list(sweep.requests())
+    missing = [one for one in requests if one.number not in kept.rows or not kept.rows[one.number].answers(one)]
+    places = asyncio.Semaphore(concurrent)
+
+    async def ask(request: Request, spec: SteeringSpec | None) -> None:
+        try:
+            kept.add([await _asked(model, sweep, request, spec)])
+            progress(len(kept.rows), len(requests))
+        finally:
+            places.release()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for condition, alike in groupby(missing, lambda request: request.condition):
+                spec = sweep.spec(condition)
+                for request in alike:
+                    await places.acquire()
+                    group.create_task(ask(request, spec))
+    except BaseExceptionGroup as errors:
+        raise _first(errors) from None
+    finally:
+        kept.flush()
+    kept.join()
+
+
+async def _asked(model: SteerModel, sweep: Sweep, request: Request, spec: SteeringSpec | None) -> Record:
+    """One answer, steered as its condition says and no other way."""
+    prompt, params = sweep.prompts[request.prompt], sweep.sampling_of(request)
+    call: Any = model.generate if isinstance(prompt, str) else model.chat
+    output = await call(prompt, params, steering=spec, raw_output=True)
+    (sample,) = output.outputs
+    condition = request.condition
+    return Record(
+        number=request.number,
+        vector=condition.vector,
+        operation=condition.operation,
+        layers=condition.layers,
+        scale=condition.scale,
+        control=condition.control,
+        prompt_index=request.prompt,
+        sample=request.sample,
+        prompt=prompt if isinstance(prompt, str) else str(prompt[-1].get("content", "")),
+        prompt_token_ids=tuple(output.prompt_token_ids),
+        text=sample.text,
+        output_token_ids=tuple(sample.token_ids),
+        finish_reason=sample.finish_reason or "",
+    )
+
+
+async def _measured(model: SteerModel, measure: Measure, records: Sequence[Record], kept: Parts[Value]) -> list[float]:
+    """The number of each record, those that are missing measured now."""
+    missing = [record for record in records if record.number not in kept.rows]
+    try:
+        for first in range(0, len(missing), MEASURED):
+            part = missing[first : first + MEASURED]
+            values = await measure.measure(model, part)
+            kept.add(Value(number=one.number, value=value) for one, value in zip(part, values, strict=True))
+    finally:
+        kept.flush()
+    kept.join()
+    return [kept.rows[record.number].value for record in records]
+
+
+def _first(error: BaseException) -> BaseException:
+    """The first error that is no group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,258 @@
+"""Tokens coloured by a number each: in a notebook, in a terminal, and as a picture of tokens by names or layers."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from steercap.errors import InvalidRequest
+from steercap.formats.base import write_whole
+from steercap.views.colours import ABOVE, BELOW, CENTRE, UNKNOWN, colour, ink
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from steercap.handle import CaptureHandle
+    from steercap.vectors import DirectionSet, LayerVectors
+
+#: Share of the values that lie within the limit if none is given: the first token of most models is far off all others,
+#: and would leave them white.
+WITHIN: Final = 0.98
+#: What is seen of what is not.
+VISIBLE: Final = {" ": "·", "\t": "⇥", "\r": "␍", "\n": "↵"}
+SPAN_STYLE: Final = "padding:1px 0;border-radius:2px;white-space:pre-wrap"
+BLOCK_STYLE: Final = "font-family:monospace;font-size:13px;line-height:1.7;margin:4px 0 10px"
+
+
+@dataclass(frozen=True, eq=False)
+class TokenHeatmap:
+    """A number for each token, or one for each token and name, as colours: blue below the centre, orange above.
+
+    Shown in a notebook it is HTML, printed by rich it is coloured text; `plot` draws a grid.
+
+    Args:
+        tokens: text of each token.
+        values: [tokens], or [tokens, names].
+        names: of the columns: directions, layers; may be left out for a single one.
+        title: above all.
+        centre: the value that is white; colours reach as far on both sides of it.
+        limit: distance from the centre where colours are full; beyond it they are the same. By default that of all
+            but the 2 % of the values that are farthest off.
+        unit: of the values, for legends.
+
+    Raises:
+        InvalidRequest: no tokens, values of another shape, or a limit that is no distance.
+    """
+
+    tokens: Sequence[str]
+    values: Any
+    names: Sequence[str] = ()
+    title: str = ""
+    centre: float = 0.0
+    limit: float | None = None
+    unit: str = ""
+
+    def __post_init__(self) -> None:
+        values = np.array(self.values, dtype=np.float64)
+        values = values[:, None] if values.ndim == 1 else values
+        names = tuple(map(str, self.names)) or ("",)
+        if not len(self.tokens) or values.shape != (len(self.tokens), len(names)):
+            raise InvalidRequest(
+                f"TokenHeatmap: values {list(values.shape)} for {len(self.tokens)} tokens and names {list(names)}; "
+                "give [tokens] or [tokens, names], one token at least"
+            )
+        values.flags.writeable = False
+        object.__setattr__(self, "tokens", tuple(self.tokens))
+        object.__setattr__(self, "values", values)
+        object.__setattr__(self, "names", names)
+        limit = _usual(values, self.centre) if self.limit is None else float(self.limit)
+        if not 0 <= limit < float("inf"):
+            raise InvalidRequest(f"TokenHeatmap: limit={self.limit!r}; give a distance from the centre")
+        object.__setattr__(self, "limit", limit)
+
+    @property
+    def legend(self) -> str:
+        """What the colours say, in words."""
+        assert self.limit is not None
+        known = self.values[np.isfinite(self.values)]
+        seen = f"values {_shown(known.min())} to {_shown(known.max())}" if len(known) else "no finite values"
+        unit = f" {self.unit}" if self.unit else ""
+        low, high = _shown(self.centre - self.limit), _shown(self.centre + self.limit)
+        return f"≤ {low} blue · {_shown(self.centre)} white · ≥ {high} orange{unit}; {seen}"
+
+    # Notebook
+
+    def _repr_html_(self) -> str:
+        """HTML for a notebook: one block of text a name; a token's value shows where the mouse rests."""
+        title = f"<div style='font-weight:bold;margin-bottom:4px'>{html.escape(self.title)}</div>" if self.title else ""
+        blocks = "".join(self._block(place, name) for place, name in enumerate(self.names))
+        return f"<div>{title}{blocks}{self._scale()}</div>"
+
+    def _block(self, place: int, name: str) -> str:
+        head = f"<div style='color:#666'>{html.escape(name)}</div>" if name else ""
+        spans = "".join(self._span(token, self.values[at, place], at) for at, token in enumerate(self.tokens))
+        return f"<div style='{BLOCK_STYLE}'>{head}{spans}</div>"
+
+    def _span(self, token: str, value: float, position: int) -> str:
+        background = self._colour(value)
+        said = html.escape(f"{position}: {token!r} {_shown(value)}", quote=True)
+        shown = html.escape(_visible(token)).replace("↵", "↵<br>")
+        return (
+            f'<span title="{said}" style="background:{background};color:{ink(background)};{SPAN_STYLE}">{shown}</span>'
+        )
+
+    def _scale(self) -> str:
+        stops = ",".join(f"rgb{end}" for end in (BELOW, CENTRE, ABOVE))
+        style = f"display:inline-block;width:120px;height:10px;background:linear-gradient(to right,{stops})"
+        bar = f"<span style='{style}'></span>"
+        return f"<div style='font-size:11px;color:#666'>{bar} {html.escape(self.legend)}</div>"
+
+    # Terminal
+
+    def __rich__(self) -> RenderableType:
+        """Coloured text for a terminal."""
+        from rich.console import Group
+        from rich.text import Text
+
+        lines = [Text(self.title, style="bold")] if self.title else []
+        for place, name in enumerate(self.names):
+            line = Text(f"{name}  " if name else "", style="dim")
+            for at, token in enumerate(self.tokens):
+                background = self._colour(self.values[at, place])
+                shown = _visible(token).replace("↵", "↵\n")
+                line.append(shown, style=f"not dim {ink(background)} on {background}")
+            lines.append(line)
+        return Group(*lines, Text(self.legend, style="dim"))
+
+    # Picture
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw a grid: tokens from left to right, a row a name.
+
+        Args:
+            path: the file; its ending says the format.
+        """
+        from matplotlib.colors import LinearSegmentedColormap
+        from matplotlib.figure import Figure
+
+        assert self.limit is not None
+        ends = [tuple(part / 255 for part in end) for end in (BELOW, CENTRE, ABOVE)]
+        colours = LinearSegmentedColormap.from_list("steercap", ends, N=255)
+        colours.set_bad(tuple(part / 255 for part in UNKNOWN))
+        size = (2.5 + 0.24 * len(self.tokens), 1.6 + 0.24 * len(self.names))
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots()
+        half = self.limit or 1.0
+        image = axes.imshow(
+            self.values.T,
+            aspect="auto",
+            cmap=colours,
+            vmin=self.centre - half,
+            vmax=self.centre + half,
+            interpolation="nearest",
+        )
+        # Fonts lack many letters of a vocabulary; a dollar would begin a formula.
+        labels = [
+            _visible(token).encode("latin-1", "replace").decode("latin-1").replace("$", r"\$") for token in self.tokens
+        ]
+        axes.set_xticks(range(len(self.tokens)), labels, rotation=90, fontsize=8, family="monospace")
+        axes.set_yticks(range(len(self.names)), self.names, fontsize=8)
+        axes.set_xlabel("token")
+        axes.set_title(self.title, fontsize=10)
+        figure.colorbar(image, ax=axes, label=self.unit, extend="both")
+        with write_whole(Path(path)) as scratch:
+            figure.savefig(scratch, dpi=110, format=Path(path).suffix[1:] or "png")
+        return Path(path)
+
+    def _colour(self, value: float) -> str:
+        assert self.limit is not None
+        return colour(value, self.centre, self.limit)
+
+
+def heatmap_of(
+    handle: CaptureHandle, directions: DirectionSet, layer: int, tokenizer: Any, *, title: str = "", centre: float = 0.0
+) -> TokenHeatmap:
+    """Projections of each captured row of one layer on unit directions, token by token.
+
+    Args:
+        handle: fetched; it holds full rows, or projections on these directions, [rows, names].
+        directions: what is projected on.
+        layer: which layer.
+        tokenizer: the model's, as `model.tokenizer`.
+        title, centre: of the heat map.
+
+    Raises:
+        InvalidRequest: rows that are neither as wide as the directions nor as many as they.
+        CaptureNotFetched: the handle was not fetched.
+    """
+    layer = layer % handle.num_layers
+    rows = handle.captures[layer, directions.site]
+    if rows.shape[-1] == directions.width:
+        rows = directions.project(rows, layer)
+    elif rows.shape[-1] != len(directions):
+        raise InvalidRequest(
+            f"heatmap_of: rows of layer {layer} are {list(rows.shape)}; expected {directions.width} elements, or a "
+            f"projection on each of {len(directions)} directions"
+        )
+    tokens = texts_of(tokenizer, handle.token_ids.tolist())
+    said = title or f"projection on unit directions, layer {layer}"
+    return TokenHeatmap(tokens, rows.float().numpy(), tuple(directions), said, centre)
+
+
+def heatmap_of_layers(
+    handle: CaptureHandle, vectors: LayerVectors, tokenizer: Any, *, title: str = "", centre: float = 0.0
+) -> TokenHeatmap:
+    """Projections of each captured row on one unit direction, token by token and layer by layer.
+
+    Args:
+        handle: fetched, with full rows at some of the layers of the vectors.
+        vectors: what is projected on.
+        tokenizer, title, centre: as for `heatmap_of`.
+
+    Raises:
+        InvalidRequest: no layer has both rows and a vector.
+        CaptureNotFetched: the handle was not fetched.
+    """
+    import torch
+
+    captures = handle.captures
+    layers = [layer for layer in captures.layers if layer in vectors and (layer, vectors.site) in captures]
+    if not layers:
+        raise InvalidRequest(f"heatmap_of_layers: {captures!r} and {vectors!r} have no layer in common")
+    unit = vectors.unit()
+    values = torch.stack([captures[layer, vectors.site].float() @ unit[layer] for layer in layers], dim=1)
+    tokens = texts_of(tokenizer, handle.token_ids.tolist())
+    said = title or f"projection on {vectors.name or 'the unit direction'}, by layer"
+    return TokenHeatmap(tokens, values.numpy(), tuple(map(str, layers)), said, centre)
+
+
+def texts_of(tokenizer: Any, token_ids: Iterable[int]) -> list[str]:
+    """Text of each token by itself; a token that is part of a letter is shown as the replacement sign."""
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    return [str(decode([token])) for token in token_ids]
+
+
+def _usual(values: npt.NDArray[np.float64], centre: float) -> float:
+    """Distance from the centre that all but a few values keep within."""
+    far = np.abs(values[np.isfinite(values)] - centre)
+    return float(np.quantile(far, WITHIN)) if len(far) else 0.0
+
+
+def _visible(token: str) -> str:
+    return "".join(_letters(token)) or "∅"
+
+
+def _letters(token: str) -> Iterator[str]:
+    for letter in token:
+        yield VISIBLE.get(letter, letter if letter.isprintable() else "�")
+
+
+def _shown(value: float) -> str:
+    return f"{value:.4g}"

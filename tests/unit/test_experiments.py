@@ -1,0 +1,478 @@
+"""Sweeps without an engine: the grid and its controls, measures' formulas, what a folder keeps, pictures, heat maps."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import re
+
+import msgspec
+import pytest
+import torch
+from rich.console import Console
+
+from steercap import Ablate, Add, Cap, Point, SetProjection, SteeringSpec
+from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec, RunDiffers, UnknownName, WorkerFailure
+from steercap.experiments import MEASURES, OPERATIONS, Answered, Condition, Sweep, SweepResults
+from steercap.experiments.controls import random_like
+from steercap.experiments.measures import measures_of
+from steercap.experiments.measures.length import Length
+from steercap.experiments.measures.perplexity import Perplexity, _perplexity
+from steercap.experiments.measures.repetition import Repetition
+from steercap.experiments.results import mean_of
+from steercap.experiments.store import Folder, Record, Value
+from steercap.vectors import DirectionSet, LayerVectors
+from steercap.views import TokenHeatmap
+from steercap.views.colours import colour, contrast, ink
+
+WIDTH = 16
+
+
+def vectors(*layers: int, seed: int = 0) -> LayerVectors:
+    generator = torch.Generator().manual_seed(seed)
+    return LayerVectors({layer: (layer + 1) * torch.randn(WIDTH, generator=generator) for layer in layers})
+
+
+def sweep(**changed) -> Sweep:
+    given = {
+        "vectors": {"warm": vectors(1, 2, 3)},
+        "layers": (1, 3),
+        "scales": (0, 1, 2),
+        "prompts": ["one", [{"role": "user", "content": "two"}]],
+        "random": 3,
+    }
+    return Sweep(**{**given, **changed})
+
+
+def test_every_sweep_has_its_controls() -> None:
+    """No steering once; for each vector, place and scale: as many random vectors as asked, and the other sign."""
+    found = sweep().conditions()
+    assert found[0] == Condition(control="none")
+    assert len(set(found)) == len(found) == 1 + 2 * (2 + 2 + 3 * 2)
+    for layer in (1, 3):
+        here = {(one.control, one.scale) for one in found if one.layers == (layer,)}
+        assert here == {
+            *(("", scale) for scale in (1, 2)),
+            *(("reversed", scale) for scale in (-1, -2)),
+            *((f"random-0{at}", scale) for at in range(3) for scale in (1, 2)),
+        }
+
+
+def test_a_scale_of_the_other_sign_that_is_swept_is_no_second_control() -> None:
+    """The same edit is not run twice under two names."""
+    found = sweep(scales=(-1, 1, 2)).conditions()
+    assert {one.scale for one in found if one.control == "reversed"} == {-2}
+
+
+def test_a_scale_that_changes_nothing_is_no_steering() -> None:
+    """0 of "add" is the one clean run; 0 of "cap" bounds the projection at 0, and is run."""
+    assert not [one for one in sweep().conditions() if one.control != "none" and one.scale == 0]
+    assert [one for one in sweep(operations=("cap",)).conditions() if one.scale == 0 and one.control == ""]
+    assert sweep().spec(Condition(control="none")) is None
+
+
+@pytest.mark.parametrize("at", [0, 7])
+def test_random_controls_are_as_long_as_their_vector(at) -> None:
+    """Layer by layer, to float32 rounding; and they point elsewhere: |cos| of random vectors in 16 dimensions."""
+    own = vectors(1, 2, 3).named("warm")
+    drawn = random_like(own, at, seed=0)
+    for layer, norm in own.norms().items():
+        assert drawn.norms()[layer] == pytest.approx(norm, rel=1e-6)
+    assert all(abs(cosine) < 0.9 for cosine in drawn.named("").cosine(own.named("")).values())
+
+
+def test_random_controls_are_drawn_by_the_seed_alone() -> None:
+    """Equal for equal seeds, whatever layers are swept; different for another seed, index, layer or name."""
+    own = vectors(1, 2, 3).named("warm")
+    first = random_like(own, 0, seed=0)
+    assert torch.equal(first[2], random_like(own, 0, seed=0, layers=[2])[2])
+    same = first.unit()
+    others = [random_like(own, 0, seed=1), random_like(own, 1, seed=0), random_like(own.named("cold"), 0, seed=0)]
+    assert all(not torch.allclose(same[2], other.unit()[2], atol=1e-2) for other in others)
+    assert not torch.allclose(same[1], same[2], atol=1e-2)
+
+
+def test_the_spec_of_a_condition_is_its_edit_at_its_layers() -> None:
+    """One edit a layer with that layer's vector, scale and tokens; a random control has a vector of the same norm."""
+    one = sweep(layers=[(1, 3)], tokens="all")
+    found = {(each.control, each.scale): one.spec(each) for each in one.conditions()}
+    edits = found["", 2.0].flat()
+    assert [(type(edit), edit.layer, edit.scale, str(edit.selection)) for edit in edits] == [
+        (Add, 1, 2.0, "'all'"),
+        (Add, 3, 2.0, "'all'"),
+    ]
+    assert torch.equal(edits[1].vector, one.vectors["warm"][3])
+    assert [edit.scale for edit in found["reversed", -2.0].flat()] == [-2.0, -2.0]
+    noise = found["random-01", 2.0].flat()
+    assert [float(edit.vector.norm()) for edit in noise] == pytest.approx(
+        [float(edit.vector.norm()) for edit in edits], rel=1e-6
+    )
+    assert not torch.allclose(noise[0].vector, edits[0].vector, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", list(OPERATIONS))
+def test_an_operation_leaves_rows_alone_at_its_neutral_scale_only(name) -> None:
+    """`neutral` is what the sweep drops, so it must be the scale that does nothing, by the formulas of `testing.edits`."""
+    from steercap.testing.edits import edited
+
+    own = vectors(1)
+    rows = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(9)).double()
+    how = OPERATIONS[name]
+    for scale in (0.0, 0.5):
+        edit = how.edit(own[1], scale, relative=False, layer=1, tokens="all")
+        assert isinstance(edit, {"add": Add, "ablate": Ablate, "cap": Cap, "set_projection": SetProjection}[name])
+        same = torch.allclose(edited(SteeringSpec([edit]), Point(1, "resid_post"), rows, 1, 2), rows, atol=1e-9)
+        assert same == (scale == how.neutral)
+
+
+def test_requests_of_one_condition_are_together_and_their_seeds_agree() -> None:
+    """So slots are used one after the other; and a prompt's samples differ among themselves, not between conditions."""
+    one = sweep(samples=2)
+    asked = list(one.requests())
+    assert [request.number for request in asked] == list(range(len(one.conditions()) * 2 * 2))
+    runs = [request.condition for request in asked]
+    assert sum(a != b for a, b in itertools.pairwise(runs)) == len(one.conditions()) - 1
+    seeds = {}
+    for request in asked:
+        seeds.setdefault((request.prompt, request.sample), set()).add(one.sampling_of(request)["seed"])
+    assert all(len(found) == 1 for found in seeds.values())
+    assert len(set.union(*seeds.values())) == len(seeds) == 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"prompts": []}, "prompts"),
+        ({"prompts": "one"}, "several"),
+        ({"prompts": [3]}, "prompts hold 3"),
+        ({"vectors": {"warm": torch.ones(3)}}, "LayerVectors"),
+        ({"vectors": vectors(1)}, "by|several"),
+        ({"layers": (4,)}, r"no vectors for layers \[4\]"),
+        ({"layers": (1, 1)}, "twice"),
+        ({"layers": (-1,)}, "count from 0"),
+        ({"layers": ("1",)}, "indices|index"),
+        ({"scales": (1, 1.0)}, "twice"),
+        ({"scales": (math.inf,)}, "finite"),
+        ({"scales": ("1",)}, "finite"),
+        ({"relative": True, "operations": ("cap",)}, "relative"),
+        ({"sampling": {"n": 2}}, "samples="),
+        ({"samples": 0}, "samples=0"),
+        ({"samples": 2, "sampling": {"temperature": 0.0}}, "temperature 0"),
+    ],
+)
+def test_a_sweep_that_means_nothing_is_refused(changed, says) -> None:
+    """Before anything runs, with what is wrong."""
+    with pytest.raises(InvalidSpec, match=says):
+        sweep(**changed)
+
+
+def test_an_unknown_operation_or_measure_is_named() -> None:
+    """With those that exist."""
+    with pytest.raises(UnknownName, match=r"known: .*'add'"):
+        sweep(operations=("subtract",)).conditions()
+    with pytest.raises(UnknownName, match=r"known: .*'perplexity'"):
+        measures_of(["surprise"])
+    with pytest.raises(InvalidSpec, match="one label"):
+        measures_of([Repetition(2), "repetition"])
+    with pytest.raises(InvalidSpec, match="no measure"):
+        measures_of([3])
+
+
+def answered(*tokens: int, text: str = "") -> Answered:
+    return Answered(prompt="p", prompt_token_ids=(7, 8), text=text, output_token_ids=tokens)
+
+
+async def test_repetition_is_the_share_of_repeated_n_grams() -> None:
+    """1 - different n-grams / n-grams; what is shorter than n repeats nothing."""
+    records = [answered(1, 2, 3, 4), answered(1, 2, 3, 1, 2, 3), answered(5, 5, 5, 5, 5), answered(1, 2), answered()]
+    assert await Repetition().measure(None, records) == pytest.approx([0, 1 - 3 / 4, 1 - 1 / 3, 0, 0])
+    assert await Repetition(1).measure(None, records) == pytest.approx([0, 1 / 2, 4 / 5, 0, 0])
+    with pytest.raises(InvalidSpec, match="n=0"):
+        Repetition(0)
+
+
+async def test_length_counts_generated_tokens() -> None:
+    """The prompt's do not count."""
+    assert await Length().measure(None, [answered(1, 2, 3), answered()]) == [3, 0]
+
+
+class Logprob(msgspec.Struct):
+    """As vLLM's, of which the attribute `logprob` is read."""
+
+    logprob: float
+
+
+def test_perplexity_counts_the_answer_alone_and_the_token_itself() -> None:
+    """exp of the mean over the answer; a likelier token in the entry, or an unlikely prompt, changes nothing."""
+    entries = [None, {8: Logprob(-50.0)}, {1: Logprob(-1.0), 4: Logprob(-0.1)}, {2: Logprob(-3.0)}]
+    assert _perplexity([7, 8, 1, 2], 2, entries) == pytest.approx(math.exp(2.0))
+    assert math.isnan(_perplexity([7, 8], 2, entries[:2]))
+    with pytest.raises(WorkerFailure, match="3 log probabilities for a prompt of 4"):
+        _perplexity([7, 8, 1, 2], 2, entries[:3])
+
+
+def record(one: Sweep, number: int) -> Record:
+    request = list(one.requests())[number]
+    condition = msgspec.structs.asdict(request.condition)
+    return Record(
+        number=number,
+        **condition,
+        prompt_index=request.prompt,
+        sample=request.sample,
+        prompt="p",
+        prompt_token_ids=(7,),
+        text=f"answer {number}",
+        output_token_ids=(1, 2),
+        finish_reason="length",
+    )
+
+
+def test_a_folder_gives_back_what_was_written(tmp_path) -> None:
+    """Parts written one after the other are one; what is there twice is there once; joining loses nothing."""
+    one = sweep()
+    folder = Folder(tmp_path, one.definition("m"))
+    rows = [record(one, number) for number in range(4)]
+    for part in (rows[:2], rows[1:3], rows[3:]):
+        folder.answers.add(part)
+        folder.answers.flush()
+    assert len(list((tmp_path / "answers").glob("*.parquet"))) == 3
+    again = Folder(tmp_path, one.definition("m"))
+    assert list(again.answers.rows.values()) == rows
+    again.answers.join()
+    assert len(list((tmp_path / "answers").glob("*.parquet"))) == 1
+    assert list(Folder(tmp_path, one.definition("m")).answers.rows.values()) == rows
+    assert all(row.answers(request) for row, request in zip(rows, one.requests(), strict=False))
+    assert not rows[0].answers(list(one.requests())[1])
+
+
+@pytest.mark.parametrize(
+    ("changed", "names"),
+    [
+        ({"scales": (0, 1, 3)}, "scales was"),
+        ({"seed": 5}, "seed was 0, is 5"),
+        ({"vectors": {"warm": vectors(1, 2, 3, seed=4)}}, "vectors was"),
+        ({"prompts": ["another"]}, "prompts was"),
+        ({"sampling": {"max_tokens": 3}}, "sampling was"),
+        ({"tokens": "all", "samples": 2}, "tokens was .*; samples was"),
+    ],
+)
+def test_another_sweep_in_the_folder_is_refused(changed, names, tmp_path) -> None:
+    """Its answers are not those asked for; the message says what differs, and nothing else."""
+    Folder(tmp_path, sweep().definition("m"))
+    Folder(tmp_path, sweep().definition("m"))
+    with pytest.raises(RunDiffers, match=names) as raised:
+        Folder(tmp_path, sweep(**changed).definition("m"))
+    assert len(re.findall(r"\bwas\b", str(raised.value))) == len(changed) + 1  # and "the sweep it was begun with"
+    with pytest.raises(RunDiffers, match="model was 'm', is 'other'"):
+        Folder(tmp_path, sweep().definition("other"))
+
+
+def test_a_broken_definition_is_a_bad_file(tmp_path) -> None:
+    """It is not taken for a new sweep's folder."""
+    (tmp_path / "sweep.json").write_text("{")
+    with pytest.raises(InvalidFile, match=r"sweep\.json"):
+        Folder(tmp_path, sweep().definition("m"))
+
+
+def test_a_measure_made_otherwise_has_values_of_its_own(tmp_path) -> None:
+    """Values of 2-grams are not taken for those of 3-grams; NaN is kept as such."""
+    folder = Folder(tmp_path, sweep().definition("m"))
+    kept = folder.values(Repetition(2))
+    kept.add([Value(number=0, value=0.5), Value(number=1, value=math.nan)])
+    kept.flush()
+    assert folder.values(Repetition(3)).rows == {}
+    again = folder.values(Repetition(2)).rows
+    assert again[0].value == 0.5
+    assert math.isnan(again[1].value)
+
+
+def test_means_count_prompts() -> None:
+    """Answers to one prompt are averaged first; a factor has the geometric mean; NaN is left out and not counted."""
+    found = mean_of([[1, 3], [4], [math.nan]])
+    assert (found.value, found.count) == (3, 3)
+    assert found.error == pytest.approx(math.sqrt(2) / math.sqrt(2))  # of 2 and 4: deviation √2, over √2 prompts
+    assert mean_of([[1.0], [100.0]], log=True).value == pytest.approx(10)
+    assert math.isnan(mean_of([[math.nan]]).value)
+    assert math.isnan(mean_of([[1.0]]).error)
+
+
+def results(**changed) -> SweepResults:
+    """Answers whose number grows with the dose of the vector, and of no control."""
+    one = sweep(**changed)
+    records = [record(one, request.number) for request in one.requests()]
+    dose = [10 * row.scale if row.control in {"", "reversed"} else row.prompt_index for row in records]
+    noisy = [value + row.number % 3 for value, row in zip(dose, records, strict=True)]
+    return SweepResults(
+        one,
+        records,
+        {"length": noisy, "perplexity": [math.exp(abs(value) / 10) for value in noisy]},
+        {"length": Length(), "perplexity": Perplexity()},
+    )
+
+
+def test_an_effect_stands_beside_its_controls() -> None:
+    """Those of its own place and scale; how far outside their range it lies is a number."""
+    found = {(one.condition.layers, one.condition.scale): one for one in results().effects("length")}
+    assert set(found) == {((layer,), scale) for layer in (1, 3) for scale in (1, 2)}
+    one = found[(3,), 2.0]
+    assert one.steered.value == pytest.approx(21, abs=1)
+    assert one.turned.value == pytest.approx(-19, abs=1)
+    assert len(one.random) == 3
+    assert one.outside == pytest.approx((one.steered.value - max(one.random)) / (max(one.random) - min(one.random)))
+    assert one.outside > 5
+    with pytest.raises(InvalidSpec, match="was not measured"):
+        results().effects("score")
+
+
+def test_the_table_has_a_row_an_answer(tmp_path) -> None:
+    """With the condition and the numbers in columns, as Parquet too."""
+    from pyarrow import parquet
+
+    one = results()
+    assert one.table.num_rows == len(one.records)
+    assert {"vector", "scale", "control", "text", "length", "perplexity"} <= set(one.table.column_names)
+    assert parquet.read_table(one.save(tmp_path / "all.parquet")).equals(one.table)
+
+
+@pytest.mark.parametrize("operations", [("add",), ("cap", "add")])
+def test_doses_are_drawn(operations, tmp_path) -> None:
+    """A picture of some kB, a column an operation and its layers; all controls are in the legend."""
+    from matplotlib import image
+
+    path = results(operations=operations).plot(tmp_path / "dose.png")
+    height, width, _ = image.imread(path).shape
+    assert width > height * len(operations)
+    assert 10_000 < path.stat().st_size < 400_000
+    text = results(operations=operations).plot(tmp_path / "dose.svg", measures=["perplexity"]).read_text()
+    for said in ("random vectors", "other sign", "no steering", "standard error", "perplexity"):
+        assert said in text
+
+
+def test_a_picture_needs_one_vector_and_a_measure(tmp_path) -> None:
+    """The message names what there is."""
+    with pytest.raises(InvalidSpec, match="warm"):
+        results().plot(tmp_path / "x.png", vector="cold")
+    with pytest.raises(InvalidSpec, match="was not measured"):
+        results().plot(tmp_path / "x.png", measures=["score"])
+    two = results(vectors={"warm": vectors(1, 3), "cold": vectors(1, 3, seed=1)})
+    with pytest.raises(InvalidSpec, match="cold"):
+        two.plot(tmp_path / "x.png")
+
+
+@pytest.mark.parametrize("registry", [OPERATIONS, MEASURES])
+def test_a_registry_of_experiments_names_what_it_knows(registry) -> None:
+    """An unknown name is an error that lists the known ones."""
+    with pytest.raises(UnknownName, match=f"known: .*'{next(iter(registry))}'"):
+        registry["nothing"]
+
+
+# Heat maps
+
+
+HOSTILE = ["<b>", " \"x\" & 'y'", "\n", "a\tb", "", "\x1b[31m"]
+
+
+def test_a_heat_map_shows_every_token_and_runs_none() -> None:
+    """Markup, quotes and control characters of tokens are text, also where the mouse rests; spaces are seen."""
+    html = TokenHeatmap(HOSTILE, [0.0, 1.5, -2.0, 0.5, 0.0, 1.0], title="<script>")._repr_html_()
+    assert "<b>" not in html
+    assert "<script>" not in html
+    assert "\x1b" not in html
+    assert html.count("<span title=") == len(HOSTILE)
+    assert "&lt;b&gt;" in html
+    assert "↵<br>" in html
+    assert "·" in html
+    assert "∅" in html
+    assert re.search(r'title="2: [^"]*-2"', html)
+    for attribute in re.findall(r'title="([^"]*)"', html):
+        assert not set("<>\"'") & set(attribute)
+
+
+def test_a_heat_map_in_a_terminal_is_coloured_text() -> None:
+    """Every name is a line with its own colours; control characters of tokens do not reach the terminal."""
+    console = Console(width=200, color_system="truecolor", force_terminal=True, file=io.StringIO())
+    console.print(TokenHeatmap(["a", "\x1b[2J"], [[1.0, -1.0], [0.0, 2.0]], ("up", "down"), "title"))
+    text = console.file.getvalue()
+    assert "\x1b[2J" not in text
+    for said in ("title", "up", "down", "orange"):
+        assert said in text
+    red, green, blue = (int(colour(1.0, 0.0, 1.94)[at : at + 2], 16) for at in (1, 3, 5))
+    assert f"48;2;{red};{green};{blue}" in text
+
+
+def test_colours_are_even_about_the_centre_and_text_is_readable() -> None:
+    """The centre is white, equal distances are equally far from it; contrast is at least 4.5, WCAG's for small text."""
+    assert colour(3.0, 3.0, 1.0) == colour(5.0, 5.0, 0.0) == "#f7f7f7"
+    assert colour(9.0, 3.0, 1.0) == colour(4.0, 3.0, 1.0) != colour(2.0, 3.0, 1.0)
+    assert colour(math.nan, 0.0, 1.0) == "#c8c8c8"
+    for step in range(-20, 21):
+        background = colour(step / 20, 0.0, 1.0)
+        assert contrast(ink(background), background) >= 4.5
+
+
+def test_the_legend_says_the_range() -> None:
+    """Where colours end, where they are white, and what there is."""
+    one = TokenHeatmap(["a", "b", "c"], [1.0, 2.0, 40.0], centre=1.0, limit=3.0, unit="nats")
+    assert one.legend == "≤ -2 blue · 1 white · ≥ 4 orange nats; values 1 to 40"
+    assert TokenHeatmap(["a"], [math.nan]).legend.endswith("no finite values")
+
+
+def test_one_token_far_off_leaves_the_others_their_colours() -> None:
+    """By default colours are full where all but 2 % of the values lie within: the first token of a prompt is one."""
+    one = TokenHeatmap(["x"] * 100, [1000.0, *([1.0, -2.0] * 49), 0.5])
+    assert one.limit < 30
+
+
+def test_a_heat_map_is_drawn(tmp_path) -> None:
+    """Tokens by names, with letters that no font has, and a dollar that is no formula."""
+    path = TokenHeatmap(["$x$", "日本", "\n"], torch.randn(3, 4), tuple("abcd"), "title").plot(tmp_path / "x.png")
+    assert path.stat().st_size > 5_000
+
+
+@pytest.mark.parametrize(
+    ("tokens", "values", "names"), [([], [], ()), (["a"], [1.0, 2.0], ()), (["a"], [[1.0, 2.0]], ("up",))]
+)
+def test_values_of_another_shape_are_refused(tokens, values, names) -> None:
+    """They would colour the wrong tokens."""
+    with pytest.raises(InvalidRequest, match="one token at least"):
+        TokenHeatmap(tokens, values, names)
+
+
+def test_a_heat_map_of_a_handle_projects_rows_or_takes_projections() -> None:
+    """Full rows and rows that the worker has projected already give the same picture."""
+    from steercap.captures import Captures
+    from steercap.handle import CaptureHandle
+    from steercap.views import heatmap_of, heatmap_of_layers
+
+    class Words:
+        """Of a tokenizer, what is asked of it."""
+
+        def decode(self, ids, **_) -> str:
+            return f"w{ids[0]}"
+
+    own = DirectionSet({"warm": vectors(0, 1), "cold": vectors(0, 1, seed=3)})
+    rows = {Point(layer, "resid_post"): torch.randn(3, WIDTH) for layer in (0, 1)}
+
+    class Held:
+        """Of a handle, what is read."""
+
+        num_layers = 2
+        token_ids = torch.tensor([4, 5, 6])
+
+        def __init__(self, rows) -> None:
+            self.captures = Captures(rows, 2)
+
+    assert {"num_layers", "token_ids", "captures"} <= {*dir(CaptureHandle), "num_layers"}
+    full = heatmap_of(Held(rows), own, -1, Words())
+    expected = own.project(rows[Point(1, "resid_post")], 1)
+    assert full.tokens == ("w4", "w5", "w6")
+    assert full.names == ("warm", "cold")
+    assert torch.allclose(torch.tensor(full.values, dtype=torch.float32), expected, atol=1e-6)
+    done = heatmap_of(Held({Point(1, "resid_post"): expected}), own, 1, Words())
+    assert (done.values == full.values).all()
+    layers = heatmap_of_layers(Held(rows), own["warm"], Words())
+    assert layers.names == ("0", "1")
+    assert torch.allclose(torch.tensor(layers.values[:, 1], dtype=torch.float32), expected[:, 0], atol=1e-5)
+    with pytest.raises(InvalidRequest, match="expected 16 elements"):
+        heatmap_of(Held({Point(1, "resid_post"): torch.randn(3, 5)}), own, 1, Words())
