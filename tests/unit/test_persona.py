@@ -10,14 +10,27 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 import yaml
 
-from steercap.errors import InvalidFile, InvalidSetting, JudgeFailed, UnknownName
-from steercap.persona import load_trait, traits
+from steercap.errors import InvalidFile, InvalidSetting, JudgeFailed, RunDiffers, TooFewKept, UnknownName
+from steercap.persona import PersonaSettings, Progress, load_trait, traits
+from steercap.persona.folder import Parts, RunFolder
+from steercap.persona.outcomes import outcomes
+from steercap.persona.pictures import chance_band
+from steercap.persona.records import SIGNS, Records, Response, Score, asks
+from steercap.persona.report import write_report
 from steercap.persona.scores import SCORERS, Scored, make_scorer
 from steercap.persona.scores.judge import asked, number
 from steercap.persona.scores.minilm import cross_validated, split
+from steercap.persona.settings import STAGES, depends, described, stage_hashes
+from steercap.persona.stages.keep import keep
+from steercap.persona.stages.score import score
+from steercap.tables import read_table
+from steercap.vectors import Contrast
+from steercap.vectors.extraction import directions_of
 
 SHIPPED = list(traits())
 
@@ -256,3 +269,286 @@ def test_a_key_is_not_shown() -> None:
 def test_every_scorer_is_documented() -> None:
     """A scorer says what its numbers mean."""
     assert all("score" in scorer.__doc__ or "mean" in scorer.__doc__ for scorer in SCORERS.values())
+
+
+# Settings
+
+
+def made(**changes) -> PersonaSettings:
+    """Settings of two traits with two prompts, three questions, two samples: 48 requests."""
+    sizes = {"n_prompts": 2, "n_questions": 3, "n_samples": 2, "min_kept": 2}
+    return PersonaSettings(**{"traits": ("formal", "poetic"), **sizes, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"traits": ("formal", "formel")}, InvalidSetting, r"unknown traits \['formel'\].*'formal'"),
+        ({"traits": ()}, InvalidSetting, "one at least"),
+        ({"traits": ("formal", traits()["formal"])}, InvalidSetting, "each once"),
+        ({"n_samples": 0}, InvalidSetting, "n_samples=0; give 1"),
+        ({"n_questions": 1}, InvalidSetting, "n_questions=1; give 2"),
+        ({"held_out": 0.0}, InvalidSetting, "held_out=0.0"),
+        ({"method": "guess"}, UnknownName, "'guess'"),
+        ({"scorer": "guess"}, UnknownName, "'guess'"),
+        ({"scorer_args": {"api_key": "secret"}}, InvalidSetting, "api_key_env"),
+        ({"site": "nowhere"}, (InvalidSetting, UnknownName), "nowhere"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes, error, says) -> None:
+    """Before anything runs, and by name."""
+    with pytest.raises(error, match=says):
+        made(**changes)
+
+
+def test_every_request_has_its_own_seed_and_name() -> None:
+    """Seeds depend on the run's seed and the request alone: fewer questions leave those of the others."""
+    every, fewer, other = (list(asks(made(**changes))) for changes in ({}, {"n_questions": 2}, {"seed": 1}))
+    assert len(every) == 2 * 2 * 2 * 3 * 2
+    assert len({ask.id for ask in every}) == len({ask.seed for ask in every}) == len(every)
+    assert {(ask.id, ask.seed) for ask in fewer} < {(ask.id, ask.seed) for ask in every}
+    assert not {ask.seed for ask in every} & {ask.seed for ask in other}
+    assert {ask.counterpart for ask in every} == {ask.id for ask in every}
+
+
+MODEL = {"name": "m", "revision": "", "dtype": "float32"}
+AFTER = {
+    "generate": {"generate", "score", "filter", "capture", "vectors"},
+    "score": {"score", "filter", "vectors"},
+    "filter": {"filter", "vectors"},
+    "capture": {"capture", "vectors"},
+    "vectors": {"vectors"},
+    "": set(),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "stage"),
+    [
+        ({"seed": 1}, "generate"),
+        ({"max_tokens": 9}, "generate"),
+        ({"traits": ("poetic", "formal")}, "generate"),
+        ({"scorer": "keywords"}, "score"),
+        ({"scorer_args": {"sentences": False}}, "score"),
+        ({"threshold_high": 60.0}, "filter"),
+        ({"layers": (1, 2)}, "capture"),
+        ({"read_system": False}, "capture"),
+        ({"method": "probe"}, "vectors"),
+        ({"max_in_flight": 7}, ""),
+    ],
+)
+def test_a_setting_changes_the_stages_that_depend_on_it(changes, stage) -> None:
+    """And no stage before them."""
+    before = stage_hashes(described(made()), MODEL)
+    after = stage_hashes(described(made(**changes)), MODEL)
+    assert {name for name in before if before[name] != after[name]} == AFTER[stage]
+
+
+def test_every_setting_belongs_to_a_stage() -> None:
+    """None but the number in flight may change without a stage being done again."""
+    known = {name.split(".")[0] for stage in STAGES for name in depends(stage)}
+    assert known == set(PersonaSettings.__struct_fields__) - {"max_in_flight"}
+    parts = {name.split(".")[1] for stage in STAGES for name in depends(stage) if "." in name}
+    assert parts == set(type(traits()["formal"]).__struct_fields__)
+
+
+# Run folders
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path) -> None:
+    """With the differences named; a change of later stages is none."""
+    RunFolder(tmp_path, MODEL, described(made()))
+    RunFolder(tmp_path, MODEL, described(made(method="probe", scorer="keywords")))
+    with pytest.raises(RunDiffers, match=r"seed: 0, not 1"):
+        RunFolder(tmp_path, MODEL, described(made(seed=1, method="pca")))
+    with pytest.raises(RunDiffers, match=r"model\.name: 'm', not 'other'"):
+        RunFolder(tmp_path, MODEL | {"name": "other"}, described(made()))
+    changed = msgspec.structs.replace(traits()["formal"], questions=("What?", "Why?"))
+    with pytest.raises(RunDiffers, match=r"traits\.formal\.questions: \['How do I cook rice"):
+        RunFolder(tmp_path, MODEL, described(made(traits=(changed, "poetic"))))
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path) -> None:
+    """Broken or newer settings are InvalidFile."""
+    (tmp_path / "settings.json").write_text("{")
+    with pytest.raises(InvalidFile, match=r"settings\.json"):
+        RunFolder(tmp_path, MODEL, described(made()))
+    state = {"version": 2, "model": MODEL, "settings": json.loads(msgspec.json.encode(described(made())))}
+    (tmp_path / "settings.json").write_text(json.dumps(state))
+    with pytest.raises(InvalidFile, match="version 2"):
+        RunFolder(tmp_path, MODEL, described(made()))
+
+
+def test_results_are_used_only_while_what_they_depend_on_holds(tmp_path) -> None:
+    """Changed and changed back, a stage whose results were begun again is not taken for done."""
+    first = RunFolder(tmp_path, MODEL, described(made()))
+    for stage in STAGES:
+        first.begin(stage)
+        first.finish(stage)
+    assert all(RunFolder(tmp_path, MODEL, described(made())).is_done(stage) for stage in STAGES)
+    other = RunFolder(tmp_path, MODEL, described(made(threshold_high=70.0)))
+    assert [stage for stage in STAGES if other.is_done(stage)] == ["generate", "score", "capture"]
+    other.begin("vectors")
+    again = RunFolder(tmp_path, MODEL, described(made()))
+    assert [stage for stage in STAGES if again.is_done(stage)] == ["generate", "score", "filter", "capture"]
+    assert not RunFolder(tmp_path, MODEL, described(made(threshold_high=70.0))).is_done("vectors")
+
+
+def test_what_a_killed_process_left_half_written_goes(tmp_path) -> None:
+    """Scratch files of atomic writes are removed, all else stays."""
+    scratch = tmp_path / "parts" / f".x.parquet.{'0' * 32}"
+    kept = tmp_path / ".hidden"
+    scratch.parent.mkdir()
+    scratch.touch()
+    kept.touch()
+    RunFolder(tmp_path, MODEL, described(made()))
+    assert not scratch.exists()
+    assert kept.exists()
+
+
+def test_records_are_written_in_parts_as_they_come(tmp_path) -> None:
+    """After so many records, or so many seconds, and on leaving, whatever ends it."""
+    now = [0.0]
+
+    def write() -> None:
+        with Parts(tmp_path, Score, records=3, seconds=5.0, clock=lambda: now[0]) as parts:
+            for place in range(4):
+                parts.add(Score(str(place), None))
+            assert len(parts.read()) == 3
+            now[0] = 6.0
+            parts.add(Score("4", 1.0))
+            assert len(parts.read()) == 5
+            parts.add(Score("5", 2.0))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write()
+    assert sorted(score.id for score in Parts(tmp_path, Score).read()) == [str(place) for place in range(6)]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+# Stages that need no engine
+
+
+def answered(settings: PersonaSettings, answer=lambda _: "It is so.") -> list[Response]:
+    """Responses to every request."""
+    return [
+        Response(**msgspec.structs.asdict(ask), answer=answer(ask), token_ids=(1, 2), finish="stop")
+        for ask in asks(settings)
+    ]
+
+
+def test_answers_are_kept_by_their_score() -> None:
+    """Positive ones from the high threshold up, negative ones up to the low one, none without a score."""
+    settings = made(threshold_high=60.0, threshold_low=40.0)
+    responses = answered(settings)
+    values = {"positive": (60.0, 59.9, 100.0, None), "negative": (40.0, 40.1, 0.0, None)}
+    scores = [Score(one.id, values[one.sign][2 * one.prompt + one.sample]) for one in responses]
+    kept = {one.id: one for one in keep(settings, responses, scores)}
+    assert set(kept) == {one.id for one in responses if (one.prompt, one.sample) in {(0, 0), (1, 0)}}
+    assert all(kept[one.id].score == one.score for one in scores if one.id in kept)
+
+
+def test_pairs_are_kept_or_dropped_together() -> None:
+    """With `paired`, an answer whose counterpart is dropped goes too."""
+    settings = made(paired=True)
+    responses = answered(settings)
+    bad = "formal/negative/1/2/0"
+    scores = [Score(one.id, 90.0 if one.sign == "positive" or one.id == bad else 10.0) for one in responses]
+    kept = {one.id for one in keep(settings, responses, scores)}
+    assert {one.id for one in responses} - kept == {bad, "formal/positive/1/2/0"}
+    assert bad not in {one.id for one in keep(made(), responses, scores)}
+    assert "formal/positive/1/2/0" in {one.id for one in keep(made(), responses, scores)}
+
+
+def test_too_few_answers_are_an_error_with_the_counts() -> None:
+    """It says how many of each kind there are, were needed, and had no score."""
+    settings = made(min_kept=5)
+    responses = answered(settings)
+    scores = [
+        Score(one.id, None if one.id.startswith("poetic/negative/0") else 90.0 if one.sign == "positive" else 10.0)
+        for one in responses
+    ]
+    assert keep(settings, responses, scores)
+    with pytest.raises(
+        TooFewKept, match=r"poetic: kept 12 of 12 positive, 6 of 12 negative answers, 6 had no score; 7"
+    ):
+        keep(made(min_kept=7), responses, scores)
+    lonely = [
+        Score(one.id, 90.0 if one.sign == "positive" else (10.0 if one.question == 0 else 90.0)) for one in responses
+    ]
+    with pytest.raises(TooFewKept, match="both kinds of 1 questions"):
+        keep(made(), responses, lonely)
+
+
+async def test_scoring_goes_on_where_it_was_cut_off(tmp_path) -> None:
+    """Scores that lie in parts are not made again, and all are what one uninterrupted pass gives, bit for bit."""
+    settings = made(n_prompts=5, n_questions=5)
+    responses = answered(settings, lambda ask: f"{ask.question_text} {ask.system_prompt}" if ask.question else " ")
+    whole = await score(settings, RunFolder(tmp_path / "a", MODEL, described(settings)), responses, None)
+    assert {one.score is None for one, response in zip(whole, responses, strict=True) if not response.question} == {
+        True
+    }
+
+    class Cut(Exception):
+        pass
+
+    def cut(report: Progress) -> None:
+        if report.done >= 64:
+            raise Cut
+
+    with pytest.raises(Cut):
+        await score(settings, RunFolder(tmp_path / "b", MODEL, described(settings)), responses, cut)
+    reports: list[Progress] = []
+    again = await score(settings, RunFolder(tmp_path / "b", MODEL, described(settings)), responses, reports.append)
+    assert reports[0].done == 64
+    assert reports[-1] == Progress("score", len(responses), len(responses))
+    assert again == whole == read_table(tmp_path / "b" / "scores.parquet", Score)
+    assert not list((tmp_path / "b" / "parts").iterdir())
+
+
+# The report
+
+
+def test_a_report_is_drawn_from_records(tmp_path) -> None:
+    """Table, pictures and answers; what an answer holds is not taken for Markdown."""
+    settings = made()
+    responses = answered(settings, lambda _: "<b>*bold*</b> | [x](y)\n# head")
+    scores = [Score(one.id, 90.0 if one.sign == "positive" else 10.0) for one in responses]
+    records = Records(responses, scores, keep(settings, responses, scores))
+    torch.manual_seed(0)
+    rows = {sign: torch.randn(12, 3, 8) + (1.0 if sign == "positive" else 0.0) for sign in SIGNS}
+    groups = [one.question for one in records.kept_of("formal", "positive")]
+    found = [
+        directions_of(name, Contrast(rows["positive"], rows["negative"], groups, groups), (3, 5, 7))
+        for name in ("formal", "poetic")
+    ]
+    directions = found[0] | found[1]
+    told = outcomes(directions, records)
+    text = write_report(tmp_path, settings, directions, told, records).read_text()
+    assert told["formal"].mean_scores == (90.0, 10.0)
+    assert told["formal"].kept == told["formal"].responses == (12, 12)
+    assert told["formal"].best_layer in (3, 5, 7)
+    best = told["poetic"].best_layer
+    assert (
+        told["poetic"].auc
+        == directions.provenance.auc["poetic"][best]
+        == max(directions.provenance.auc["poetic"].values())
+    )
+    assert f"| poetic | 12 / 12 | 0 / 0 | 12 / 12 | 90 / 10 | {best} |" in text
+    assert "<b>" not in text
+    assert r"\<b\>\*bold\*\</b\> \| \[x\](y) \# head" in text
+    for name in ("auc", "scores", "cosines"):
+        assert f"]({name}.png)" in text
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_band_of_chance_is_that_of_random_scores() -> None:
+    """Of many random scorings, 95 of 100 have an AUC inside it."""
+    from sklearn.metrics import roc_auc_score
+
+    draw = np.random.default_rng(0)
+    kinds = [1] * 12 + [0] * 20
+    found = np.array([roc_auc_score(kinds, draw.normal(size=32)) for _ in range(1000)])
+    inside = np.mean(np.abs(found - 0.5) <= chance_band(12, 20))
+    assert 0.92 < inside < 0.98  # four standard errors of a share of 1000

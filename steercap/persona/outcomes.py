@@ -1,0 +1,63 @@
+"""What became of each trait, in numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from steercap.persona.records import SIGNS, Records
+from steercap.vectors import DirectionSet
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One trait. Pairs are of answers under positive and under negative system prompts.
+
+    Args:
+        responses: how many answers there are.
+        unscored: how many the scorer could say nothing of.
+        kept: how many are used.
+        mean_scores: of all that have a score, 0 to 100; NaN where none has.
+        best_layer: where the AUC is highest; among equals where the vector is longest against the rows.
+        auc: there, on questions held out; 0.5 is chance. The layer was chosen on the same answers, so it flatters.
+        held_out: how many answers it is from.
+        relative_norm: length of the vector there, as a share of the rows' mean length.
+    """
+
+    responses: tuple[int, int]
+    unscored: tuple[int, int]
+    kept: tuple[int, int]
+    mean_scores: tuple[float, float]
+    best_layer: int
+    auc: float
+    held_out: tuple[int, int]
+    relative_norm: float
+
+
+def outcomes(directions: DirectionSet, records: Records) -> Mapping[str, Outcome]:
+    """The outcome of each trait that has a direction."""
+    return {name: _outcome(name, directions, records) for name in directions}
+
+
+def relative_norms(directions: DirectionSet, name: str) -> dict[int, float]:
+    """Length of a direction by layer, as a share of the mean length of the rows there."""
+    return {layer: norm / directions.provenance.row_norms[layer] for layer, norm in directions[name].norms().items()}
+
+
+def _outcome(name: str, directions: DirectionSet, records: Records) -> Outcome:
+    found = [records.of(name, sign) for sign in SIGNS]
+    scored = [[value for _, value in mine if value is not None] for mine in found]
+    used = [len(records.kept_of(name, sign)) for sign in SIGNS]
+    auc, relative = directions.provenance.auc[name], relative_norms(directions, name)
+    best = max(auc, key=lambda layer: (auc[layer], relative[layer]))
+    means = [sum(mine) / len(mine) if mine else float("nan") for mine in scored]
+    return Outcome(
+        responses=(len(found[0]), len(found[1])),
+        unscored=(len(found[0]) - len(scored[0]), len(found[1]) - len(scored[1])),
+        kept=(used[0], used[1]),
+        mean_scores=(means[0], means[1]),
+        best_layer=best,
+        auc=auc[best],
+        held_out=directions.provenance.held_out[name],
+        relative_norm=relative[best],
+    )

@@ -1,0 +1,93 @@
+"""A run: from traits to vectors and a report, by one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from steercap.persona.folder import RunFolder
+from steercap.persona.outcomes import Outcome, outcomes
+from steercap.persona.progress import Count, Report
+from steercap.persona.records import Records
+from steercap.persona.report import write_report
+from steercap.persona.settings import PersonaSettings, described
+from steercap.persona.stages.capture import capture
+from steercap.persona.stages.generate import generate
+from steercap.persona.stages.keep import keep
+from steercap.persona.stages.score import score
+from steercap.persona.stages.vectors import vectors
+from steercap.tables import write_table
+from steercap.vectors import DirectionSet
+from steercap.vectors.extraction import model_name
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+
+
+@dataclass(frozen=True)
+class PersonaResult:
+    """What a run gives.
+
+    Args:
+        directions: of all traits, with their provenance: what they are made from, and the AUC by layer on questions
+            held out.
+        outcomes: what became of each trait, in numbers.
+        folder: where it all lies.
+        report: the report, Markdown with pictures beside it.
+    """
+
+    directions: DirectionSet
+    outcomes: Mapping[str, Outcome]
+    folder: Path
+    report: Path
+
+
+async def run(
+    model: SteerModel, settings: PersonaSettings, out: str | Path, *, progress: Report | None = None
+) -> PersonaResult:
+    """Find the vectors of traits.
+
+    The model answers under contrasting system prompts; the answers are scored and filtered, read once more, and their
+    mean rows compared.
+
+    Args:
+        model: an open model, with a tap at the site and layers wanted, whose tokenizer has a chat template.
+        settings: what is done.
+        out: the run's folder. A run that was cut off there, however it was, goes on; one that is done is
+            read. Where only later settings differ, the stages that depend on them are done again.
+        progress: told how far it is; see `Progress`.
+
+    Source: Chen et al., Persona Vectors: Monitoring and Controlling Character Traits in Language Models.
+
+    Raises:
+        RunDiffers: the folder holds answers of another model or run; the message names the difference.
+        InvalidFile: the folder holds something else.
+        TooFewKept: too few answers show the trait, or its opposite.
+        The errors of `SteerModel.chat`, and of the scorer.
+    """
+    folder = RunFolder(out, _about(model), described(settings))
+    responses = await generate(model, settings, folder, progress)
+    scores = await score(settings, folder, responses, progress)
+    count = Count("filter", 1, 0, progress)
+    kept = keep(settings, responses, scores)
+    write_table(folder.path / "kept.parquet", kept)
+    count.add()
+    records = Records(responses, scores, kept)
+    await capture(model, settings, folder, records, progress)
+    directions = vectors(model, settings, folder, records, progress)
+    count = Count("report", 1, 0, progress)
+    found = outcomes(directions, records)
+    report = write_report(folder.path, settings, directions, found, records)
+    count.add()
+    return PersonaResult(directions, found, folder.path, report)
+
+
+def _about(model: SteerModel) -> dict[str, str]:
+    config = model.engine.model_config
+    return {
+        "name": model_name(model.model),
+        "revision": config.revision or "",
+        "dtype": str(config.dtype).removeprefix("torch."),
+    }

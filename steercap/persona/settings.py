@@ -1,0 +1,191 @@
+"""What a run from traits to vectors is asked to do."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal
+
+import msgspec
+
+from steercap.core.spec import CaptureSpec
+from steercap.errors import InvalidSetting, InvalidSpec
+from steercap.persona.scores import make_scorer
+from steercap.persona.trait import Trait, traits
+from steercap.sites import SITES
+from steercap.vectors import METHODS
+
+#: What each stage depends on, besides the stages before it; "filter" decides which rows are used, not what they are.
+_DEPENDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "generate": (
+        "traits.name",
+        "traits.positive",
+        "traits.negative",
+        "traits.questions",
+        "seed",
+        "n_samples",
+        "n_questions",
+        "n_prompts",
+        "max_tokens",
+        "temperature",
+        "top_p",
+    ),
+    "score": ("traits.description", "traits.examples", "traits.keywords", "traits.rubric", "scorer", "scorer_args"),
+    "filter": ("threshold_high", "threshold_low", "paired", "min_kept"),
+    "capture": ("layers", "site", "read_system"),
+    "vectors": ("method", "held_out"),
+}
+_AFTER: Final[Mapping[str, tuple[str, ...]]] = {
+    "generate": (),
+    "score": ("generate",),
+    "filter": ("score",),
+    "capture": ("generate",),
+    "vectors": ("filter", "capture"),
+}
+#: The stages, in their order.
+STAGES: Final = tuple(_DEPENDS)
+
+
+class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of `run`. The defaults are those of Chen et al., Persona Vectors, but for the scorer and `max_tokens`.
+
+    Args:
+        traits: names of shipped traits, or `Trait`s; one at least.
+        seed: of everything that is drawn.
+        n_samples: answers to each question under each system prompt.
+        n_questions, n_prompts: how many of a trait's questions and of its pairs of system prompts, the first ones; None
+            takes all.
+        max_tokens: most tokens of an answer.
+        temperature, top_p: of sampling.
+        max_in_flight: requests under way at once.
+        scorer: name in `steercap.persona.scores.SCORERS`.
+        scorer_args: its arguments; no keys, for they are written to the run folder.
+        threshold_high, threshold_low: answers under a positive prompt are kept from this score up, under a negative
+            one up to this score.
+        paired: keep an answer only with its counterpart, which has the same question, sample and place of the prompt.
+        min_kept: fewest kept answers of each kind.
+        layers, site: where rows are read.
+        read_system: whether the model has the system prompt before it when it reads an answer again, as in the
+            paper. The rows may then show the prompt rather than the answer; False reads each answer after its question
+            alone.
+        method: name in `steercap.vectors.METHODS`.
+        held_out: share of the questions whose answers the vector is not made from, but tried on.
+
+    Raises:
+        InvalidSetting, UnknownName: a value that does not fit.
+    """
+
+    traits: tuple[str | Trait, ...]
+    seed: int = 0
+    n_samples: int = 10
+    n_questions: int | None = None
+    n_prompts: int | None = None
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_in_flight: int = 256
+    scorer: str = "minilm"
+    scorer_args: dict[str, Any] = {}
+    threshold_high: float = 50.0
+    threshold_low: float = 50.0
+    paired: bool = False
+    min_kept: int = 10
+    layers: int | tuple[int, ...] | Literal["all"] = "all"
+    site: str = "resid_post"
+    read_system: bool = True
+    method: str = "difference"
+    held_out: float = 0.25
+
+    def __post_init__(self) -> None:
+        least = {"n_samples": 1, "n_questions": 2, "n_prompts": 1, "max_tokens": 1, "max_in_flight": 1, "min_kept": 2}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise InvalidSetting(f"{name}={value}; give {bound} or more")
+        if not 0 < self.held_out < 1:
+            raise InvalidSetting(f"held_out={self.held_out}; give a share of the questions, between 0 and 1")
+        if "api_key" in self.scorer_args:
+            raise InvalidSetting(
+                "scorer_args hold an api_key, and would be written to the run folder; put it into an environment "
+                "variable and give api_key_env"
+            )
+        _ = METHODS[self.method], SITES[self.site], make_scorer(self.scorer, self.scorer_args)
+        try:
+            CaptureSpec(layers=self.layers, sites=self.site)
+        except InvalidSpec as error:
+            raise InvalidSetting(f"layers={self.layers!r}: {error}") from error
+        names = [trait.name for trait in self.resolved()]
+        if not names or len(set(names)) < len(names):
+            raise InvalidSetting(f"traits={names}; give one at least, and each once")
+
+    @classmethod
+    def small(cls, *traits: str | Trait, **changes: Any) -> PersonaSettings:
+        """Sizes for a small model on a CPU: minutes, not hours.
+
+        One answer to each of twelve questions under each prompt, forty tokens long; at temperature 0.7, since at 1 a
+        model of some hundred million parameters rambles.
+
+        Args:
+            traits: as `traits`.
+            changes: other settings.
+        """
+        sizes = {"n_samples": 1, "n_questions": 12, "max_tokens": 40, "temperature": 0.7, "max_in_flight": 64}
+        return cls(traits=traits, **{**sizes, **changes})
+
+    def resolved(self) -> tuple[Trait, ...]:
+        """The traits, names replaced by the shipped ones.
+
+        Raises:
+            InvalidSetting: a name that no shipped trait has.
+        """
+        shipped = traits()
+        if missing := [trait for trait in self.traits if isinstance(trait, str) and trait not in shipped]:
+            raise InvalidSetting(f"unknown traits {missing}; shipped are {list(shipped)}, others are given as Trait")
+        return tuple(shipped[trait] if isinstance(trait, str) else trait for trait in self.traits)
+
+
+def described(settings: PersonaSettings) -> dict[str, Any]:
+    """The settings as plain values, traits in full, by name."""
+    plain: dict[str, Any] = msgspec.to_builtins(settings)
+    plain["traits"] = {trait.name: msgspec.to_builtins(trait) for trait in settings.resolved()}
+    return plain
+
+
+def stage_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str, str]:
+    """SHA-256 of what each stage depends on, in hexadecimal: equal where its results are.
+
+    Args:
+        plain: as `described` gives them.
+        model: what is known of the model.
+    """
+    found: dict[str, str] = {}
+    for stage, fields in _DEPENDS.items():
+        told = [dict(model), [found[before] for before in _AFTER[stage]], [_field(plain, name) for name in fields]]
+        found[stage] = hashlib.sha256(msgspec.json.encode(told, order="deterministic")).hexdigest()
+    return found
+
+
+def differences(mine: Any, theirs: Any, at: str = "") -> list[str]:
+    """What differs between two values of plain data, as "place: theirs, not mine"."""
+    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+        names = dict.fromkeys([*theirs, *mine])
+        parts = [(name, mine.get(name), theirs.get(name)) for name in names]
+        return [line for name, ours, other in parts for line in differences(ours, other, f"{at}.{name}".strip("."))]
+    return [] if mine == theirs else [f"{at}: {_short(theirs)}, not {_short(mine)}"]
+
+
+def depends(stage: str) -> Sequence[str]:
+    """The settings that a stage depends on by itself."""
+    return _DEPENDS[stage]
+
+
+def _field(plain: Mapping[str, Any], name: str) -> Any:
+    if name.startswith("traits."):
+        part = name.removeprefix("traits.")
+        return [trait[part] for trait in plain["traits"].values()]
+    return plain[name]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,1 @@
+"""The stages of a run, one file each, in the order generate, score, filter, capture, vectors."""

@@ -1,0 +1,39 @@
+"""A run from traits to vectors that kills itself: `python persona_run.py FOLDER STAGE DONE`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+from steercap import SteerModel
+from steercap.persona import PersonaSettings, Progress, run
+from steercap.testing import smollm2
+
+#: One trait, four questions, eight tokens, every answer kept: forty requests. What is kept says nothing of the trait.
+SETTINGS = PersonaSettings(
+    traits=("poetic",),
+    n_samples=1,
+    n_questions=4,
+    max_tokens=8,
+    max_in_flight=12,
+    threshold_high=0.0,
+    threshold_low=100.0,
+    min_kept=2,
+)
+#: As the fixture `smol`.
+ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "kv_cache_memory_bytes": 256 << 20}
+
+
+async def main(folder: str, stage: str, done: int) -> None:
+    def kill(report: Progress) -> None:
+        if report.stage == stage and report.done >= done:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    async with SteerModel(str(smollm2()), **ENGINE) as model:
+        await run(model, SETTINGS, folder, progress=kill)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3])))
