@@ -43,13 +43,7 @@ def plot_doses(
     """
     from matplotlib.figure import Figure
 
-    labels = list(results.values) if measures is None else list(measures)
-    results.check(*labels)
-    names = list(results.sweep.vectors)
-    if vector is None and len(names) == 1:
-        vector = names[0]
-    if vector not in names or not labels:
-        raise InvalidSpec(f"vector={vector!r}, measures={labels}; name one vector of {names}, and a measure at least")
+    vector, labels = _chosen(results, vector, measures)
     summary = results.summary()
     own = [one for one in summary if one.condition.vector == vector]
     columns = list(dict.fromkeys((one.condition.operation, one.condition.layers) for one in own))
@@ -79,10 +73,22 @@ def plot_doses(
     return Path(path)
 
 
+def _chosen(results: SweepResults, vector: str | None, measures: Sequence[str] | None) -> tuple[str, list[str]]:
+    """The vector and the measures to draw."""
+    labels = list(results.values) if measures is None else list(measures)
+    results.check(*labels)
+    names = list(results.sweep.vectors)
+    if vector is None and len(names) == 1:
+        vector = names[0]
+    if vector not in names or not labels:
+        raise InvalidSpec(f"vector={vector!r}, measures={labels}; name one vector of {names}, and a measure at least")
+    return vector, labels
+
+
 def _draw(axes: Any, means: Mapping[Condition, Mean], plain: Mean, operation: str, *, log: bool) -> None:
     """One panel: random vectors below, then no steering, the reversed scales, and the vector on top."""
     if log:
-        axes.set_yscale("log")
+        _scale_log(axes)
     neutral = OPERATIONS[operation].neutral
     lines: dict[str, dict[float, Mean]] = {}
     for condition, mean in means.items():
@@ -102,6 +108,16 @@ def _draw(axes: Any, means: Mapping[Condition, Mean], plain: Mean, operation: st
         axes.plot([neutral], [plain.value], "o", color=PLAIN, markersize=6, label="no steering", zorder=5)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _scale_log(axes: Any) -> None:
+    """A logarithmic axis that says 2, 5, 10, ..., whatever part of it is seen."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _draw_random(axes: Any, lines: Sequence[Mapping[float, Mean]]) -> None:

@@ -80,6 +80,20 @@ class Effect(msgspec.Struct, frozen=True):
             return 0.0
         return beyond / (high - low) if high > low else math.inf
 
+    @property
+    def deviations(self) -> float:
+        """Distance of the mean from that of the random vectors, in their standard deviations.
+
+        Infinite if they all agree and it does not, NaN with fewer than two of them.
+        """
+        if len(self.random) < 2:
+            return math.nan
+        spread = float(np.std(self.random, ddof=1))
+        apart = self.steered.value - float(np.mean(self.random))
+        if not apart:
+            return 0.0
+        return apart / spread if spread else math.copysign(math.inf, apart)
+
 
 @dataclass(frozen=True, eq=False)
 class SweepResults:
@@ -133,25 +147,26 @@ class SweepResults:
             InvalidSpec: a measure that was not taken.
         """
         self.check(measure)
-        means = {one.condition: one.means[measure] for one in self.summary()}
-        plain = means[Condition(control="none")]
+        places: dict[tuple[str, str, tuple[int, ...]], dict[Condition, Mean]] = {}
+        for one in self.summary():
+            at = one.condition
+            places.setdefault((at.vector, at.operation, at.layers), {})[at] = one.means[measure]
+        plain = places.pop(("", "", ()))[Condition(control="none")]
         found = []
-        for condition, mean in means.items():
-            if condition.control:
-                continue
-            place = (condition.vector, condition.operation, condition.layers)
-            alike = {other: means[other] for other in means if (other.vector, other.operation, other.layers) == place}
-            turned = [
-                other_mean
-                for other, other_mean in alike.items()
-                if other.scale == -condition.scale and other.control in {"", "reversed"}
-            ]
-            random = tuple(
-                other_mean.value
-                for other, other_mean in alike.items()
-                if other.scale == condition.scale and other.control.startswith("random-")
-            )
-            found.append(Effect(condition, mean, plain, turned[0] if turned else None, random))
+        for alike in places.values():
+            for condition, steered in alike.items():
+                if not condition.control:
+                    turned = [
+                        mean
+                        for other, mean in alike.items()
+                        if other.scale == -condition.scale and other.control in {"", "reversed"}
+                    ]
+                    random = tuple(
+                        mean.value
+                        for other, mean in alike.items()
+                        if other.scale == condition.scale and other.control.startswith("random-")
+                    )
+                    found.append(Effect(condition, steered, plain, turned[0] if turned else None, random))
         return found
 
     def plot(self, path: str | Path, *, vector: str | None = None, measures: Sequence[str] | None = None) -> Path:

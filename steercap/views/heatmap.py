@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import html
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,14 +18,17 @@ from steercap.formats.base import write_whole
 from steercap.views.colours import ABOVE, BELOW, CENTRE, UNKNOWN, colour, ink
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import RenderableType
 
     from steercap.handle import CaptureHandle
     from steercap.vectors import DirectionSet, LayerVectors
 
-#: Share of the values that lie within the limit if none is given: the first token of most models is far off all others,
-#: and would leave them white.
-WITHIN: Final = 0.98
+#: Times the median distance from the centre beyond which a value does not count for the limit: the first token of most
+#: models lies a hundred times as far off as others, and would leave them white.
+FAR: Final = 10.0
+#: The font of pictures, which comes with matplotlib.
+FONT: Final = "DejaVu Sans Mono"
 #: What is seen of what is not.
 VISIBLE: Final = {" ": "·", "\t": "⇥", "\r": "␍", "\n": "↵"}
 SPAN_STYLE: Final = "padding:1px 0;border-radius:2px;white-space:pre-wrap"
@@ -43,8 +47,8 @@ class TokenHeatmap:
         names: of the columns: directions, layers; may be left out for a single one.
         title: above all.
         centre: the value that is white; colours reach as far on both sides of it.
-        limit: distance from the centre where colours are full; beyond it they are the same. By default that of all
-            but the 2 % of the values that are farthest off.
+        limit: distance from the centre where colours are full; beyond it they are the same. By default the greatest
+            that is at most ten times the median distance.
         unit: of the values, for legends.
 
     Raises:
@@ -158,11 +162,8 @@ class TokenHeatmap:
             vmax=self.centre + half,
             interpolation="nearest",
         )
-        # Fonts lack many letters of a vocabulary; a dollar would begin a formula.
-        labels = [
-            _visible(token).encode("latin-1", "replace").decode("latin-1").replace("$", r"\$") for token in self.tokens
-        ]
-        axes.set_xticks(range(len(self.tokens)), labels, rotation=90, fontsize=8, family="monospace")
+        labels = [_drawn(_visible(token)) for token in self.tokens]
+        axes.set_xticks(range(len(self.tokens)), labels, rotation=90, fontsize=8, family=FONT)
         axes.set_yticks(range(len(self.names)), self.names, fontsize=8)
         axes.set_xlabel("token")
         axes.set_title(self.title, fontsize=10)
@@ -182,28 +183,23 @@ def heatmap_of(
     """Projections of each captured row of one layer on unit directions, token by token.
 
     Args:
-        handle: fetched; it holds full rows, or projections on these directions, [rows, names].
+        handle: fetched; it holds full rows, or what `CaptureSpec(project=directions)` gives.
         directions: what is projected on.
-        layer: which layer.
+        layer: which layer; negative counts from the last.
         tokenizer: the model's, as `model.tokenizer`.
         title, centre: of the heat map.
 
     Raises:
-        InvalidRequest: rows that are neither as wide as the directions nor as many as they.
+        InvalidRequest: the handle holds projections on other directions, or rows of another width.
+        InvalidSpec: no direction is for this layer.
+        LayerOutOfRange: a layer that was not captured.
         CaptureNotFetched: the handle was not fetched.
     """
-    layer = layer % handle.num_layers
-    rows = handle.captures[layer, directions.site]
-    if rows.shape[-1] == directions.width:
-        rows = directions.project(rows, layer)
-    elif rows.shape[-1] != len(directions):
-        raise InvalidRequest(
-            f"heatmap_of: rows of layer {layer} are {list(rows.shape)}; expected {directions.width} elements, or a "
-            f"projection on each of {len(directions)} directions"
-        )
+    place = layer + handle.num_layers if layer < 0 else layer
+    values = _projected(handle, directions.at_layers([place]), place)
     tokens = texts_of(tokenizer, handle.token_ids.tolist())
-    said = title or f"projection on unit directions, layer {layer}"
-    return TokenHeatmap(tokens, rows.float().numpy(), tuple(directions), said, centre)
+    said = title or f"projection on unit directions, layer {place}"
+    return TokenHeatmap(tokens, values.numpy(), tuple(directions), said, centre)
 
 
 def heatmap_of_layers(
@@ -212,25 +208,40 @@ def heatmap_of_layers(
     """Projections of each captured row on one unit direction, token by token and layer by layer.
 
     Args:
-        handle: fetched, with full rows at some of the layers of the vectors.
+        handle: fetched, with rows or projections at some of the layers of the vectors.
         vectors: what is projected on.
         tokenizer, title, centre: as for `heatmap_of`.
 
     Raises:
-        InvalidRequest: no layer has both rows and a vector.
+        InvalidRequest: no layer has both rows and a vector; or as for `heatmap_of`.
         CaptureNotFetched: the handle was not fetched.
     """
     import torch
+
+    from steercap.vectors import DirectionSet
 
     captures = handle.captures
     layers = [layer for layer in captures.layers if layer in vectors and (layer, vectors.site) in captures]
     if not layers:
         raise InvalidRequest(f"heatmap_of_layers: {captures!r} and {vectors!r} have no layer in common")
-    unit = vectors.unit()
-    values = torch.stack([captures[layer, vectors.site].float() @ unit[layer] for layer in layers], dim=1)
+    # A direction without a name is called so where rows are projected in the workers, too.
+    own = DirectionSet({vectors.name or "projection": vectors}).at_layers(layers)
+    values = torch.cat([_projected(handle, own, layer) for layer in layers], dim=1)
     tokens = texts_of(tokenizer, handle.token_ids.tolist())
     said = title or f"projection on {vectors.name or 'the unit direction'}, by layer"
     return TokenHeatmap(tokens, values.numpy(), tuple(map(str, layers)), said, centre)
+
+
+def _projected(handle: CaptureHandle, directions: DirectionSet, layer: int) -> torch.Tensor:
+    """Scalar products of the rows of one layer with unit directions: float32 [rows, names]."""
+    rows = handle.captures[layer, directions.site]
+    if handle.directions:
+        if missing := [name for name in directions if name not in handle.directions]:
+            raise InvalidRequest(f"the handle holds projections on {list(handle.directions)}, and none on {missing}")
+        return rows[:, [handle.directions.index(name) for name in directions]].float()
+    if rows.shape[-1] != directions.width:
+        raise InvalidRequest(f"rows of layer {layer} are {list(rows.shape)}; directions have width {directions.width}")
+    return directions.project(rows, layer)
 
 
 def texts_of(tokenizer: Any, token_ids: Iterable[int]) -> list[str]:
@@ -240,9 +251,25 @@ def texts_of(tokenizer: Any, token_ids: Iterable[int]) -> list[str]:
 
 
 def _usual(values: npt.NDArray[np.float64], centre: float) -> float:
-    """Distance from the centre that all but a few values keep within."""
+    """The greatest distance from the centre, left out those far beyond all others; of all where most are at it."""
     far = np.abs(values[np.isfinite(values)] - centre)
-    return float(np.quantile(far, WITHIN)) if len(far) else 0.0
+    if not len(far):
+        return 0.0
+    usual = far[far <= FAR * np.median(far)]
+    return float(usual.max() or far.max())
+
+
+def _drawn(text: str) -> str:
+    """A text that matplotlib can draw: replacement signs for what its font lacks, and dollars that are no formula."""
+    font = _font()
+    return "".join(letter if font.get_char_index(ord(letter)) else "�" for letter in text).replace("$", r"\$")
+
+
+@functools.cache
+def _font() -> Any:
+    from matplotlib.font_manager import findfont, get_font
+
+    return get_font(findfont(FONT))
 
 
 def _visible(token: str) -> str:

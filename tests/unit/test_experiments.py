@@ -8,11 +8,14 @@ import math
 import re
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
-from steercap import Ablate, Add, Cap, Point, SetProjection, SteeringSpec
+from steercap import Ablate, Add, Cap, CaptureHandle, Point, SetProjection, SteeringSpec
+from steercap.captures import Captures
+from steercap.core.receipt import Receipt
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec, RunDiffers, UnknownName, WorkerFailure
 from steercap.experiments import MEASURES, OPERATIONS, Answered, Condition, Sweep, SweepResults
 from steercap.experiments.controls import random_like
@@ -23,7 +26,7 @@ from steercap.experiments.measures.repetition import Repetition
 from steercap.experiments.results import mean_of
 from steercap.experiments.store import Folder, Record, Value
 from steercap.vectors import DirectionSet, LayerVectors
-from steercap.views import TokenHeatmap
+from steercap.views import TokenHeatmap, heatmap_of, heatmap_of_layers
 from steercap.views.colours import colour, contrast, ink
 
 WIDTH = 16
@@ -321,6 +324,7 @@ def test_an_effect_stands_beside_its_controls() -> None:
     assert len(one.random) == 3
     assert one.outside == pytest.approx((one.steered.value - max(one.random)) / (max(one.random) - min(one.random)))
     assert one.outside > 5
+    assert one.deviations == pytest.approx((one.steered.value - np.mean(one.random)) / np.std(one.random, ddof=1))
     with pytest.raises(InvalidSpec, match="was not measured"):
         results().effects("score")
 
@@ -397,7 +401,7 @@ def test_a_heat_map_in_a_terminal_is_coloured_text() -> None:
     assert "\x1b[2J" not in text
     for said in ("title", "up", "down", "orange"):
         assert said in text
-    red, green, blue = (int(colour(1.0, 0.0, 1.94)[at : at + 2], 16) for at in (1, 3, 5))
+    red, green, blue = (int(colour(1.0, 0.0, 2.0)[at : at + 2], 16) for at in (1, 3, 5))
     assert f"48;2;{red};{green};{blue}" in text
 
 
@@ -419,9 +423,11 @@ def test_the_legend_says_the_range() -> None:
 
 
 def test_one_token_far_off_leaves_the_others_their_colours() -> None:
-    """By default colours are full where all but 2 % of the values lie within: the first token of a prompt is one."""
-    one = TokenHeatmap(["x"] * 100, [1000.0, *([1.0, -2.0] * 49), 0.5])
-    assert one.limit < 30
+    """The first token of a prompt is one, in texts of any length; where most values are the centre, all count."""
+    for others in (2, 50):
+        assert TokenHeatmap(["x"] * (others + 1), [1000.0, *([1.0, -2.0] * (others // 2))]).limit == 2
+    assert TokenHeatmap(["x"] * 4, [0.0, 0.0, 0.0, 7.0]).limit == 7
+    assert TokenHeatmap(["x"] * 2, [0.0, 0.0]).limit == 0
 
 
 def test_a_heat_map_is_drawn(tmp_path) -> None:
@@ -439,40 +445,61 @@ def test_values_of_another_shape_are_refused(tokens, values, names) -> None:
         TokenHeatmap(tokens, values, names)
 
 
+class Words:
+    """Of a tokenizer, what is asked of it."""
+
+    def decode(self, ids, **_) -> str:
+        return f"w{ids[0]}"
+
+
+def handle_of(rows, directions=()) -> CaptureHandle:
+    """A handle with rows of three tokens by layer, as one that was read from a file."""
+    points = tuple(Point(layer, "resid_post") for layer in rows)
+    handle = CaptureHandle(
+        request_id="",
+        model="",
+        text="",
+        prompt_token_ids=(4, 5),
+        output_token_ids=(6, 7),
+        points=points,
+        num_layers=2,
+        directions=directions,
+    )
+    labels = np.arange(3), np.array([4, 5, 6])
+    handle._receipt = Receipt(points, *labels, 0, None, None)
+    handle._captures = Captures(dict(zip(points, rows.values(), strict=True)), 2)
+    return handle
+
+
 def test_a_heat_map_of_a_handle_projects_rows_or_takes_projections() -> None:
-    """Full rows and rows that the worker has projected already give the same picture."""
-    from steercap.captures import Captures
-    from steercap.handle import CaptureHandle
-    from steercap.views import heatmap_of, heatmap_of_layers
-
-    class Words:
-        """Of a tokenizer, what is asked of it."""
-
-        def decode(self, ids, **_) -> str:
-            return f"w{ids[0]}"
-
+    """Full rows and rows that the workers have projected give the same picture, by layer and by name."""
     own = DirectionSet({"warm": vectors(0, 1), "cold": vectors(0, 1, seed=3)})
-    rows = {Point(layer, "resid_post"): torch.randn(3, WIDTH) for layer in (0, 1)}
+    rows = {layer: torch.randn(3, WIDTH) for layer in (0, 1)}
+    projected = {layer: own.project(rows[layer], layer) for layer in (0, 1)}
+    full, done = handle_of(rows), handle_of(projected, ("warm", "cold"))
+    for layer in (1, -1):
+        one = heatmap_of(full, own, layer, Words())
+        assert (one.tokens, one.names) == (("w4", "w5", "w6"), ("warm", "cold"))
+        assert np.array_equal(one.values, projected[1].double().numpy())
+        assert np.array_equal(one.values, heatmap_of(done, own, layer, Words()).values)
+    turned = heatmap_of(done, own.select(["cold", "warm"]), 1, Words())
+    assert np.array_equal(turned.values[:, ::-1], projected[1].double().numpy())
+    for handle in (full, done):
+        layers = heatmap_of_layers(handle, own["cold"], Words())
+        assert layers.names == ("0", "1")
+        # a product with one vector and with two at once may round otherwise
+        assert np.allclose(layers.values, torch.stack([projected[at][:, 1] for at in (0, 1)], 1).numpy(), atol=1e-5)
 
-    class Held:
-        """Of a handle, what is read."""
 
-        num_layers = 2
-        token_ids = torch.tensor([4, 5, 6])
-
-        def __init__(self, rows) -> None:
-            self.captures = Captures(rows, 2)
-
-    assert {"num_layers", "token_ids", "captures"} <= {*dir(CaptureHandle), "num_layers"}
-    full = heatmap_of(Held(rows), own, -1, Words())
-    expected = own.project(rows[Point(1, "resid_post")], 1)
-    assert full.tokens == ("w4", "w5", "w6")
-    assert full.names == ("warm", "cold")
-    assert torch.allclose(torch.tensor(full.values, dtype=torch.float32), expected, atol=1e-6)
-    done = heatmap_of(Held({Point(1, "resid_post"): expected}), own, 1, Words())
-    assert (done.values == full.values).all()
-    layers = heatmap_of_layers(Held(rows), own["warm"], Words())
-    assert layers.names == ("0", "1")
-    assert torch.allclose(torch.tensor(layers.values[:, 1], dtype=torch.float32), expected[:, 0], atol=1e-5)
-    with pytest.raises(InvalidRequest, match="expected 16 elements"):
-        heatmap_of(Held({Point(1, "resid_post"): torch.randn(3, 5)}), own, 1, Words())
+def test_a_heat_map_of_other_directions_is_refused() -> None:
+    """Projections are known by name, rows by their width, layers by their number."""
+    own = DirectionSet({"warm": vectors(0, 1)})
+    rows = {layer: torch.randn(3, WIDTH) for layer in (0, 1)}
+    with pytest.raises(InvalidRequest, match=r"none on \['warm'\]"):
+        heatmap_of(handle_of({0: torch.randn(3, 1)}, ("cold",)), own, 0, Words())
+    with pytest.raises(InvalidRequest, match="width 16"):
+        heatmap_of(handle_of({0: torch.randn(3, 5)}), own, 0, Words())
+    with pytest.raises(InvalidSpec, match="layers"):
+        heatmap_of(handle_of(rows), own.at_layers([0]), 1, Words())
+    with pytest.raises(InvalidRequest, match="in common"):
+        heatmap_of_layers(handle_of({0: rows[0]}), vectors(1), Words())
