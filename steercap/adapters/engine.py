@@ -44,8 +44,9 @@ EXTENSION: Final = "steercap.worker.extension.WorkerExtension"
 RPC: Final = "steercap_answer"
 #: Seconds between looks at whether the engine that owes an answer still lives.
 LIVENESS_SECONDS: Final = 1.0
-#: How long engines may take to stop. vLLM's 5 s are also what each gives its workers: it is killed as it begins to clean
-#: up, and its message queues stay in /dev/shm (plain vLLM 0.32: two engines on CPU take 10 s; one does on a busy machine).
+#: How long engines may take to stop. vLLM's 5 s are also what each gives its workers: it is killed as it begins to
+#: clean up, and its message queues stay in /dev/shm (plain vLLM 0.32: two engines on CPU take 10 s; one does on a busy
+#: machine).
 STOP_SECONDS: Final = 30.0
 _DIED: Final = "the vLLM engine has died; its log says why"
 

