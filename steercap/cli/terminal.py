@@ -169,7 +169,7 @@ class Terminal:
         finally:
             os.close(descriptor)
             if self.log is None:
-                log.unlink()
+                log.unlink(missing_ok=True)  # whoever tidies the folder may have been here
 
 
 @contextmanager
