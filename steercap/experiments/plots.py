@@ -69,7 +69,14 @@ def plot_doses(
         axes.set_xlabel(f"scale, {counted}")
     drawn = [axes.get_legend_handles_labels() for axes in panels[0]]
     legend = {said: handle for handles, words in drawn for handle, said in zip(handles, words, strict=True)}
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.legend(
+        legend.values(),
+        legend.keys(),
+        loc="outside lower center",
+        ncols=4 if len(columns) > 1 else 2,
+        frameon=False,
+        fontsize=8,
+    )
     figure.suptitle(vector)
     with write_whole(Path(path)) as scratch:
         figure.savefig(scratch, dpi=DPI, format=Path(path).suffix[1:] or "png")
