@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from steercap import Add, CaptureSpec, SteeringSpec
-from steercap.cli.capture import capture_to
+from steercap.cli.capture import capture_to, heatmaps_of
 from steercap.cli.generate import answer
 from steercap.cli.prompts import Prompt
 from steercap.cli.sweep import SweepFile, document_of, drawn, sweep_of, swept, table_of
@@ -139,6 +139,19 @@ async def test_captures_are_written_as_they_come(smol, terminal, tmp_path) -> No
     # Batched otherwise, so not bit for bit: float32 rounding over 20 layers.
     torch.testing.assert_close(rows, known.captures[20], rtol=1e-3, atol=1e-3 * float(rows.norm(dim=-1).max()))
     known.release()
+
+
+async def test_projections_are_captured_and_shown_token_by_token(smol, terminal, tmp_path) -> None:
+    """Two numbers a token in the file, and a heat map of each prompt with its words."""
+    directions = DirectionSet({name: LayerVectors({20: vector(576, seed=at)}) for at, name in enumerate("ab")})
+    found = await capture_to(
+        smol, [Prompt(text) for text in PRAISE], GREEDY, CaptureSpec(project=directions), tmp_path, terminal
+    )
+    assert {one.hidden for one in found} == {2}
+    shown = heatmaps_of(found, directions, 20, smol.tokenizer)
+    assert [one.title for one in shown] == PRAISE
+    assert "".join(shown[0].tokens).startswith(PRAISE[0])
+    assert shown[0].values.shape == (found[0].rows, 2)
 
 
 async def test_a_failure_of_one_prompt_is_the_error(smol, terminal, tmp_path) -> None:
