@@ -51,7 +51,8 @@ def command(*arguments: str | Path) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONWARNINGS": "default"},
+        # vLLM leaves the contexts of its sockets to the garbage collector.
+        env={**os.environ, "PYTHONWARNINGS": "default,ignore:Unclosed context:ResourceWarning"},
     )
 
 
