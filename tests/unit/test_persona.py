@@ -19,7 +19,7 @@ import yaml
 from steercap.errors import InvalidFile, InvalidSetting, JudgeFailed, RunDiffers, TooFewKept, UnknownName
 from steercap.persona import PersonaSettings, Progress, load_trait, traits
 from steercap.persona.flight import each_of
-from steercap.persona.folder import Parts, RunFolder
+from steercap.persona.folder import RunFolder
 from steercap.persona.outcomes import outcomes
 from steercap.persona.pictures import chance_band
 from steercap.persona.records import SIGNS, Records, Response, Score, asks
@@ -30,7 +30,7 @@ from steercap.persona.scores.minilm import cross_validated, split
 from steercap.persona.settings import STAGES, depends, described, stage_hashes
 from steercap.persona.stages.keep import keep
 from steercap.persona.stages.score import score
-from steercap.tables import read_table
+from steercap.tables import Parts, read_table
 from steercap.vectors import Contrast
 from steercap.vectors.extraction import directions_of
 

@@ -14,10 +14,11 @@ import torch
 from steercap.errors import InvalidFile
 from steercap.formats.base import read_tensors, write_tensors
 from steercap.persona.flight import each_of
-from steercap.persona.folder import PART_RECORDS, RunFolder
+from steercap.persona.folder import RunFolder
 from steercap.persona.progress import Count, Report
 from steercap.persona.records import Records, Response
 from steercap.persona.settings import PersonaSettings
+from steercap.tables import PART_RECORDS
 from steercap.vectors import Exchange, mean_rows
 
 if TYPE_CHECKING:
