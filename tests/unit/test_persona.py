@@ -32,7 +32,7 @@ from steercap.persona.stages.keep import keep
 from steercap.persona.stages.score import score
 from steercap.tables import Parts, read_table
 from steercap.vectors import Contrast
-from steercap.vectors.extraction import directions_of
+from steercap.vectors.contrast import directions_of
 
 SHIPPED = list(traits())
 
