@@ -178,7 +178,14 @@ class TokenHeatmap:
 
 
 def heatmap_of(
-    handle: CaptureHandle, directions: DirectionSet, layer: int, tokenizer: Any, *, title: str = "", centre: float = 0.0
+    handle: CaptureHandle,
+    directions: DirectionSet,
+    layer: int,
+    tokenizer: Any,
+    *,
+    title: str = "",
+    centre: float = 0.0,
+    limit: float | None = None,
 ) -> TokenHeatmap:
     """Projections of each captured row of one layer on unit directions, token by token.
 
@@ -187,7 +194,7 @@ def heatmap_of(
         directions: what is projected on.
         layer: which layer; negative counts from the last.
         tokenizer: the model's, as `model.tokenizer`.
-        title, centre: of the heat map.
+        title, centre, limit: of the heat map; those of one centre and limit can be compared by their colours.
 
     Raises:
         InvalidRequest: the handle holds projections on other directions, or rows of another width.
@@ -199,18 +206,24 @@ def heatmap_of(
     values = _projected(handle, directions.at_layers([place]), place)
     tokens = texts_of(tokenizer, handle.token_ids.tolist())
     said = title or f"projection on unit directions, layer {place}"
-    return TokenHeatmap(tokens, values.numpy(), tuple(directions), said, centre)
+    return TokenHeatmap(tokens, values.numpy(), tuple(directions), said, centre, limit)
 
 
 def heatmap_of_layers(
-    handle: CaptureHandle, vectors: LayerVectors, tokenizer: Any, *, title: str = "", centre: float = 0.0
+    handle: CaptureHandle,
+    vectors: LayerVectors,
+    tokenizer: Any,
+    *,
+    title: str = "",
+    centre: float = 0.0,
+    limit: float | None = None,
 ) -> TokenHeatmap:
     """Projections of each captured row on one unit direction, token by token and layer by layer.
 
     Args:
         handle: fetched, with rows or projections at some of the layers of the vectors.
         vectors: what is projected on.
-        tokenizer, title, centre: as for `heatmap_of`.
+        tokenizer, title, centre, limit: as for `heatmap_of`.
 
     Raises:
         InvalidRequest: no layer has both rows and a vector; or as for `heatmap_of`.
@@ -229,7 +242,7 @@ def heatmap_of_layers(
     values = torch.cat([_projected(handle, own, layer) for layer in layers], dim=1)
     tokens = texts_of(tokenizer, handle.token_ids.tolist())
     said = title or f"projection on {vectors.name or 'the unit direction'}, by layer"
-    return TokenHeatmap(tokens, values.numpy(), tuple(map(str, layers)), said, centre)
+    return TokenHeatmap(tokens, values.numpy(), tuple(map(str, layers)), said, centre, limit)
 
 
 def _projected(handle: CaptureHandle, directions: DirectionSet, layer: int) -> torch.Tensor:

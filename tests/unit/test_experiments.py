@@ -491,6 +491,17 @@ def test_a_heat_map_of_a_handle_projects_rows_or_takes_projections() -> None:
         assert np.allclose(layers.values, torch.stack([projected[at][:, 1] for at in (0, 1)], 1).numpy(), atol=1e-5)
 
 
+def test_heat_maps_of_several_handles_can_have_one_scale() -> None:
+    """With one centre and limit a value has one colour whatever else was read, so that answers can be compared."""
+    own = vectors(0)
+    near, far = (handle_of({0: torch.full((3, 1), size)}, ("warm",)) for size in (1.0, 50.0))
+    same = {"centre": 1.0, "limit": 4.0}
+    for view, of in ((heatmap_of, (DirectionSet({"warm": own}), 0)), (heatmap_of_layers, (own.named("warm"),))):
+        maps = [view(handle, *of, Words(), **same) for handle in (near, far)]
+        assert {(one.centre, one.limit) for one in maps} == {(1.0, 4.0)}
+        assert view(far, *of, Words()).limit == 50.0
+
+
 def test_a_heat_map_of_other_directions_is_refused() -> None:
     """Projections are known by name, rows by their width, layers by their number."""
     own = DirectionSet({"warm": vectors(0, 1)})
