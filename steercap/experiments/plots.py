@@ -14,6 +14,8 @@ from steercap.experiments.operations import OPERATIONS
 from steercap.formats.base import write_whole
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from steercap.experiments.results import Mean, SweepResults
 
 #: Of the palette of Okabe and Ito, which the colour-blind tell apart.
@@ -41,9 +43,15 @@ def plot_doses(
     Raises:
         InvalidSpec: an unknown vector or measure, none at all, or several vectors and no name.
     """
+    figure = _figure(results, *_chosen(results, vector, measures))
+    with write_whole(Path(path)) as scratch:
+        figure.savefig(scratch, dpi=DPI, format=Path(path).suffix[1:] or "png")
+    return Path(path)
+
+
+def _figure(results: SweepResults, vector: str, labels: Sequence[str]) -> Figure:
     from matplotlib.figure import Figure
 
-    vector, labels = _chosen(results, vector, measures)
     summary = results.summary()
     own = [one for one in summary if one.condition.vector == vector]
     columns = list(dict.fromkeys((one.condition.operation, one.condition.layers) for one in own))
@@ -66,11 +74,10 @@ def plot_doses(
         counted = "fraction of the row's norm" if results.sweep.relative else OPERATIONS[operation].axis
         axes.set_xlabel(f"scale, {counted}")
     handles, said = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, said, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    # A column is as wide as two entries.
+    figure.legend(handles, said, loc="outside lower center", ncols=min(2 * len(columns), 4), frameon=False, fontsize=8)
     figure.suptitle(vector)
-    with write_whole(Path(path)) as scratch:
-        figure.savefig(scratch, dpi=DPI, format=Path(path).suffix[1:] or "png")
-    return Path(path)
+    return figure
 
 
 def _chosen(results: SweepResults, vector: str | None, measures: Sequence[str] | None) -> tuple[str, list[str]]:

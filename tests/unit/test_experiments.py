@@ -23,6 +23,7 @@ from steercap.experiments.measures import measures_of
 from steercap.experiments.measures.length import Length
 from steercap.experiments.measures.perplexity import Perplexity, _perplexity
 from steercap.experiments.measures.repetition import Repetition
+from steercap.experiments.plots import _figure
 from steercap.experiments.results import mean_of
 from steercap.experiments.store import Folder, Record, Value
 from steercap.vectors import DirectionSet, LayerVectors
@@ -362,6 +363,17 @@ def test_a_picture_needs_one_vector_and_a_measure(tmp_path) -> None:
     two = results(vectors={"warm": vectors(1, 3), "cold": vectors(1, 3, seed=1)})
     with pytest.raises(InvalidSpec, match="cold"):
         two.plot(tmp_path / "x.png")
+
+
+@pytest.mark.parametrize("operations", [("add",), ("add", "ablate")])
+def test_the_legend_of_doses_is_within_the_picture(operations) -> None:
+    """Of one column of panels, which is narrower than all entries beside each other, as of several."""
+    figure = _figure(results(operations=operations, layers=[(1,)]), "warm", ["perplexity"])
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    said, whole = legend.get_window_extent(), figure.bbox
+    assert whole.x0 <= said.x0
+    assert said.x1 <= whole.x1
 
 
 @pytest.mark.parametrize("registry", [OPERATIONS, MEASURES])
