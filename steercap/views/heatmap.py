@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import html
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ SPAN_STYLE: Final = "padding:1px 0;border-radius:2px;white-space:pre-wrap"
 BLOCK_STYLE: Final = "font-family:monospace;font-size:13px;line-height:1.7;margin:4px 0 10px"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TokenHeatmap:
     """A number for each token, or one for each token and name, as colours: blue below the centre, orange above.
 
@@ -90,6 +90,11 @@ class TokenHeatmap:
         unit = f" {self.unit}" if self.unit else ""
         low, high = _shown(self.centre - self.limit), _shown(self.centre + self.limit)
         return f"≤ {low} blue · {_shown(self.centre)} white · ≥ {high} orange{unit}; {seen}"
+
+    def __repr__(self) -> str:
+        """In few words: a notebook keeps it beside the HTML."""
+        names = f", names={list(self.names)}" if any(self.names) else ""
+        return f"TokenHeatmap({self.title!r}, {len(self.tokens)} tokens{names}; {self.legend})"
 
     # Notebook
 
@@ -286,12 +291,7 @@ def _font() -> Any:
 
 
 def _visible(token: str) -> str:
-    return "".join(_letters(token)) or "∅"
-
-
-def _letters(token: str) -> Iterator[str]:
-    for letter in token:
-        yield VISIBLE.get(letter, letter if letter.isprintable() else "�")
+    return "".join(VISIBLE.get(letter, letter if letter.isprintable() else "�") for letter in token) or "∅"
 
 
 def _shown(value: float) -> str:

@@ -503,6 +503,14 @@ def test_a_heat_map_of_a_handle_projects_rows_or_takes_projections() -> None:
         assert np.allclose(layers.values, torch.stack([projected[at][:, 1] for at in (0, 1)], 1).numpy(), atol=1e-5)
 
 
+def test_a_heat_map_is_told_in_few_words() -> None:
+    """However many tokens it has: notebooks and logs keep the text."""
+    told = repr(TokenHeatmap(["word"] * 5000, torch.linspace(-1, 3, 5000), ("warm",), "title"))
+    assert len(told) < 200
+    for said in ("'title'", "5000 tokens", "warm", "-1 to 3"):
+        assert said in told
+
+
 def test_heat_maps_of_several_handles_can_have_one_scale() -> None:
     """With one centre and limit a value has one colour whatever else was read, so that answers can be compared."""
     own = vectors(0)
