@@ -14,6 +14,8 @@ from steercap.experiments.operations import OPERATIONS
 from steercap.formats.base import write_whole
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from steercap.experiments.results import Mean, SweepResults
 
 #: Of the palette of Okabe and Ito, which the colour-blind tell apart.
@@ -41,9 +43,15 @@ def plot_doses(
     Raises:
         InvalidSpec: an unknown vector or measure, none at all, or several vectors and no name.
     """
+    figure = _figure(results, *_chosen(results, vector, measures))
+    with write_whole(Path(path)) as scratch:
+        figure.savefig(scratch, dpi=DPI, format=Path(path).suffix[1:] or "png")
+    return Path(path)
+
+
+def _figure(results: SweepResults, vector: str, labels: Sequence[str]) -> Figure:
     from matplotlib.figure import Figure
 
-    vector, labels = _chosen(results, vector, measures)
     summary = results.summary()
     own = [one.condition for one in summary if one.condition.vector == vector]
     columns = list(dict.fromkeys((condition.operation, condition.layers) for condition in own))
@@ -73,14 +81,12 @@ def plot_doses(
         legend.values(),
         legend.keys(),
         loc="outside lower center",
-        ncols=4 if len(columns) > 1 else 2,
+        ncols=min(2 * len(columns), 4),  # a column is as wide as two entries
         frameon=False,
         fontsize=8,
     )
     figure.suptitle(vector)
-    with write_whole(Path(path)) as scratch:
-        figure.savefig(scratch, dpi=DPI, format=Path(path).suffix[1:] or "png")
-    return Path(path)
+    return figure
 
 
 def _chosen(results: SweepResults, vector: str | None, measures: Sequence[str] | None) -> tuple[str, list[str]]:

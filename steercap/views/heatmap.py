@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import html
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ SPAN_STYLE: Final = "padding:1px 0;border-radius:2px;white-space:pre-wrap"
 BLOCK_STYLE: Final = "font-family:monospace;font-size:13px;line-height:1.7;margin:4px 0 10px"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TokenHeatmap:
     """A number for each token, or one for each token and name, as colours: blue below the centre, orange above.
 
@@ -90,6 +90,11 @@ class TokenHeatmap:
         unit = f" {self.unit}" if self.unit else ""
         low, high = _shown(self.centre - self.limit), _shown(self.centre + self.limit)
         return f"≤ {low} blue · {_shown(self.centre)} white · ≥ {high} orange{unit}; {seen}"
+
+    def __repr__(self) -> str:
+        """In few words: a notebook keeps it beside the HTML."""
+        names = f", names={list(self.names)}" if any(self.names) else ""
+        return f"TokenHeatmap({self.title!r}, {len(self.tokens)} tokens{names}; {self.legend})"
 
     # Notebook
 
@@ -178,7 +183,14 @@ class TokenHeatmap:
 
 
 def heatmap_of(
-    handle: CaptureHandle, directions: DirectionSet, layer: int, tokenizer: Any, *, title: str = "", centre: float = 0.0
+    handle: CaptureHandle,
+    directions: DirectionSet,
+    layer: int,
+    tokenizer: Any,
+    *,
+    title: str = "",
+    centre: float = 0.0,
+    limit: float | None = None,
 ) -> TokenHeatmap:
     """Projections of each captured row of one layer on unit directions, token by token.
 
@@ -187,7 +199,7 @@ def heatmap_of(
         directions: what is projected on.
         layer: which layer; negative counts from the last.
         tokenizer: the model's, as `model.tokenizer`.
-        title, centre: of the heat map.
+        title, centre, limit: of the heat map; those of one centre and limit can be compared by their colours.
 
     Raises:
         InvalidRequest: the handle holds projections on other directions, or rows of another width.
@@ -199,18 +211,24 @@ def heatmap_of(
     values = _projected(handle, directions.at_layers([place]), place)
     tokens = texts_of(tokenizer, handle.token_ids.tolist())
     said = title or f"projection on unit directions, layer {place}"
-    return TokenHeatmap(tokens, values.numpy(), tuple(directions), said, centre)
+    return TokenHeatmap(tokens, values.numpy(), tuple(directions), said, centre, limit)
 
 
 def heatmap_of_layers(
-    handle: CaptureHandle, vectors: LayerVectors, tokenizer: Any, *, title: str = "", centre: float = 0.0
+    handle: CaptureHandle,
+    vectors: LayerVectors,
+    tokenizer: Any,
+    *,
+    title: str = "",
+    centre: float = 0.0,
+    limit: float | None = None,
 ) -> TokenHeatmap:
     """Projections of each captured row on one unit direction, token by token and layer by layer.
 
     Args:
         handle: fetched, with rows or projections at some of the layers of the vectors.
         vectors: what is projected on.
-        tokenizer, title, centre: as for `heatmap_of`.
+        tokenizer, title, centre, limit: as for `heatmap_of`.
 
     Raises:
         InvalidRequest: no layer has both rows and a vector; or as for `heatmap_of`.
@@ -229,7 +247,7 @@ def heatmap_of_layers(
     values = torch.cat([_projected(handle, own, layer) for layer in layers], dim=1)
     tokens = texts_of(tokenizer, handle.token_ids.tolist())
     said = title or f"projection on {vectors.name or 'the unit direction'}, by layer"
-    return TokenHeatmap(tokens, values.numpy(), tuple(map(str, layers)), said, centre)
+    return TokenHeatmap(tokens, values.numpy(), tuple(map(str, layers)), said, centre, limit)
 
 
 def _projected(handle: CaptureHandle, directions: DirectionSet, layer: int) -> torch.Tensor:
@@ -273,12 +291,7 @@ def _font() -> Any:
 
 
 def _visible(token: str) -> str:
-    return "".join(_letters(token)) or "∅"
-
-
-def _letters(token: str) -> Iterator[str]:
-    for letter in token:
-        yield VISIBLE.get(letter, letter if letter.isprintable() else "�")
+    return "".join(VISIBLE.get(letter, letter if letter.isprintable() else "�") for letter in token) or "∅"
 
 
 def _shown(value: float) -> str:

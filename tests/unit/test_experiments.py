@@ -23,6 +23,7 @@ from steercap.experiments.measures import measures_of
 from steercap.experiments.measures.length import Length
 from steercap.experiments.measures.perplexity import Perplexity, _perplexity
 from steercap.experiments.measures.repetition import Repetition
+from steercap.experiments.plots import _figure
 from steercap.experiments.results import mean_of
 from steercap.experiments.store import Folder, Record, Value
 from steercap.vectors import DirectionSet, LayerVectors
@@ -366,6 +367,17 @@ def test_a_picture_needs_one_vector_and_a_measure(tmp_path) -> None:
         two.plot(tmp_path / "x.png")
 
 
+@pytest.mark.parametrize("operations", [("add",), ("add", "ablate")])
+def test_the_legend_of_doses_is_within_the_picture(operations) -> None:
+    """Of one column of panels, which is narrower than all entries beside each other, as of several."""
+    figure = _figure(results(operations=operations, layers=[(1,)]), "warm", ["perplexity"])
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    said, whole = legend.get_window_extent(), figure.bbox
+    assert whole.x0 <= said.x0
+    assert said.x1 <= whole.x1
+
+
 @pytest.mark.parametrize("registry", [OPERATIONS, MEASURES])
 def test_a_registry_of_experiments_names_what_it_knows(registry) -> None:
     """An unknown name is an error that lists the known ones."""
@@ -491,6 +503,25 @@ def test_a_heat_map_of_a_handle_projects_rows_or_takes_projections() -> None:
         assert layers.names == ("0", "1")
         # a product with one vector and with two at once may round otherwise
         assert np.allclose(layers.values, torch.stack([projected[at][:, 1] for at in (0, 1)], 1).numpy(), atol=1e-5)
+
+
+def test_a_heat_map_is_told_in_few_words() -> None:
+    """However many tokens it has: notebooks and logs keep the text."""
+    told = repr(TokenHeatmap(["word"] * 5000, torch.linspace(-1, 3, 5000), ("warm",), "title"))
+    assert len(told) < 200
+    for said in ("'title'", "5000 tokens", "warm", "-1 to 3"):
+        assert said in told
+
+
+def test_heat_maps_of_several_handles_can_have_one_scale() -> None:
+    """With one centre and limit a value has one colour whatever else was read, so that answers can be compared."""
+    own = vectors(0)
+    near, far = (handle_of({0: torch.full((3, 1), size)}, ("warm",)) for size in (1.0, 50.0))
+    same = {"centre": 1.0, "limit": 4.0}
+    for view, of in ((heatmap_of, (DirectionSet({"warm": own}), 0)), (heatmap_of_layers, (own.named("warm"),))):
+        maps = [view(handle, *of, Words(), **same) for handle in (near, far)]
+        assert {(one.centre, one.limit) for one in maps} == {(1.0, 4.0)}
+        assert view(far, *of, Words()).limit == 50.0
 
 
 def test_a_heat_map_of_other_directions_is_refused() -> None:
