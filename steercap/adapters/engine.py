@@ -44,9 +44,10 @@ EXTENSION: Final = "steercap.worker.extension.WorkerExtension"
 RPC: Final = "steercap_answer"
 #: Seconds between looks at whether the engine that owes an answer still lives.
 LIVENESS_SECONDS: Final = 1.0
-#: How long several engines may take to stop. vLLM's 5 s are also what each gives its workers: it is killed as it begins
-#: to clean up, and its message queues stay in /dev/shm (plain vLLM 0.32, two engines on CPU; they take 10 s to stop).
-SEVERAL_SECONDS: Final = 30.0
+#: How long engines may take to stop. vLLM's 5 s are also what each gives its workers: it is killed as it begins to
+#: clean up, and its message queues stay in /dev/shm (plain vLLM 0.32: two engines on CPU take 10 s; one does on a busy
+#: machine).
+STOP_SECONDS: Final = 30.0
 _DIED: Final = "the vLLM engine has died; its log says why"
 
 
@@ -271,8 +272,7 @@ class VllmEngine:
         if llm.output_handler is not None:  # or it would report the engine's end as a crash
             llm.output_handler.cancel()
             await asyncio.wait([llm.output_handler])
-        several = len(llm.engine_core.core_engines) > 1
-        await asyncio.to_thread(llm.shutdown, SEVERAL_SECONDS if several else None)
+        await asyncio.to_thread(llm.shutdown, STOP_SECONDS)
 
 
 def _engine_args(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArgs:

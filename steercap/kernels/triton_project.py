@@ -1,10 +1,13 @@
-"""Projections on CUDA: what rows of the ring are along the directions of their layer, one program a row.
+"""Projections on CUDA: what rows of the ring are along the directions of their layer.
 
-Number 6 in the life of a request. Shape legend: records = tokens of a pass whose rows are projected on the same
+Number 6 in the life of a request. One program a row; in a large pass a few rows of one point, which then share each
+direction. Shape legend: records = tokens of a pass whose rows are projected on the same
 directions; points = rows of a record, one behind the other; width = elements of a row.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -13,23 +16,30 @@ from jaxtyping import Float, Int
 
 from steercap.core.rows import Ints
 
+#: In passes of more records than this, a program takes TOGETHER of them.
+LARGE: Final = 512
+TOGETHER: Final = 4
+#: Elements of rows that one warp has in registers, 32 threads of 64.
+WARP_ELEMENTS: Final = 2048
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _project_kernel(  # type: ignore[no-untyped-def]
-    rows, results, bank, places, table, directions, WIDTH: tl.constexpr, LINE: tl.constexpr, BLOCK: tl.constexpr
+    rows, results, bank, places, table, count, directions, WIDTH, LINE, BLOCK: tl.constexpr, TOKENS: tl.constexpr
 ):
-    record = tl.program_id(0).to(tl.int64)
+    records = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     point = tl.program_id(1)
-    source = tl.load(table + record * 2) + point
-    target = tl.load(table + record * 2 + 1)
+    there = records < count
+    sources = tl.load(table + records * 2, mask=there, other=0) + point
+    targets = tl.load(table + records * 2 + 1, mask=there, other=0)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    row = tl.load(rows + source * WIDTH + columns, mask=inside, other=0.0).to(tl.float32)
+    tile = tl.load(rows + sources[:, None] * WIDTH + columns, mask=there[:, None] & inside, other=0.0).to(tl.float32)
     for direction in range(directions):
         place = tl.load(places + point * directions + direction)
         vector = tl.load(bank + place * WIDTH + columns, mask=inside, other=0.0)
-        along = tl.sum(row * vector, axis=0)
-        tl.store(results + target * LINE + point * directions + direction, along)
+        along = tl.sum(tile * vector[None, :], axis=1)
+        tl.store(results + targets * LINE + point * directions + direction, along, mask=there)
 
 
 def launch_project(
@@ -47,20 +57,22 @@ def launch_project(
         table: first line of each record, and of its results, int64.
     """
     points, directions = places.shape
-    width = rows.shape[1]
-    line = width * rows.itemsize // 4
+    width, count = rows.shape[1], len(table)
+    together = TOGETHER if count > LARGE else 1
     block = triton.next_power_of_2(width)
-    _project_kernel[(len(table), points)](
+    _project_kernel[(triton.cdiv(count, together), points)](
         rows,
-        rows.view(torch.float32) if rows.dtype != torch.float32 else rows,
+        rows.view(torch.float32),
         bank,
         places,
         table,
+        count,
         directions,
         WIDTH=width,
-        LINE=line,
+        LINE=width * rows.itemsize // torch.float32.itemsize,
         BLOCK=block,
-        num_warps=8 if block > 2048 else 4,
+        TOKENS=together,
+        num_warps=min(max(block * together // WARP_ELEMENTS, 4), 16),
     )
 
 

@@ -72,6 +72,34 @@ print(json.dumps([found.asm["ttir"], found.asm["ptx"]]))
 """
 
 
+PROJECT = """
+import json
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from steercap.kernels.triton_project import TOGETHER, _project_kernel
+
+names = _project_kernel.arg_names
+constants = dict(BLOCK=4096, TOKENS=TOGETHER)
+pointers = dict(rows="*bf16", results="*fp32", bank="*fp32", places="*i64", table="*i64")
+sizes = dict.fromkeys(("count", "directions", "WIDTH", "LINE"), "i32")
+signature = pointers | sizes | dict.fromkeys(constants, "constexpr")
+even = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "WIDTH", "LINE")}
+source = ASTSource(_project_kernel, signature, {(names.index(name),): value for name, value in constants.items()}, even)
+found = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+print(json.dumps([found.asm["ptx"], found.metadata.shared]))
+"""
+
+
+def test_the_projection_compiles_for_hopper() -> None:
+    """Rows and directions are read 16 bytes a thread, and a row stays in registers: none is spilled to local memory."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", PROJECT], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ptx, _ = json.loads(done.stdout)
+    assert "ld.global.v4.b32" in ptx
+    assert "ld.local" not in ptx
+
+
 def test_the_tally_compiles_for_hopper() -> None:
     """Rows of a pass are read 8 bytes a thread at least, sums 16; greatest, sum and what it lost go through the loop."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -8,7 +8,7 @@ import hashlib
 import numpy as np
 import pytest
 import torch
-from workers import KINDS, batch, device_of, some_runtime, tap
+from workers import DEVICE, KINDS, batch, device_of, some_runtime, tap
 
 from steercap import Add, CaptureSpec, SteeringSpec
 from steercap.config import Settings
@@ -34,6 +34,7 @@ from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.equipment import Equipment
 from steercap.errors import InvalidSpec, InvalidVector
+from steercap.kernels.triton_project import LARGE, launch_project
 from steercap.projection import compile_projection, points_of
 from steercap.steering import Lowered, lower, scopes_of
 from steercap.transport.assemble import assemble
@@ -173,6 +174,25 @@ def test_projections_are_those_of_the_rows(kind, width, dtype) -> None:
     worker.runtime.forget([request.key for request in running])
     worker.ask(Census(), released=tuple(Owner(request.key, 0) for request in running))
     assert worker.ask(Census()).pages_in_use == 0
+
+
+@pytest.mark.parametrize("records", [3, LARGE + 3])
+def test_a_large_pass_takes_several_records_a_program(records) -> None:
+    """The last program's records end before its last place; every result is where its line is, and nothing beside it."""
+    points, directions, width = 2, 3, 24
+    drawn = torch.Generator().manual_seed(0)
+    rows = torch.randn(records * (points + 1), width, generator=drawn)
+    bank = torch.randn(9, width, generator=drawn)
+    places = torch.tensor([[1, 8, 3], [4, 0, 2]])
+    order = torch.randperm(records, generator=drawn)
+    table = torch.stack([order * points, records * points + order.flip(0)], dim=1)
+    expected = rows.clone()
+    for source, target in table.tolist():
+        along = torch.einsum("pw,pkw->pk", rows[source : source + points], bank[places])
+        expected[target, : points * directions] = along.flatten()
+    found = rows.to(DEVICE)
+    launch_project(found, bank.to(DEVICE), places.to(DEVICE), table.to(DEVICE))
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,134 @@
+"""Directions from rows: what every method must find, what is held out, and sets of directions with their origin."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from steercap.errors import InvalidFile, InvalidSpec, UnknownName
+from steercap.vectors import METHODS, DirectionSet, LayerVectors, Provenance
+from steercap.vectors.extraction import Contrast, directions_of, separability
+
+WIDTH, LAYERS = 32, (2, 5)
+
+
+def contrast(texts: int, shift: float, seed: int = 0, groups: int | None = None) -> tuple[Contrast, torch.Tensor]:
+    """Normal rows in a few directions of unequal spread, the positive ones shifted along a known one."""
+    drawn = torch.Generator().manual_seed(seed)
+    spread = torch.linspace(0.2, 3, WIDTH)
+    along = torch.randn(WIDTH, generator=drawn)
+    along /= along.norm()
+    rows = torch.randn(2 * texts, len(LAYERS), WIDTH, generator=drawn) * spread
+    rows[:texts] += shift * along
+    labels = [number % (groups or texts) for number in range(texts)]
+    return Contrast(rows[:texts], rows[texts:], labels, labels), along
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_a_direction_tells_unseen_rows_apart_and_carries_mean_to_mean(method) -> None:
+    """Added once to the negative rows it was made from, their mean lies where the positive ones' does along it."""
+    given, _ = contrast(200, 6.0)
+    found = directions_of("x", given, LAYERS, method=method, seed=3)
+    seen, unseen = given.split(0.25, 3)
+    assert found.provenance.rows["x"] == (150, 150)
+    assert found.provenance.held_out["x"] == (50, 50)
+    for at, layer in enumerate(LAYERS):
+        vector = found["x"][layer].double()
+        between = (seen.positive[:, at].double().mean(0) - seen.negative[:, at].double().mean(0)) @ vector
+        torch.testing.assert_close(between, vector @ vector, rtol=1e-5, atol=1e-6)
+        assert found.provenance.auc["x"][layer] > 0.95
+    assert separability(found["x"], unseen, LAYERS) == found.provenance.auc["x"]
+
+
+def test_the_probe_uses_how_rows_spread() -> None:
+    """Where a shift hides in the direction of greatest spread, a probe finds it better than a difference of means."""
+    aucs = {}
+    for method in ("difference", "probe"):
+        found = [directions_of("x", contrast(150, 2.5, seed)[0], LAYERS, method=method) for seed in range(8)]
+        aucs[method] = sum(sum(one.provenance.auc["x"].values()) for one in found) / (8 * len(LAYERS))
+    assert aucs["probe"] > aucs["difference"] + 0.01
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_rows_without_a_difference_are_not_told_apart(method) -> None:
+    """With as many rows as elements any method separates what it has seen; what is held out says that it is chance."""
+    seen, unseen = [], []
+    for seed in range(10):
+        given, _ = contrast(40, 0.0, seed)
+        found = directions_of("x", given, LAYERS, method=method)
+        seen += separability(found["x"], given.split(0.25, 0)[0], LAYERS).values()
+        unseen += found.provenance.auc["x"].values()
+    if method != "pca":  # which follows the spread of the rows, not their kind
+        assert sum(seen) / len(seen) > 0.75
+    # 20 areas of 10 against 10 texts: the mean of such areas has a standard deviation of 0.03 if it is chance.
+    assert abs(sum(unseen) / len(unseen) - 0.5) < 0.12
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"method": "magic"}, UnknownName, "known: 'difference', 'pca', 'probe'"),
+        ({"held_out": 1.0}, InvalidSpec, "share of the groups"),
+        ({"groups": 1}, InvalidSpec, "1 groups have texts of both kinds"),
+    ],
+)
+def test_what_cannot_be_extracted_is_said(change, error, says) -> None:
+    """An unknown method, a share that leaves nothing, too few groups."""
+    given, _ = contrast(8, 1.0, groups=change.pop("groups", None))
+    with pytest.raises(error, match=says):
+        directions_of("x", given, LAYERS, **change)
+
+
+def some_set(seed: int = 0, **provenance) -> DirectionSet:
+    drawn = torch.Generator().manual_seed(seed)
+    vectors = {
+        f"d{seed}{name}": LayerVectors({layer: torch.randn(WIDTH, generator=drawn) for layer in LAYERS}, model="tiny")
+        for name in "ab"
+    }
+    return DirectionSet(vectors, Provenance(**provenance))
+
+
+def test_a_set_projects_and_compares_as_its_vectors_do() -> None:
+    """Products with unit vectors, cosines of every two, orthogonal ones: against the vectors themselves."""
+    found = some_set()
+    rows = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(9))
+    a, b = (vectors[5] / vectors[5].norm() for vectors in found.values())
+    torch.testing.assert_close(found.project(rows, 5), torch.stack([rows @ a, rows @ b], dim=1))
+    assert found.cosines(5)[0, 1] == pytest.approx(float(a @ b), abs=1e-6)
+    assert found.cosines(5).diagonal().tolist() == pytest.approx([1, 1])
+    assert found.orthogonal().cosines(5)[0, 1] == pytest.approx(0, abs=1e-6)
+    assert found.orthogonal()["d0a"] == found["d0a"]
+    assert list(found.select(["d0b"])) == ["d0b"]
+    assert found.at_layers([5]).layers == (5,)
+    with pytest.raises(InvalidSpec, match="'d0c'; known: 'd0a', 'd0b'"):
+        found.select("d0c")
+    with pytest.raises(InvalidSpec, match=r"layers \[3\]"):
+        found.at_layers([3])
+
+
+def test_sets_are_joined_only_if_they_were_made_alike() -> None:
+    """Both their directions and what is known of each; another method, or another model, is refused."""
+    mine = some_set(0, method="pca", auc={"d0a": {2: 0.5}}, row_norms={2: 10.0, 5: 20.0})
+    theirs = some_set(1, method="pca", auc={"d1a": {2: 0.9}}, row_norms={2: 20.0, 5: 20.0})
+    both = mine | theirs
+    assert list(both) == ["d0a", "d0b", "d1a", "d1b"]
+    assert both.provenance.auc == {"d0a": {2: 0.5}, "d1a": {2: 0.9}}
+    with pytest.raises(InvalidSpec, match="method is 'pca' of some, 'probe' of others"):
+        _ = mine | some_set(1, method="probe")
+    other = {name: dataclasses.replace(vectors, model="large") for name, vectors in some_set(1).items()}
+    with pytest.raises(InvalidSpec, match="differ in model"):
+        _ = some_set(0) | DirectionSet(other)
+
+
+def test_a_set_comes_back_from_its_file(tmp_path) -> None:
+    """Vectors bit for bit and provenance whole; a file of something else names what reads it."""
+    given, _ = contrast(16, 2.0)
+    found = directions_of("x", given, LAYERS)
+    path = found.save(tmp_path / "x.safetensors")
+    assert DirectionSet.load(path) == found
+    with pytest.raises(InvalidFile, match=r"holds directions, not vectors; read it with DirectionSet\.load"):
+        LayerVectors.load(path)
+    with pytest.raises(InvalidSpec, match="one at least"):
+        DirectionSet({})
