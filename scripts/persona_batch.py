@@ -222,7 +222,8 @@ def child() -> int:
         assert task is not None
 
         def watch() -> None:
-            sys.stdin.buffer.read()
+            while os.read(0, 1024):  # not through sys.stdin: Python dies at its end if a thread holds its lock
+                pass
             loop.call_soon_threadsafe(task.cancel)
 
         threading.Thread(target=watch, daemon=True).start()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
+import msgspec
+import persona_batch
 import pytest
 from persona_batch import Board, Precision, Status, board_of, plan, precision_of, run_all
 
@@ -91,3 +95,14 @@ async def test_a_job_that_fails_does_not_stop_the_others(tmp_path) -> None:
     assert second.error.startswith("ModelNotLoaded: ")
     assert {status.state for board in seen for status in board.status.values()} >= {"waiting", "running", "failed"}
     assert max(sum(status.state == "running" for status in board.status.values()) for board in seen) == 1
+
+
+def test_a_child_ends_as_it_says() -> None:
+    """The thread that watches stdin does not bring Python down at its end: the exit code is the job's."""
+    job = planned(Path("/nowhere"), traits=("no_such_trait",), precisions=(BF16,))[0]
+    command = [sys.executable, persona_batch.__file__, "--job"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+        child.stdin.write(msgspec.json.encode(job) + b"\n")
+        child.stdin.flush()  # and stays open
+        assert b"unknown traits" in child.stdout.read()
+        assert child.wait() == 1
