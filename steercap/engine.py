@@ -89,7 +89,8 @@ class Engine:
         self.admission = Admission(0, 0, settings)
         self.equipment = Equipment(0, 0, settings, self._equip)
         self._captured: tuple[CaptureSpec, tuple[Point, ...], tuple[int, ...]] | None = None  # the last one
-        self._projected: tuple[CaptureSpec, Projected] | None = None  # the last one
+        # Directions, and what they were compiled to for some of their points: to hash megabytes takes milliseconds.
+        self._projected: WeakKeyDictionary[Any, dict[tuple[Point, ...], Projected]] = WeakKeyDictionary()
         self._courier = Courier()
         self._lowered: WeakKeyDictionary[SteeringSpec | Edit, Lowered] = WeakKeyDictionary()
         self._settling: Batcher[tuple[Sequence[Wanted], bool], list[list[list[SteeringRecord | Unknown]]]] = Batcher(
@@ -183,18 +184,21 @@ class Engine:
         return self._captured[1:]
 
     def projected(self, spec: CaptureSpec) -> Projected | None:
-        """What a spec projects rows on, compiled for this engine, once as long as the spec lives; None for whole rows.
+        """What a spec projects rows on, compiled for this engine, once as long as the directions live; None for whole
+        rows.
 
         Raises:
             InvalidSpec, InvalidVector: see `projection.compile_projection`.
         """
         if spec.project is None:
             return None
-        if self._projected is None or self._projected[0] is not spec:
+        points, _ = self.captured(spec)
+        known = self._projected.setdefault(spec.project, {})
+        if points not in known:
             found = compile_projection(spec, self.armed, num_layers=self.vllm.num_layers, width=self.vllm.hidden_size)
             self._check_records(found)
-            self._projected = spec, found
-        return self._projected[1]
+            known[points] = found
+        return known[points]
 
     def _check_records(self, projected: Projected) -> None:
         """See that a token's projections fit a page of every arena."""

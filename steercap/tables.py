@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+import uuid
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from types import TracebackType
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -12,6 +15,9 @@ from steercap.errors import InvalidFile
 from steercap.formats.base import write_whole
 
 Record = TypeVar("Record", bound=msgspec.Struct)
+
+#: Records of a part, and seconds until one is written with fewer: what a kill may lose.
+PART_RECORDS, PART_SECONDS = 32, 5.0
 
 
 def write_table(path: str | Path, records: Sequence[msgspec.Struct]) -> Path:
@@ -48,3 +54,68 @@ def read_table(path: str | Path, kind: type[Record]) -> list[Record]:
         return msgspec.convert(rows, list[kind])  # type: ignore[valid-type]
     except (OSError, pa.ArrowException, msgspec.ValidationError) as error:
         raise InvalidFile(f"{path} is no table of {kind.__name__}: {error}") from error
+
+
+class Parts(Generic[Record]):
+    """Records in a folder of tables, written in parts as they come; a context manager that writes the last on leaving.
+
+    Args:
+        folder: where the parts lie.
+        kind: type of the records.
+        records: of a part.
+        seconds: until a part is written with fewer.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        kind: type[Record],
+        *,
+        records: int = PART_RECORDS,
+        seconds: float = PART_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder, self._kind = folder, kind
+        self._records, self._seconds, self._clock = records, seconds, clock
+        self._waiting: list[Record] = []
+        self._written = clock()
+
+    def read(self) -> list[Record]:
+        """The records that are written, in no order."""
+        return [record for path in self._paths() for record in read_table(path, self._kind)]
+
+    def add(self, record: Record) -> None:
+        """Take a record; a part is written when enough are here, or enough time has gone."""
+        self._waiting.append(record)
+        if len(self._waiting) >= self._records or self._clock() - self._written >= self._seconds:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is here."""
+        waiting, self._waiting = self._waiting, []
+        self._written = self._clock()
+        if waiting:
+            self._write(waiting)
+
+    def replace(self, records: Sequence[Record]) -> None:
+        """Make these records the only part, if there are several."""
+        before = self._paths()
+        if len(before) > 1:
+            self._write(records)
+            for path in before:
+                path.unlink()
+
+    def __enter__(self) -> Parts[Record]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.flush()
+
+    def _write(self, records: Sequence[Record]) -> None:
+        # A name of its own: two processes that were started on one folder by mistake lose nothing.
+        write_table(self._folder / f"{len(self._paths()):05}-{uuid.uuid4().hex[:8]}.parquet", records)
+
+    def _paths(self) -> list[Path]:
+        return sorted(self._folder.glob("*.parquet"))

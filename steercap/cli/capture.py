@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 import typer
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from steercap.cli.command import command
+from steercap.cli.contents import directions_in, load
 from steercap.cli.engines import ModelOptions, opened
 from steercap.cli.generate import SamplingOptions
 from steercap.cli.prompts import Prompt, PromptOptions
@@ -20,10 +22,17 @@ from steercap.cli.steering import SteerOptions, sites_of
 from steercap.cli.terminal import Terminal
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from steercap.core.spec import CaptureSpec
     from steercap.handle import CaptureHandle
     from steercap.model import SteerModel
     from steercap.steering import SteeringSpec
+    from steercap.vectors.directions import DirectionSet
+    from steercap.views.heatmap import TokenHeatmap
+
+#: Prompts whose heat maps are shown; the others are in their files.
+HEATMAPS: Final = 8
 
 
 class Captured(msgspec.Struct, frozen=True):
@@ -115,6 +124,28 @@ def table_of(found: list[Captured]) -> Table:
     return table
 
 
+def heatmaps_of(found: list[Captured], directions: DirectionSet, layer: int, tokenizer: Any) -> list[TokenHeatmap]:
+    """What was kept of the first prompts, token by token.
+
+    Args:
+        found: captures with projections on the directions.
+        directions: these.
+        layer: whose; negative counts from the last.
+        tokenizer: the model's.
+
+    Raises:
+        InvalidSpec, LayerOutOfRange: the directions have none for this layer, or it was not captured.
+    """
+    from steercap.handle import CaptureHandle
+    from steercap.views.heatmap import heatmap_of
+
+    handles = [CaptureHandle.load(one.file) for one in found[:HEATMAPS]]
+    return [
+        heatmap_of(handle, directions, layer, tokenizer, title=one.prompt)
+        for handle, one in zip(handles, found, strict=False)
+    ]
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
 
@@ -125,6 +156,7 @@ def register(app: typer.Typer) -> None:
             'steercap capture "The capital of France is" --layers 8,16 --out out/paris',
             "steercap capture --file prompts.txt --tokens generated --reduce mean --out out/means",
             "steercap capture --chat --file questions.txt --sites attn_out,mlp_out --layers 4:20:2 --out out/blocks",
+            'steercap capture --chat "How was your day?" --project directions.safetensors --heat 18 --out out/day',
         ],
     )
     async def capture(
@@ -142,12 +174,18 @@ def register(app: typer.Typer) -> None:
             str, typer.Option(help="all, prompt, generated, last_prompt, positions, slices, or several: prompt,-1.")
         ] = "all",
         reduce: Annotated[str | None, typer.Option(help="mean, sum, max or last: one row a point.")] = None,
+        project: Annotated[
+            Path | None, typer.Option(help="Keep what rows are along the directions of this file, not the rows.")
+        ] = None,
+        heat: Annotated[
+            int | None, typer.Option(help="Show the projections of this layer token by token; needs --project.")
+        ] = None,
         force: Annotated[bool, typer.Option("--force", help="Write into a folder that has captures in it.")] = False,
     ) -> None:
         r"""Generate, and keep the activations. Each prompt becomes one safetensors file with its rows, their
         positions and token ids, and the texts; CaptureHandle.load reads it, and steercap inspect shows it. Rows are
         prompt + generated - 1: the last token is never read. Layer i of resid_post is hidden_states\[i + 1] of
-        transformers.
+        transformers. With --project a few numbers a token are kept in the place of each row.
         """
         from steercap.core.spec import REDUCTIONS, CaptureSpec
 
@@ -158,13 +196,20 @@ def register(app: typer.Typer) -> None:
             raise typer.BadParameter(f"{reduce!r}; give {', '.join(REDUCTIONS)}", param_hint="--reduce")
         if not force and any(out.glob("*.safetensors")):
             raise typer.BadParameter(f"{out} has captures in it; give another folder, or --force", param_hint="--out")
+        if heat is not None and project is None:
+            raise typer.BadParameter("there is nothing to show without --project FILE", param_hint="--heat")
+        directions = None if project is None else directions_in(load(project), project)
         wanted = CaptureSpec(
             layers=layers_of(layers),
             sites=names_of(sites),
             tokens=tokens_of(tokens),
             reduce=reduce,
+            project=directions,
         )
-        armed = tuple(dict.fromkeys((*names_of(sites), *sites_of(spec))))
-        async with opened(model, terminal, sites=armed) as open_model:
+        kept = names_of(sites) if directions is None else (directions.site,)
+        async with opened(model, terminal, sites=tuple(dict.fromkeys((*kept, *sites_of(spec))))) as open_model:
             found = await capture_to(open_model, asked, params, wanted, out, terminal, steering=spec)
-            terminal.show({"model": model.model, "captures": found}, table_of(found))
+            shown: RenderableType = table_of(found)
+            if directions is not None and heat is not None:
+                shown = Group(*heatmaps_of(found, directions, heat, open_model.tokenizer), shown)
+            terminal.show({"model": model.model, "captures": found}, shown)

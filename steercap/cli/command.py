@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import multiprocessing
+import os
 import re
 import signal
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -146,6 +148,13 @@ def _expected(error: Exception) -> Exception | None:
     return None if None in found else found[0]
 
 
+def _stop_at_once(number: int) -> None:
+    """End this process and those of the engine, whatever they are doing."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(128 + number)
+
+
 async def _until_stopped(work: Coroutine[Any, Any, None], terminal: Terminal) -> None:
     """Run to the end, or cancel on SIGINT and SIGTERM, which lets the engine stop; a second one does not wait.
 
@@ -158,7 +167,8 @@ async def _until_stopped(work: Coroutine[Any, Any, None], terminal: Terminal) ->
 
     def stop(number: int) -> None:
         came.append(number)
-        loop.remove_signal_handler(number)
+        if len(came) > 1:
+            _stop_at_once(number)
         terminal.say("stopping; once more to stop at once")
         task.cancel()
 

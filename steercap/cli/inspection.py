@@ -75,6 +75,7 @@ def _captures(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
         "rows": f"{' × '.join(map(str, rows['shape']))} {rows['dtype']} at each point"
         + (f", the {header.reduce} of {shapes['positions']['shape'][0]}" if header.reduce else ""),
         "layers": "; ".join(f"{site}: {span(layers)}" for site, layers in sites.items()) + f" of {header.num_layers}",
+        "directions": ", ".join(header.directions),
         "messages": ", ".join(f"{one.role} {one.start} to {one.stop - 1}" for one in header.messages),
         "steered": ""
         if header.steering is None

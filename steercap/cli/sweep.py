@@ -177,12 +177,19 @@ async def swept(
 def table_of(results: SweepResults, measure: str) -> Table:
     """A row a vector and scale, beside its controls."""
     effects = results.effects(measure)
-    table = Table(title=measure, title_justify="left", title_style="bold")
+    table = Table(
+        title=measure,
+        title_justify="left",
+        title_style="bold",
+        caption="outside: beyond the range of the random vectors, in widths of it; sd: from their mean, in their "
+        "standard deviations",
+        caption_justify="left",
+    )
     several = len({one.condition.vector for one in effects}) > 1, len({one.condition.operation for one in effects}) > 1
     for shown, name in zip((*several, True, True), ("vector", "operation", "layers", "scale"), strict=True):
         if shown:
             table.add_column(name, justify="left" if name in {"vector", "operation"} else "right")
-    for name in ("steered", "none", "reversed", "random", "outside"):
+    for name in ("steered", "none", "reversed", "random", "outside", "sd"):
         table.add_column(name, justify="right")
     for one in effects:
         at = one.condition
@@ -195,6 +202,7 @@ def table_of(results: SweepResults, measure: str) -> Table:
             _number(one.turned.value) if one.turned is not None else "",
             f"{_number(min(one.random))} to {_number(max(one.random))}" if one.random else "",
             "" if math.isnan(one.outside) else f"{one.outside:.1f}×",
+            "" if math.isnan(one.deviations) else f"{one.deviations:+.1f}",
         )
     return table
 
@@ -211,6 +219,7 @@ def document_of(results: SweepResults, out: Path) -> dict[str, Any]:
             "reversed_mean": turned,
             "random": effect.random,
             "outside": effect.outside if math.isfinite(effect.outside) else None,
+            "deviations": effect.deviations if math.isfinite(effect.deviations) else None,
         }
 
     effects = {measure: [plain(effect) for effect in results.effects(measure)] for measure in results.values}

@@ -7,7 +7,7 @@ import io
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from steercap.errors import EngineFailure
+from steercap.errors import CaptureError, EngineFailure, SteeringError
 
 PANEL: Final = "Output"
 
@@ -59,6 +59,22 @@ class _Rate(ProgressColumn):
         return Text(f"{speed:,.1f}/s" if speed else "", style="progress.data.speed")
 
 
+def _is_engines(error: Exception) -> bool:
+    """Whether the engine's log may say more of an error, or of one in a group."""
+    if isinstance(error, ExceptionGroup):
+        return any(map(_is_engines, error.exceptions))
+    return isinstance(error, (EngineFailure, CaptureError, SteeringError))
+
+
+def _plain(value: object) -> object:
+    """What msgspec does not know, as something that it does."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError(f"{value!r} cannot be written as JSON")
+
+
 class Terminal:
     """The terminal of one command.
 
@@ -83,7 +99,7 @@ class Terminal:
             tables: the same for people.
         """
         if self.json:
-            text = msgspec.json.format(msgspec.json.encode(document, enc_hook=str), indent=2).decode()
+            text = msgspec.json.format(msgspec.json.encode(document, enc_hook=_plain), indent=2).decode()
             self.out.file.write(text + "\n")
             self.out.file.flush()
             return
@@ -98,7 +114,7 @@ class Terminal:
         """What went wrong, in one red line on stderr."""
         message = " ".join(str(error).split()) or type(error).__name__
         self.err.print(Text(f"{type(error).__name__}: {message}", style="red"), soft_wrap=True)
-        if isinstance(error, EngineFailure) and self.log is not None:
+        if self.log is not None:
             self.say(f"vLLM's log: {self.log}")
 
     def progress(self) -> Progress:
@@ -146,13 +162,14 @@ class Terminal:
                 for stream, number, console in ((sys.stdout, 1, self.out), (sys.stderr, 2, self.err)):
                     stack.enter_context(_diverted(stream, number, console, target))
                 yield
-        except BaseException:
-            self.log = None if self.verbose else log
+        except Exception as error:
+            if not self.verbose and _is_engines(error):
+                self.log = log
             raise
         finally:
             os.close(descriptor)
             if self.log is None:
-                log.unlink()
+                log.unlink(missing_ok=True)  # whoever tidies the folder may have been here
 
 
 @contextmanager

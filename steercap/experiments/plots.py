@@ -45,8 +45,10 @@ def plot_doses(
 
     vector, labels = _chosen(results, vector, measures)
     summary = results.summary()
-    own = [one for one in summary if one.condition.vector == vector]
-    columns = list(dict.fromkeys((one.condition.operation, one.condition.layers) for one in own))
+    own = [one.condition for one in summary if one.condition.vector == vector]
+    columns = list(dict.fromkeys((condition.operation, condition.layers) for condition in own))
+    if not columns:
+        raise InvalidSpec(f"{vector!r} was swept at scales {results.sweep.scales} alone, which change nothing")
     size = (PANEL[0] * len(columns) + 0.6, PANEL[1] * len(labels) + 0.9)
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(labels), len(columns), squeeze=False, sharex="col", sharey="row")
@@ -65,8 +67,16 @@ def plot_doses(
     for axes, (operation, _) in zip(panels[-1], columns, strict=True):
         counted = "fraction of the row's norm" if results.sweep.relative else OPERATIONS[operation].axis
         axes.set_xlabel(f"scale, {counted}")
-    handles, said = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, said, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    drawn = [axes.get_legend_handles_labels() for axes in panels[0]]
+    legend = {said: handle for handles, words in drawn for handle, said in zip(handles, words, strict=True)}
+    figure.legend(
+        legend.values(),
+        legend.keys(),
+        loc="outside lower center",
+        ncols=4 if len(columns) > 1 else 2,
+        frameon=False,
+        fontsize=8,
+    )
     figure.suptitle(vector)
     with write_whole(Path(path)) as scratch:
         figure.savefig(scratch, dpi=DPI, format=Path(path).suffix[1:] or "png")

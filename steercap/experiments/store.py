@@ -9,8 +9,6 @@ results.parquet                       both in one table, when all is there
 from __future__ import annotations
 
 import hashlib
-import time
-import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, Generic, TypeVar
@@ -21,10 +19,12 @@ from steercap.errors import InvalidFile, RunDiffers
 from steercap.experiments.grid import Condition, Definition, Request
 from steercap.experiments.measures.base import Answered, Measure
 from steercap.formats.base import write_whole
-from steercap.tables import read_table, write_table
+from steercap.tables import Parts
 
 #: Seconds between parts: what a killed process loses at most. A part takes some milliseconds to write.
 FLUSH_SECONDS: Final = 2.0
+#: Rows of a part at most.
+PART_RECORDS: Final = 1024
 
 
 class Record(Answered, frozen=True, kw_only=True):
@@ -78,11 +78,11 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
 Row = TypeVar("Row", Record, Value)
 
 
-class Parts(Generic[Row]):
-    """Rows of one kind in a folder of parts; a row that is there twice is there once.
+class Kept(Generic[Row]):
+    """Rows of one kind by their numbers, those that a folder holds and those that come; what is there twice is once.
 
     Args:
-        folder: where.
+        folder: where their parts are.
         kind: type of the rows.
 
     Raises:
@@ -90,43 +90,23 @@ class Parts(Generic[Row]):
     """
 
     def __init__(self, folder: Path, kind: type[Row]) -> None:
-        self._folder = folder
-        self._waiting: list[Row] = []
-        self._flushed = time.monotonic()
-        self.rows: dict[int, Row] = {}
-        for path in self._paths():
-            self.rows |= {row.number: row for row in read_table(path, kind)}
+        self._parts: Parts[Row] = Parts(folder, kind, records=PART_RECORDS, seconds=FLUSH_SECONDS)
+        self.rows: dict[int, Row] = {row.number: row for row in self._parts.read()}
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Take rows, and write a part if the last one is some time ago."""
-        new = list(rows)
-        self.rows |= {row.number: row for row in new}
-        self._waiting += new
-        if time.monotonic() - self._flushed > FLUSH_SECONDS:
-            self.flush()
+        """Take rows; they are written before long."""
+        for row in rows:
+            self.rows[row.number] = row
+            self._parts.add(row)
 
     def flush(self) -> None:
         """Write what was not written yet."""
-        if self._waiting:
-            self._write(self._waiting)
-            self._waiting = []
-        self._flushed = time.monotonic()
+        self._parts.flush()
 
     def join(self) -> None:
         """Make one part of all."""
         self.flush()
-        before = self._paths()
-        if len(before) > 1:
-            self._write([self.rows[number] for number in sorted(self.rows)])
-            for path in before:
-                path.unlink()
-
-    def _write(self, rows: list[Row]) -> None:
-        # A name of its own: two processes that were started on one folder by mistake lose nothing.
-        write_table(self._folder / f"{len(self._paths()):05}-{uuid.uuid4().hex[:6]}.parquet", rows)
-
-    def _paths(self) -> list[Path]:
-        return sorted(self._folder.glob("*.parquet"))
+        self._parts.replace([self.rows[number] for number in sorted(self.rows)])
 
 
 class Folder:
@@ -149,13 +129,13 @@ class Folder:
         else:
             with write_whole(file) as scratch:
                 scratch.write_bytes(msgspec.json.format(msgspec.json.encode(definition)))
-        self.answers: Parts[Record] = Parts(self.path / "answers", Record)
+        self.answers: Kept[Record] = Kept(self.path / "answers", Record)
 
-    def values(self, measure: Measure) -> Parts[Value]:
+    def values(self, measure: Measure) -> Kept[Value]:
         """What is kept of one measure; made otherwise, it is another."""
         digest = hashlib.sha256(repr(measure).encode()).hexdigest()[:8]
         name = "".join(letter if letter.isalnum() else "-" for letter in measure.label)
-        return Parts(self.path / "values" / f"{name}-{digest}", Value)
+        return Kept(self.path / "values" / f"{name}-{digest}", Value)
 
 
 def _compare(file: Path, definition: Definition) -> None:

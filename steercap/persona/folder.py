@@ -9,25 +9,17 @@ from __future__ import annotations
 
 import re
 import shutil
-import time
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final
 
 import msgspec
 
 from steercap.errors import InvalidFile, RunDiffers
 from steercap.formats.base import write_whole
 from steercap.persona.settings import STAGES, differences, stage_hashes
-from steercap.tables import read_table, write_table
-
-Record = TypeVar("Record", bound=msgspec.Struct)
 
 VERSION: Final = 1
-#: Records of a part, and seconds until one is written with fewer: what a kill may lose.
-PART_RECORDS, PART_SECONDS = 32, 5.0
 #: Differences named in an error.
 NAMED: Final = 5
 
@@ -124,56 +116,6 @@ class RunFolder:
         for path in self.path.rglob(".*"):
             if re.fullmatch(r"\..+\.[0-9a-f]{32}", path.name):
                 path.unlink(missing_ok=True)
-
-
-class Parts(Generic[Record]):
-    """Records of a stage, written in parts as they come; a context manager that writes the last ones on leaving.
-
-    Args:
-        folder: where the parts lie.
-        kind: type of the records.
-        records: of a part.
-        seconds: until a part is written with fewer.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        kind: type[Record],
-        *,
-        records: int = PART_RECORDS,
-        seconds: float = PART_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._folder, self._kind = folder, kind
-        self._records, self._seconds, self._clock = records, seconds, clock
-        self._waiting: list[Record] = []
-        self._written = clock()
-
-    def read(self) -> list[Record]:
-        """The records that are written, in no order."""
-        return [record for path in sorted(self._folder.glob("*.parquet")) for record in read_table(path, self._kind)]
-
-    def add(self, record: Record) -> None:
-        """Take a record; a part is written when enough are here, or enough time has gone."""
-        self._waiting.append(record)
-        if len(self._waiting) >= self._records or self._clock() - self._written >= self._seconds:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what is here."""
-        waiting, self._waiting = self._waiting, []
-        self._written = self._clock()
-        if waiting:
-            write_table(self._folder / f"{uuid.uuid4().hex}.parquet", waiting)
-
-    def __enter__(self) -> Parts[Record]:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.flush()
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:

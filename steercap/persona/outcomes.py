@@ -18,7 +18,7 @@ class Outcome:
         unscored: how many the scorer could say nothing of.
         kept: how many are used.
         mean_scores: of all that have a score, 0 to 100; NaN where none has.
-        best_layer: where the AUC is highest; among equals where the vector is longest against the rows.
+        best_layer: where the AUC is highest, the middle one among equals.
         auc: there, on questions held out; 0.5 is chance. The layer was chosen on the same answers, so it flatters.
         held_out: how many answers it is from.
         relative_norm: length of the vector there, as a share of the rows' mean length.
@@ -39,6 +39,12 @@ def outcomes(directions: DirectionSet, records: Records) -> Mapping[str, Outcome
     return {name: _outcome(name, directions, records) for name in directions}
 
 
+def middle_of_best(values: Mapping[int, float]) -> int:
+    """The layer with the highest value, the middle one among equals: with few answers many layers tie."""
+    best = [layer for layer, value in values.items() if value == max(values.values())]
+    return best[len(best) // 2]
+
+
 def relative_norms(directions: DirectionSet, name: str) -> dict[int, float]:
     """Length of a direction by layer, as a share of the mean length of the rows there."""
     return {layer: norm / directions.provenance.row_norms[layer] for layer, norm in directions[name].norms().items()}
@@ -49,7 +55,7 @@ def _outcome(name: str, directions: DirectionSet, records: Records) -> Outcome:
     scored = [[value for _, value in mine if value is not None] for mine in found]
     used = [len(records.kept_of(name, sign)) for sign in SIGNS]
     auc, relative = directions.provenance.auc[name], relative_norms(directions, name)
-    best = max(auc, key=lambda layer: (auc[layer], relative[layer]))
+    best = middle_of_best(auc)
     means = [sum(mine) / len(mine) if mine else float("nan") for mine in scored]
     return Outcome(
         responses=(len(found[0]), len(found[1])),

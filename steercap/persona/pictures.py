@@ -35,7 +35,7 @@ def draw_auc(directions: DirectionSet, path: Path) -> Path:
             label="{} ({} + {} answers)".format(name, *directions.provenance.held_out[name]),
         )
     half = max(chance_band(*counts) for counts in directions.provenance.held_out.values())
-    axes.axhspan(0.5 - half, min(0.5 + half, 1), color="grey", alpha=0.15, label="chance, 95 %")
+    axes.axhspan(0.5 - half, min(0.5 + half, 1), color="grey", alpha=0.15, label="chance, 95 % (widest)")
     axes.axhline(0.5, color="grey", linewidth=1, linestyle="--")
     axes.set(
         title="How well each vector tells held-out answers apart",

@@ -71,6 +71,7 @@ async def run(
     responses = await generate(model, settings, folder, progress)
     scores = await score(settings, folder, responses, progress)
     count = Count("filter", 1, 0, progress)
+    (folder.path / "kept.parquet").unlink(missing_ok=True)  # of other thresholds, if too few are kept now
     kept = keep(settings, responses, scores)
     write_table(folder.path / "kept.parquet", kept)
     count.add()

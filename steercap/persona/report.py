@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from steercap.formats.base import write_whole
-from steercap.persona.outcomes import Outcome
+from steercap.persona.outcomes import Outcome, middle_of_best
 from steercap.persona.pictures import chance_band, draw_all
 from steercap.persona.records import SIGNS, Records
 from steercap.persona.settings import PersonaSettings
@@ -19,13 +19,15 @@ from steercap.vectors import DirectionSet
 SHOWN, LENGTH = 2, 400
 _LIMITS: Final = """
 - **The AUC is of held-out questions, but of the same system prompts.** {reading}
+- **Only kept answers count in it.** Where few are kept, as of a trait that the model hardly shows, the vector is of
+  those that happened to pass the scorer.
 - **The best layer was chosen on the answers it is reported for.** So its AUC is somewhat too good; with few
-  answers held out many layers tie. The band in which 95 of 100 worthless directions lie is given beside it.
+  answers held out many layers tie, and the middle one of these is named. The band in which 95 of 100 worthless
+  directions lie is given beside it.
 - **A score is what the scorer makes of a text.** {scorer}
-- **A small model shows little.** Below some billion parameters a system prompt changes words and tone more than what is
-  argued: register, verse or rudeness come out, flattery or invention hardly do. A vector from such answers is one of
-  tone. Whether it *causes* the trait is not shown here; that takes steering with it, against random vectors of its
-  length.
+- **A small model shows little.** Below some billion parameters a system prompt changes words and tone more than what
+  is argued: register or verse come out, flattery or invention hardly do. A vector from such answers is one of tone.
+  Whether it *causes* the trait is not shown here; that takes steering with it, against random vectors of its length.
 """
 _READING: Final = {
     True: (
@@ -59,7 +61,7 @@ def write_report(
     layer = common_layer(directions)
     pictures = draw_all(folder, settings, directions, records, layer)
     parts = [
-        f"# Persona vectors of {directions.model}\n",
+        f"# Persona vectors of {directions.model}\n\n",
         (
             f"Each vector is found at every layer, by the method `{settings.method}`, from answers that show a trait "
             "and answers that show its opposite.\n"
@@ -87,9 +89,7 @@ def write_report(
 def common_layer(directions: DirectionSet) -> int:
     """The layer of the highest mean AUC over the traits, the middle one among equals."""
     auc = directions.provenance.auc
-    means = {layer: sum(found[layer] for found in auc.values()) for layer in directions.layers}
-    best = [layer for layer, mean in means.items() if mean == max(means.values())]
-    return best[len(best) // 2]
+    return middle_of_best({layer: sum(found[layer] for found in auc.values()) for layer in directions.layers})
 
 
 def _table(directions: DirectionSet, outcomes: Mapping[str, Outcome]) -> Iterator[str]:

@@ -47,7 +47,10 @@ STAGES: Final = tuple(_DEPENDS)
 
 
 class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of `run`. The defaults are those of Chen et al., Persona Vectors, but for the scorer and `max_tokens`.
+    """Settings of `run`.
+
+    The defaults are the sizes and thresholds of Chen et al., Persona Vectors. They judge by a large model, keep pairs
+    (`paired`), and keep only answers that are judged coherent, which no scorer here does; their answers are longer.
 
     Args:
         traits: names of shipped traits, or `Trait`s; one at least.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -33,7 +34,7 @@ class Trait(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A way to answer: what brings it out in a model, and what tells that it is there.
 
     Args:
-        name: one word.
+        name: one word of letters, digits, _ and -.
         description: one sentence.
         positive, negative: system prompts that ask for the trait and for its opposite; one at least, and those of
             one place contrast.
@@ -68,8 +69,10 @@ class Trait(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{len(self.examples.positive)} positive and {len(self.examples.negative)} negative examples; "
                 "give as many of each, those of one place on one subject"
             )
-        if not self.name.strip() or not self.description.strip():
-            raise ValueError(f"name={self.name!r}, description={self.description!r}; neither may be empty")
+        if not re.fullmatch(r"[\w-]+", self.name):  # it names files, and stands before "/" in the ids of requests
+            raise ValueError(f"name={self.name!r}; give one word of letters, digits, _ and -")
+        if not self.description.strip():
+            raise ValueError("description is empty; give one sentence")
         if missing := [place for place in PLACES if place not in self.rubric]:
             raise ValueError(f"the rubric lacks {' and '.join(missing)}")
 

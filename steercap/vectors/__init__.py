@@ -1,8 +1,21 @@
 """Directions: vectors by layer, sets of them with their provenance, and how they are found in a model's rows."""
 
+from steercap.vectors.contrast import Contrast, directions_of, separability
 from steercap.vectors.directions import DirectionSet, Provenance
-from steercap.vectors.extraction import Contrast, Exchange, extract, mean_rows
+from steercap.vectors.extraction import Exchange, Rows, extract, mean_rows
 from steercap.vectors.layers import LayerVectors
 from steercap.vectors.methods import METHODS
 
-__all__ = ["METHODS", "Contrast", "DirectionSet", "Exchange", "LayerVectors", "Provenance", "extract", "mean_rows"]
+__all__ = [
+    "METHODS",
+    "Contrast",
+    "DirectionSet",
+    "Exchange",
+    "LayerVectors",
+    "Provenance",
+    "Rows",
+    "directions_of",
+    "extract",
+    "mean_rows",
+    "separability",
+]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from steercap.core.spec import CaptureSpec, Layers, Reduction
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.errors import InvalidSpec
 from steercap.prompts import listed, templated
+from steercap.vectors.contrast import Contrast, directions_of
 from steercap.vectors.directions import DirectionSet, Provenance
 from steercap.vectors.layers import LayerVectors
 from steercap.vectors.methods import METHODS
@@ -60,82 +60,6 @@ class Rows:
     layers: tuple[int, ...]
     prompts: tuple[bytes, ...]
     bytes_moved: int
-
-
-@dataclass(frozen=True, eq=False)
-class Contrast:
-    """Rows of texts that show something, and of texts that do not.
-
-    Args:
-        positive, negative: float32 [texts, layers, hidden].
-        positive_groups, negative_groups: what each text belongs to, such as its question: texts of one group are held
-            out together, and are paired, in their order, for methods that compare pairs.
-    """
-
-    positive: Float[torch.Tensor, "p layers hidden"]
-    negative: Float[torch.Tensor, "n layers hidden"]
-    positive_groups: Sequence[Hashable]
-    negative_groups: Sequence[Hashable]
-
-    def __post_init__(self) -> None:
-        for kind in ("positive", "negative"):
-            rows, groups = getattr(self, kind), getattr(self, f"{kind}_groups")
-            if rows.dim() != 3 or len(rows) != len(groups) or not len(rows):
-                raise InvalidSpec(
-                    f"Contrast: {kind} rows {tuple(rows.shape)} in {len(groups)} groups; expected "
-                    "[texts, layers, hidden], one text at least, and a group for each"
-                )
-
-    def split(self, held_out: float, seed: int) -> tuple[Contrast, Contrast | None]:
-        """Texts to find a direction with, and texts to try it on: whole groups, drawn by the seed.
-
-        Args:
-            held_out: share of the groups that both kinds have, in [0, 1); 0 holds none out.
-            seed: of the draw.
-
-        Raises:
-            InvalidSpec: too few groups for both parts.
-        """
-        if not 0 <= held_out < 1:
-            raise InvalidSpec(f"held_out={held_out!r}; give a share of the groups, from 0 to less than 1")
-        if not held_out:
-            return self, None
-        common = [group for group in dict.fromkeys(self.positive_groups) if group in set(self.negative_groups)]
-        count = max(1, round(held_out * len(common)))
-        if len(common) < 2:
-            raise InvalidSpec(
-                f"{len(common)} groups have texts of both kinds; to hold some out there must be 2 or more"
-            )
-        out = set(random.Random(seed).sample(common, min(count, len(common) - 1)))  # noqa: S311 -- a split, no secret
-        return self._where(lambda group: group not in out), self._where(lambda group: group in out)
-
-    def pairs(self) -> Contrast:
-        """Texts that have one of the other kind in their group, in the same order in both kinds."""
-        places: list[tuple[int, int]] = []
-        waiting: dict[Hashable, list[int]] = {}
-        for place, group in enumerate(self.negative_groups):
-            waiting.setdefault(group, []).append(place)
-        for place, group in enumerate(self.positive_groups):
-            if waiting.get(group):
-                places.append((place, waiting[group].pop(0)))
-        if not places:
-            raise InvalidSpec("no group has texts of both kinds, so there are no pairs to compare")
-        ours, theirs = zip(*places, strict=True)
-        return self._at(ours, theirs)
-
-    def _where(self, wanted: Any) -> Contrast:
-        return self._at(
-            [place for place, group in enumerate(self.positive_groups) if wanted(group)],
-            [place for place, group in enumerate(self.negative_groups) if wanted(group)],
-        )
-
-    def _at(self, ours: Sequence[int], theirs: Sequence[int]) -> Contrast:
-        return Contrast(
-            self.positive[list(ours)],
-            self.negative[list(theirs)],
-            [self.positive_groups[place] for place in ours],
-            [self.negative_groups[place] for place in theirs],
-        )
 
 
 async def extract(
@@ -256,68 +180,6 @@ async def mean_rows(
         tuple(_digest(ids) for ids, _ in asked),
         sum(task.result()[1] for task in tasks),
     )
-
-
-def directions_of(
-    name: str,
-    contrast: Contrast,
-    layers: Sequence[int],
-    *,
-    method: str = "difference",
-    site: str = "resid_post",
-    held_out: float = 0.25,
-    seed: int = 0,
-) -> DirectionSet:
-    """A direction from rows, and how well it tells rows apart that it was not made from.
-
-    Args:
-        name: what the direction means.
-        contrast: the rows.
-        layers: what their second axis is.
-        method, site, held_out, seed: as for `extract`.
-
-    Raises:
-        UnknownName: a method that does not exist.
-        InvalidSpec: too few groups to hold any out, or no pairs for a method that needs them.
-        InvalidVector: rows that are NaN or inf.
-    """
-    how = METHODS[method]
-    seen, unseen = contrast.split(held_out, seed)
-    used = seen.pairs() if how.paired else seen
-    vectors = {
-        layer: how.direction(used.positive[:, at].double(), used.negative[:, at].double(), seed)
-        for at, layer in enumerate(layers)
-    }
-    found = LayerVectors(vectors, name=name, site=site)
-    every = torch.cat([contrast.positive, contrast.negative]).double()
-    norms = every.norm(dim=-1).mean(0).tolist()
-    provenance = Provenance(
-        method=method,
-        seed=seed,
-        rows={name: (len(used.positive), len(used.negative))},
-        held_out={name: (len(unseen.positive), len(unseen.negative)) if unseen else (0, 0)},
-        auc={name: separability(found, unseen, layers)} if unseen else {},
-        row_norms=dict(zip(layers, norms, strict=True)),
-    )
-    return DirectionSet({name: found}, provenance)
-
-
-def separability(vectors: LayerVectors, contrast: Contrast, layers: Sequence[int]) -> dict[int, float]:
-    """Area under the ROC curve of the rows' projections on each layer's vector: 1 tells all apart, 0.5 is chance.
-
-    Args:
-        vectors: one for each of `layers` at least.
-        contrast: rows that the vectors were not made from.
-        layers: what the second axis of the rows is.
-    """
-    from sklearn.metrics import roc_auc_score
-
-    kinds = [1] * len(contrast.positive) + [0] * len(contrast.negative)
-    rows = torch.cat([contrast.positive, contrast.negative]).double()
-    return {
-        layer: float(roc_auc_score(kinds, (rows[:, at] @ vectors[layer].double()).numpy()))
-        for at, layer in enumerate(layers)
-    }
 
 
 def labelled(found: DirectionSet, model: SteerModel, **known: Any) -> DirectionSet:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from steercap import Add, CaptureSpec, SteeringSpec
-from steercap.cli.capture import capture_to
+from steercap.cli.capture import capture_to, heatmaps_of
 from steercap.cli.generate import answer
 from steercap.cli.prompts import Prompt
 from steercap.cli.sweep import SweepFile, document_of, drawn, sweep_of, swept, table_of
@@ -38,6 +38,63 @@ def terminal() -> Terminal:
 
 def push(scale: float = 1.0) -> SteeringSpec:
     return SteeringSpec([Add(vector(576, seed=1) * 40, layer=15, scale=scale)])
+
+
+# Whole commands come first: the engine that the others share would be one more beside theirs.
+
+
+def command(*arguments: str | Path) -> subprocess.Popen[str]:
+    """The command in a process group of its own, as a shell starts it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "steercap", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # vLLM leaves the contexts of its sockets to the garbage collector.
+        env={**os.environ, "PYTHONWARNINGS": "default,ignore:Unclosed context:ResourceWarning"},
+    )
+
+
+def test_the_command_steers_and_prints_json_alone(tmp_path) -> None:
+    """A real process with a real engine: one document on stdout, steered as asked, no word of vLLM's anywhere."""
+    assert smollm2().exists()
+    file = DirectionSet({"push": LayerVectors({15: vector(576, seed=1) * 40}, site="resid_post")}).save(
+        tmp_path / "push.safetensors"
+    )
+    process = command(
+        "generate",
+        "The capital of France is",
+        "--steer",
+        file,
+        "--scale",
+        "1",
+        "--compare",
+        "--max-tokens",
+        "6",
+        "--json",
+    )
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    (one,) = json.loads(out)["answers"]
+    assert one["clean"] != one["steered"]
+    assert one["rows_edited"] == [10]  # 5 prompt + 6 generated - 1
+    assert [line for line in err.splitlines() if "tokens/s" not in line] == []
+
+
+def test_an_interrupted_command_leaves_nothing_behind() -> None:
+    """Ctrl-C while the engine starts: exit code 130, no traceback, no process."""
+    process = command("generate", "The capital of France is")
+    parent = psutil.Process(process.pid)
+    while not parent.children(recursive=True):  # until vLLM's process is there
+        assert process.poll() is None, process.communicate()
+    children = parent.children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to everybody
+    _, err = process.communicate(timeout=400)
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive
 
 
 async def test_answers_are_those_of_the_model(smol, terminal) -> None:
@@ -85,6 +142,19 @@ async def test_captures_are_written_as_they_come(smol, terminal, tmp_path) -> No
     known.release()
 
 
+async def test_projections_are_captured_and_shown_token_by_token(smol, terminal, tmp_path) -> None:
+    """Two numbers a token in the file, and a heat map of each prompt with its words."""
+    directions = DirectionSet({name: LayerVectors({20: vector(576, seed=at)}) for at, name in enumerate("ab")})
+    found = await capture_to(
+        smol, [Prompt(text) for text in PRAISE], GREEDY, CaptureSpec(project=directions), tmp_path, terminal
+    )
+    assert {one.hidden for one in found} == {2}
+    shown = heatmaps_of(found, directions, 20, smol.tokenizer)
+    assert [one.title for one in shown] == PRAISE
+    assert "".join(shown[0].tokens).startswith(PRAISE[0])
+    assert shown[0].values.shape == (found[0].rows, 2)
+
+
 async def test_a_failure_of_one_prompt_is_the_error(smol, terminal, tmp_path) -> None:
     """A selection that does not fit one of the prompts ends the command; nothing stays behind in the workers."""
     spec = CaptureSpec(layers=3, tokens=5)
@@ -130,7 +200,7 @@ async def test_a_sweep_is_run_shown_and_drawn(smol, terminal, tmp_path) -> None:
     sweep, out = sweep_of(settings), tmp_path / "out"
     results = await swept(smol, sweep, ["length"], out, terminal)
     (effect,) = document_of(results, out)["effects"]["length"]
-    assert (effect["vector"], effect["layers"], len(effect["random"])) == ("push", [15], 2)
+    assert (effect["vector"], effect["layers"], len(effect["random"])) == ("push", (15,), 2)
     assert table_of(results, "length").row_count == 1
     (picture,) = drawn(results, out)
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -140,56 +210,3 @@ async def test_a_sweep_is_run_shown_and_drawn(smol, terminal, tmp_path) -> None:
     assert [record.text for record in again.records] == [record.text for record in results.records]
     with pytest.raises(InvalidSpec, match="no vectors for layers"):
         sweep_of(SweepFile(vectors=str(file), layers=(16,), scales=(1.0,), prompts=("a",)))
-
-
-def command(*arguments: str | Path) -> subprocess.Popen[str]:
-    """The command in a process group of its own, as a shell starts it."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "steercap", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONWARNINGS": "default"},
-    )
-
-
-def test_the_command_steers_and_prints_json_alone(tmp_path) -> None:
-    """A real process with a real engine: one document on stdout, steered as asked, no word of vLLM's anywhere."""
-    assert smollm2().exists()
-    file = DirectionSet({"push": LayerVectors({15: vector(576, seed=1) * 40}, site="resid_post")}).save(
-        tmp_path / "push.safetensors"
-    )
-    process = command(
-        "generate",
-        "The capital of France is",
-        "--steer",
-        file,
-        "--scale",
-        "1",
-        "--compare",
-        "--max-tokens",
-        "6",
-        "--json",
-    )
-    out, err = process.communicate(timeout=400)
-    assert process.returncode == 0, err
-    (one,) = json.loads(out)["answers"]
-    assert one["clean"] != one["steered"]
-    assert one["rows_edited"] == [10]  # 5 prompt + 6 generated - 1
-    assert [line for line in err.splitlines() if "tokens/s" not in line] == []
-
-
-def test_an_interrupted_command_leaves_nothing_behind() -> None:
-    """Ctrl-C while the engine starts: exit code 130, no traceback, no process."""
-    process = command("generate", "The capital of France is")
-    parent = psutil.Process(process.pid)
-    while not parent.children(recursive=True):  # until vLLM's process is there
-        assert process.poll() is None, process.communicate()
-    children = parent.children(recursive=True)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to everybody
-    _, err = process.communicate(timeout=400)
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    _, alive = psutil.wait_procs(children, timeout=60)
-    assert not alive

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from steercap.cli.app import app
 from steercap.cli.doctor.checks import CHECKS, Check, examine
 from steercap.cli.doctor.facts import Facts, Gpu, Model, gather
 from steercap.cli.engines import ModelOptions
+from steercap.cli.persona import ScoreOptions, SizeOptions, settings_of
 from steercap.cli.prompts import PromptOptions
 from steercap.cli.selections import layers_of, tokens_of
 from steercap.cli.steering import SteerOptions
@@ -29,9 +31,10 @@ from steercap.cli.sweep import measure_of, read_settings, sweep_of
 from steercap.cli.vectors import texts_in
 from steercap.core.receipt import Receipt
 from steercap.core.spec import CaptureSpec, Point, resolve_layers
-from steercap.errors import InvalidFile, InvalidSpec, UnknownName
+from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec, UnknownName
 from steercap.formats import load_control_vector, load_layers_pt
 from steercap.handle import CaptureHandle
+from steercap.persona import PersonaSettings, traits
 from steercap.tables import write_table
 from steercap.vectors import DirectionSet, LayerVectors, Provenance
 
@@ -44,11 +47,14 @@ COMMANDS = [
     ["vectors", "extract"],
     ["vectors", "show"],
     ["vectors", "convert"],
+    ["persona"],
+    ["persona", "run"],
+    ["persona", "traits"],
     ["sweep"],
     ["inspect"],
     ["doctor"],
 ]
-LEAVES = [command for command in COMMANDS if command and command != ["vectors"]]
+LEAVES = [command for command in COMMANDS if command and command not in (["vectors"], ["persona"])]
 
 
 def call(*arguments: str | Path, stdin: str | None = None) -> Any:
@@ -219,6 +225,52 @@ print("after")
     assert json.loads(loud.stdout.rsplit("\n", 2)[0]) == {"a": 1}
     assert {"python", "child", "descriptor", "error"} <= set(loud.stderr.split())
     assert [log] == list(tmp_path.iterdir())
+
+
+STOPPED = """
+import asyncio, typer
+from steercap.cli.command import command
+from steercap.cli.terminal import Terminal
+
+app = typer.Typer(pretty_exceptions_enable=False)
+
+@command(app, "wait", examples=[])
+async def wait(terminal: Terminal) -> None:
+    try:
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+    finally:
+        print("closing", flush=True)
+        %s
+        print("closed", flush=True)
+
+app()
+"""
+
+
+@pytest.mark.parametrize(
+    ("numbers", "closing", "code", "last"),
+    [
+        ([signal.SIGINT], "await asyncio.sleep(0)", 130, "closed"),
+        ([signal.SIGTERM], "await asyncio.sleep(0)", 143, "closed"),
+        ([signal.SIGINT], "raise RuntimeError('the engine broke off too')", 130, "closing"),
+        ([signal.SIGINT, signal.SIGINT], "await asyncio.Event().wait()", 130, "closing"),
+    ],
+)
+def test_a_stopped_command_closes_what_it_opened(numbers, closing, code, last) -> None:
+    """The first signal cancels and waits for the engine to stop, the second does not wait; neither has a traceback."""
+    with subprocess.Popen(
+        [sys.executable, "-c", STOPPED % closing], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        for number in numbers:
+            assert process.stdout is not None
+            process.stdout.readline()  # "ready", then "closing"
+            process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert (["ready", "closing", *out.split()][-1]) == last
+    assert "Traceback" not in err
+    assert "stopping" in err
 
 
 # What users write
@@ -511,6 +563,38 @@ def test_measures_are_named_and_scores_have_traits() -> None:
             measure_of(unknown)
 
 
+# Personas
+
+
+def test_a_run_is_what_its_flags_say(tmp_path) -> None:
+    """Sizes, scorer and traits, shipped or from a file; what is left out is the settings' own default."""
+    plain = settings_of(["poetic"], SizeOptions(), ScoreOptions(), site="attn_out")
+    assert plain == PersonaSettings(traits=("poetic",), site="attn_out")
+    small = settings_of(
+        ["poetic"], SizeOptions(small=True, n_questions=3), ScoreOptions(scorer="keywords", paired=True)
+    )
+    assert small == PersonaSettings.small("poetic", n_questions=3, scorer="keywords", paired=True)
+    own = tmp_path / "mine.yaml"
+    own.write_bytes(msgspec.yaml.encode(msgspec.structs.replace(traits()["poetic"], name="mine")))
+    found = settings_of(
+        [str(own)], SizeOptions(), ScoreOptions(scorer_arg=['model="x"', 'base_url="http://y"'], scorer="judge")
+    )
+    assert [trait.name for trait in found.resolved()] == ["mine"]
+    assert found.scorer_args == {"model": "x", "base_url": "http://y"}
+    with pytest.raises(InvalidSetting, match="unknown traits"):
+        settings_of(["poetical"], SizeOptions(), ScoreOptions())
+
+
+def test_traits_are_listed_and_shown() -> None:
+    """All by name, one in full; an unknown one is an error that lists those known."""
+    assert set(json.loads(call("persona", "traits", "--json").stdout)) == set(traits())
+    one = json.loads(call("persona", "traits", "evil", "--json").stdout)["evil"]
+    assert one["questions"] == list(traits()["evil"].questions)
+    assert "evil" in call("persona", "traits", "evil").stdout
+    wrong = call("persona", "traits", "good")
+    assert (wrong.exit_code, "'evil'" in wrong.stderr) == (1, True)
+
+
 # The doctor
 
 FINE = Facts(
@@ -612,6 +696,13 @@ def test_the_doctor_says_how_much_rows_take() -> None:
     (check,) = (check for check in examine(FINE) if check.name == "model")
     assert "295 MB" in check.found
     assert len({check.name for check in examine(FINE)}) == len(CHECKS)
+
+
+def test_the_doctor_refuses_sizes_that_are_none() -> None:
+    """An engine argument that must be a number and is not is named."""
+    for value in ("two", True, -1):
+        with pytest.raises(InvalidSetting, match=r"tensor_parallel_size=.*whole number"):
+            examine(changed(SMALL, arguments={"tensor_parallel_size": value}))
 
 
 def test_the_doctor_looks_at_this_machine() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from steercap.errors import InvalidFile, InvalidSpec, UnknownName
 from steercap.vectors import METHODS, DirectionSet, LayerVectors, Provenance
-from steercap.vectors.extraction import Contrast, directions_of, separability
+from steercap.vectors.contrast import Contrast, directions_of, separability
 
 WIDTH, LAYERS = 32, (2, 5)
 

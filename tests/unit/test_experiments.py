@@ -359,6 +359,8 @@ def test_a_picture_needs_one_vector_and_a_measure(tmp_path) -> None:
         results().plot(tmp_path / "x.png", vector="cold")
     with pytest.raises(InvalidSpec, match="was not measured"):
         results().plot(tmp_path / "x.png", measures=["score"])
+    with pytest.raises(InvalidSpec, match="change nothing"):
+        results(scales=(0,)).plot(tmp_path / "x.png")
     two = results(vectors={"warm": vectors(1, 3), "cold": vectors(1, 3, seed=1)})
     with pytest.raises(InvalidSpec, match="cold"):
         two.plot(tmp_path / "x.png")

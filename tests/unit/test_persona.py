@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import threading
@@ -17,7 +18,8 @@ import yaml
 
 from steercap.errors import InvalidFile, InvalidSetting, JudgeFailed, RunDiffers, TooFewKept, UnknownName
 from steercap.persona import PersonaSettings, Progress, load_trait, traits
-from steercap.persona.folder import Parts, RunFolder
+from steercap.persona.flight import each_of
+from steercap.persona.folder import RunFolder
 from steercap.persona.outcomes import outcomes
 from steercap.persona.pictures import chance_band
 from steercap.persona.records import SIGNS, Records, Response, Score, asks
@@ -28,9 +30,9 @@ from steercap.persona.scores.minilm import cross_validated, split
 from steercap.persona.settings import STAGES, depends, described, stage_hashes
 from steercap.persona.stages.keep import keep
 from steercap.persona.stages.score import score
-from steercap.tables import read_table
+from steercap.tables import Parts, read_table
 from steercap.vectors import Contrast
-from steercap.vectors.extraction import directions_of
+from steercap.vectors.contrast import directions_of
 
 SHIPPED = list(traits())
 
@@ -66,6 +68,7 @@ def test_ten_traits_are_shipped() -> None:
         ({"keywrds": ["x"]}, "unknown field `keywrds`"),
         ({"examples": {"positive": ["a"], "negative": ["b"]}}, "examples.positive has 1 entries; give 4"),
         ({"examples": {"positive": list("abcde"), "negative": list("abcd")}}, "5 positive and 4 negative"),
+        ({"name": "very/formal"}, "name='very/formal'; give one word"),
         ({"name": 3}, r"Expected `str`, got `int` - at `\$.name`"),
     ],
 )
@@ -428,6 +431,26 @@ def test_records_are_written_in_parts_as_they_come(tmp_path) -> None:
 
 
 # Stages that need no engine
+
+
+async def test_work_is_limited_and_an_error_comes_as_itself() -> None:
+    """So many at once and no more; the first error of ours ends the others, in no group."""
+    now, most, done = 0, 0, []
+
+    async def work(item: int) -> None:
+        nonlocal now, most
+        now, most = now + 1, max(most, now + 1)
+        await asyncio.sleep(0)  # lets the others go on
+        now -= 1
+        done.append(item)
+        if item == 5:
+            raise JudgeFailed("the fifth")
+
+    await each_of(range(5), work, 3)
+    assert (most, sorted(done)) == (3, [0, 1, 2, 3, 4])
+    with pytest.raises(JudgeFailed, match="the fifth"):
+        await each_of(range(5, 100), work, 3)
+    assert len(done) < 15
 
 
 def answered(settings: PersonaSettings, answer=lambda _: "It is so.") -> list[Response]:

@@ -173,7 +173,7 @@ def check_shm(facts: Facts) -> Check:
 
 def check_memory(facts: Facts) -> Check:
     """Room for the weights on CPU, and for captured rows, which on CUDA are pinned at the start."""
-    rows = int(facts.arguments.get("capture_bytes", Settings.capture_bytes))
+    rows = facts.whole("capture_bytes", Settings.capture_bytes)
     found = f"{facts.memory_bytes / GB:.1f} GB free"
     if facts.device == "cuda":
         needed = rows * facts.workers + PROCESS_BYTES
@@ -183,7 +183,7 @@ def check_memory(facts: Facts) -> Check:
             )
             return Check("memory", "problem", found, advice)
         return Check("memory", "ok", f"{found}, of which captured rows pin {rows / GB:.1f} GB on each worker")
-    cache = int(facts.arguments.get("kv_cache_memory_bytes") or 0)
+    cache = facts.whole("kv_cache_memory_bytes", 0)
     needed = facts.model.bytes + cache + PROCESS_BYTES
     if needed > facts.memory_bytes:
         return Check(

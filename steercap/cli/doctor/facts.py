@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from steercap.cli.engines import SMOLLM2
+from steercap.errors import InvalidSetting
 
 #: What vLLM asks for and a CPU build of torch has no partner of; a wrong one breaks `import transformers`.
 COMPANIONS: Final = ("torchvision", "torchaudio", "torchcodec")
@@ -134,9 +135,20 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def workers(self) -> int:
         """Processes that hold a part of the model."""
-        given = (self.arguments.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
-        tensor, pipeline = (int(size) for size in given)
-        return tensor * pipeline
+        return self.whole("tensor_parallel_size", 1) * self.whole("pipeline_parallel_size", 1)
+
+    def whole(self, name: str, default: int) -> int:
+        """An argument of the engine that is a whole number.
+
+        Raises:
+            InvalidSetting: it is something else.
+        """
+        value = self.arguments.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise InvalidSetting(f"{name}={value!r}; give a whole number")
+        return value
 
 
 def gather(model: str, arguments: Mapping[str, Any]) -> Facts:

@@ -14,10 +14,11 @@ import torch
 from steercap.errors import InvalidFile
 from steercap.formats.base import read_tensors, write_tensors
 from steercap.persona.flight import each_of
-from steercap.persona.folder import PART_RECORDS, RunFolder
+from steercap.persona.folder import RunFolder
 from steercap.persona.progress import Count, Report
 from steercap.persona.records import Records, Response
 from steercap.persona.settings import PersonaSettings
+from steercap.tables import PART_RECORDS
 from steercap.vectors import Exchange, mean_rows
 
 if TYPE_CHECKING:
@@ -52,8 +53,7 @@ async def capture(
     """Have the model read the kept answers, and write their rows to `rows/<trait>.safetensors`.
 
     As in Chen et al., Persona Vectors: prompt and answer are read once more, and the rows of the answer's tokens are
-    averaged.
-    Rows that the folder holds are not read again, those of answers no longer kept included.
+    averaged. Rows that the folder holds are not read again; those of answers that are no longer kept stay there.
 
     Args:
         model, settings, folder: of the run.

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from steercap.persona.flight import each_of
-from steercap.persona.folder import Parts, RunFolder
+from steercap.persona.folder import RunFolder
 from steercap.persona.progress import Count, Report
 from steercap.persona.records import Ask, Response, asks
 from steercap.persona.settings import PersonaSettings
-from steercap.tables import read_table, write_table
+from steercap.tables import Parts, read_table, write_table
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel

@@ -12,7 +12,7 @@ from steercap.persona.settings import PersonaSettings
 def keep(settings: PersonaSettings, responses: Sequence[Response], scores: Sequence[Score]) -> list[Kept]:
     """The answers that are used: positive ones from `threshold_high` up, negative ones up to `threshold_low`.
 
-    Source: Chen et al., Persona Vectors, who keep pairs (`paired`).
+    Source: Chen et al., Persona Vectors, who keep pairs (`paired`), and of these the coherent ones.
 
     Args:
         settings: of the run.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from steercap.persona.folder import PART_RECORDS, Parts, RunFolder
+from steercap.persona.folder import RunFolder
 from steercap.persona.progress import Count, Report
 from steercap.persona.records import Response, Score
 from steercap.persona.scores import Scored, make_scorer
 from steercap.persona.settings import PersonaSettings
-from steercap.tables import read_table, write_table
+from steercap.tables import PART_RECORDS, Parts, read_table, write_table
 
 
 async def score(

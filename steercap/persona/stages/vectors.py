@@ -13,7 +13,8 @@ from steercap.persona.records import SIGNS, Kept, Records, Sign
 from steercap.persona.settings import PersonaSettings
 from steercap.persona.stages.capture import load_rows, rows_file
 from steercap.vectors import Contrast, DirectionSet
-from steercap.vectors.extraction import digest_of, directions_of, labelled
+from steercap.vectors.contrast import directions_of
+from steercap.vectors.extraction import digest_of, labelled
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
