@@ -1,4 +1,4 @@
-# make setup | demo | test | lint: each does all its own set-up, in .venv; running it again is quick.
+# make setup | demo | test | lint | docs: each does all its own set-up, in .venv; running it again is quick.
 #
 # PYTHON     the interpreter to build .venv with (3.11 or newer)
 # PIP_ARGS   further arguments of every pip call, such as --index-url
@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test lint docs clean
 
 setup: $(STAMP)
 
@@ -43,6 +43,10 @@ lint: setup
 
 test: lint
 	$(BIN)/python -m pytest --durations=15
+
+docs: setup
+	$(BIN)/python -m mkdocs build --strict --quiet
+	@echo "the pages are in out/site; open out/site/index.html"
 
 clean:
 	rm -rf $(VENV) out

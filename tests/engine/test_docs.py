@@ -1,0 +1,107 @@
+"""Every block of Python in README.md and docs/*.md runs, and so do the commands that start no engine."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from docs_pages import ROOT, Block, blocks, is_cheap, model_of, pages, steercap_commands
+from typer.testing import CliRunner
+
+from steercap import SteerModel
+from steercap.cli.app import app
+from steercap.vectors import extract
+
+PAGES = [page for page in pages() if model_of(page)]
+SCRIPTS = {block.text: block for page in pages() for block in blocks(page) if block.is_script and not block.reason}
+SHELL = [
+    pytest.param(block, id=block.where)
+    for page in pages()
+    for block in blocks(page)
+    if block.language in {"sh", "console"}
+    and not block.reason
+    and any(is_cheap(arguments) for arguments in steercap_commands(block))
+]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if model_of(page) == "smol"], ids=lambda page: page.name)
+async def test_the_blocks_of_a_page_run(page: Path, smol: SteerModel, tmp_path, monkeypatch) -> None:
+    """Each block runs after those before it, in one namespace, with an open model: `await` at the top level and all."""
+    await read(page, smol, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if model_of(page) == "tiny"], ids=lambda page: page.name)
+async def test_the_blocks_of_a_page_about_sites_run(page: Path, tiny: SteerModel, tmp_path, monkeypatch) -> None:
+    """The same with an engine whose sites are all armed."""
+    await read(page, tiny, tmp_path, monkeypatch)
+
+
+async def read(page: Path, model: SteerModel, folder: Path, monkeypatch) -> None:
+    """Run the blocks of a page in a folder of their own."""
+    monkeypatch.chdir(folder)
+    found = blocks(page)
+    for block in found:
+        if block.title:
+            (folder / block.title).write_text(block.text)
+    namespace = {"model": model, "__name__": "page"}
+    for block in found:
+        if block.language == "python" and not block.reason and not block.is_script:
+            await run(block, namespace)
+    assert (await model.stats()).requests_waiting == 0
+
+
+async def run(block: Block, namespace: dict) -> None:
+    """Run one block; a failure names its line on the page."""
+    code = compile("\n" * block.line + block.text, block.where, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    found = eval(code, namespace)
+    if inspect.isawaitable(found):
+        await found
+
+
+@pytest.mark.parametrize("block", SCRIPTS.values(), ids=lambda block: block.where)
+def test_a_script_runs_as_it_stands(block: Block, tmp_path) -> None:
+    """What a newcomer copies into a file and calls does its work; it stands on several pages and is one text."""
+    (tmp_path / "first.py").write_text(block.text)
+    done = subprocess.run(
+        [sys.executable, "first.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert not done.returncode, done.stderr[-3000:]
+    told = [line for line in done.stdout.splitlines() if "My day at work was" in line]
+    assert len(told) == len({line.split(":", 1)[1] for line in told}) == 3, "steering changed nothing"
+    assert (tmp_path / "out" / "praise.safetensors").exists()
+
+
+@pytest.fixture(scope="module")
+async def folder(smol: SteerModel, tmp_path_factory) -> Path:
+    """A folder with the files that commands of the documentation read."""
+    path = tmp_path_factory.mktemp("docs")
+    texts = ["The film was", "The food was", "This town is", "My day was"]
+    found = await extract(smol, [f"{t} lovely" for t in texts], [f"{t} awful" for t in texts], name="praise")
+    found.save(path / "praise.safetensors")
+    found.save(path / "out" / "praise.safetensors")
+    _, handle = await smol.generate("My day at work was", {"max_tokens": 4}, capture_layers=[8, 16])
+    await handle.fetch()
+    handle.save(path / "out" / "rows" / "0000.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("block", SHELL)
+def test_commands_that_start_no_engine_run(block: Block, folder: Path, monkeypatch) -> None:
+    """Such a command of the documentation ends with 0 on the files that the page makes."""
+    monkeypatch.chdir(folder)
+    for arguments in steercap_commands(block):
+        if is_cheap(arguments):
+            done = CliRunner().invoke(app, arguments)
+            assert not done.exit_code, f"{arguments}: {done.output}"
+            assert done.output.strip()

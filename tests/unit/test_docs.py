@@ -1,0 +1,142 @@
+"""The documentation builds, its commands exist, and what of it is not run is counted."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import subprocess
+import sys
+from collections import Counter
+
+import click
+import msgspec
+import pytest
+import typer
+from docs_pages import ROOT, Block, blocks, model_of, pages, steercap_commands
+
+from steercap import errors
+from steercap.cli.app import app
+from steercap.cli.sweep import SweepFile
+from steercap.edits import EDITS
+from steercap.persona import load_trait
+from steercap.persona.scores import SCORERS
+
+#: Blocks that no test runs, by page; each says its reason above it.
+NOT_RUN = {"command-line.md": 1, "install.md": 2, "parallelism.md": 1}
+ALL = [block for page in pages() for block in blocks(page)]
+SHELL = [block for block in ALL if block.language in {"sh", "console"}]
+
+
+def test_the_documentation_builds(tmp_path) -> None:
+    """`mkdocs build --strict` finds every page, link, heading and object named, without a network."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert not done.returncode, done.stdout + done.stderr
+    for name in ("index.html", "api/model.html", "api/errors.html"):
+        page = (tmp_path / name).read_text()
+        assert 'src="http' not in page, "something is fetched from elsewhere"
+    assert "capture_layers" in (tmp_path / "api" / "model.html").read_text()
+
+
+def test_no_block_is_passed_over() -> None:
+    """Every fence is of a language that tests know, and what is not run says why and is counted."""
+    fences = sum(page.read_text().count("\n```") for page in pages())
+    assert fences == 2 * len(ALL), "a fence that is not read as a block"
+    known = {"python", "sh", "console", "yaml", "text"}
+    mapped = {block.where for block in ALL if block.language not in known and block.page != "architecture.md"}
+    assert not mapped
+    assert Counter(block.page for block in ALL if block.reason) == NOT_RUN
+    for page in pages():
+        if any(block.language == "python" and not block.reason and not block.is_script for block in blocks(page)):
+            assert model_of(page) in {"smol", "tiny"}, f"{page.name} does not say which model it runs with"
+
+
+def test_python_that_is_not_run_is_python() -> None:
+    """What no test runs can at least be read."""
+    for block in ALL:
+        if block.language == "python":
+            compile(block.text, block.where, "exec", flags=0x2000)  # ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+
+
+@pytest.mark.parametrize("block", SHELL, ids=lambda block: block.where)
+def test_commands_are_spelled_right(block: Block, tmp_path, monkeypatch) -> None:
+    """Every `steercap` command in the documentation has options and values that the command takes."""
+    for name in ("praise.txt", "complaint.txt", "prompts.txt"):
+        (tmp_path / name).write_text("text\n")
+    for name in ("praise.safetensors", "out/praise.safetensors", "out/rows/0000.safetensors", "evil.pt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    for other in ALL:
+        if other.page == block.page and other.title:
+            (tmp_path / other.title).write_text(other.text)
+    monkeypatch.chdir(tmp_path)
+    for arguments in steercap_commands(block):
+        parse(arguments)
+
+
+def parse(arguments: list[str]) -> None:
+    """Read a command as the shell's call would, and do nothing.
+
+    Raises:
+        click.UsageError: no such command, option or value.
+    """
+    command, name = typer.main.get_command(app), "steercap"
+    parent, rest = None, arguments
+    with contextlib.suppress(typer.Exit, click.exceptions.Exit):  # --help
+        while True:
+            context = command.make_context(name, list(rest), parent=parent)
+            if not hasattr(command, "resolve_command"):
+                return
+            given = [*context._protected_args, *context.args]
+            name, command, rest = command.resolve_command(context, given)
+            parent = context
+
+
+@pytest.mark.parametrize("arguments", [["generate", "--no-such"], ["vectors", "shows"], ["capture", "a"]])
+def test_the_parser_of_this_test_refuses(arguments) -> None:
+    """An option, a command or a required option that is not there is seen."""
+    with pytest.raises(Exception, match=r"(?i)no such|missing"):
+        parse(arguments)
+
+
+def test_other_commands_exist() -> None:
+    """What is called beside `steercap` is a target of the Makefile, a script of ours, or known to everybody."""
+    targets = (ROOT / "Makefile").read_text()
+    for block in SHELL:
+        for words in block.commands:
+            if words[0] == "make":
+                assert all(f"\n{word}:" in targets for word in words[1:] if "=" not in word), block.where
+            elif words[0] == "python":
+                path = next(word for word in words[1:] if not word.startswith("-"))
+                written = {other.title for other in ALL} | {"first.py"}
+                assert (ROOT / path).exists() or path in written, f"{block.where}: {path}"
+            else:
+                assert words[0] in {"steercap", "git", "cd", ".", "pip", "printf", "export"}, f"{block.where}: {words}"
+
+
+def test_files_shown_are_what_they_say(tmp_path) -> None:
+    """A trait and a sweep in YAML can be read."""
+    shown = [block for block in ALL if block.language == "yaml" and block.title]
+    assert {block.title for block in shown} >= {"curious.yaml", "sweep.yaml"}
+    for block in shown:
+        path = tmp_path / block.title
+        path.write_text(block.text)
+        if block.title == "sweep.yaml":
+            msgspec.yaml.decode(block.text, type=SweepFile)
+        else:
+            load_trait(path)
+
+
+def test_troubleshooting_names_every_error() -> None:
+    """Who meets an error finds its name there, and what to do."""
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    classes = [name for name, cls in vars(errors).items() if inspect.isclass(cls)]
+    assert [name for name in classes if f"`{name}`" not in page] == []
+
+
+def test_the_tables_are_complete() -> None:
+    """Every operation is in the table of operations, every scorer in that of scorers."""
+    page = (ROOT / "docs" / "steering.md").read_text()
+    assert [edit.__name__ for edit in EDITS.values() if f"| `{edit.__name__}(" not in page] == []
+    page = (ROOT / "docs" / "persona.md").read_text()
+    assert [name for name in SCORERS if f"| `{name}`" not in page] == []
