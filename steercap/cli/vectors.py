@@ -130,7 +130,12 @@ def _register_extract(app: typer.Typer) -> None:
         method: Annotated[str, typer.Option(help="difference, pca or probe.")] = "difference",
         layers: Annotated[str, typer.Option(help="all, 8, 8,16,-1 or 4:20:2.")] = "all",
         site: Annotated[str, typer.Option(help="resid_pre, resid_post, attn_out or mlp_out.")] = "resid_post",
-        tokens: Annotated[str, typer.Option(help="Whose rows count in a text that is no exchange.")] = "all",
+        tokens: Annotated[
+            str,
+            typer.Option(
+                help="Whose rows count in a text that is no exchange; the first one's is a sink in most models."
+            ),
+        ] = "1:",
         held_out: Annotated[float, typer.Option(min=0, max=0.99, help="Share of the texts to try it on.")] = 0.25,
         seed: Annotated[int, typer.Option(help="Of the split.")] = 0,
     ) -> None:

@@ -24,6 +24,8 @@ from steercap.vectors.methods import METHODS
 if TYPE_CHECKING:
     from steercap.model import SteerModel
 
+#: The tokens of a text that are read by default.
+BUT_THE_FIRST: Final = slice(1, None)
 #: Texts of one call, and calls under way: enough to fill vLLM's batch, few enough that their rows need little room.
 CALL_TEXTS: Final = 64
 CALLS: Final = 4
@@ -71,7 +73,7 @@ async def extract(
     method: str = "difference",
     layers: Layers = "all",
     site: str = "resid_post",
-    tokens: Tokens | TokenSelection = "all",
+    tokens: Tokens | TokenSelection = BUT_THE_FIRST,
     reduce: Reduction | None = "mean",
     groups: Sequence[Hashable] | None = None,
     negative_groups: Sequence[Hashable] | None = None,
@@ -87,7 +89,8 @@ async def extract(
         name: what the direction means.
         method: "difference" of means, "pca" of paired differences, or a logistic "probe"; see `METHODS`.
         layers, site: where.
-        tokens: which tokens' rows of a text that is no Exchange.
+        tokens: which tokens' rows of a text that is no Exchange. By default all but the first, whose row in most models
+            is an attention sink: a hundred times as long as others, it would be most of a mean.
         reduce: how a text's rows become one, in the workers: one row a text and layer is moved. None moves all of
             them and takes their mean here.
         groups: what each positive text belongs to, such as its question; by default its place in the list. Groups are
@@ -133,7 +136,7 @@ async def mean_rows(
     *,
     layers: Layers = "all",
     site: str = "resid_post",
-    tokens: Tokens | TokenSelection = "all",
+    tokens: Tokens | TokenSelection = BUT_THE_FIRST,
     reduce: Reduction | None = "mean",
     progress: Callable[[int], None] | None = None,
 ) -> Rows:
