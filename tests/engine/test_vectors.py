@@ -43,8 +43,15 @@ async def test_one_row_a_text_and_layer_is_moved(smol) -> None:
     reduced, full = await mean_rows(smol, some), await mean_rows(smol, some, reduce=None)
     torch.testing.assert_close(reduced.values, full.values, rtol=1e-4, atol=1e-4 * float(full.values.abs().max()))
     assert reduced.bytes_moved == len(some) * smol.num_layers * smol.hidden_size * 4
-    tokens = sum(len(smol.tokenizer.encode(text)) for text in some)
+    tokens = sum(len(smol.tokenizer.encode(text)) - 1 for text in some)
     assert full.bytes_moved == tokens * smol.num_layers * smol.hidden_size * 4
+
+
+async def test_a_text_is_read_without_its_first_token(smol) -> None:
+    """The first token's row is an attention sink, ten times and more as long as a mean of the others at middle layers."""
+    text = ["The weather was fine and we went out."]
+    rest, whole = await mean_rows(smol, text, layers=15), await mean_rows(smol, text, layers=15, tokens="all")
+    assert 10 * rest.values.norm() < whole.values.norm()
 
 
 async def test_the_rows_of_an_exchange_are_those_of_its_response(smol) -> None:
