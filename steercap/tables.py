@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -78,6 +79,7 @@ class Parts(Generic[Record]):
         self._folder, self._kind = folder, kind
         self._records, self._seconds, self._clock = records, seconds, clock
         self._waiting: list[Record] = []
+        self._due: asyncio.TimerHandle | None = None
         self._written = clock()
 
     def read(self) -> list[Record]:
@@ -85,17 +87,21 @@ class Parts(Generic[Record]):
         return [record for path in self._paths() for record in read_table(path, self._kind)]
 
     def add(self, record: Record) -> None:
-        """Take a record; a part is written when enough are here, or enough time has gone."""
+        """Take a record; a part is written when enough are here, or enough time has gone, whether more come or not."""
         self._waiting.append(record)
         if len(self._waiting) >= self._records or self._clock() - self._written >= self._seconds:
             self.flush()
+        elif self._due is None:
+            self._due = _later(self._seconds, self.flush)
 
     def flush(self) -> None:
         """Write what is here."""
-        waiting, self._waiting = self._waiting, []
-        self._written = self._clock()
-        if waiting:
-            self._write(waiting)
+        if self._due is not None:
+            self._due.cancel()
+        self._due, self._written = None, self._clock()
+        if self._waiting:
+            self._write(self._waiting)
+            self._waiting = []
 
     def replace(self, records: Sequence[Record]) -> None:
         """Make these records the only part, if there are several."""
@@ -119,3 +125,11 @@ class Parts(Generic[Record]):
 
     def _paths(self) -> list[Path]:
         return sorted(self._folder.glob("*.parquet"))
+
+
+def _later(seconds: float, work: Callable[[], None]) -> asyncio.TimerHandle | None:
+    """Have something done in a while, where an event loop runs."""
+    try:
+        return asyncio.get_running_loop().call_later(seconds, work)
+    except RuntimeError:
+        return None

@@ -45,16 +45,16 @@ def facts(title: str, known: Mapping[str, Any]) -> Table:
 def by_layer(directions: DirectionSet, name: str) -> Table:
     """One direction, layer by layer: its length, its share of the rows' length, its AUC with a bar from chance to 1."""
     vectors, known = directions[name], directions.provenance
-    auc = known.auc.get(name, {})
+    auc, rows = known.auc.get(name, {}), known.row_norms.get(name, {})
     table = Table(title=f"{name}, {vectors.site}", title_justify="left", title_style="bold")
-    for title in ("layer", "norm", *(("of a row",) if known.row_norms else ()), *(("AUC held out",) if auc else ())):
+    for title in ("layer", "norm", *(("of a row",) if rows else ()), *(("AUC held out",) if auc else ())):
         table.add_column(title, justify="right")
     if auc:
         table.add_column("0.5 is chance", width=BAR)
     for layer, norm in vectors.norms().items():
         cells: list[str | Text] = [str(layer), f"{norm:.4g}"]
-        if known.row_norms:
-            share = norm / known.row_norms[layer] if known.row_norms.get(layer) else None
+        if rows:
+            share = norm / rows[layer] if rows.get(layer) else None
             cells.append("" if share is None else f"{share:.1%}")
         if auc:
             cells += [f"{auc[layer]:.3f}", bar(2 * auc[layer] - 1)] if layer in auc else ["", ""]
@@ -95,14 +95,14 @@ def document_of(directions: DirectionSet) -> dict[str, Any]:
                 "auc": known.auc.get(name, {}),
                 "rows": known.rows.get(name),
                 "held_out": known.held_out.get(name),
+                "row_norms": known.row_norms.get(name, {}),
             }
             for name, vectors in directions.items()
         },
         "provenance": {
             field: getattr(known, field)
             for field in ("revision", "dtype", "tokens", "reduce", "method", "seed", "prompts")
-        }
-        | {"row_norms": known.row_norms},
+        },
     }
 
 

@@ -70,9 +70,9 @@ class Effect(msgspec.Struct, frozen=True):
     @property
     def outside(self) -> float:
         """How far the mean lies outside the range of the random vectors, over the width of that range; 0 inside,
-        infinite if they all agree, NaN without them.
+        infinite if they all agree, NaN without them, or where one of these means could not be taken.
         """
-        if not self.random:
+        if not self.random or any(map(math.isnan, (*self.random, self.steered.value))):
             return math.nan
         low, high = min(self.random), max(self.random)
         beyond = max(low - self.steered.value, self.steered.value - high, 0.0)

@@ -46,8 +46,9 @@ def middle_of_best(values: Mapping[int, float]) -> int:
 
 
 def relative_norms(directions: DirectionSet, name: str) -> dict[int, float]:
-    """Length of a direction by layer, as a share of the mean length of the rows there."""
-    return {layer: norm / directions.provenance.row_norms[layer] for layer, norm in directions[name].norms().items()}
+    """Length of a direction by layer, as a share of the mean length of its answers' mean rows there."""
+    rows = directions.provenance.row_norms[name]
+    return {layer: norm / rows[layer] for layer, norm in directions[name].norms().items()}
 
 
 def _outcome(name: str, directions: DirectionSet, records: Records) -> Outcome:

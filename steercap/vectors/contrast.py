@@ -131,7 +131,7 @@ def directions_of(
         rows={name: (len(used.positive), len(used.negative))},
         held_out={name: (len(unseen.positive), len(unseen.negative)) if unseen else (0, 0)},
         auc={name: separability(found, unseen, layers)} if unseen else {},
-        row_norms=dict(zip(layers, norms, strict=True)),
+        row_norms={name: dict(zip(layers, norms, strict=True))},
     )
     return DirectionSet({name: found}, provenance)
 

@@ -29,7 +29,8 @@ class Provenance:
         rows: how many texts showed it and did not, those held out not counted, by name.
         held_out: how many of each were held out, by name.
         auc: area under the ROC curve of the projections of texts held out, by name and layer; 0.5 is chance.
-        row_norms: mean length of the rows read, by layer, in the units of the stream: what doses are measured by.
+        row_norms: mean length of what each text's rows became, by name and layer, in the units of the stream. A mean
+            over tokens is somewhat shorter than its tokens' rows, which `Add(relative=True)` goes by.
     """
 
     revision: str = ""
@@ -42,7 +43,7 @@ class Provenance:
     rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     held_out: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     auc: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
-    row_norms: Mapping[int, float] = field(default_factory=dict)
+    row_norms: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,12 +212,11 @@ def _joined(first: Provenance, second: Provenance) -> Provenance:
         mine, theirs = getattr(first, name), getattr(second, name)
         if mine != theirs:
             raise InvalidSpec(f"these directions were made otherwise: {name} is {mine!r} of some, {theirs!r} of others")
-    norms = {layer: (first.row_norms.get(layer, norm) + norm) / 2 for layer, norm in second.row_norms.items()}
     return replace(
         first,
         prompts={**first.prompts, **second.prompts},
         rows={**first.rows, **second.rows},
         held_out={**first.held_out, **second.held_out},
         auc={**first.auc, **second.auc},
-        row_norms={**first.row_norms, **norms},
+        row_norms={**first.row_norms, **second.row_norms},
     )

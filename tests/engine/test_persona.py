@@ -64,7 +64,7 @@ def killed(folder: Path, stage: str, done: int) -> None:
 def alike(ours: DirectionSet, theirs: DirectionSet) -> bool:
     """Equal but for rounding: other requests shared the batches, which changes the last bits of a float32 mean."""
     return list(ours) == list(theirs) and all(
-        float((ours[name][layer] - theirs[name][layer]).norm()) <= 1e-5 * ours.provenance.row_norms[layer]
+        float((ours[name][layer] - theirs[name][layer]).norm()) <= 1e-5 * ours.provenance.row_norms[name][layer]
         for name in ours
         for layer in ours.layers
     )

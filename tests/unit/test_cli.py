@@ -79,7 +79,7 @@ def directions(tmp_path) -> Path:
         rows={"kind": (6, 6)},
         held_out={"kind": (2, 2)},
         auc={"kind": {0: 0.5, 1: 0.75, 2: 1.0, 3: 0.9}},
-        row_norms=dict.fromkeys(range(4), 10.0),
+        row_norms={"kind": dict.fromkeys(range(4), 10.0)},
     )
     found = DirectionSet({"kind": vectors(0, model="tiny"), "formal": vectors(1, model="tiny")}, known)
     return found.save(tmp_path / "traits.safetensors")

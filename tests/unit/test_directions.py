@@ -110,11 +110,12 @@ def test_a_set_projects_and_compares_as_its_vectors_do() -> None:
 
 def test_sets_are_joined_only_if_they_were_made_alike() -> None:
     """Both their directions and what is known of each; another method, or another model, is refused."""
-    mine = some_set(0, method="pca", auc={"d0a": {2: 0.5}}, row_norms={2: 10.0, 5: 20.0})
-    theirs = some_set(1, method="pca", auc={"d1a": {2: 0.9}}, row_norms={2: 20.0, 5: 20.0})
+    mine = some_set(0, method="pca", auc={"d0a": {2: 0.5}}, row_norms={"d0a": {2: 10.0, 5: 20.0}})
+    theirs = some_set(1, method="pca", auc={"d1a": {2: 0.9}}, row_norms={"d1a": {2: 90.0, 5: 20.0}})
     both = mine | theirs
     assert list(both) == ["d0a", "d0b", "d1a", "d1b"]
     assert both.provenance.auc == {"d0a": {2: 0.5}, "d1a": {2: 0.9}}
+    assert both.provenance.row_norms == {"d0a": {2: 10.0, 5: 20.0}, "d1a": {2: 90.0, 5: 20.0}}
     with pytest.raises(InvalidSpec, match="method is 'pca' of some, 'probe' of others"):
         _ = mine | some_set(1, method="probe")
     other = {name: dataclasses.replace(vectors, model="large") for name, vectors in some_set(1).items()}

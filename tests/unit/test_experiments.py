@@ -325,6 +325,8 @@ def test_an_effect_stands_beside_its_controls() -> None:
     assert len(one.random) == 3
     assert one.outside == pytest.approx((one.steered.value - max(one.random)) / (max(one.random) - min(one.random)))
     assert one.outside > 5
+    for unknown in ((math.nan, 1.0, 2.0), (1.0, math.nan, 2.0)):
+        assert math.isnan(msgspec.structs.replace(one, random=unknown).outside)
     assert one.deviations == pytest.approx((one.steered.value - np.mean(one.random)) / np.std(one.random, ddof=1))
     with pytest.raises(InvalidSpec, match="was not measured"):
         results().effects("score")

@@ -409,6 +409,16 @@ def test_what_a_killed_process_left_half_written_goes(tmp_path) -> None:
     assert kept.exists()
 
 
+async def test_what_waits_is_written_though_nothing_comes(tmp_path) -> None:
+    """Answers end in bursts: those after the first of a burst must not wait for the next one to be safe."""
+    parts = Parts(tmp_path, Score, records=100, seconds=0.01)
+    for place in range(5):
+        parts.add(Score(str(place), None))
+    async with asyncio.timeout(10):
+        while len(parts.read()) < 5:
+            await asyncio.sleep(0)
+
+
 def test_records_are_written_in_parts_as_they_come(tmp_path) -> None:
     """After so many records, or so many seconds, and on leaving, whatever ends it."""
     now = [0.0]

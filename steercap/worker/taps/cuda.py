@@ -327,6 +327,7 @@ class CudaTaps(Taps):
 
     def _keep_nothing(self, step: Step, lines: int) -> str:
         """The rows of a pass are more than the ring holds: say so, and keep none of them."""
+        fewer = ", or project on fewer directions" if (step.projections != NONE).any() else ""
         step.lines[:] = NONE
         step.layouts[:] = NONE
         step.projections[:] = NONE
@@ -334,7 +335,7 @@ class CudaTaps(Taps):
         row = self._row_bytes
         return (
             f"one pass keeps {lines * row:,} bytes of rows, and the device holds {self._lines.size * row:,}; "
-            "raise SteerModel(..., arena_bytes=), or lower max_num_batched_tokens="
+            f"raise SteerModel(..., arena_bytes=), lower max_num_batched_tokens={fewer}"
         )
 
     def _upload(self, step: Step, num_tokens: int, sources: Ints, place: int) -> None:
