@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from steercap.fingerprint import identity
 from steercap.persona.folder import RunFolder
 from steercap.persona.outcomes import Outcome, outcomes
 from steercap.persona.progress import Count, Report
@@ -20,7 +21,6 @@ from steercap.persona.stages.score import score
 from steercap.persona.stages.vectors import vectors
 from steercap.tables import write_table
 from steercap.vectors import DirectionSet
-from steercap.vectors.extraction import model_name
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
@@ -67,7 +67,7 @@ async def run(
         TooFewKept: too few answers show the trait, or its opposite.
         The errors of `SteerModel.chat`, and of the scorer.
     """
-    folder = RunFolder(out, _about(model), described(settings))
+    folder = RunFolder(out, identity(model), described(settings))
     responses = await generate(model, settings, folder, progress)
     scores = await score(settings, folder, responses, progress)
     count = Count("filter", 1, 0, progress)
@@ -83,12 +83,3 @@ async def run(
     report = write_report(folder.path, settings, directions, found, records)
     count.add()
     return PersonaResult(directions, found, folder.path, report)
-
-
-def _about(model: SteerModel) -> dict[str, str]:
-    config = model.engine.model_config
-    return {
-        "name": model_name(model.model),
-        "revision": config.revision or "",
-        "dtype": str(config.dtype).removeprefix("torch."),
-    }

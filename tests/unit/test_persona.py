@@ -28,6 +28,7 @@ from steercap.persona.scores import SCORERS, Scored, make_scorer
 from steercap.persona.scores.judge import asked, number
 from steercap.persona.scores.minilm import cross_validated, split
 from steercap.persona.settings import STAGES, depends, described, stage_hashes
+from steercap.persona.stages.generate import ends_of, said
 from steercap.persona.stages.keep import keep
 from steercap.persona.stages.score import score
 from steercap.tables import Parts, read_table
@@ -182,10 +183,23 @@ def reply(text: str, tops: dict[str, float] | None = None) -> dict:
         ("-5", None, None),
         ("no number", None, None),
         ("999", {"999": 0.5, "90": 0.5}, 90.0),
+        ("85/100", None, 85.0),
+        ("Score: 85%.", None, 85.0),
+        ("I rate it 85 out of 100.", None, 85.0),
+        ("Score (0-100): 85", None, 85.0),
+        ("On a scale from 0 to 100, I say 85", None, 85.0),
+        ("100", None, 100.0),
+        ("8/10", None, None),  # of another scale
+        ("8 out of 10", None, None),
+        ("80-90", None, None),
+        ("0-100", None, None),
+        ("1. The answer is formal: 85", None, None),
+        ("85 of 1000", None, None),
+        ("1,000", None, None),
     ],
 )
 def test_a_judges_answer_is_a_number_or_none(text, tops, score) -> None:
-    """The mean under the candidates where these are whole numbers, the number in the words otherwise, or None."""
+    """The mean under the candidates where these are whole numbers, the only number in the words otherwise, or None."""
     assert number(reply(text, tops)["choices"][0]) == (score if score is None else pytest.approx(score))
 
 
@@ -451,6 +465,32 @@ async def test_work_is_limited_and_an_error_comes_as_itself() -> None:
     with pytest.raises(JudgeFailed, match="the fifth"):
         await each_of(range(5, 100), work, 3)
     assert len(done) < 15
+
+
+@pytest.mark.parametrize(
+    ("ids", "finish", "stop_reason", "left"),
+    [
+        ((5, 6, 7), "stop", None, (5, 6)),  # 7 ends a turn, and is an ordinary token to the tokenizer
+        ((5, 6, 7), "length", None, (5, 6, 7)),
+        ((5, 7, 6), "stop", None, (5, 7, 6)),
+        ((5, 7, 7), "stop", None, (5, 7)),  # the first of them did not end it
+        ((5, 6, 9), "stop", 9, (5, 6)),
+        ((5, 6, 9), "stop", "word", (5, 6, 9)),
+        ((5, 6, 0, 1), "length", None, (5, 6)),
+        ((5, 0, 7), "stop", None, (5,)),
+        ((7,), "stop", None, ()),
+        ((), "stop", None, ()),
+    ],
+)
+def test_what_ended_an_answer_is_no_part_of_it(ids, finish, stop_reason, left) -> None:
+    """An EOS of the generation configuration or vLLM's stop token where it ended the answer, special tokens always."""
+    assert said(ids, ends_of({"eos_token_id": [7, 8]}, [0, 1]), finish, stop_reason) == left
+
+
+def test_the_tokens_that_end_a_turn_are_one_several_or_none() -> None:
+    """As generation configurations write them."""
+    assert ends_of({"eos_token_id": 7}, []).turn == ends_of({"eos_token_id": [7]}, []).turn == {7}
+    assert ends_of({}, []).turn == set()
 
 
 def answered(settings: PersonaSettings, answer=lambda _: "It is so.") -> list[Response]:
