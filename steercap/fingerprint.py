@@ -67,8 +67,10 @@ def identity_of(model: str, config: Any, tokenizer: Any) -> dict[str, str]:
 
 
 def weights_of(path: str | Path) -> str:
-    """SHA-256, in hexadecimal, of the weights in a folder: the configuration, and of each file of weights its name, size and
-    first and last 64 KiB. Copies are the same, whenever they were made.
+    """SHA-256, in hexadecimal, of the weights in a folder.
+
+    It is over the configuration, and the name, size and first and last 64 KiB of each file of weights. Copies are the
+    same, whenever they were made.
 
     Args:
         path: a folder, or one file of weights.

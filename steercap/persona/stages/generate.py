@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,26 +40,29 @@ async def generate(
         The errors of `SteerModel.chat`.
     """
     path, wanted = folder.path / "responses.parquet", list(asks(settings))
-    if folder.is_done("generate"):
-        Count("generate", len(wanted), len(wanted), report)
-        return read_table(path, Response)
-    folder.begin("generate")
-    with Parts(folder.parts("generate"), Response) as parts:
-        have = {response.id for response in parts.read()}
-        todo = [ask for ask in wanted if ask.id not in have]
-        count = Count("generate", len(wanted), len(wanted) - len(todo), report)
-
-        ends = _ends(model)
+    if not folder.is_done("generate"):
+        folder.begin("generate")
+    kept, ready = folder.traits_of("generate"), folder.is_done("generate")
+    before = [response for response in read_table(path, Response) if response.trait in kept] if kept else []
+    found = {response.id: response for response in before}
+    with contextlib.ExitStack() as stack:
+        todo = {trait: folder.parts("generate", trait) for trait in folder.traits if trait not in kept}
+        parts = {trait: stack.enter_context(Parts(place, Response)) for trait, place in todo.items()}
+        found |= {response.id: response for part in parts.values() for response in part.read()}
+        left = [ask for ask in wanted if ask.id not in found]
+        count = Count("generate", len(wanted), len(wanted) - len(left), report)
+        ends = _ends(model) if left else Ends(frozenset(), frozenset())
 
         async def answer(ask: Ask) -> None:
-            parts.add(await _answer(model, settings, ask, ends))
+            found[ask.id] = await _answer(model, settings, ask, ends)
+            parts[ask.trait].add(found[ask.id])
             count.add()
 
-        await each_of(todo, answer, settings.max_in_flight)
-    found = {response.id: response for response in parts.read()}
+        await each_of(left, answer, settings.max_in_flight)
     responses = [found[ask.id] for ask in wanted]
-    write_table(path, responses)
-    folder.finish("generate")
+    if not ready:
+        write_table(path, [*responses, *(one for one in before if one.trait not in folder.traits)])
+        folder.finish("generate")
     return responses
 
 
