@@ -336,7 +336,10 @@ def table_of(board: Board) -> Any:
     for name in ("job", "on", "state", "stage", "of it", "seconds", "AUC by trait, or what went wrong"):
         table.add_column(name, overflow="fold", justify="right" if name in {"of it", "seconds"} else "left")
     for name, status in board.status.items():
-        said = status.error or ", ".join(f"{trait} {one['auc']:.2f}" for trait, one in status.outcomes.items())
+        said = status.error or ", ".join(
+            f"{trait} {'left out' if one['auc'] is None else format(one['auc'], '.2f')}"
+            for trait, one in status.outcomes.items()
+        )
         part = f"{status.done}/{status.total}" if status.total else ""
         table.add_row(name, status.device, status.state, status.stage, part, f"{status.seconds:.0f}", said)
     return table

@@ -156,11 +156,17 @@ def table_of(result: PersonaResult) -> Table:
             " / ".join(map(str, one.kept)),
             " / ".join(map(str, one.responses)),
             " / ".join(f"{score:.0f}" for score in one.mean_scores),
-            str(one.best_layer),
-            f"{one.auc:.2f}",
-            f"{one.relative_norm:.1%}",
+            "left out" if one.best_layer is None else str(one.best_layer),
+            "" if one.auc is None else f"{one.auc:.2f}",
+            "" if one.relative_norm is None else f"{one.relative_norm:.1%}",
         )
     return table
+
+
+def left_out_of(result: PersonaResult) -> list[Table]:
+    """Why traits have no vector, if some have none."""
+    reasons = {name: one.left_out for name, one in result.outcomes.items() if one.left_out}
+    return [facts("left out", reasons)] if reasons else []
 
 
 def traits_table(found: Mapping[str, Trait]) -> Table:
@@ -243,6 +249,7 @@ def _register_run(app: typer.Typer) -> None:
             terminal.show(
                 {**document, **document_of(result.directions)},
                 table_of(result),
+                *left_out_of(result),
                 facts("", {"directions": result.folder / "directions.safetensors", "report": result.report}),
             )
 

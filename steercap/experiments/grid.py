@@ -60,10 +60,10 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         vectors: SHA-256 of the vectors at the layers swept, by name.
-        model: name of the model, and the dtype it computes in.
+        model: what the model is; see `steercap.fingerprint`.
     """
 
-    model: str
+    model: dict[str, str]
     vectors: dict[str, str]
     layers: list[list[int]]
     scales: list[float]
@@ -207,18 +207,18 @@ class Sweep:
         seed = derived_seed(f"{self.seed}/{request.prompt}/{request.sample}")
         return {**self.sampling, "seed": seed}
 
-    def definition(self, model: str) -> Definition:
+    def definition(self, model: Mapping[str, str]) -> Definition:
         """What the answers depend on.
 
         Args:
-            model: name of the model, and the dtype it computes in.
+            model: what the model is; see `steercap.fingerprint`.
 
         Raises:
             InvalidSpec: sampling parameters or prompts that JSON cannot say.
         """
         swept = sorted({layer for layers in self.groups for layer in layers})
         found = Definition(
-            model=model,
+            model=dict(model),
             vectors={name: _digest(vectors, swept) for name, vectors in self.vectors.items()},
             layers=[list(layers) for layers in self.groups],
             scales=list(self.scales),

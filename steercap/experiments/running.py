@@ -15,8 +15,8 @@ from steercap.experiments.measures import measures_of
 from steercap.experiments.measures.base import Measure
 from steercap.experiments.results import SweepResults
 from steercap.experiments.store import Folder, Kept, Record, Value
+from steercap.fingerprint import identity
 from steercap.steering import SteeringSpec
-from steercap.vectors.extraction import model_name
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
@@ -50,14 +50,14 @@ async def run_sweep(
         progress: called with how many answers are there, and how many there will be.
 
     Raises:
-        RunDiffers: the folder holds another sweep.
+        RunDiffers: the folder holds another sweep, or that of another model: other weights are another model, whatever
+            the name of their folder.
         PointNotArmed, InvalidVector: the vectors do not fit the engine; before anything runs.
         The errors of `SteerModel.generate`; what was answered until then is kept.
     """
     chosen = measures_of(measures)
     _check(model, sweep)
-    dtype = str(model.engine.model_config.dtype).removeprefix("torch.")
-    folder = Folder(out, sweep.definition(f"{model_name(model.model)} {dtype}"))
+    folder = Folder(out, sweep.definition(identity(model)))
     await _answer(model, sweep, folder.answers, concurrent, progress or (lambda _done, _all: None))
     records = [folder.answers.rows[request.number] for request in sweep.requests()]
     values = {measure.label: await _measured(model, measure, records, folder.values(measure)) for measure in chosen}

@@ -143,14 +143,20 @@ def _compare(file: Path, definition: Definition) -> None:
         kept = msgspec.json.decode(file.read_bytes(), type=Definition)
     except (OSError, msgspec.MsgspecError) as error:
         raise InvalidFile(f"{file} cannot be read as the definition of a sweep: {error}") from error
-    differ = [name for name in Definition.__struct_fields__ if getattr(kept, name) != getattr(definition, name)]
+    was, now = _fields(kept), _fields(definition)
+    differ = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     if differ:
-        said = "; ".join(
-            f"{name} was {_short(getattr(kept, name))}, is {_short(getattr(definition, name))}" for name in differ
-        )
+        said = "; ".join(f"{name} was {_short(was.get(name))}, is {_short(now.get(name))}" for name in differ)
         raise RunDiffers(
             f"{file.parent} holds another sweep: {said}; give another folder, or the sweep it was begun with"
         )
+
+
+def _fields(definition: Definition) -> dict[str, object]:
+    """What a definition says by name, of the model each thing by itself."""
+    said = msgspec.structs.asdict(definition)
+    model = said.pop("model")
+    return {**{f"model.{name}": value for name, value in model.items()}, **said}
 
 
 def _short(value: object) -> str:

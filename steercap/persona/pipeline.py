@@ -7,20 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from steercap.core.spec import CaptureSpec, check_armed
+from steercap.fingerprint import identity
 from steercap.persona.folder import RunFolder
 from steercap.persona.outcomes import Outcome, outcomes
 from steercap.persona.progress import Count, Report
 from steercap.persona.records import Records
 from steercap.persona.report import write_report
 from steercap.persona.settings import PersonaSettings, described
-from steercap.persona.stages.capture import capture
+from steercap.persona.stages.capture import capture, room_of
 from steercap.persona.stages.generate import generate
 from steercap.persona.stages.keep import keep
 from steercap.persona.stages.score import score
 from steercap.persona.stages.vectors import vectors
+from steercap.sites import SITES
 from steercap.tables import write_table
 from steercap.vectors import DirectionSet
-from steercap.vectors.extraction import model_name
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
@@ -31,9 +33,9 @@ class PersonaResult:
     """What a run gives.
 
     Args:
-        directions: of all traits, with their provenance: what they are made from, and the AUC by layer on questions
-            held out.
-        outcomes: what became of each trait, in numbers.
+        directions: of all traits but those left out, with their provenance: what they are made from, and the AUC by
+            layer on questions held out.
+        outcomes: what became of each trait, in numbers; where it was left out, why.
         folder: where it all lies.
         report: the report, Markdown with pictures beside it.
     """
@@ -56,7 +58,9 @@ async def run(
         model: an open model, with a tap at the site and layers wanted, whose tokenizer has a chat template.
         settings: what is done.
         out: the run's folder. A run that was cut off there, however it was, goes on; one that is done is
-            read. Where only later settings differ, the stages that depend on them are done again.
+            read. Where only later settings differ, the stages that depend on them are done again. Traits may be
+            added, left away and put in another order: only what is not there is asked, and what was found of the others
+            stays in the tables.
         progress: told how far it is; see `Progress`.
 
     Source: Chen et al., Persona Vectors: Monitoring and Controlling Character Traits in Language Models.
@@ -64,31 +68,36 @@ async def run(
     Raises:
         RunDiffers: the folder holds answers of another model or run; the message names the difference.
         InvalidFile: the folder holds something else.
-        TooFewKept: too few answers show the trait, or its opposite.
+        PointNotArmed, LayerOutOfRange: no tap where rows are to be read; before anything is generated.
+        TooFewKept: of every trait, too few answers show it, or its opposite.
         The errors of `SteerModel.chat`, and of the scorer.
     """
-    folder = RunFolder(out, _about(model), described(settings))
+    check(model, settings)
+    folder = RunFolder(out, identity(model), described(settings))
     responses = await generate(model, settings, folder, progress)
     scores = await score(settings, folder, responses, progress)
     count = Count("filter", 1, 0, progress)
     (folder.path / "kept.parquet").unlink(missing_ok=True)  # of other thresholds, if too few are kept now
-    kept = keep(settings, responses, scores)
+    limit = model.engine.vllm_config.model_config.max_model_len
+    room = room_of(model.tokenizer, limit, settings, responses)
+    kept, left_out = keep(settings, responses, scores, room)
     write_table(folder.path / "kept.parquet", kept)
     count.add()
     records = Records(responses, scores, kept)
-    await capture(model, settings, folder, records, progress)
+    await capture(model, settings, folder, records, room=room, report=progress)
     directions = vectors(model, settings, folder, records, progress)
     count = Count("report", 1, 0, progress)
-    found = outcomes(directions, records)
+    found = outcomes(directions, records, left_out)
     report = write_report(folder.path, settings, directions, found, records)
     count.add()
     return PersonaResult(directions, found, folder.path, report)
 
 
-def _about(model: SteerModel) -> dict[str, str]:
-    config = model.engine.model_config
-    return {
-        "name": model_name(model.model),
-        "revision": config.revision or "",
-        "dtype": str(config.dtype).removeprefix("torch."),
-    }
+def check(model: SteerModel, settings: PersonaSettings) -> None:
+    """See that rows can be read where they are wanted.
+
+    Raises:
+        PointNotArmed, LayerOutOfRange: they cannot.
+    """
+    wanted = CaptureSpec(layers=settings.layers, sites=settings.site).points(model.num_layers)
+    check_armed(wanted, model.points, SITES)

@@ -67,6 +67,11 @@ class Score(msgspec.Struct, frozen=True):
     id: str
     score: float | None
 
+    @property
+    def trait(self) -> str:
+        """The name of the trait."""
+        return self.id.partition("/")[0]
+
 
 class Kept(msgspec.Struct, frozen=True):
     """An answer that is used."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -101,15 +102,28 @@ def _table(directions: DirectionSet, outcomes: Mapping[str, Outcome]) -> Iterato
         "|---|---|---|---|---|---|---|---|---|---|\n"
     )
     for name, one in outcomes.items():
+        if one.auc is None:
+            yield (
+                f"| {name} | {_pair(one.responses)} | {_pair(one.unscored)} | {_pair(one.kept)} "
+                f"| {_means(one)} | left out | | | | |\n"
+            )
+            continue
         half = chance_band(*one.held_out)
         yield (
             f"| {name} | {_pair(one.responses)} | {_pair(one.unscored)} | {_pair(one.kept)} "
-            f"| {one.mean_scores[0]:.0f} / {one.mean_scores[1]:.0f} | {one.best_layer} "
+            f"| {_means(one)} | {one.best_layer} "
             f"| {one.auc:.2f} | {_pair(one.held_out)} | {0.5 - half:.2f} to {0.5 + half:.2f} "
             f"| {one.relative_norm:.2f} |\n"
         )
+    for name, one in outcomes.items():
+        if one.left_out:
+            yield f"\n**{name}** was left out: {_flat(one.left_out)}.\n"
     first, last = directions.layers[0], directions.layers[-1]
     yield f"\n`directions.safetensors` holds them: layers {first} to {last} of {directions.site}.\n"
+
+
+def _means(one: Outcome) -> str:
+    return " / ".join("none" if math.isnan(mean) else f"{mean:.0f}" for mean in one.mean_scores)
 
 
 def _pair(numbers: tuple[int, int]) -> str:

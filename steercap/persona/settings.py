@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -42,6 +44,8 @@ _AFTER: Final[Mapping[str, tuple[str, ...]]] = {
     "capture": ("generate",),
     "vectors": ("filter", "capture"),
 }
+#: Stages whose results are of all traits together; those of the others are of one trait each.
+JOINT: Final = ("filter", "vectors")
 #: The stages, in their order.
 STAGES: Final = tuple(_DEPENDS)
 
@@ -66,8 +70,8 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         threshold_high, threshold_low: answers under a positive prompt are kept from this score up, under a negative
             one up to this score.
         paired: keep an answer only with its counterpart, which has the same question, sample and place of the prompt.
-        min_kept: fewest kept answers of each kind.
-        layers, site: where rows are read.
+        min_kept: fewest kept answers of each kind; a trait with fewer is left out.
+        layers, site: where rows are read: "all", an index or several; several become a tuple.
         read_system: whether the model has the system prompt before it when it reads an answer again, as in the
             paper. The rows may then show the prompt rather than the answer; False reads each answer after its question
             alone.
@@ -75,7 +79,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         held_out: share of the questions whose answers the vector is not made from, but tried on.
 
     Raises:
-        InvalidSetting, UnknownName: a value that does not fit.
+        InvalidSetting, UnknownName: a value that does not fit, or fewer answers asked of a trait than are to be kept.
     """
 
     traits: tuple[str | Trait, ...]
@@ -113,6 +117,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 "variable and give api_key_env"
             )
         _ = METHODS[self.method], SITES[self.site], make_scorer(self.scorer, self.scorer_args)
+        msgspec.structs.force_setattr(self, "layers", _layers(self.layers))
         try:
             CaptureSpec(layers=self.layers, sites=self.site)
         except InvalidSpec as error:
@@ -120,6 +125,23 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         names = [trait.name for trait in self.resolved()]
         if not names or len(set(names)) < len(names):
             raise InvalidSetting(f"traits={names}; give one at least, and each once")
+        for trait in self.resolved():
+            self._check_size(trait)
+
+    def _check_size(self, trait: Trait) -> None:
+        """See that what is asked of a trait can give a vector."""
+        questions = len(trait.questions[: self.n_questions])
+        if questions < 2:
+            raise InvalidSetting(
+                f"{trait.name} has {questions} question; give it two at least, for held_out={self.held_out} holds "
+                "whole questions out"
+            )
+        prompts = min(len(trait.positive[: self.n_prompts]), len(trait.negative[: self.n_prompts]))
+        if (asked := questions * prompts * self.n_samples) < self.min_kept:
+            raise InvalidSetting(
+                f"min_kept={self.min_kept}, but {trait.name} is asked for {asked} answers of a kind: {questions} "
+                f"questions, {prompts} system prompts, {self.n_samples} samples; ask more or lower min_kept"
+            )
 
     @classmethod
     def small(cls, *traits: str | Trait, **changes: Any) -> PersonaSettings:
@@ -155,17 +177,49 @@ def described(settings: PersonaSettings) -> dict[str, Any]:
 
 
 def stage_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str, str]:
-    """SHA-256 of what each stage depends on, in hexadecimal: equal where its results are.
+    """SHA-256 of what each stage depends on, for all traits in their order: equal where its results are.
 
     Args:
         plain: as `described` gives them.
         model: what is known of the model.
     """
-    found: dict[str, str] = {}
-    for stage, fields in _DEPENDS.items():
-        told = [dict(model), [found[before] for before in _AFTER[stage]], [_field(plain, name) for name in fields]]
-        found[stage] = hashlib.sha256(msgspec.json.encode(told, order="deterministic")).hexdigest()
+    return {stage: _digest(list(found.items())) for stage, found in trait_hashes(plain, model).items()}
+
+
+def trait_hashes(plain: Mapping[str, Any], model: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """SHA-256 of what each stage depends on, by stage and trait: it does not depend on the other traits.
+
+    Args:
+        plain, model: as for `stage_hashes`.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for stage in _DEPENDS:
+        common, own = _parts(plain, stage)
+        found[stage] = {
+            name: _digest([dict(model), [found[before][name] for before in _AFTER[stage]], common, trait])
+            for name, trait in own.items()
+        }
     return found
+
+
+def other_answers(
+    mine: Mapping[str, Any], theirs: Mapping[str, Any], models: tuple[Mapping[str, str], Mapping[str, str]]
+) -> list[str]:
+    """What differs between two runs, of what answers depend on; of traits, those that both have.
+
+    Args:
+        mine, theirs: as `described` gives them.
+        models: what is known of the model of each.
+
+    Raises:
+        KeyError: one of them lacks a setting.
+    """
+    (common, own), (others, traits) = _parts(mine, "generate"), _parts(theirs, "generate")
+    shared = {name: trait for name, trait in own.items() if name in traits}
+    return differences(
+        {**common, "traits": shared, "model": models[0]},
+        {**others, "traits": {name: traits[name] for name in shared}, "model": models[1]},
+    )
 
 
 def differences(mine: Any, theirs: Any, at: str = "") -> list[str]:
@@ -182,11 +236,39 @@ def depends(stage: str) -> Sequence[str]:
     return _DEPENDS[stage]
 
 
-def _field(plain: Mapping[str, Any], name: str) -> Any:
-    if name.startswith("traits."):
-        part = name.removeprefix("traits.")
-        return [trait[part] for trait in plain["traits"].values()]
-    return plain[name]
+def _parts(plain: Mapping[str, Any], stage: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """What a stage depends on by itself: the settings for all traits, and what it needs of each trait."""
+    fields = [name.removeprefix("traits.") for name in _DEPENDS[stage] if name.startswith("traits.")]
+    common = {name: plain[name] for name in _DEPENDS[stage] if not name.startswith("traits.")}
+    return common, {name: {field: trait[field] for field in fields} for name, trait in plain["traits"].items()}
+
+
+def _digest(told: Any) -> str:
+    return hashlib.sha256(msgspec.json.encode(told, order="deterministic")).hexdigest()
+
+
+def _layers(layers: Any) -> str | int | tuple[int, ...]:
+    """What "layers" means: "all", an index, or indices as a tuple; other types of numbers, such as numpy's, as int."""
+    if isinstance(layers, str) and layers == "all":
+        return layers
+    with contextlib.suppress(TypeError):
+        return _index(layers)
+    try:
+        found = tuple(_index(layer) for layer in layers)
+    except TypeError:
+        found = ()
+    if not found:
+        raise InvalidSetting(
+            f"layers={layers!r}; give 'all', an index, or several in a list, tuple or range: for a slice, "
+            "range(start, stop, step)"
+        )
+    return found
+
+
+def _index(layer: Any) -> int:
+    if isinstance(layer, bool):
+        raise TypeError("a truth value is no index")
+    return operator.index(layer)
 
 
 def _short(value: Any) -> str:

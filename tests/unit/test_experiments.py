@@ -31,6 +31,7 @@ from steercap.views import TokenHeatmap, heatmap_of, heatmap_of_layers
 from steercap.views.colours import colour, contrast, ink
 
 WIDTH = 16
+MODEL = {"name": "final", "dtype": "float32", "weights": "one"}
 
 
 def vectors(*layers: int, seed: int = 0) -> LayerVectors:
@@ -235,17 +236,17 @@ def record(one: Sweep, number: int) -> Record:
 def test_a_folder_gives_back_what_was_written(tmp_path) -> None:
     """Parts written one after the other are one; what is there twice is there once; joining loses nothing."""
     one = sweep()
-    folder = Folder(tmp_path, one.definition("m"))
+    folder = Folder(tmp_path, one.definition(MODEL))
     rows = [record(one, number) for number in range(4)]
     for part in (rows[:2], rows[1:3], rows[3:]):
         folder.answers.add(part)
         folder.answers.flush()
     assert len(list((tmp_path / "answers").glob("*.parquet"))) == 3
-    again = Folder(tmp_path, one.definition("m"))
+    again = Folder(tmp_path, one.definition(MODEL))
     assert list(again.answers.rows.values()) == rows
     again.answers.join()
     assert len(list((tmp_path / "answers").glob("*.parquet"))) == 1
-    assert list(Folder(tmp_path, one.definition("m")).answers.rows.values()) == rows
+    assert list(Folder(tmp_path, one.definition(MODEL)).answers.rows.values()) == rows
     assert all(row.answers(request) for row, request in zip(rows, one.requests(), strict=False))
     assert not rows[0].answers(list(one.requests())[1])
 
@@ -263,25 +264,25 @@ def test_a_folder_gives_back_what_was_written(tmp_path) -> None:
 )
 def test_another_sweep_in_the_folder_is_refused(changed, names, tmp_path) -> None:
     """Its answers are not those asked for; the message says what differs, and nothing else."""
-    Folder(tmp_path, sweep().definition("m"))
-    Folder(tmp_path, sweep().definition("m"))
+    Folder(tmp_path, sweep().definition(MODEL))
+    Folder(tmp_path, sweep().definition(MODEL))
     with pytest.raises(RunDiffers, match=names) as raised:
-        Folder(tmp_path, sweep(**changed).definition("m"))
+        Folder(tmp_path, sweep(**changed).definition(MODEL))
     assert len(re.findall(r"\bwas\b", str(raised.value))) == len(changed) + 1  # and "the sweep it was begun with"
-    with pytest.raises(RunDiffers, match="model was 'm', is 'other'"):
-        Folder(tmp_path, sweep().definition("other"))
+    with pytest.raises(RunDiffers, match=r"model\.weights was 'one', is 'other'; give"):
+        Folder(tmp_path, sweep().definition(MODEL | {"weights": "other"}))
 
 
 def test_a_broken_definition_is_a_bad_file(tmp_path) -> None:
     """It is not taken for a new sweep's folder."""
     (tmp_path / "sweep.json").write_text("{")
     with pytest.raises(InvalidFile, match=r"sweep\.json"):
-        Folder(tmp_path, sweep().definition("m"))
+        Folder(tmp_path, sweep().definition(MODEL))
 
 
 def test_a_measure_made_otherwise_has_values_of_its_own(tmp_path) -> None:
     """Values of 2-grams are not taken for those of 3-grams; NaN is kept as such."""
-    folder = Folder(tmp_path, sweep().definition("m"))
+    folder = Folder(tmp_path, sweep().definition(MODEL))
     kept = folder.values(Repetition(2))
     kept.add([Value(number=0, value=0.5), Value(number=1, value=math.nan)])
     kept.flush()

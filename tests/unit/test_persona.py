@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import math
 import threading
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,22 +17,39 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from rich.console import Console
 
-from steercap.errors import InvalidFile, InvalidSetting, JudgeFailed, RunDiffers, TooFewKept, UnknownName
-from steercap.persona import PersonaSettings, Progress, load_trait, traits
+from steercap.cli.persona import left_out_of, table_of
+from steercap.core.spec import Point
+from steercap.errors import (
+    InvalidFile,
+    InvalidSetting,
+    JudgeFailed,
+    LayerOutOfRange,
+    PointNotArmed,
+    RunDiffers,
+    TooFewKept,
+    UnknownName,
+)
+from steercap.formats.base import write_tensors
+from steercap.persona import PersonaSettings, Progress, load_trait, run, traits
 from steercap.persona.flight import each_of
 from steercap.persona.folder import RunFolder
 from steercap.persona.outcomes import outcomes
 from steercap.persona.pictures import chance_band
+from steercap.persona.pipeline import PersonaResult
 from steercap.persona.records import SIGNS, Records, Response, Score, asks
 from steercap.persona.report import write_report
 from steercap.persona.scores import SCORERS, Scored, make_scorer
 from steercap.persona.scores.judge import asked, number
 from steercap.persona.scores.minilm import cross_validated, split
 from steercap.persona.settings import STAGES, depends, described, stage_hashes
+from steercap.persona.stages.capture import VERSION, RowsHeader, capture, load_rows, room_of, rows_file
+from steercap.persona.stages.generate import ends_of, generate, said
 from steercap.persona.stages.keep import keep
 from steercap.persona.stages.score import score
 from steercap.tables import Parts, read_table
+from steercap.testing import smollm2
 from steercap.vectors import Contrast
 from steercap.vectors.contrast import directions_of
 
@@ -182,10 +201,23 @@ def reply(text: str, tops: dict[str, float] | None = None) -> dict:
         ("-5", None, None),
         ("no number", None, None),
         ("999", {"999": 0.5, "90": 0.5}, 90.0),
+        ("85/100", None, 85.0),
+        ("Score: 85%.", None, 85.0),
+        ("I rate it 85 out of 100.", None, 85.0),
+        ("Score (0-100): 85", None, 85.0),
+        ("On a scale from 0 to 100, I say 85", None, 85.0),
+        ("100", None, 100.0),
+        ("8/10", None, None),  # of another scale
+        ("8 out of 10", None, None),
+        ("80-90", None, None),
+        ("0-100", None, None),
+        ("1. The answer is formal: 85", None, None),
+        ("85 of 1000", None, None),
+        ("1,000", None, None),
     ],
 )
 def test_a_judges_answer_is_a_number_or_none(text, tops, score) -> None:
-    """The mean under the candidates where these are whole numbers, the number in the words otherwise, or None."""
+    """The mean under the candidates where these are whole numbers, the only number in the words otherwise, or None."""
     assert number(reply(text, tops)["choices"][0]) == (score if score is None else pytest.approx(score))
 
 
@@ -296,12 +328,52 @@ def made(**changes) -> PersonaSettings:
         ({"scorer": "guess"}, UnknownName, "'guess'"),
         ({"scorer_args": {"api_key": "secret"}}, InvalidSetting, "api_key_env"),
         ({"site": "nowhere"}, (InvalidSetting, UnknownName), "nowhere"),
+        ({"min_kept": 13}, InvalidSetting, "min_kept=13, but formal is asked for 12 answers of a kind: 3 questions, 2"),
+        ({"traits": (msgspec.structs.replace(traits()["evil"], questions=("Why?",)),)}, InvalidSetting, "evil has 1 q"),
+        ({"layers": slice(1, 3)}, InvalidSetting, r"layers=slice\(1, 3, None\); give 'all'"),
+        ({"layers": [True]}, InvalidSetting, r"layers=\[True\]"),
+        ({"layers": "none"}, InvalidSetting, "layers='none'"),
+        ({"layers": ()}, InvalidSetting, r"layers=\(\)"),
+        ({"layers": [1.5]}, InvalidSetting, r"layers=\[1.5\]"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(changes, error, says) -> None:
     """Before anything runs, and by name."""
     with pytest.raises(error, match=says):
         made(**changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (range(1, 6, 2), (1, 3, 5)),
+        ([4, -1], (4, -1)),
+        (np.array([2, 3]), (2, 3)),
+        ([np.int64(7)], (7,)),
+        (np.int32(7), 7),
+        (3, 3),
+        ("all", "all"),
+    ],
+)
+def test_layers_are_kept_in_one_shape(given, kept) -> None:
+    """However they are written, they are an int, a tuple of int, or "all", and can be written down as JSON."""
+    found = made(layers=given).layers
+    assert found == kept
+    assert {type(layer) for layer in found} == {int} if isinstance(found, tuple) else type(found) is type(kept)
+    assert stage_hashes(described(made(layers=given)), MODEL) == stage_hashes(described(made(layers=kept)), MODEL)
+
+
+async def test_rows_that_cannot_be_read_are_refused_before_anything_runs(tmp_path) -> None:
+    """A layer or site without a tap is PointNotArmed, and no folder is made."""
+    model = types.SimpleNamespace(num_layers=4, points=(Point(1, "resid_post"), Point(2, "resid_post")))
+    for changes, error in (
+        ({"layers": (1, 3)}, PointNotArmed),
+        ({"layers": 1, "site": "mlp_out"}, PointNotArmed),
+        ({"layers": 9}, LayerOutOfRange),
+    ):
+        with pytest.raises(error):
+            await run(model, made(**changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_every_request_has_its_own_seed_and_name() -> None:
@@ -375,6 +447,11 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path) -> None:
     """Broken or newer settings are InvalidFile."""
     (tmp_path / "settings.json").write_text("{")
     with pytest.raises(InvalidFile, match=r"settings\.json"):
+        RunFolder(tmp_path, MODEL, described(made()))
+    state = {"version": 1, "model": MODEL, "settings": json.loads(msgspec.json.encode(described(made())))}
+    del state["settings"]["top_p"]
+    (tmp_path / "settings.json").write_text(json.dumps(state))
+    with pytest.raises(InvalidFile, match=r"settings\.json lacks .*'top_p'.*choose another folder"):
         RunFolder(tmp_path, MODEL, described(made()))
     state = {"version": 2, "model": MODEL, "settings": json.loads(msgspec.json.encode(described(made())))}
     (tmp_path / "settings.json").write_text(json.dumps(state))
@@ -463,6 +540,32 @@ async def test_work_is_limited_and_an_error_comes_as_itself() -> None:
     assert len(done) < 15
 
 
+@pytest.mark.parametrize(
+    ("ids", "finish", "stop_reason", "left"),
+    [
+        ((5, 6, 7), "stop", None, (5, 6)),  # 7 ends a turn, and is an ordinary token to the tokenizer
+        ((5, 6, 7), "length", None, (5, 6, 7)),
+        ((5, 7, 6), "stop", None, (5, 7, 6)),
+        ((5, 7, 7), "stop", None, (5, 7)),  # the first of them did not end it
+        ((5, 6, 9), "stop", 9, (5, 6)),
+        ((5, 6, 9), "stop", "word", (5, 6, 9)),
+        ((5, 6, 0, 1), "length", None, (5, 6)),
+        ((5, 0, 7), "stop", None, (5,)),
+        ((7,), "stop", None, ()),
+        ((), "stop", None, ()),
+    ],
+)
+def test_what_ended_an_answer_is_no_part_of_it(ids, finish, stop_reason, left) -> None:
+    """An EOS of the generation configuration or vLLM's stop token where it ended the answer, special tokens always."""
+    assert said(ids, ends_of({"eos_token_id": [7, 8]}, [0, 1]), finish, stop_reason) == left
+
+
+def test_the_tokens_that_end_a_turn_are_one_several_or_none() -> None:
+    """As generation configurations write them."""
+    assert ends_of({"eos_token_id": 7}, []).turn == ends_of({"eos_token_id": [7]}, []).turn == {7}
+    assert ends_of({}, []).turn == set()
+
+
 def answered(settings: PersonaSettings, answer=lambda _: "It is so.") -> list[Response]:
     """Responses to every request."""
     return [
@@ -477,7 +580,7 @@ def test_answers_are_kept_by_their_score() -> None:
     responses = answered(settings)
     values = {"positive": (60.0, 59.9, 100.0, None), "negative": (40.0, 40.1, 0.0, None)}
     scores = [Score(one.id, values[one.sign][2 * one.prompt + one.sample]) for one in responses]
-    kept = {one.id: one for one in keep(settings, responses, scores)}
+    kept = {one.id: one for one in keep(settings, responses, scores)[0]}
     assert set(kept) == {one.id for one in responses if (one.prompt, one.sample) in {(0, 0), (1, 0)}}
     assert all(kept[one.id].score == one.score for one in scores if one.id in kept)
 
@@ -488,30 +591,115 @@ def test_pairs_are_kept_or_dropped_together() -> None:
     responses = answered(settings)
     bad = "formal/negative/1/2/0"
     scores = [Score(one.id, 90.0 if one.sign == "positive" or one.id == bad else 10.0) for one in responses]
-    kept = {one.id for one in keep(settings, responses, scores)}
+    kept = {one.id for one in keep(settings, responses, scores)[0]}
     assert {one.id for one in responses} - kept == {bad, "formal/positive/1/2/0"}
-    assert bad not in {one.id for one in keep(made(), responses, scores)}
-    assert "formal/positive/1/2/0" in {one.id for one in keep(made(), responses, scores)}
+    assert bad not in {one.id for one in keep(made(), responses, scores)[0]}
+    assert "formal/positive/1/2/0" in {one.id for one in keep(made(), responses, scores)[0]}
 
 
-def test_too_few_answers_are_an_error_with_the_counts() -> None:
-    """It says how many of each kind there are, were needed, and had no score."""
+def test_a_weak_trait_is_left_out_with_the_counts() -> None:
+    """It says how many of each kind there are, were needed, and had no score; an error only if no trait is left."""
     settings = made(min_kept=5)
     responses = answered(settings)
     scores = [
         Score(one.id, None if one.id.startswith("poetic/negative/0") else 90.0 if one.sign == "positive" else 10.0)
         for one in responses
     ]
-    assert keep(settings, responses, scores)
-    with pytest.raises(
-        TooFewKept, match=r"poetic: kept 12 of 12 positive, 6 of 12 negative answers, 6 had no score; 7"
-    ):
-        keep(made(min_kept=7), responses, scores)
+    assert keep(settings, responses, scores)[1] == {}
+    kept, left_out = keep(made(min_kept=7), responses, scores)
+    assert {one.trait for one in kept} == {"formal"}
+    assert list(left_out) == ["poetic"]
+    assert "kept 12 of 12 positive, 6 of 12 negative answers, 6 had no score; 7" in left_out["poetic"]
+    alone, mine = made(min_kept=7, traits=("poetic",)), [one for one in responses if one.trait == "poetic"]
+    with pytest.raises(TooFewKept, match=r"poetic: kept 12 of 12 positive, 6 of 12 negative"):
+        keep(alone, mine, [one for one in scores if one.trait == "poetic"])
     lonely = [
         Score(one.id, 90.0 if one.sign == "positive" else (10.0 if one.question == 0 else 90.0)) for one in responses
     ]
     with pytest.raises(TooFewKept, match="both kinds of 1 questions"):
         keep(made(), responses, lonely)
+
+
+async def test_traits_come_and_go_without_the_others_being_asked_again(tmp_path) -> None:
+    """Answers and scores of a trait do not depend on the others; those of a trait that is left away stay for later."""
+
+    async def through(*names: str, fresh: tuple[str, ...] = (), **changes) -> list[list[int]]:
+        """Run two stages without a model, answers of fresh traits lying in parts; how many were there at first."""
+        settings = made(traits=names, scorer="keywords", **changes)
+        folder = RunFolder(tmp_path, MODEL, described(settings))
+        for name in fresh:
+            with Parts(folder.parts("generate", name), Response) as parts:
+                for one in answered(settings, lambda ask: f"answer {ask.id}"):
+                    if one.trait == name:
+                        parts.add(one)
+        reports: list[Progress] = []
+        responses = await generate(None, settings, folder, None)
+        assert [one.id for one in responses] == [ask.id for ask in asks(settings)]
+        assert all(one.answer == f"answer {one.id}" for one in responses)
+        scores = await score(settings, folder, responses, reports.append)
+        assert [one.id for one in scores] == [one.id for one in responses]
+        return [reports[0].done, reports[-1].done]
+
+    assert await through("formal", "poetic", fresh=("formal", "poetic")) == [0, 48]
+    assert await through("poetic", "formal") == [48, 48]
+    assert await through("evil", "poetic", fresh=("evil",)) == [24, 48]
+    assert await through("formal") == [24, 24]
+    assert await through("evil", "formal", "poetic") == [72, 72]
+    assert len(read_table(tmp_path / "responses.parquet", Response)) == 72
+    changed = msgspec.structs.replace(traits()["evil"], keywords=("answer",))
+    assert await through(changed, "formal") == [24, 48]
+    with pytest.raises(RunDiffers, match=r"traits\.poetic\.positive"):
+        await through(msgspec.structs.replace(traits()["poetic"], positive=("Rhyme.", "Sing.")), "formal")
+    with pytest.raises(RunDiffers, match=r"seed: 0, not 1"):
+        await through("humorous", seed=1)
+
+
+async def test_rows_of_a_trait_stay_when_others_come_and_go(tmp_path) -> None:
+    """And rows of other settings go, before those of the new ones are taken for whole."""
+
+    async def through(*names: str, fresh: tuple[str, ...] = (), value: float = 0.0, **changes) -> dict[str, float]:
+        settings = made(traits=names, **changes)
+        folder, responses = RunFolder(tmp_path, MODEL, described(settings)), answered(settings)
+        for name in fresh:
+            ids = tuple(one.id for one in responses if one.trait == name)
+            header = RowsHeader(VERSION, (1,), ids, ("00",) * len(ids))
+            write_tensors(
+                folder.parts("capture", name) / "a.safetensors", header, {"rows": torch.full((len(ids), 1, 2), value)}
+            )
+        scores = [Score(one.id, 90.0 if one.sign == "positive" else 10.0) for one in responses]
+        kept = [one for one in keep(settings, responses, scores)[0] if one.trait in fresh or not changes]
+        await capture(None, settings, folder, Records(responses, scores, kept), room={}, report=None)
+        paths = {name: rows_file(folder, name) for name in ("formal", "poetic", "evil")}
+        return {name: float(load_rows(path)[1].mean()) for name, path in paths.items() if path.exists()}
+
+    assert await through("formal", "poetic", fresh=("formal", "poetic"), value=1.0) == {"formal": 1, "poetic": 1}
+    assert await through("evil", "formal", fresh=("evil",), value=2.0) == {"formal": 1, "poetic": 1, "evil": 2}
+    assert await through("poetic") == {"formal": 1, "poetic": 1, "evil": 2}
+    assert await through("formal", "evil", fresh=("evil",), value=3.0, read_system=False) == {"poetic": 1, "evil": 3}
+
+
+def test_an_answer_that_fills_the_context_is_read_as_far_as_there_is_room() -> None:
+    """One token is left for the model to generate; an answer with no room is not kept, and the reason says so."""
+    from transformers import AutoTokenizer
+
+    settings = made(traits=("formal",))
+    tokenizer, responses = AutoTokenizer.from_pretrained(smollm2()), answered(settings)
+    first = responses[0]
+    messages = [
+        {"role": "system", "content": first.system_prompt},
+        {"role": "user", "content": first.question_text},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    length = len(tokenizer.encode(text, add_special_tokens=False))
+    for left, room in ((-1, 0), (0, 0), (1, 0), (2, 1), (3, 2), (99, 2)):  # the answers have two tokens
+        assert room_of(tokenizer, length + left, settings, [first]) == {first.id: room}
+    alone = made(traits=("formal",), read_system=False)
+    assert room_of(tokenizer, length, alone, [first]) == {first.id: 2}
+    scores = [Score(one.id, 90.0 if one.sign == "positive" else 10.0) for one in responses]
+    rooms = {one.id: 0 if one.id == first.id else 1 for one in responses}
+    assert {one.id for one in responses} - {one.id for one in keep(settings, responses, scores, rooms)[0]} == {first.id}
+    with pytest.raises(TooFewKept, match=r"formal: kept 0 of 12 positive.*24 whose prompt leaves .*max_model_len"):
+        keep(settings, responses, scores, dict.fromkeys(rooms, 0))
 
 
 async def test_scoring_goes_on_where_it_was_cut_off(tmp_path) -> None:
@@ -548,7 +736,7 @@ def test_a_report_is_drawn_from_records(tmp_path) -> None:
     settings = made()
     responses = answered(settings, lambda _: "<b>*bold*</b> | [x](y)\n# head")
     scores = [Score(one.id, 90.0 if one.sign == "positive" else 10.0) for one in responses]
-    records = Records(responses, scores, keep(settings, responses, scores))
+    records = Records(responses, scores, keep(settings, responses, scores)[0])
     torch.manual_seed(0)
     rows = {sign: torch.randn(12, 3, 8) + (1.0 if sign == "positive" else 0.0) for sign in SIGNS}
     groups = [one.question for one in records.kept_of("formal", "positive")]
@@ -574,6 +762,37 @@ def test_a_report_is_drawn_from_records(tmp_path) -> None:
     for name in ("auc", "scores", "cosines"):
         assert f"]({name}.png)" in text
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trait_that_is_left_out_is_told_with_its_reason(tmp_path) -> None:
+    """In the report, the command's table and its JSON, beside the vectors of the others."""
+    settings = made()
+    responses = answered(settings)
+    scores = [
+        Score(one.id, None if one.trait == "poetic" else 90.0 if one.sign == "positive" else 10.0) for one in responses
+    ]
+    kept, left_out = keep(settings, responses, scores)
+    records = Records(responses, scores, kept)
+    groups = [one.question for one in records.kept_of("formal", "positive")]
+    torch.manual_seed(0)
+    contrast = Contrast(torch.randn(12, 3, 8) + 1, torch.randn(12, 3, 8), groups, groups)
+    directions = directions_of("formal", contrast, (3, 5, 7))
+    told = outcomes(directions, records, left_out)
+    assert list(told) == ["formal", "poetic"]
+    assert told["formal"].left_out == ""
+    assert (told["poetic"].responses, told["poetic"].unscored, told["poetic"].kept) == ((12, 12), (12, 12), (0, 0))
+    assert (told["poetic"].best_layer, told["poetic"].auc) == (None, None)
+    report = write_report(tmp_path, settings, directions, told, records)
+    assert "| poetic | 12 / 12 | 12 / 12 | 0 / 0 | none / none | left out |" in report.read_text()
+    assert "**poetic** was left out: kept 0 of 12 positive" in report.read_text()
+    result = PersonaResult(directions, told, tmp_path, report)
+    console = Console(file=io.StringIO(), width=200)
+    console.print(table_of(result), *left_out_of(result))
+    shown = console.file.getvalue()
+    assert "left out" in shown
+    assert "24 had no score; 2 of each are needed" in " ".join(shown.split())
+    assert "24 had no score" in json.loads(msgspec.json.encode(told))["poetic"]["left_out"]
+    assert not left_out_of(PersonaResult(directions, {"formal": told["formal"]}, tmp_path, report))
 
 
 def test_the_band_of_chance_is_that_of_random_scores() -> None:

@@ -23,6 +23,10 @@ REPLY_TOKENS: Final = 16
 CANDIDATES: Final = 20
 #: Less probability than this on numbers is no judgement. Source: Chen et al., Persona Vectors.
 LEAST_MASS: Final = 0.25
+#: Words for the scale, which are no score.
+SCALE: Final = re.compile(r"(?<![\d.,\-])0\s*(?:-|–|—|\bto\b)\s*100(?![\d.,]*\d)", re.IGNORECASE)
+#: What may follow a score: how much there is at most.
+OF_WHAT: Final = re.compile(r"(?<=\d)\s*(?:/|(?:out )?of)\s*100(?![\d.,]*\d)", re.IGNORECASE)
 #: Longest wait before a call is tried again, in seconds.
 LONGEST_WAIT: Final = 60.0
 
@@ -32,8 +36,9 @@ class Judge(Scorer):
     """The mean of the numbers 0 to 100 under the judge's probabilities for its first token.
 
     Source: Chen et al., Persona Vectors. Where the server gives no probabilities, or its tokenizer splits numbers
-    into digits (the first token "8" may then become 85), it is the first number in the judge's words. None where
-    there is neither, or the number is over 100.
+    into digits (the first token "8" may then become 85), it is the one number in the judge's words, alone or before
+    "/100", "%", "out of 100"; the scale itself ("0-100", "0 to 100") does not count. None where there is neither,
+    where there are several numbers ("8/10"), or the number is not from 0 to 100.
 
     Args:
         base_url: of the endpoint, such as "https://api.openai.com/v1".
@@ -128,8 +133,16 @@ def number(choice: Mapping[str, Any]) -> float | None:
     said = _expected(((choice.get("logprobs") or {}).get("content") or [{}])[0].get("top_logprobs") or [])
     if said is not None:
         return said
-    found = re.search(r"(?<![\d.\-])\d+(?:\.\d+)?", choice["message"]["content"] or "")
-    return float(found[0]) if found and float(found[0]) <= 100 else None
+    return _only_number(choice["message"]["content"] or "")
+
+
+def _only_number(text: str) -> float | None:
+    """The score in words that hold no other number, None where it is not plain which it is."""
+    numbers = re.findall(r"[-\u2212]?\d[\d.,]*", OF_WHAT.sub("", SCALE.sub("", text)))
+    if len(numbers) != 1:
+        return None
+    number = numbers[0].rstrip(".,")
+    return float(number) if re.fullmatch(r"\d+(?:\.\d+)?", number) and float(number) <= 100 else None
 
 
 def _expected(candidates: Sequence[Mapping[str, Any]]) -> float | None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import torch
@@ -18,6 +17,7 @@ from steercap.persona.folder import RunFolder
 from steercap.persona.progress import Count, Report
 from steercap.persona.records import Records, Response
 from steercap.persona.settings import PersonaSettings
+from steercap.prompts import templated
 from steercap.tables import PART_RECORDS
 from steercap.vectors import Exchange, mean_rows
 
@@ -48,6 +48,8 @@ async def capture(
     settings: PersonaSettings,
     folder: RunFolder,
     records: Records,
+    *,
+    room: Mapping[str, int],
     report: Report | None,
 ) -> None:
     """Have the model read the kept answers, and write their rows to `rows/<trait>.safetensors`.
@@ -58,6 +60,7 @@ async def capture(
     Args:
         model, settings, folder: of the run.
         records: all answers, and those whose rows are wanted.
+        room: how many tokens of each answer are read, by id; see `room_of`.
         report: told how far it is.
 
     Raises:
@@ -65,17 +68,42 @@ async def capture(
     """
     if not folder.is_done("capture"):
         folder.begin("capture")
-    parts = folder.parts("capture")
-    have = _ids(_whole(folder)) if folder.is_done("capture") else set()
-    left = _ids(sorted(parts.glob("*.safetensors")))  # of a process that was killed
-    have |= left
+        for trait in set(folder.traits) - folder.traits_of("capture"):
+            rows_file(folder, trait).unlink(missing_ok=True)  # rows of other settings
+    whole = [path for trait in folder.traits if (path := rows_file(folder, trait)).exists()]
+    left = _ids([path for trait in folder.traits for path in _parts(folder, trait)])  # of a process that was killed
+    have = _ids(whole) | left
     todo = [one for one in records.kept if one.id not in have]
     count = Count("capture", len(records.kept), len(records.kept) - len(todo), report)
     if todo or left or not folder.is_done("capture"):
         answers = {response.id: response for response in records.responses}
-        await _read(model, settings, parts, [answers[one.id] for one in todo], count)
+        await _read(model, settings, folder, [answers[one.id] for one in todo], room=room, count=count)
         _join(folder, list(answers))
         folder.finish("capture")
+
+
+def room_of(
+    tokenizer: Any, max_model_len: int, settings: PersonaSettings, responses: Sequence[Response]
+) -> dict[str, int]:
+    """How many tokens of each answer can be read after its prompt, by id; 0 where none can.
+
+    To read, a model must generate one token too, so prompt and answer are shorter than the context. An answer may have
+    filled it, and then lacks its last token.
+
+    Args:
+        tokenizer: of the model.
+        max_model_len: tokens that the context holds.
+        settings: of the run.
+        responses: the answers.
+    """
+    lengths: dict[tuple[str, str], int] = {}
+    found = {}
+    for response in responses:
+        key = (response.system_prompt, response.question_text)
+        if key not in lengths:
+            lengths[key] = len(templated(tokenizer, _prompt(settings, response), {}, spans=False)[0])
+        found[response.id] = max(0, min(len(response.token_ids), max_model_len - 1 - lengths[key]))
+    return found
 
 
 def load_rows(path: str | Path) -> tuple[RowsHeader, torch.Tensor]:
@@ -101,12 +129,18 @@ def rows_file(folder: RunFolder, trait: str) -> Path:
 
 
 async def _read(
-    model: SteerModel, settings: PersonaSettings, parts: Path, todo: Sequence[Response], count: Count
+    model: SteerModel,
+    settings: PersonaSettings,
+    folder: RunFolder,
+    todo: Sequence[Response],
+    *,
+    room: Mapping[str, int],
+    count: Count,
 ) -> None:
     async def read(chunk: Sequence[Response]) -> None:
         rows = await mean_rows(
             model,
-            [Exchange(_prompt(settings, response), response.token_ids) for response in chunk],
+            [Exchange(_prompt(settings, one), one.token_ids[: room[one.id]]) for one in chunk],
             layers=settings.layers,
             site=settings.site,
         )
@@ -116,10 +150,16 @@ async def _read(
             tuple(response.id for response in chunk),
             tuple(digest.hex() for digest in rows.prompts),
         )
-        write_tensors(parts / f"{uuid.uuid4().hex}.safetensors", header, {"rows": rows.values})
+        place = folder.parts("capture", chunk[0].trait)
+        write_tensors(place / f"{uuid.uuid4().hex}.safetensors", header, {"rows": rows.values})
         count.add(len(chunk))
 
-    chunks = [todo[first : first + PART_RECORDS] for first in range(0, len(todo), PART_RECORDS)]
+    chunks = [
+        mine[first : first + PART_RECORDS]
+        for trait in folder.traits
+        if (mine := [response for response in todo if response.trait == trait])
+        for first in range(0, len(mine), PART_RECORDS)
+    ]
     await each_of(chunks, read, max(1, settings.max_in_flight // PART_RECORDS))
 
 
@@ -130,28 +170,23 @@ def _prompt(settings: PersonaSettings, response: Response) -> list[dict[str, str
 
 def _join(folder: RunFolder, order: Sequence[str]) -> None:
     """Write the rows of each trait as one file, in the order of the answers."""
-    files = defaultdict(list)
-    for path in [
-        *(_whole(folder) if folder.is_done("capture") else ()),
-        *folder.parts("capture").glob("*.safetensors"),
-    ]:
-        for place, name in enumerate(_ids_of(path)):
-            files[name.split("/")[0]].append((path, place))
     ranks = {name: rank for rank, name in enumerate(order)}
-    for trait, places in files.items():
-        read = {path: load_rows(path) for path in {path for path, _ in places}}
+    for trait in folder.traits:
+        parts, path = _parts(folder, trait), rows_file(folder, trait)
+        if not parts:
+            continue
+        read = [load_rows(file) for file in [*([path] if path.exists() else []), *parts]]
         found = {
-            (header := read[path][0]).ids[place]: (header.prompts[place], read[path][1][place])
-            for path, place in places
+            name: (header.prompts[place], rows[place]) for header, rows in read for place, name in enumerate(header.ids)
         }
         ids = sorted(found, key=ranks.__getitem__)
-        (layers,) = {header.layers for header, _ in read.values()}
+        (layers,) = {header.layers for header, _ in read}
         header = RowsHeader(VERSION, layers, tuple(ids), tuple(found[name][0] for name in ids))
-        write_tensors(rows_file(folder, trait), header, {"rows": torch.stack([found[name][1] for name in ids])})
+        write_tensors(path, header, {"rows": torch.stack([found[name][1] for name in ids])})
 
 
-def _whole(folder: RunFolder) -> list[Path]:
-    return sorted((folder.path / "rows").glob("*.safetensors"))
+def _parts(folder: RunFolder, trait: str) -> list[Path]:
+    return sorted(folder.parts("capture", trait).glob("*.safetensors"))
 
 
 def _ids(paths: Sequence[Path]) -> set[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -17,6 +19,18 @@ if TYPE_CHECKING:
     from steercap.model import SteerModel
 
 
+class Ends(NamedTuple):
+    """What is at the end of an answer and no part of it.
+
+    Args:
+        turn: tokens at which the model's generation configuration ends an answer.
+        special: the tokenizer's special tokens.
+    """
+
+    turn: frozenset[int]
+    special: frozenset[int]
+
+
 async def generate(
     model: SteerModel, settings: PersonaSettings, folder: RunFolder, report: Report | None
 ) -> list[Response]:
@@ -26,28 +40,71 @@ async def generate(
         The errors of `SteerModel.chat`.
     """
     path, wanted = folder.path / "responses.parquet", list(asks(settings))
-    if folder.is_done("generate"):
-        Count("generate", len(wanted), len(wanted), report)
-        return read_table(path, Response)
-    folder.begin("generate")
-    with Parts(folder.parts("generate"), Response) as parts:
-        have = {response.id for response in parts.read()}
-        todo = [ask for ask in wanted if ask.id not in have]
-        count = Count("generate", len(wanted), len(wanted) - len(todo), report)
+    if not folder.is_done("generate"):
+        folder.begin("generate")
+    kept, ready = folder.traits_of("generate"), folder.is_done("generate")
+    before = [response for response in read_table(path, Response) if response.trait in kept] if kept else []
+    found = {response.id: response for response in before}
+    with contextlib.ExitStack() as stack:
+        todo = {trait: folder.parts("generate", trait) for trait in folder.traits if trait not in kept}
+        parts = {trait: stack.enter_context(Parts(place, Response)) for trait, place in todo.items()}
+        found |= {response.id: response for part in parts.values() for response in part.read()}
+        left = [ask for ask in wanted if ask.id not in found]
+        count = Count("generate", len(wanted), len(wanted) - len(left), report)
+        ends = _ends(model) if left else Ends(frozenset(), frozenset())
 
         async def answer(ask: Ask) -> None:
-            parts.add(await _answer(model, settings, ask))
+            found[ask.id] = await _answer(model, settings, ask, ends)
+            parts[ask.trait].add(found[ask.id])
             count.add()
 
-        await each_of(todo, answer, settings.max_in_flight)
-    found = {response.id: response for response in parts.read()}
+        await each_of(left, answer, settings.max_in_flight)
     responses = [found[ask.id] for ask in wanted]
-    write_table(path, responses)
-    folder.finish("generate")
+    if not ready:
+        write_table(path, [*responses, *(one for one in before if one.trait not in folder.traits)])
+        folder.finish("generate")
     return responses
 
 
-async def _answer(model: SteerModel, settings: PersonaSettings, ask: Ask) -> Response:
+def said(token_ids: Sequence[int], ends: Ends, finish: str, stop_reason: object) -> tuple[int, ...]:
+    """What was said: an answer without the token that ended the turn, and without special tokens at its end.
+
+    That token is not part of an answer, and in the paper its row is not part of the mean.
+
+    Args:
+        token_ids: what was generated.
+        ends: tokens that end a turn.
+        finish: why the answer ended, "stop" or "length".
+        stop_reason: of vLLM's sample; an int is the token that ended it.
+    """
+    ids = list(token_ids)
+    # Words of the vocabulary, as some models end a turn with, are cut where they did end it, and only there.
+    stops = {*ends.turn, *([stop_reason] if isinstance(stop_reason, int) else [])}
+    if ids and finish == "stop" and ids[-1] in stops:
+        ids.pop()
+    while ids and ids[-1] in ends.special:
+        ids.pop()
+    return tuple(ids)
+
+
+def ends_of(generation_config: Mapping[str, Any], special: Iterable[int]) -> Ends:
+    """The tokens that end a turn.
+
+    Args:
+        generation_config: the model's; its `eos_token_id` is one token, several, or not there.
+        special: the tokenizer's special tokens.
+    """
+    eos = generation_config.get("eos_token_id")
+    turn = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    return Ends(frozenset(turn), frozenset(special))
+
+
+def _ends(model: SteerModel) -> Ends:
+    config = model.engine.vllm_config.model_config
+    return ends_of(config.try_get_generation_config(), model.tokenizer.all_special_ids)
+
+
+async def _answer(model: SteerModel, settings: PersonaSettings, ask: Ask, ends: Ends) -> Response:
     output: Any = await model.chat(
         [{"role": "system", "content": ask.system_prompt}, {"role": "user", "content": ask.question_text}],
         {
@@ -60,11 +117,6 @@ async def _answer(model: SteerModel, settings: PersonaSettings, ask: Ask) -> Res
         raw_output=True,
     )
     (sample,) = output.outputs
-    ids = list(sample.token_ids)
-    # What ends an answer is not part of it, and in the paper its row is not part of the mean.
-    special = set(model.tokenizer.all_special_ids)
-    while ids and ids[-1] in special:
-        ids.pop()
-    return Response(
-        **msgspec.structs.asdict(ask), answer=sample.text, token_ids=tuple(ids), finish=str(sample.finish_reason)
-    )
+    finish = str(sample.finish_reason)
+    ids = said(sample.token_ids, ends, finish, sample.stop_reason)
+    return Response(**msgspec.structs.asdict(ask), answer=sample.text, token_ids=ids, finish=finish)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from steercap.persona.folder import RunFolder
 from steercap.persona.progress import Count, Report
 from steercap.persona.records import Response, Score
 from steercap.persona.scores import Scored, make_scorer
 from steercap.persona.settings import PersonaSettings
+from steercap.persona.trait import Trait
 from steercap.tables import PART_RECORDS, Parts, read_table, write_table
 
 
@@ -21,39 +22,53 @@ async def score(
         The errors of the scorer.
     """
     path = folder.path / "scores.parquet"
-    if folder.is_done("score"):
-        Count("score", len(responses), len(responses), report)
-        return read_table(path, Score)
-    folder.begin("score")
-    known, scorer = (
-        {trait.name: trait for trait in settings.resolved()},
-        make_scorer(settings.scorer, settings.scorer_args),
-    )
-    with Parts(folder.parts("score"), Score) as parts:
-        found = {score.id: score for score in parts.read()}
-        count = Count("score", len(responses), len(found), report)
-        for chunk in _chunks(responses):
-            if all(response.id in found for response in chunk):
-                continue
-            asked = [response for response in chunk if response.token_ids and response.answer.strip()]
-            told = await scorer.score(
-                known[chunk[0].trait], [Scored(response.question_text, response.answer) for response in asked]
-            )
-            said = {response.id: value for response, value in zip(asked, told, strict=True)}
-            for response in chunk:
-                found[response.id] = Score(response.id, said.get(response.id))
-                parts.add(found[response.id])
-            parts.flush()
-            count.add(len(chunk))
+    if not folder.is_done("score"):
+        folder.begin("score")
+    kept, ready = folder.traits_of("score"), folder.is_done("score")
+    before = [score for score in read_table(path, Score) if score.trait in kept] if kept else []
+    found = {score.id: score for score in before}
+    todo = [trait for trait in settings.resolved() if trait.name not in kept]
+    for trait in todo:
+        found |= {score.id: score for score in Parts(folder.parts("score", trait.name), Score).read()}
+    count = Count("score", len(responses), sum(response.id in found for response in responses), report)
+    for trait in todo:
+        mine = [response for response in responses if response.trait == trait.name]
+        found |= await _scored(
+            settings, trait, Parts(folder.parts("score", trait.name), Score), mine, known=found, count=count
+        )
     scores = [found[response.id] for response in responses]
-    write_table(path, scores)
-    folder.finish("score")
+    if not ready:
+        write_table(path, [*scores, *(one for one in before if one.trait not in folder.traits)])
+        folder.finish("score")
     return scores
 
 
-def _chunks(responses: Sequence[Response]) -> Iterator[list[Response]]:
+async def _scored(
+    settings: PersonaSettings,
+    trait: Trait,
+    parts: Parts[Score],
+    responses: Sequence[Response],
+    *,
+    known: Mapping[str, Score],
+    count: Count,
+) -> dict[str, Score]:
+    """The scores of the answers of one trait that are not known."""
+    scorer, found = make_scorer(settings.scorer, settings.scorer_args), dict[str, Score]()
+    for chunk in _chunks(responses):
+        if all(response.id in known for response in chunk):
+            continue
+        asked = [response for response in chunk if response.token_ids and response.answer.strip()]
+        told = await scorer.score(trait, [Scored(response.question_text, response.answer) for response in asked])
+        said = {response.id: value for response, value in zip(asked, told, strict=True)}
+        for response in chunk:
+            found[response.id] = Score(response.id, said.get(response.id))
+            parts.add(found[response.id])
+        parts.flush()
+        count.add(sum(response.id not in known for response in chunk))
+    return found
+
+
+def _chunks(responses: Sequence[Response]) -> Iterator[Sequence[Response]]:
     """Answers of one trait, in an order that does not depend on what was scored before: a batch decides rounding."""
-    for name in dict.fromkeys(response.trait for response in responses):
-        mine = [response for response in responses if response.trait == name]
-        for first in range(0, len(mine), PART_RECORDS):
-            yield mine[first : first + PART_RECORDS]
+    for first in range(0, len(responses), PART_RECORDS):
+        yield responses[first : first + PART_RECORDS]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def vectors(
     model: SteerModel, settings: PersonaSettings, folder: RunFolder, records: Records, report: Report | None
 ) -> DirectionSet:
-    """The directions of all traits, with their provenance.
+    """The directions of all traits that have kept answers, with their provenance.
 
     Groups are questions, so `provenance.auc` is that of answers to questions which the vectors have not seen.
 
@@ -31,7 +31,7 @@ def vectors(
         InvalidSpec: too few questions have answers of both kinds.
         InvalidFile: rows that cannot be read.
     """
-    path, names = folder.path / "directions.safetensors", [trait.name for trait in settings.resolved()]
+    path, names = folder.path / "directions.safetensors", list(dict.fromkeys(one.trait for one in records.kept))
     if folder.is_done("vectors"):
         Count("vectors", len(names), len(names), report)
         return DirectionSet.load(path)

@@ -1,0 +1,124 @@
+"""What an open model is, so far as its answers depend on it: a run that goes on must find the same one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from steercap.vectors.extraction import model_name
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+
+#: Files of weights, by what vLLM loads.
+WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+#: Files that decide what is computed from the weights, and when an answer ends.
+CONFIGS: Final = ("config.json", "generation_config.json")
+#: Bytes read at each end of a file of weights: a header of safetensors and the last tensor, without reading it all.
+ENDS: Final = 64 << 10
+
+
+def identity(model: SteerModel) -> dict[str, str]:
+    """What answers depend on, besides what is asked.
+
+    Args:
+        model: an open model.
+
+    Returns:
+        As `identity_of`.
+    """
+    config = model.engine.vllm_config
+    cache = str(config.cache_config.cache_dtype)
+    return {**identity_of(model.model, config.model_config, model.tokenizer), "kv_cache_dtype": cache}
+
+
+def identity_of(model: str, config: Any, tokenizer: Any) -> dict[str, str]:
+    """What is known of a model in words, "" where something is not set.
+
+    Args:
+        model: name on the hub, or path.
+        config: vLLM's ModelConfig.
+        tokenizer: of the model.
+
+    Returns:
+        name, revision, dtype, quantization; weights, a commit of the hub or the SHA-256 of `weights_of`;
+        generation, SHA-256 of the engine's own sampling defaults and overrides of the configuration, and
+        chat_template, SHA-256 of the template.
+    """
+    overrides = config.hf_overrides
+    defaults = [
+        config.generation_config if not Path(config.generation_config).exists() else _folder(config.generation_config),
+        config.override_generation_config,
+        overrides if isinstance(overrides, Mapping) else getattr(overrides, "__qualname__", str(overrides)),
+    ]
+    return {
+        "name": model_name(model),
+        "revision": config.revision or "",
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "quantization": str(config.quantization or ""),
+        "weights": _weights(model, config),
+        "generation": _digest(defaults),
+        "chat_template": _digest(getattr(tokenizer, "chat_template", None)),
+    }
+
+
+def weights_of(path: str | Path) -> str:
+    """SHA-256, in hexadecimal, of the weights in a folder.
+
+    It is over the configuration, and the name, size and first and last 64 KiB of each file of weights. Copies are the
+    same, whenever they were made.
+
+    Args:
+        path: a folder, or one file of weights.
+    """
+    found = hashlib.sha256()
+    for part in _parts(Path(path)):
+        found.update(hashlib.sha256(part).digest())  # digests are of one length, so no two lists of parts are alike
+    return found.hexdigest()
+
+
+def _weights(model: str, config: Any) -> str:
+    if Path(model).exists():
+        return weights_of(model)
+    if commit := getattr(config.hf_config, "_commit_hash", None):
+        return str(commit)
+    where = Path(config.model)  # offline, vLLM puts the place in the hub's cache in the place of the name
+    if where.parent.name == "snapshots":
+        return where.name
+    return weights_of(where) if where.exists() else ""
+
+
+def _folder(path: str) -> str:
+    file = Path(path) / CONFIGS[1]
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else path
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    if path.is_file():
+        yield from _ends(path)
+        return
+    for name in CONFIGS:
+        yield (path / name).read_bytes() if (path / name).is_file() else b""
+    for file in sorted(file for pattern in WEIGHTS for file in path.glob(pattern)):
+        yield file.name.encode()
+        yield from _ends(file)
+
+
+def _ends(file: Path) -> Iterator[bytes]:
+    size = file.stat().st_size
+    yield str(size).encode()
+    with file.open("rb") as content:
+        yield content.read(ENDS)
+        content.seek(max(0, size - ENDS))
+        yield content.read(ENDS)
+
+
+def _digest(value: Any) -> str:
+    """SHA-256 of plain data, "" of none."""
+    if value is None:
+        return ""
+    return hashlib.sha256(msgspec.json.encode(value, order="deterministic", enc_hook=str)).hexdigest()

@@ -1,0 +1,111 @@
+"""What a model is known by: other weights are another model, copies are the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from steercap.errors import RunDiffers
+from steercap.experiments import Sweep
+from steercap.experiments.store import Folder
+from steercap.fingerprint import ENDS, identity_of, weights_of
+from steercap.persona import PersonaSettings
+from steercap.persona.folder import RunFolder
+from steercap.persona.settings import described
+from steercap.testing import smollm2
+from steercap.vectors import LayerVectors
+
+
+def checkpoint(folder: Path, seed: int) -> Path:
+    """A folder as training leaves it; its weights are longer than what is read of them."""
+    folder.mkdir(parents=True)
+    torch.manual_seed(seed)
+    save_file({"w": torch.randn(4 * ENDS)}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"hidden_size": 4}')
+    return folder
+
+
+def test_weights_are_known_by_what_they_are(tmp_path) -> None:
+    """Copies with other times are the same; other weights, sizes, names or configurations are not."""
+    first = checkpoint(tmp_path / "a" / "final", 0)
+    copy = Path(shutil.copytree(first, tmp_path / "copy"))
+    os.utime(copy / "model.safetensors", (1, 1))
+    assert weights_of(copy) == weights_of(first)
+    assert weights_of(checkpoint(tmp_path / "b" / "final", 1)) != weights_of(first)
+    changes = {
+        "head": lambda data: data[:100] + b"?" + data[101:],
+        "tail": lambda data: data[:-100] + b"?" + data[-99:],
+        "size": lambda data: data[: 2 * ENDS] + data[2 * ENDS + 1 :],
+    }
+    for name, change in changes.items():
+        other = Path(shutil.copytree(first, tmp_path / name)) / "model.safetensors"
+        other.write_bytes(change(other.read_bytes()))
+        assert weights_of(other.parent) != weights_of(first), name
+    (copy / "model.safetensors").rename(copy / "other.safetensors")
+    assert weights_of(copy) != weights_of(first)
+    for name in ("config.json", "generation_config.json"):
+        other = Path(shutil.copytree(first, tmp_path / name))
+        (other / name).write_text(json.dumps({"eos_token_id": 5}))
+        assert weights_of(other) != weights_of(first)
+
+
+@pytest.fixture(scope="module")
+def config():
+    """vLLM's configuration of a model, as an engine has it."""
+    from vllm.config import ModelConfig
+
+    return ModelConfig(model=str(smollm2()), dtype="float32", max_model_len=64)
+
+
+class Templated:
+    """A tokenizer, of which the template alone is asked."""
+
+    def __init__(self, template: str | None) -> None:
+        self.chat_template = template
+
+
+def test_a_model_is_known_by_weights_arguments_and_template(config, monkeypatch) -> None:
+    """Each of these changes answers, and what is known of the model; on the hub the commit stands for the weights."""
+    found = identity_of(str(smollm2()), config, Templated("a"))
+    assert found["weights"] == weights_of(smollm2())
+    assert (found["dtype"], found["quantization"]) == ("float32", "")
+    assert identity_of(str(smollm2()), config, Templated("a")) == found
+    assert identity_of(str(smollm2()), config, Templated("b"))["chat_template"] != found["chat_template"]
+    assert identity_of(str(smollm2()), config, Templated(None))["chat_template"] == ""
+    for name, value, shown in (
+        ("quantization", "fp8", "quantization"),
+        ("override_generation_config", {"top_k": 1}, "generation"),
+        ("hf_overrides", {"rope_theta": 1}, "generation"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(config, name, value)
+            assert identity_of(str(smollm2()), config, Templated("a"))[shown] != found[shown]
+    monkeypatch.setattr(config.hf_config, "_commit_hash", "c0ffee", raising=False)
+    assert identity_of("Some/Model", config, Templated("a"))["weights"] == "c0ffee"
+    monkeypatch.setattr(config.hf_config, "_commit_hash", None)
+    monkeypatch.setattr(config, "model", "/hub/models--Some--Model/snapshots/abc123")
+    assert identity_of("Some/Model", config, Templated("a"))["weights"] == "abc123"
+
+
+def test_two_final_folders_of_other_weights_are_two_models(config, tmp_path) -> None:
+    """A run of personas, and a sweep, begun with one is refused with the other, and the message says why."""
+    one, other = (
+        identity_of(str(checkpoint(tmp_path / name / "final", at)), config, Templated("a"))
+        for at, name in enumerate("ab")
+    )
+    assert one["name"] == other["name"] == "final"
+    settings = described(PersonaSettings.small("formal"))
+    RunFolder(tmp_path / "run", one, settings)
+    RunFolder(tmp_path / "run", one, settings)
+    with pytest.raises(RunDiffers, match=r"model\.weights: '"):
+        RunFolder(tmp_path / "run", other, settings)
+    sweep = Sweep(vectors={"warm": LayerVectors({1: torch.ones(4)})}, layers=(1,), scales=(1,), prompts=["a"])
+    Folder(tmp_path / "sweep", sweep.definition(one))
+    with pytest.raises(RunDiffers, match=r"sweep: model\.weights was '\w+', is '\w+'; give"):
+        Folder(tmp_path / "sweep", sweep.definition(other))
