@@ -9,7 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -45,17 +45,21 @@ class Gpu(msgspec.Struct, frozen=True):
 
     Args:
         name: of the product.
-        bytes: of its memory.
-        free: bytes that nobody uses.
-        capability: of its compute units, such as (9, 0).
+        bytes: of its memory; None where nvidia-smi does not say, as of memory shared with the CPU, and of MIG.
+        free: bytes that nobody uses; None likewise.
+        capability: of its compute units, such as (9, 0); None likewise.
         driver: version.
+        index: its number, as in CUDA_VISIBLE_DEVICES.
+        uuid: its name there, such as "GPU-3f2a...".
     """
 
     name: str
-    bytes: int
-    free: int
-    capability: tuple[int, int]
+    bytes: int | None
+    free: int | None
+    capability: tuple[int, int] | None
     driver: str
+    index: int = 0
+    uuid: str = ""
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -94,7 +98,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         transformers: version, "" if there is none.
         companions: packages of `COMPANIONS` that are installed, with why they cannot be imported, "" if they can.
         triton: version, "" if there is none.
-        gpus: those that there are.
+        gpus: those that there are, hidden ones included.
         environment: variables that matter.
         sharing: why rows cannot be read from a worker's memory, "" if they can.
         shm_bytes: free in /dev/shm.
@@ -133,11 +137,34 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         return "cpu" if self.vllm_for == "cpu" else "cuda"
 
     @property
-    def workers(self) -> int:
-        """Processes that hold a part of the model."""
-        return self.whole("tensor_parallel_size", 1) * self.whole("pipeline_parallel_size", 1)
+    def copies(self) -> int:
+        """Engines that each hold the whole model."""
+        return self._size("data_parallel_size")
 
-    def whole(self, name: str, default: int) -> int:
+    @property
+    def parts(self) -> int:
+        """Workers of one engine, which share the model."""
+        return self._size("tensor_parallel_size") * self._size("pipeline_parallel_size")
+
+    @property
+    def workers(self) -> int:
+        """Processes that hold a part of the model, of all engines."""
+        return self.parts * self.copies
+
+    @property
+    def capturing(self) -> int:
+        """Workers that keep captured rows: the first of each tensor-parallel group."""
+        return self._size("pipeline_parallel_size") * self.copies
+
+    @property
+    def visible(self) -> tuple[Gpu, ...]:
+        """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; the workers take the first of them."""
+        return visible_of(self.gpus, self.environment.get("CUDA_VISIBLE_DEVICES"))
+
+    def _size(self, name: str) -> int:
+        return self.whole(name, default=1, least=1)
+
+    def whole(self, name: str, default: int, least: int = 0) -> int:
         """An argument of the engine that is a whole number.
 
         Raises:
@@ -146,8 +173,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         value = self.arguments.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise InvalidSetting(f"{name}={value!r}; give a whole number")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InvalidSetting(f"{name}={value!r}; give a whole number, {least} or more")
         return value
 
 
@@ -175,7 +202,7 @@ def gather(model: str, arguments: Mapping[str, Any]) -> Facts:
         environment={name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "HF_", "CUDA_"))},
         sharing=_sharing(),
         shm_bytes=_free(Path("/dev/shm")),  # noqa: S108 -- looked at, not written to
-        memory_bytes=_memory(),
+        memory_bytes=free_memory(),
         cores=len(os.sched_getaffinity(0)),
         disk={str(folder): _free(folder) for folder in _caches()},
         extras={name: importlib.util.find_spec(module) is not None for name, module in EXTRAS.items()},
@@ -220,27 +247,70 @@ def _gpus() -> tuple[Gpu, ...]:
     command = shutil.which("nvidia-smi")
     if command is None:
         return ()
-    asked = "name,memory.total,memory.free,compute_cap,driver_version"
+    asked = "name,memory.total,memory.free,compute_cap,driver_version,index,uuid"
     done = subprocess.run(  # noqa: S603
         [command, f"--query-gpu={asked}", "--format=csv,noheader,nounits"], capture_output=True, text=True, check=False
     )
-    return tuple(_gpu(line) for line in done.stdout.splitlines() if line.count(",") == 4) if not done.returncode else ()
+    lines = done.stdout.splitlines() if not done.returncode else []
+    return tuple(gpu_of(line) for line in lines if line.count(",") == asked.count(","))
 
 
-def _gpu(line: str) -> Gpu:
-    name, total, free, capability, driver = (part.strip() for part in line.split(","))
+def gpu_of(line: str) -> Gpu:
+    """A GPU from a line of nvidia-smi: name, MiB of memory, MiB free, compute capability, driver, index, UUID.
+
+    Numbers that it does not know are words in brackets, such as "[N/A]".
+    """
+    name, total, free, capability, driver, index, uuid = (part.strip() for part in line.split(","))
     major, _, minor = capability.partition(".")
-    return Gpu(name, int(total) << 20, int(free) << 20, (int(major), int(minor or 0)), driver)
+    known = (int(major), int(minor or 0)) if major.isdecimal() else None
+    return Gpu(name, _mebibytes(total), _mebibytes(free), known, driver, int(index), uuid)
 
 
-def _memory() -> int:
-    """What is free of the machine's memory, or of the container's, whichever is less."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) << 10
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+def _mebibytes(text: str) -> int | None:
+    return int(text) << 20 if text.isdecimal() else None
+
+
+def visible_of(gpus: Sequence[Gpu], said: str | None) -> tuple[Gpu, ...]:
+    """The GPUs that CUDA finds, in its order.
+
+    Args:
+        gpus: those that there are.
+        said: CUDA_VISIBLE_DEVICES, None if it is not set: indices, or UUIDs as far as they tell one from another. What
+            follows one that does not exist is not seen.
+    """
+    if said is None:
+        return tuple(gpus)
+    found: list[Gpu] = []
+    for entry in map(str.strip, said.split(",")):
+        if entry.startswith("MIG-"):
+            found.append(Gpu(f"slice {entry}", None, None, None, gpus[0].driver if gpus else "", uuid=entry))
+            continue
+        named = entry.startswith("GPU-")
+        match = [gpu for gpu in gpus if (gpu.uuid.startswith(entry) if named else str(gpu.index) == entry)]
+        if len(match) != 1:
+            break
+        found += match
+    return tuple(found)
+
+
+def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that are free of the machine's memory, or of the container's, whichever is less.
+
+    Files in the container's cache that nobody reads count as free: the kernel drops them when memory is short.
+    """
+    free = _numbers(meminfo)["MemAvailable"] << 10
+    limit, used = cgroup / "memory.max", cgroup / "memory.current"
     if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
-        free = min(free, int(most) - int(used.read_text()))
+        stat = cgroup / "memory.stat"
+        cached = _numbers(stat).get("inactive_file", 0) if stat.exists() else 0
+        free = min(free, int(most) - int(used.read_text()) + cached)
     return free
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Names and numbers of a file of the kernel's, one a line."""
+    lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1}
 
 
 def _free(folder: Path) -> int:
@@ -267,7 +337,6 @@ def _model(name: str) -> Model:
     except (OSError, ValueError):
         return Model(name, str(folder))
     text = config.get("text_config") or config
-    weights = (*folder.glob("*.safetensors"), *folder.glob("*.bin"))
     return Model(
         name,
         str(folder),
@@ -275,8 +344,14 @@ def _model(name: str) -> Model:
         int(text.get("num_hidden_layers") or text.get("n_layer") or 0),
         int(text.get("hidden_size") or text.get("n_embd") or 0),
         str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or ""),
-        sum(path.stat().st_size for path in weights),
+        weights_of(folder),
     )
+
+
+def weights_of(folder: Path) -> int:
+    """Bytes of a model's weights; vLLM reads .bin files only where there is no .safetensors."""
+    files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
+    return sum(path.stat().st_size for path in files)
 
 
 def _folder(name: str) -> Path | None:
