@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
@@ -24,7 +25,7 @@ from steercap.cli.doctor.checks import CHECKS, Check, examine
 from steercap.cli.doctor.facts import Facts, Gpu, Model, free_memory, gather, gpu_of, visible_of, weights_of
 from steercap.cli.engines import ModelOptions
 from steercap.cli.persona import ScoreOptions, SizeOptions, settings_of
-from steercap.cli.prompts import PromptOptions
+from steercap.cli.prompts import PromptOptions, records_of
 from steercap.cli.selections import layers_of, tokens_of
 from steercap.cli.steering import SteerOptions
 from steercap.cli.sweep import measure_of, read_settings, sweep_of
@@ -341,14 +342,27 @@ def test_prompts_come_from_the_line_from_files_and_stdin(tmp_path, monkeypatch) 
     assert found[0].content == [system, {"role": "user", "content": "three"}]
     assert found[2].content == [system, *talk]
     assert found[2].shown == "yes?"
-    import io
-
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"prompt": "five"}\n'))
     assert [prompt.content for prompt in PromptOptions(prompts=["-"]).read()] == ["five"]
     for wrong in ("", '{"prompt": 3}', "{not json"):
         records.write_text(wrong)
         with pytest.raises(InvalidFile, match=r"b\.jsonl"):
             PromptOptions(file=str(records)).read()
+
+
+#: Letters at which `str.splitlines` ends a line, and a line does not end.
+INSIDE = "\u2028\u2029\u0085\x0b\x0c\x1c\x1d\x1e\r."
+
+
+def test_a_line_ends_at_its_newline_alone(tmp_path, monkeypatch) -> None:
+    """Separators inside a text are part of it, raw in JSONL too; a carriage return before the newline is not."""
+    plain, records = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    plain.write_bytes(f"one{INSIDE}\r\n\r\ntwo\r\n".encode())
+    assert list(records_of(str(plain))) == [(1, f"one{INSIDE}"), (3, "two")]
+    records.write_bytes('{"prompt": "three\u2028\u0085"}\r\n"four"'.encode())
+    assert list(records_of(str(records))) == [(1, {"prompt": "three\u2028\u0085"}), (2, "four")]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(plain.read_bytes()), encoding="utf-8"))
+    assert list(records_of("-")) == [(1, f"one{INSIDE}"), (3, "two")]
 
 
 def test_texts_to_extract_from(tmp_path) -> None:
@@ -369,7 +383,7 @@ def test_texts_to_extract_from(tmp_path) -> None:
 
 def test_a_direction_is_added_where_and_as_often_as_said(directions) -> None:
     """--layer, --scale, --name and --tokens become Add edits of the vectors in the file."""
-    spec = SteerOptions(steer=directions, name="formal", layer="1,-1", scale=3.0, steer_tokens="generated").spec()
+    spec = SteerOptions(steer=directions, name="formal", layer="1,3", scale=3.0, steer_tokens="generated").spec()
     edits = spec.flat()
     known = DirectionSet.load(directions)["formal"]
     assert [edit.layer for edit in edits] == [1, 3]
@@ -385,8 +399,12 @@ def test_steering_that_is_not_clear_is_refused(directions, tmp_path) -> None:
         SteerOptions(steer=directions, layer="1").spec()
     with pytest.raises(typer.BadParameter, match="layers 0 to 3; say which"):
         SteerOptions(steer=directions, name="kind").spec()
-    with pytest.raises(InvalidSpec, match="outside this model of 4 layers"):
-        SteerOptions(steer=directions, name="kind", layer="9").spec()
+    for missing in ("9", "1,9"):
+        with pytest.raises(InvalidSpec, match="no vector for layer 9; it has them for 0 to 3"):
+            SteerOptions(steer=directions, name="kind", layer=missing).spec()
+    for negative in ("-1", "1,-1", "-2:", ":-1"):
+        with pytest.raises(typer.BadParameter, match="has no end to count from; it has vectors for layers 0 to 3"):
+            SteerOptions(steer=directions, name="kind", layer=negative).spec()
     file = SteeringSpec([Cap(torch.ones(8), layer=2, high=1.0)]).save(tmp_path / "cap.safetensors")
     assert isinstance(SteerOptions(steer=file).spec().flat()[0], Cap)
     with pytest.raises(typer.BadParameter, match="leave --scale out"):
