@@ -22,7 +22,8 @@ from steercap import Add, Cap, SteeringSpec
 from steercap.captures import Captures
 from steercap.cli.app import app
 from steercap.cli.doctor.checks import CHECKS, Check, examine
-from steercap.cli.doctor.facts import Facts, Gpu, Model, free_memory, gather, gpu_of, visible_of, weights_of
+from steercap.cli.doctor.facts import Facts, Model, free_memory, gather, weights_of
+from steercap.cli.doctor.gpus import Gpu, gpu_of, visible_of
 from steercap.cli.engines import ModelOptions
 from steercap.cli.persona import ScoreOptions, SizeOptions, settings_of
 from steercap.cli.prompts import PromptOptions, records_of

@@ -7,7 +7,8 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from steercap.cli.doctor.facts import Facts, Gpu
+from steercap.cli.doctor.facts import Facts
+from steercap.cli.doctor.gpus import Gpu
 from steercap.cli.engines import SMOLLM2
 from steercap.config import Settings
 from steercap.errors import UnsupportedModel
