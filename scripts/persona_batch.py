@@ -2,10 +2,12 @@
 
 A job is a group of traits at one precision. Jobs wait in one queue; each device takes the next when it is free, and runs
 it in a process and an engine of its own, so that whatever becomes of one, an out-of-memory kill included, does not touch the
-others. A job's folder is a run of `steercap.persona`: cut off, it goes on; finished, it is skipped.
+others. A job's folder is a run of `steercap.persona`: cut off, it goes on; finished, it is skipped. It is named after precision,
+traits and a digest of model and engine arguments, so answers of two engines never meet in one folder.
 
-A child reads its job from stdin, tells its progress as lines of JSON on stdout, and stops when stdin closes: so no
-child outlives this process, however it ends. What vLLM and Python print is in `JOB.log` beside the folder.
+A child reads its job from stdin, tells its progress as short lines of JSON on stdout, and stops when stdin closes: so no
+child outlives this process, however it ends. Outcomes are in `job.json` in the folder; what vLLM and Python print is in
+`JOB.log` beside it.
 
 `--ray` hands the same jobs to Ray, a GPU each; `--out` and this file must then be at the same path on every machine. Written
 against Ray's public API, not tested.
@@ -33,6 +35,10 @@ from steercap.errors import InvalidSetting, SteercapError
 CPU: Final = "cpu"
 #: Seconds that a child has to stop its engine when it is told to.
 GRACE: Final = 60.0
+#: Bytes of a line of a child at most. Lines are short; an error may quote a long list of traits.
+LINE: Final = 1 << 20
+#: Letters of a job's name at most: a name of a file has 255 bytes on Linux.
+NAME: Final = 100
 
 
 class Precision(msgspec.Struct, frozen=True):
@@ -82,6 +88,13 @@ class Status(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     error: str = ""
     outcomes: dict[str, Any] = {}
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """What `job.json` says of a finished folder: what was asked, and the outcome of each trait."""
+
+    digest: str
+    outcomes: dict[str, Any]
 
 
 class Board(msgspec.Struct, frozen=True):
@@ -153,17 +166,27 @@ def plan(
     groups = [range(first, min(first + group, len(traits))) for first in range(0, len(traits), group)]
     return tuple(
         Job(
-            name=(name := f"{precision.name}-{'+'.join(names[at] for at in places)}"),
+            name=(name := _name(precision.name, [names[at] for at in places])),
             precision=precision.name,
             model=model,
-            arguments={**arguments, **precision.arguments},
+            arguments=(merged := {**arguments, **precision.arguments}),
             settings={**settings, "traits": [traits[at] for at in places]},
             small=small,
-            folder=str(out / name),
+            folder=str(out / f"{name}-{_short([model, merged])}"),
         )
         for precision in precisions
         for places in groups
     )
+
+
+def _name(precision: str, traits: Sequence[str]) -> str:
+    """Precision and traits; of many traits the first, their number and a digest of all."""
+    name = f"{precision}-{'+'.join(traits)}"
+    return name if len(name) <= NAME else f"{precision}-{traits[0]}+{len(traits) - 1}-{_short(traits)}"
+
+
+def _short(told: Any) -> str:
+    return hashlib.sha256(msgspec.json.encode(told, order="deterministic")).hexdigest()[:8]
 
 
 def board_of(jobs: Sequence[Job]) -> Board:
@@ -173,10 +196,10 @@ def board_of(jobs: Sequence[Job]) -> Board:
 
 def _kept(job: Job) -> Status:
     try:
-        kept = json.loads(_mark(job).read_bytes())
+        kept = msgspec.json.decode(_mark(job).read_bytes(), type=Mark)
     except FileNotFoundError:
         return Status()
-    return Status("skipped", outcomes=kept["outcomes"]) if kept["digest"] == job.digest else Status()
+    return Status("skipped", outcomes=kept.outcomes) if kept.digest == job.digest else Status()
 
 
 def _mark(job: Job) -> Path:
@@ -186,8 +209,8 @@ def _mark(job: Job) -> Path:
 # In the child
 
 
-async def work(job: Job, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Do a job in this process; returns the outcome of each trait, and marks the folder as finished."""
+async def work(job: Job, tell: Callable[[dict[str, Any]], None]) -> None:
+    """Do a job in this process, and mark the folder as finished, with the outcome of each trait."""
     from steercap import SteerModel
     from steercap.cli.engines import SMOLLM2, SMOLLM2_ARGUMENTS, located
     from steercap.cli.persona import trait_of
@@ -204,8 +227,7 @@ async def work(job: Job, tell: Callable[[dict[str, Any]], None]) -> dict[str, An
         result = await run(model, settings, job.folder, progress=progress)
     found: dict[str, Any] = {name: vars(one) for name, one in result.outcomes.items()}
     with write_whole(_mark(job)) as scratch:
-        scratch.write_bytes(msgspec.json.encode({"digest": job.digest, "outcomes": found}))
-    return found
+        scratch.write_bytes(msgspec.json.encode(Mark(job.digest, found)))
 
 
 def child() -> int:
@@ -227,7 +249,7 @@ def child() -> int:
             loop.call_soon_threadsafe(task.cancel)
 
         threading.Thread(target=watch, daemon=True).start()
-        tell({"outcomes": await work(job, tell)})
+        await work(job, tell)
 
     try:
         asyncio.run(main())
@@ -257,6 +279,7 @@ async def in_process(job: Job, device: str, tell: Callable[..., None]) -> None:
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
             env=environment,
+            limit=LINE,
             start_new_session=True,  # an interrupt is ours to pass on
         )
         assert process.stdin is not None
@@ -271,8 +294,8 @@ async def in_process(job: Job, device: str, tell: Callable[..., None]) -> None:
         finally:
             await asyncio.shield(_ended(process))
     seconds = time.monotonic() - began
-    if process.returncode == 0 and "outcomes" in news:
-        tell(state="done", seconds=seconds)
+    if process.returncode == 0:
+        tell(state="done", outcomes=msgspec.json.decode(_mark(job).read_bytes(), type=Mark).outcomes, seconds=seconds)
     else:
         error = news.get("error") or f"its process ended with {process.returncode}; see {log}"
         tell(state="failed", error=error, seconds=seconds)
@@ -281,13 +304,24 @@ async def in_process(job: Job, device: str, tell: Callable[..., None]) -> None:
 async def _ended(process: asyncio.subprocess.Process) -> None:
     """Tell a child to stop, by closing its stdin; after a while, end it and what it started."""
     assert process.stdin is not None
+    assert process.stdout is not None
     process.stdin.close()
     try:
         async with asyncio.timeout(GRACE):
+            while await process.stdout.read(LINE):  # one that still writes must not wait for a full pipe
+                pass
             await process.wait()
     except TimeoutError:
         os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
+
+
+async def attempt(job: Job, device: str, tell: Callable[..., None]) -> None:
+    """Do a job as `in_process` does; whatever goes wrong with it is told, and stops no other."""
+    try:
+        await in_process(job, device, tell)
+    except Exception as error:  # noqa: BLE001 -- a process that cannot start, a line that is none: this job's failure
+        tell(state="failed", device=device, error=f"{type(error).__name__}: {error}")
 
 
 async def run_all(board: Board, devices: Sequence[str], show: Callable[[Board], None]) -> Board:
@@ -302,7 +336,7 @@ async def run_all(board: Board, devices: Sequence[str], show: Callable[[Board], 
             show(board)
 
         while (job := board.next()) is not None:
-            await in_process(job, device, lambda name=job.name, **changes: tell(name, **changes))
+            await attempt(job, device, lambda name=job.name, **changes: tell(name, **changes))
 
     async with asyncio.TaskGroup() as group:
         for device in devices:
@@ -316,7 +350,7 @@ def run_on_ray(board: Board, show: Callable[[Board], None]) -> Board:
 
     def told(job: Job) -> dict[str, Any]:
         last: dict[str, Any] = {}
-        asyncio.run(in_process(job, "", lambda **changes: last.update(changes)))
+        asyncio.run(attempt(job, "", lambda **changes: last.update(changes)))
         return last
 
     remote = ray.remote(num_gpus=1, max_retries=0)(told)

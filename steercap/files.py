@@ -1,7 +1,8 @@
 """Captures on disk: one safetensors file a handle, its labels as tensors, its words as a JSON header.
 
 The header is the metadata entry `steercap`: format version, model, request id, text, points in order, messages,
-reduction. Tensors are named `rows.<site>.<layer>`, `positions`, `token_ids`, `prompt_token_ids`, `output_token_ids`.
+reduction; of projections the directions' names and marks. Tensors are named `rows.<site>.<layer>`, `positions`,
+`token_ids`, `prompt_token_ids`, `output_token_ids`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Header(msgspec.Struct, frozen=True):
     writes: int
     steering: SteeringReceipt | None = None
     directions: tuple[str, ...] = ()
+    marks: dict[int, tuple[tuple[float, ...], ...]] = {}
 
 
 def save_handle(handle: CaptureHandle, path: Path) -> Path:
@@ -55,6 +57,7 @@ def save_handle(handle: CaptureHandle, path: Path) -> Path:
         writes=receipt.writes,
         steering=receipt.steering,
         directions=handle.directions,
+        marks=handle.marks,
     )
     tensors = {_name(point): rows.contiguous() for point, rows in handle.captures.items()}
     tensors["positions"] = handle.positions
@@ -85,6 +88,7 @@ def load_handle(path: Path) -> CaptureHandle:
         num_layers=header.num_layers,
         messages=header.messages,
         directions=header.directions,
+        marks=header.marks,
     )
     labels = tensors["positions"].numpy(), tensors["token_ids"].numpy()
     handle._receipt = Receipt(header.points, *labels, header.writes, header.reduce, header.steering)

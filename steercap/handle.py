@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from steercap.core.budget import Ticket
     from steercap.delivery import Delivery
     from steercap.engine import Engine
+    from steercap.vectors.directions import Mark
 
 
 class CaptureHandle:
@@ -50,6 +52,8 @@ class CaptureHandle:
         output_token_ids: generated token ids; the last one has no row, for it was never an input.
         points: what was captured, layer by layer.
         messages: for `chat`, the span of positions of each message.
+        directions: with `project=`, the names of what rows were projected on.
+        marks: what these directions are known by, by layer; empty in files of older versions.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class CaptureHandle:
         num_layers: int,
         messages: Sequence[MessageSpan] = (),
         directions: Sequence[str] = (),
+        marks: Mapping[int, Sequence[Mark]] = MappingProxyType({}),
     ) -> None:
         self.request_id = request_id
         self.model = model
@@ -74,6 +79,7 @@ class CaptureHandle:
         self.messages = tuple(messages)
         self.num_layers = num_layers
         self.directions = tuple(directions)
+        self.marks = {layer: tuple(known) for layer, known in marks.items()}
         self._captures: Captures | None = None
         self._receipt: Receipt | None = None
         self._source: _Source | None = None

@@ -6,9 +6,9 @@ Number 2 and 3 in the life of a request, and its end.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from steercap.adapters.engine import Rendered
     from steercap.core.budget import Ticket
     from steercap.engine import Engine
+    from steercap.vectors.directions import Mark
 
 
 class Done(NamedTuple):
@@ -91,6 +92,7 @@ class Job:
         spans: positions of the messages, for `chat`.
         projection: what rows are projected on, or None.
         directions: names of these.
+        marks: what these are known by, by layer.
     """
 
     engine: Engine
@@ -103,6 +105,7 @@ class Job:
     spans: tuple[MessageSpan, ...] = ()
     projection: Lowered | None = None
     directions: tuple[str, ...] = ()
+    marks: Mapping[int, tuple[Mark, ...]] = field(default_factory=dict)
 
 
 async def prepare(
@@ -150,7 +153,9 @@ async def prepare(
     if capture is not None or change is not None:
         plan = Plan(engine.new_key(), prompt_len, limit, sampling.n, capture)
     job = Job(engine, rendered, sampling, options, plan, points, change, tuple(spans))
-    return job if projected is None else replace(job, projection=projected.lowered, directions=projected.names)
+    if projected is None:
+        return job
+    return replace(job, projection=projected.lowered, directions=projected.names, marks=projected.marks)
 
 
 async def run_all(jobs: Sequence[Job], running: set[asyncio.Task[Any]]) -> list[Done]:
@@ -295,6 +300,7 @@ def _handles(
             num_layers=engine.vllm.num_layers,
             messages=job.spans + reply,
             directions=job.directions,
+            marks=job.marks,
         )
         owner = Owner(plan.key, sample.index)
         handles.append(handle._attach(engine, owner, plan, own, receipts[place] if receipts else None))

@@ -17,7 +17,7 @@ from steercap.core.program import NONE, Blob, Configuration
 from steercap.core.spec import CaptureSpec, Point, resolve_layers
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.steering import Lowered
-from steercap.vectors.directions import DirectionSet
+from steercap.vectors.directions import DirectionSet, Mark, marks_of
 from steercap.vectors.layers import LayerVectors
 
 
@@ -30,12 +30,14 @@ class Projected:
         plan: what a request says of it; its slot is not known yet.
         points: where rows are projected, in the order of the vectors.
         names: of the directions, in the order of the numbers.
+        marks: what they are known by, by layer, in the same order.
     """
 
     lowered: Lowered
     plan: Projection
     points: tuple[Point, ...]
     names: tuple[str, ...]
+    marks: Mapping[int, tuple[Mark, ...]]
 
 
 def points_of(spec: CaptureSpec, num_layers: int) -> tuple[Point, ...]:
@@ -80,7 +82,8 @@ def compile_projection(spec: CaptureSpec, armed: Mapping[Point, int], *, num_lay
     configuration = Configuration((), (blob,), 0, 0, tuple(armed[point] for point in points))
     digest = configuration.digest
     lowered = Lowered(configuration, digest, {blob.digest: data}, (), (), changes_kv=False)
-    return Projected(lowered, Projection(NONE, digest, len(directions)), tuple(points), tuple(directions))
+    marks = {point.layer: marks_of(units.at(point.layer)) for point in points}
+    return Projected(lowered, Projection(NONE, digest, len(directions)), tuple(points), tuple(directions), marks)
 
 
 def _directions(spec: CaptureSpec) -> DirectionSet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -102,15 +103,24 @@ def records_of(name: str) -> Iterator[tuple[int, Any]]:
         InvalidFile: it cannot be read, holds nothing, or a line is no JSON.
     """
     try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        text = _stdin() if name == "-" else Path(name).read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidFile(f"{name} cannot be read as text: {error}") from error
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    # Not splitlines: U+2028, U+0085 and the like are letters of a line, in JSON too.
+    ends = ((number, line.removesuffix("\r")) for number, line in enumerate(text.split("\n"), 1))
+    lines = [(number, line) for number, line in ends if line.strip()]
     if not lines:
         raise InvalidFile(f"{name} holds no line of text; give one text a line")
     decoded = name.endswith(".jsonl") or (name == "-" and lines[0][1].startswith("{"))
     for number, line in lines:
         yield number, _decoded(name, number, line) if decoded else line
+
+
+def _stdin() -> str:
+    """All of stdin, a lone carriage return left where it is."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(newline="\n")
+    return sys.stdin.read()
 
 
 def _decoded(name: str, number: int, line: str) -> Any:

@@ -35,7 +35,9 @@ class SteerOptions:
     ] = None
     layer: Annotated[
         str | None,
-        typer.Option(help="Of vectors: layer or layers to add them at, such as 14 or 12,14.", rich_help_panel=PANEL),
+        typer.Option(
+            help="Of vectors: layer or layers to add them at, such as 14 or 12,14; from 0.", rich_help_panel=PANEL
+        ),
     ] = None
     scale: Annotated[
         float | None, typer.Option(help="Of vectors: times that they are added; 1 if left out.", rich_help_panel=PANEL)
@@ -82,7 +84,6 @@ class SteerOptions:
         return self._added(only(directions_in(content, self.steer), self.name))
 
     def _added(self, vectors: LayerVectors) -> SteeringSpec:
-        from steercap.core.spec import resolve_layers
         from steercap.edits.add import Add
         from steercap.steering import SteeringSpec
 
@@ -91,7 +92,7 @@ class SteerOptions:
                 f"{self.steer} has vectors for layers {span(list(vectors))}; say which to add with --layer",
                 param_hint="--layer",
             )
-        asked = list(vectors) if self.layer is None else resolve_layers(layers_of(self.layer), max(vectors) + 1)
+        asked = list(vectors) if self.layer is None else self._asked(self.layer, list(vectors))
         if missing := [layer for layer in asked if layer not in vectors]:
             raise InvalidSpec(
                 f"{self.steer} has no vector for layer {missing[0]}; it has them for {span(list(vectors))}"
@@ -101,6 +102,21 @@ class SteerOptions:
         return SteeringSpec(
             [Add(vectors[layer], scale=scale, layer=layer, site=vectors.site, tokens=tokens) for layer in asked]
         )
+
+    def _asked(self, text: str, known: list[int]) -> list[int]:
+        """Layers from --layer; a file may stop before the model's last layer, so nothing is counted from its end."""
+        from steercap.core.spec import resolve_layers
+
+        layers = layers_of(text)
+        if isinstance(layers, list) and min(layers) >= 0:
+            return sorted(set(layers))
+        ends = layers if isinstance(layers, list) else [layers.start, layers.stop] if isinstance(layers, slice) else []
+        if any(end is not None and end < 0 for end in ends):
+            raise typer.BadParameter(
+                f"{text!r}: {self.steer} has no end to count from; it has vectors for layers {span(known)}: name those",
+                param_hint="--layer",
+            )
+        return list(resolve_layers(layers, max(known) + 1))
 
 
 @dataclass(frozen=True)

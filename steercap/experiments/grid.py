@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import numbers
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,12 +94,14 @@ class Sweep:
         vectors: LayerVectors by name; a DirectionSet is that.
         layers: what is steered: `(10, 14)` is each layer alone, `[(10,), (10, 12, 14)]` one alone and three at once,
             each with its own vector.
-        scales: numbers; a different sign is a different condition.
+        scales: numbers, NumPy's too; a different sign is a different condition.
         operations: names in `OPERATIONS`.
         tokens: which tokens are steered, as in every edit.
         relative: whether scales are fractions of the row's norm; of "add" only.
-        random: random vectors of the same norm at each layer, for each vector: all operations, layers and scales.
-        reversed: whether each scale is tried with the other sign too.
+        random: random vectors of the same norm at each layer, for each vector: all operations, layers and scales. The
+            norm counts for "add" alone; to the other operations they are random directions.
+        reversed: whether each scale is tried with the other sign too, of operations where that is the reverse
+            (`Operation.signed`): not of "cap" and "set_projection".
         seed: of the random vectors and of the sampling.
         prompts: str, or conversations of {"role", "content"} dicts.
         sampling: vLLM's sampling parameters but `n` and `seed`, which the sweep sets.
@@ -172,7 +175,8 @@ class Sweep:
         for name, operation, layers in product(self.vectors, self.operations, self.groups):
             neutral = OPERATIONS[operation].neutral
             scales = [scale for scale in self.scales if scale != neutral]
-            turned = [-scale for scale in scales if -scale not in self.scales] if self.reversed else []
+            both = self.reversed and OPERATIONS[operation].signed
+            turned = [-scale for scale in scales if -scale not in self.scales] if both else []
             controls = {"": scales, "reversed": turned} | {f"random-{at:02}": scales for at in range(self.random)}
             for control, own in controls.items():
                 for scale in own:
@@ -259,7 +263,7 @@ def _together(layers: object) -> tuple[int, ...]:
 
 
 def _scale(scale: object) -> float:
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
         raise InvalidSpec(f"Sweep: scales hold {scale!r}; give finite numbers")
     return float(scale) + 0.0  # -0 is 0
 

@@ -43,7 +43,7 @@ class TokenHeatmap:
 
     Args:
         tokens: text of each token.
-        values: [tokens], or [tokens, names].
+        values: [tokens], or [tokens, names]; numbers, an array, or a tensor of any dtype and device.
         names: of the columns: directions, layers; may be left out for a single one.
         title: above all.
         centre: the value that is white; colours reach as far on both sides of it.
@@ -64,7 +64,7 @@ class TokenHeatmap:
     unit: str = ""
 
     def __post_init__(self) -> None:
-        values = np.array(self.values, dtype=np.float64)
+        values = _numbers(self.values)
         values = values[:, None] if values.ndim == 1 else values
         names = tuple(map(str, self.names)) or ("",)
         if not len(self.tokens) or values.shape != (len(self.tokens), len(names)):
@@ -202,7 +202,7 @@ def heatmap_of(
         title, centre, limit: of the heat map; those of one centre and limit can be compared by their colours.
 
     Raises:
-        InvalidRequest: the handle holds projections on other directions, or rows of another width.
+        InvalidRequest: the handle holds projections on other directions, in name or in fact, or rows of another width.
         InvalidSpec: no direction is for this layer.
         LayerOutOfRange: a layer that was not captured.
         CaptureNotFetched: the handle was not fetched.
@@ -256,16 +256,41 @@ def _projected(handle: CaptureHandle, directions: DirectionSet, layer: int) -> t
     if handle.directions:
         if missing := [name for name in directions if name not in handle.directions]:
             raise InvalidRequest(f"the handle holds projections on {list(handle.directions)}, and none on {missing}")
-        return rows[:, [handle.directions.index(name) for name in directions]].float()
+        places = [handle.directions.index(name) for name in directions]
+        _check_same(handle, directions, layer, places)
+        return rows[:, places].float()
     if rows.shape[-1] != directions.width:
         raise InvalidRequest(f"rows of layer {layer} are {list(rows.shape)}; directions have width {directions.width}")
     return directions.project(rows, layer)
+
+
+def _check_same(handle: CaptureHandle, directions: DirectionSet, layer: int, places: list[int]) -> None:
+    """Names do not make directions: see that those projected on are these. Files of older versions know names alone."""
+    from steercap.vectors.directions import alike
+
+    known = handle.marks.get(layer)
+    if known is None:
+        return
+    marks = zip(directions, directions.marks(layer), places, strict=True)
+    if others := [name for name, mark, place in marks if not alike(mark, known[place])]:
+        raise InvalidRequest(
+            f"at layer {layer} the handle holds projections on other directions of the names {others}; "
+            "give those that were passed as project="
+        )
 
 
 def texts_of(tokenizer: Any, token_ids: Iterable[int]) -> list[str]:
     """Text of each token by itself; a token that is part of a letter is shown as the replacement sign."""
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     return [str(decode([token])) for token in token_ids]
+
+
+def _numbers(values: Any) -> npt.NDArray[np.float64]:
+    """A copy in float64; NumPy knows neither bfloat16 nor tensors on a device."""
+    import torch
+
+    plain = values.detach().double().cpu().numpy() if isinstance(values, torch.Tensor) else values
+    return np.array(plain, dtype=np.float64)
 
 
 def _usual(values: npt.NDArray[np.float64], centre: float) -> float:

@@ -11,6 +11,7 @@ from steercap.sites import SITES
 from steercap.testing.agreement import projections_agree
 from steercap.testing.rows import GREEDY, random_prompt, settled
 from steercap.vectors import DirectionSet, LayerVectors
+from steercap.vectors.directions import alike
 
 
 @pytest.mark.parametrize("site", list(SITES))
@@ -46,6 +47,9 @@ async def test_an_ablated_direction_projects_to_nothing(smol, tmp_path) -> None:
     torch.testing.assert_close(streamed, before.captures[20], rtol=1e-4, atol=1e-3)
     back = CaptureHandle.load(before.save(tmp_path / "projected.safetensors"))
     assert back.directions == ("x",)
+    known = DirectionSet({"x": vectors})
+    for handle in (before, back):
+        assert all(alike(handle.marks[layer][0], known.marks(layer)[0]) for layer in layers)
     assert torch.equal(back.captures[7], before.captures[7])
     many = DirectionSet({f"{number}": vectors for number in range(40_000)})
     with pytest.raises(InvalidSpec, match="take fewer directions"):

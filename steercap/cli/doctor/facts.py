@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
+from steercap.cli.doctor.gpus import Gpu, gather_gpus, visible_of
 from steercap.cli.engines import SMOLLM2
 from steercap.errors import InvalidSetting
 
@@ -38,24 +39,6 @@ try:
 finally:
     child.communicate()
 """
-
-
-class Gpu(msgspec.Struct, frozen=True):
-    """One GPU, as nvidia-smi sees it.
-
-    Args:
-        name: of the product.
-        bytes: of its memory.
-        free: bytes that nobody uses.
-        capability: of its compute units, such as (9, 0).
-        driver: version.
-    """
-
-    name: str
-    bytes: int
-    free: int
-    capability: tuple[int, int]
-    driver: str
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -94,7 +77,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         transformers: version, "" if there is none.
         companions: packages of `COMPANIONS` that are installed, with why they cannot be imported, "" if they can.
         triton: version, "" if there is none.
-        gpus: those that there are.
+        gpus: those that there are, hidden ones included.
         environment: variables that matter.
         sharing: why rows cannot be read from a worker's memory, "" if they can.
         shm_bytes: free in /dev/shm.
@@ -133,11 +116,34 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         return "cpu" if self.vllm_for == "cpu" else "cuda"
 
     @property
-    def workers(self) -> int:
-        """Processes that hold a part of the model."""
-        return self.whole("tensor_parallel_size", 1) * self.whole("pipeline_parallel_size", 1)
+    def copies(self) -> int:
+        """Engines that each hold the whole model."""
+        return self._size("data_parallel_size")
 
-    def whole(self, name: str, default: int) -> int:
+    @property
+    def parts(self) -> int:
+        """Workers of one engine, which share the model."""
+        return self._size("tensor_parallel_size") * self._size("pipeline_parallel_size")
+
+    @property
+    def workers(self) -> int:
+        """Processes that hold a part of the model, of all engines."""
+        return self.parts * self.copies
+
+    @property
+    def capturing(self) -> int:
+        """Workers that keep captured rows: the first of each tensor-parallel group."""
+        return self._size("pipeline_parallel_size") * self.copies
+
+    @property
+    def visible(self) -> tuple[Gpu, ...]:
+        """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order; the workers take the first of them."""
+        return visible_of(self.gpus, self.environment.get("CUDA_VISIBLE_DEVICES"))
+
+    def _size(self, name: str) -> int:
+        return self.whole(name, default=1, least=1)
+
+    def whole(self, name: str, default: int, least: int = 0) -> int:
         """An argument of the engine that is a whole number.
 
         Raises:
@@ -146,8 +152,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         value = self.arguments.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise InvalidSetting(f"{name}={value!r}; give a whole number")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InvalidSetting(f"{name}={value!r}; give a whole number, {least} or more")
         return value
 
 
@@ -171,11 +177,11 @@ def gather(model: str, arguments: Mapping[str, Any]) -> Facts:
         transformers=_version("transformers"),
         companions={name: _import_error(name) for name in COMPANIONS if _version(name)},
         triton=_version("triton"),
-        gpus=_gpus(),
+        gpus=gather_gpus(),
         environment={name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "HF_", "CUDA_"))},
         sharing=_sharing(),
         shm_bytes=_free(Path("/dev/shm")),  # noqa: S108 -- looked at, not written to
-        memory_bytes=_memory(),
+        memory_bytes=free_memory(),
         cores=len(os.sched_getaffinity(0)),
         disk={str(folder): _free(folder) for folder in _caches()},
         extras={name: importlib.util.find_spec(module) is not None for name, module in EXTRAS.items()},
@@ -216,31 +222,24 @@ def _sharing() -> str:
     return (done.stderr.strip().splitlines() or ["it ended without a word"])[-1] if done.returncode else ""
 
 
-def _gpus() -> tuple[Gpu, ...]:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return ()
-    asked = "name,memory.total,memory.free,compute_cap,driver_version"
-    done = subprocess.run(  # noqa: S603
-        [command, f"--query-gpu={asked}", "--format=csv,noheader,nounits"], capture_output=True, text=True, check=False
-    )
-    return tuple(_gpu(line) for line in done.stdout.splitlines() if line.count(",") == 4) if not done.returncode else ()
+def free_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that are free of the machine's memory, or of the container's, whichever is less.
 
-
-def _gpu(line: str) -> Gpu:
-    name, total, free, capability, driver = (part.strip() for part in line.split(","))
-    major, _, minor = capability.partition(".")
-    return Gpu(name, int(total) << 20, int(free) << 20, (int(major), int(minor or 0)), driver)
-
-
-def _memory() -> int:
-    """What is free of the machine's memory, or of the container's, whichever is less."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) << 10
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    Files in the container's cache that nobody reads count as free: the kernel drops them when memory is short.
+    """
+    free = _numbers(meminfo)["MemAvailable"] << 10
+    limit, used = cgroup / "memory.max", cgroup / "memory.current"
     if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
-        free = min(free, int(most) - int(used.read_text()))
+        stat = cgroup / "memory.stat"
+        cached = _numbers(stat).get("inactive_file", 0) if stat.exists() else 0
+        free = min(free, int(most) - int(used.read_text()) + cached)
     return free
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Names and numbers of a file of the kernel's, one a line."""
+    lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1}
 
 
 def _free(folder: Path) -> int:
@@ -267,7 +266,6 @@ def _model(name: str) -> Model:
     except (OSError, ValueError):
         return Model(name, str(folder))
     text = config.get("text_config") or config
-    weights = (*folder.glob("*.safetensors"), *folder.glob("*.bin"))
     return Model(
         name,
         str(folder),
@@ -275,8 +273,14 @@ def _model(name: str) -> Model:
         int(text.get("num_hidden_layers") or text.get("n_layer") or 0),
         int(text.get("hidden_size") or text.get("n_embd") or 0),
         str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or ""),
-        sum(path.stat().st_size for path in weights),
+        weights_of(folder),
     )
+
+
+def weights_of(folder: Path) -> int:
+    """Bytes of a model's weights; vLLM reads .bin files only where there is no .safetensors."""
+    files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
+    return sum(path.stat().st_size for path in files)
 
 
 def _folder(name: str) -> Path | None:

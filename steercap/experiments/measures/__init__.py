@@ -16,8 +16,12 @@ def measures_of(given: Iterable[str | Measure]) -> tuple[Measure, ...]:
 
     Raises:
         UnknownName: a name that no measure has.
-        InvalidSpec: something that is no measure, one that needs arguments, or two under one label.
+        InvalidSpec: something that is no measure, one that needs arguments, two under one label, or a label that is a
+            column of every sweep's table, such as "text".
     """
+    from steercap.experiments.store import Record  # which imports `base` of this package
+
+    columns = Record.__struct_fields__
     found: dict[str, Measure] = {}
     for one in given:
         try:
@@ -26,6 +30,11 @@ def measures_of(given: Iterable[str | Measure]) -> tuple[Measure, ...]:
             raise InvalidSpec(f"measure {one!r} needs arguments: {error}; make it yourself") from error
         if not isinstance(measure, Measure):
             raise InvalidSpec(f"{one!r} is no measure; give a name of {list(MEASURES)}, or a Measure")
+        if measure.label in columns:
+            raise InvalidSpec(
+                f"{measure!r} would be column {measure.label!r} of the table, which says something else; "
+                f"name it otherwise than {', '.join(columns)}"
+            )
         if measure.label in found:
             raise InvalidSpec(f"{measure!r} and {found[measure.label]!r} have one label; leave one out")
         found[measure.label] = measure

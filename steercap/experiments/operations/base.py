@@ -20,6 +20,8 @@ class Operation(ABC):
     axis: ClassVar[str]
     #: Whether its scale can be a fraction of the row's norm.
     relative: ClassVar[bool] = False
+    #: Whether minus the scale is the opposite of what the scale does, so that there is a reversed control.
+    signed: ClassVar[bool] = True
 
     @abstractmethod
     def edit(self, vector: Float[torch.Tensor, " hidden"], scale: float, *, relative: bool, **scope: Any) -> Edit:
