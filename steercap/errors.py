@@ -176,3 +176,10 @@ class TooFewKept(PersonaError):
 
 class InvalidFile(SteercapError, ValueError):
     """A file that is truncated, of another format, or of a newer version."""
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The error itself, or the first of a group that is no group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

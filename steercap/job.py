@@ -22,7 +22,7 @@ from steercap.core.receipt import SteeringReceipt, check_edits
 from steercap.core.rows import rows_selected
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import Range, selected
-from steercap.errors import InvalidSpec, ModelClosed, SteeringNotApplied
+from steercap.errors import InvalidSpec, ModelClosed, SteeringNotApplied, first_error
 from steercap.handle import CaptureHandle
 from steercap.steering import Lowered, scopes_of
 
@@ -179,7 +179,7 @@ async def run_all(jobs: Sequence[Job], running: set[asyncio.Task[Any]]) -> list[
                 task.add_done_callback(running.discard)
     except BaseException as error:  # noqa: BLE001 -- raised again, out of its group
         _release_done(tasks)
-        raise _first(error) from None
+        raise first_error(error) from None
     if any(task.cancelled() for task in tasks):
         _release_done(tasks)
         raise ModelClosed("the model was closed while this request ran")
@@ -331,8 +331,3 @@ def _release_done(tasks: Sequence[asyncio.Task[Done]]) -> None:
         if task.done() and not task.cancelled() and task.exception() is None:
             for handle in task.result().handles or ():
                 handle.release()
-
-
-def _first(error: BaseException) -> BaseException:
-    """The error itself, or the first of a group that is no group."""
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap.core.spec import Point
-from steercap.errors import InvalidVector, PointNotArmed
+from steercap.errors import InvalidVector, PointNotArmed, first_error
 from steercap.experiments.grid import Request, Sweep
 from steercap.experiments.measures import measures_of
 from steercap.experiments.measures.base import Measure
@@ -102,7 +102,7 @@ async def _answer(
                     await places.acquire()
                     group.create_task(ask(request, spec))
     except BaseExceptionGroup as errors:
-        raise _first(errors) from None
+        raise first_error(errors) from None
     finally:
         kept.flush()
     kept.join()
@@ -144,10 +144,3 @@ async def _measured(model: SteerModel, measure: Measure, records: Sequence[Recor
         kept.flush()
     kept.join()
     return [kept.rows[record.number].value for record in records]
-
-
-def _first(error: BaseException) -> BaseException:
-    """The first error that is no group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

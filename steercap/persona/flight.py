@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from steercap.errors import SteercapError
+from steercap.errors import SteercapError, first_error
 
 Item = TypeVar("Item")
 
@@ -33,9 +33,4 @@ async def each_of(items: Sequence[Item], work: Callable[[Item], Awaitable[None]]
             for _ in range(min(limit, len(items))):
                 group.create_task(worker())
     except* SteercapError as failed:
-        raise _first(failed) from None
-
-
-def _first(failed: BaseExceptionGroup[SteercapError]) -> SteercapError:
-    error = failed.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+        raise first_error(failed) from None

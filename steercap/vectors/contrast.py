@@ -54,7 +54,8 @@ class Contrast:
             raise InvalidSpec(f"held_out={held_out!r}; give a share of the groups, from 0 to less than 1")
         if not held_out:
             return self, None
-        common = [group for group in dict.fromkeys(self.positive_groups) if group in set(self.negative_groups)]
+        theirs = set(self.negative_groups)
+        common = [group for group in dict.fromkeys(self.positive_groups) if group in theirs]
         count = max(1, round(held_out * len(common)))
         if len(common) < 2:
             raise InvalidSpec(
