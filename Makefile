@@ -8,6 +8,8 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+# The same, saying how far it is: the two big lists take minutes.
+SHOWN := $(BIN)/python scripts/install.py $(PIP_ARGS)
 REQUIREMENTS := requirements/torch.txt requirements/cpu.txt requirements/dev.txt
 # The stamp carries what was installed: another list makes another stamp.
 STAMP := $(VENV)/.steercap-$(shell cat $(REQUIREMENTS) pyproject.toml | cksum | cut -d' ' -f1)
@@ -26,9 +28,9 @@ setup: $(STAMP)
 $(STAMP): $(REQUIREMENTS) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "steercap needs Python 3.11 or newer; this is $$($(PYTHON) --version). Use make PYTHON=python3.12 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "cannot make $(VENV): is the venv module installed (Debian: apt-get install python3-venv)?"; exit 1; }
-	@echo "installing torch"; $(PIP) -r requirements/torch.txt
-	@echo "installing vLLM and its dependencies"; $(PIP) --no-deps -r requirements/cpu.txt
-	@echo "installing tools"; $(PIP) --no-deps -r requirements/dev.txt
+	@$(SHOWN) -r requirements/torch.txt
+	@$(SHOWN) --no-deps -r requirements/cpu.txt
+	@$(SHOWN) --no-deps -r requirements/dev.txt
 	@$(PIP) --no-deps --no-build-isolation --editable . 2>/dev/null || $(PIP) --no-deps --no-build-isolation --editable .
 	@rm -f $(VENV)/.steercap-*; touch $@
 
@@ -45,7 +47,7 @@ test: lint
 	$(BIN)/python -m pytest --durations=15
 
 docs: setup
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "the pages are in out/site; open out/site/index.html"
 
 clean:

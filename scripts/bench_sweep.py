@@ -41,9 +41,8 @@ async def measure(count: int, tokens: int) -> dict[str, Any]:
     from steercap import SteerModel
     from steercap.testing import smollm2
 
-    engine = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "kv_cache_memory_bytes": 256 << 20}
     params = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-    async with SteerModel(str(smollm2()), enable_prefix_caching=False, use_tqdm_on_load=False, **engine) as model:
+    async with SteerModel(smollm2(), preset="cpu", enable_prefix_caching=False, use_tqdm_on_load=False) as model:
         every = specs(count, model.hidden_size)
         warm = specs(count + 8, model.hidden_size)[count:]
         await model.generate([PROMPT] * len(warm), params, steering=warm)

@@ -93,7 +93,23 @@ def cost(width: int, tokens: int, mode: str) -> float:
     records = np.full(tokens, POINTS if copies else 0)
     layouts = np.full(tokens, layout.number if copies else -1)
     nowhere = np.full(tokens, -1)
-    step = Step(every, every, every, every, lines, nowhere, records, layouts, chosen, masks, every, every, {})
+    step = Step(
+        owners=every,
+        tokens=every,
+        positions=every,
+        firsts=every,
+        lines=lines,
+        tallies=nowhere,
+        records=records,
+        stored=records,
+        projections=nowhere,
+        layouts=layouts,
+        slots=chosen,
+        masks=masks,
+        copies=every,
+        edits=every,
+        replaced={},
+    )
     ids = torch.arange(tokens, device=device)
     if mode != "idle":
         taps.open(step, BatchRows(["all"], every[:1], np.array([tokens]), ids, ids), None)

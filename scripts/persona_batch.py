@@ -212,15 +212,16 @@ def _mark(job: Job) -> Path:
 async def work(job: Job, tell: Callable[[dict[str, Any]], None]) -> None:
     """Do a job in this process, and mark the folder as finished, with the outcome of each trait."""
     from steercap import SteerModel
-    from steercap.cli.engines import SMOLLM2, SMOLLM2_ARGUMENTS, located
+    from steercap.cli.engines import SMOLLM2, located
     from steercap.cli.persona import trait_of
+    from steercap.config import CPU
     from steercap.formats.base import write_whole
     from steercap.persona import PersonaSettings, run
 
     said = {**job.settings, "traits": tuple(trait_of(text) for text in job.settings["traits"])}
     said |= {name: tuple(value) for name, value in said.items() if isinstance(value, list)}
     settings = PersonaSettings.small(*said.pop("traits"), **said) if job.small else PersonaSettings(**said)
-    arguments = {**(SMOLLM2_ARGUMENTS if job.model == SMOLLM2 else {}), "use_tqdm_on_load": False, **job.arguments}
+    arguments = {**(CPU if job.model == SMOLLM2 else {}), "use_tqdm_on_load": False, **job.arguments}
     tell({"stage": "start"})
     async with SteerModel(str(located(job.model)), sites=settings.site, **arguments) as model:
         progress = lambda now: tell({"stage": now.stage, "done": now.done, "total": now.total})  # noqa: E731

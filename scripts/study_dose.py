@@ -49,8 +49,7 @@ async def run(out: Path, *, choose: bool) -> dict[str, Any]:
     trait = traits()["optimistic"]
     before = asked("What do you think?")
     questions = trait.questions[-6:] if choose else QUESTIONS
-    engine: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 256 << 20}
-    async with SteerModel(str(smollm2()), enforce_eager=True, use_tqdm_on_load=False, **engine) as model:
+    async with SteerModel(smollm2(), preset="cpu", use_tqdm_on_load=False) as model:
         directions = await extract(
             model,
             [Exchange(before, text) for text in trait.examples.positive],

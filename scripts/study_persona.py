@@ -21,12 +21,11 @@ from steercap.testing import smollm2
 #: data, the score told prompts apart with an AUC of 0.81, 0.83 and 0.88 (evil 0.83, hallucinating 0.75, humorous 0.72,
 #: optimistic 0.60; apathetic, anxious and sycophantic below 0.5).
 TRAITS = ("formal", "poetic", "impolite")
-ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "kv_cache_memory_bytes": 256 << 20}
 
 
 async def main(out: Path, traits: tuple[str, ...]) -> None:
     begun = time.monotonic()
-    async with SteerModel(str(smollm2()), **ENGINE) as model:
+    async with SteerModel(smollm2(), preset="cpu") as model:
         print(json.dumps({"start_s": round(time.monotonic() - begun, 1)}), flush=True)
         settings = PersonaSettings.small(*traits)
         for reading in (settings, msgspec.structs.replace(settings, read_system=False)):

@@ -7,6 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    # The packages of _PACKAGES, for type checkers.
+    from steercap import edits as edits
+    from steercap import errors as errors
+    from steercap import experiments as experiments
+    from steercap import formats as formats
+    from steercap import persona as persona
+    from steercap import sync as sync
+    from steercap import testing as testing
+    from steercap import vectors as vectors
+    from steercap import views as views
     from steercap.config import Settings
     from steercap.core.receipt import Receipt, SteeringReceipt
     from steercap.core.spec import CaptureSpec, Point
@@ -20,6 +30,7 @@ if TYPE_CHECKING:
     from steercap.edits.set_projection import SetProjection
     from steercap.handle import CaptureHandle
     from steercap.model import SteerModel
+    from steercap.stacking import stack
     from steercap.steering import SteeringSpec
     from steercap.stream import Chunk
 
@@ -43,7 +54,10 @@ _HOMES = {
     "SteerModel": "steercap.model",
     "SteeringReceipt": "steercap.core.receipt",
     "SteeringSpec": "steercap.steering",
+    "stack": "steercap.stacking",
 }
+#: Packages that `import steercap` makes reachable, each loaded when it is first named.
+_PACKAGES = frozenset({"edits", "errors", "experiments", "formats", "persona", "sync", "testing", "vectors", "views"})
 
 __all__ = [
     "Ablate",
@@ -63,10 +77,18 @@ __all__ = [
     "SteerModel",
     "SteeringReceipt",
     "SteeringSpec",
+    "stack",
 ]
 
 
 def __getattr__(name: str) -> object:
+    if name in _PACKAGES:
+        return import_module(f"steercap.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'steercap' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """What completion offers: names that are not loaded yet included."""
+    return sorted({*__all__, *_PACKAGES, "__version__", "__doc__", "__file__", "__name__", "__path__"})

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from steercap.core.spec import Point
-from steercap.errors import InvalidSpec, LayerOutOfRange
+from steercap.core.values import index_of, shown
+from steercap.errors import InvalidSpec, LayerOutOfRange, SteercapError
 
 
 class Captures(Mapping[Point, torch.Tensor]):
@@ -30,16 +31,29 @@ class Captures(Mapping[Point, torch.Tensor]):
         self._sites = tuple(dict.fromkeys(point.site for point in self._rows))
 
     def __getitem__(self, key: int | tuple[int, str]) -> torch.Tensor:
-        layer, site = key if isinstance(key, tuple) else (key, self._only_site())
-        point = Point(layer + self._num_layers if layer < 0 else layer, site)
+        """The rows of one point.
+
+        Raises:
+            LayerOutOfRange: it was not captured; a KeyError too.
+            InvalidSpec: several sites were captured and none is named, or something that is not a layer and a site.
+        """
+        given, site = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
+        layer = index_of(given)
+        if layer is None or not (site is None or isinstance(site, str)):
+            raise InvalidSpec(
+                f"captures[{shown(key)}]: give a layer, or a layer and a site: captures[layer], "
+                f"captures[layer, 'resid_post']; captured: {self._points()}"
+            )
+        place = layer + self._num_layers if layer < 0 else layer
+        point = Point(place, self._only_site() if site is None else site)
         if point not in self._rows:
-            raise LayerOutOfRange(f"{point} was not captured; captured: {', '.join(map(str, self._rows))}")
+            raise LayerOutOfRange(f"{point} was not captured; captured: {self._points()}")
         return self._rows[point]
 
     def __contains__(self, key: object) -> bool:
         try:
             self[key]  # type: ignore[index]
-        except (LayerOutOfRange, InvalidSpec, TypeError, ValueError):
+        except SteercapError:
             return False
         return True
 
@@ -61,6 +75,9 @@ class Captures(Mapping[Point, torch.Tensor]):
     def sites(self) -> tuple[str, ...]:
         """Sites captured."""
         return self._sites
+
+    def _points(self) -> str:
+        return ", ".join(map(str, self._rows))
 
     def _only_site(self) -> str:
         if len(self._sites) != 1:

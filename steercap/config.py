@@ -5,16 +5,29 @@ Number 1 in the life of a request, once for all requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from types import MappingProxyType
+from typing import Any, Final, Literal, get_args
 
-from steercap.core.spec import Layers, Point, resolve_layers
+from steercap.core.spec import Layers, Point, parse_layers, parse_sites, resolve_layers
+from steercap.core.values import index_of, number_of, shown
 from steercap.errors import InvalidSetting
 from steercap.sites import SITES
 
 Overflow = Literal["wait", "error"]
 Transport = Literal["auto", "shared", "wire"]
+Preset = Literal["cpu"]
+
+#: vLLM's engine arguments for a small model on a CPU: nothing is compiled, rows are float32, and keys and values of
+#: 5,000 tokens of SmolLM2-135M, or 1,100 of a model of 0.6B, have room.
+CPU: Final[Mapping[str, Any]] = MappingProxyType(
+    {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "kv_cache_memory_bytes": 256 << 20}
+)
+PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType({"cpu": CPU})
+
+#: What no whole number reaches: an exbibyte.
+MOST: Final = 1 << 60
 
 #: Rows of 113,000 tokens of an 8B model at one layer, or of 3,800 at all 36; resident only when used.
 DEFAULT_CAPTURE_BYTES: Final = 4 << 30
@@ -26,15 +39,20 @@ DEFAULT_REDUCE_BYTES: Final = 1 << 30
 DEFAULT_VECTOR_BYTES: Final = 256 << 20
 
 
+#: The site where a layer has done all that it does to the stream.
+LAYER_END: Final = "resid_post"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How an engine captures and steers.
 
     Args:
         sites: sites to arm. Each armed point costs a little time in every pass.
-        layers: layers to arm them at.
+        layers: layers to arm them at. In float16, `resid_post` of every layer from the first of them on is armed too:
+            edited rows can overflow there.
         capture_bytes: most shared memory that rows may take on each capturing worker, in bytes.
-        overflow: what a request does that finds no room: "wait" for its turn, or "error" (`CaptureMemoryFull`).
+        overflow: what a request does when it finds no room: "wait" for its turn, or "error" (`CaptureMemoryFull`).
         overflow_timeout: seconds that requests wait while no request runs that could make room; then they fail.
         transport: how rows reach the client: "shared" memory, the "wire" (bytes over RPC), or "auto", which
             shares where it can.
@@ -49,7 +67,7 @@ class Settings:
             reduced then.
 
     Raises:
-        InvalidSetting: a value that does not fit.
+        InvalidSetting, InvalidSpec: a value that does not fit, or is of another type.
         UnknownName: an unknown site.
     """
 
@@ -66,29 +84,62 @@ class Settings:
     reduce_bytes: int = DEFAULT_REDUCE_BYTES
 
     def __post_init__(self) -> None:
-        sites = (self.sites,) if isinstance(self.sites, str) else tuple(dict.fromkeys(self.sites))
-        for site in sites:
+        keep = object.__setattr__
+        keep(self, "sites", parse_sites(self.sites))
+        keep(self, "layers", parse_layers(self.layers))
+        for site in self.sites:
             SITES[site]
-        object.__setattr__(self, "sites", sites)
         for name, allowed in (("overflow", get_args(Overflow)), ("transport", get_args(Transport))):
             value = getattr(self, name)
-            if value not in allowed:
-                raise InvalidSetting(f"{name}={value!r}; use one of {', '.join(map(repr, allowed))}")
+            if not (isinstance(value, str) and value in allowed):
+                raise InvalidSetting(f"{name}={shown(value)}; use one of {', '.join(map(repr, allowed))}")
         for name in ("capture_bytes", "steering_slots", "vector_bytes", "edits_per_point"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidSetting(f"{name}={value!r}; give a whole number above 0")
-        if isinstance(self.reduce_bytes, bool) or not isinstance(self.reduce_bytes, int) or self.reduce_bytes < 0:
-            raise InvalidSetting(f"reduce_bytes={self.reduce_bytes!r}; give a whole number, 0 or above")
-        if self.arena_bytes is not None and (not isinstance(self.arena_bytes, int) or self.arena_bytes < 1):
-            raise InvalidSetting(f"arena_bytes={self.arena_bytes!r}; give a whole number above 0, or None")
-        if self.overflow_timeout <= 0:
-            raise InvalidSetting(f"overflow_timeout={self.overflow_timeout}; give seconds above 0")
+            keep(self, name, _whole(name, getattr(self, name), least=1))
+        keep(self, "reduce_bytes", _whole("reduce_bytes", self.reduce_bytes, least=0))
+        if self.arena_bytes is not None:
+            keep(self, "arena_bytes", _whole("arena_bytes", self.arena_bytes, least=1, otherwise=", or None"))
+        seconds = number_of(self.overflow_timeout)
+        if seconds is None or not seconds > 0:
+            raise InvalidSetting(f"overflow_timeout={shown(self.overflow_timeout)}; give seconds above 0")
+        keep(self, "overflow_timeout", seconds)
 
-    def armed(self, num_layers: int) -> tuple[Point, ...]:
+    def armed(self, num_layers: int, *, overflows_later: bool = False) -> tuple[Point, ...]:
         """Every point to arm, layer by layer.
+
+        Args:
+            num_layers: layers of the model.
+            overflows_later: whether an edited row can overflow layers later, as in float16. Then the end of every layer
+                from the first armed one on is armed too, so that no key or value is computed from such a row.
 
         Raises:
             LayerOutOfRange: a layer the model does not have.
         """
-        return tuple(Point(layer, site) for layer in resolve_layers(self.layers, num_layers) for site in self.sites)
+        layers = resolve_layers(self.layers, num_layers)
+        points = [Point(layer, site) for layer in layers for site in self.sites]
+        if overflows_later:
+            points += [Point(layer, LAYER_END) for layer in range(layers[0], num_layers)]
+        return tuple(sorted(dict.fromkeys(points), key=lambda point: point.layer))
+
+
+def with_preset(preset: str | None, engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """Engine arguments with those of a preset under them.
+
+    Raises:
+        InvalidSetting: no such preset.
+    """
+    if preset is not None and not (isinstance(preset, str) and preset in PRESETS):
+        raise InvalidSetting(f"preset={shown(preset)}; use one of {', '.join(map(repr, PRESETS))}, or leave it out")
+    return {**PRESETS.get(preset or "", {}), **engine_args}
+
+
+def _whole(name: str, value: object, *, least: int, otherwise: str = "") -> int:
+    """A setting that is a whole number.
+
+    Raises:
+        InvalidSetting: it is something else, too small, or beyond 64 bits.
+    """
+    found = index_of(value)
+    if found is None or not least <= found < MOST:
+        bound = "above 0" if least else "0 or above"
+        raise InvalidSetting(f"{name}={shown(value)}; give a whole number, {bound}{otherwise}")
+    return found

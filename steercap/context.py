@@ -19,6 +19,10 @@ class FromContext(enum.Enum):
 
     token = "what model.steered() says"  # noqa: S105 -- no secret
 
+    def __repr__(self) -> str:
+        """For signatures, as `help` and the reference show them."""
+        return "FROM_CONTEXT"
+
 
 FROM_CONTEXT: Final = FromContext.token
 

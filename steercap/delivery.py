@@ -124,10 +124,10 @@ class Courier:
             raise errors.exceptions[0] from None
         return [delivered[index] for index in range(len(found))]
 
-    async def aclose(self) -> None:
-        """Fail whoever still waits for rows, and end the threads. Idempotent."""
+    def close(self) -> None:
+        """Fail whoever still waits for rows, and end the threads; blocks until they end. Idempotent."""
         self._closed = True
-        await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
 
     async def _work_off(self, loads: Iterator[_Load], delivered: dict[int, Delivery]) -> None:
         for load in loads:

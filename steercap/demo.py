@@ -56,29 +56,23 @@ async def run(out: Path, console: Console | None = None) -> Path:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from steercap import SteerModel
+    from steercap.heartbeat import heartbeat
     from steercap.testing import smollm2
 
     console = console or Console()
     columns = TextColumn("{task.description:34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console) as bar:
+    with Progress(*columns, console=console) as bar, heartbeat(bar, console):
         todo = bar.add_task("converting SmolLM2 (once)", total=1)
         path = await asyncio.to_thread(smollm2)
         bar.advance(todo)
         todo = bar.add_task("starting vLLM, probing every tap", total=1)
-        engine_args: dict[str, Any] = {
-            "dtype": "float32",
-            "max_model_len": 512,
-            "kv_cache_memory_bytes": 128 << 20,
-            "enforce_eager": True,
-        }
-        async with SteerModel(str(path), use_tqdm_on_load=False, **engine_args) as model:
+        async with SteerModel(path, preset="cpu", use_tqdm_on_load=False) as model:
             bar.advance(todo)
-            tokenizer = model.tokenizer
             answers = await _answers(model, bar)
             lens, told = await _studies(model, bar)
             turned = await _turned(model, told, bar)
         todo = bar.add_task("drawing", total=1)
-        picture = await asyncio.to_thread(_draw, path, tokenizer, lens, told, out)
+        picture = await asyncio.to_thread(_draw, path, lens, told, out)
         bar.advance(todo)
     _report(answers, turned, lens, picture, console)
     return picture
@@ -103,20 +97,17 @@ async def _answers(model: SteerModel, bar: Any) -> list[CaptureHandle]:
 
 async def _studies(model: SteerModel, bar: Any) -> tuple[CaptureHandle, dict[str, torch.Tensor]]:
     """Rows for the lens, and the last row of every sentence of praise and of complaint: [sentences, layers, hidden]."""
-    import torch
+    from steercap import CaptureSpec, stack
 
-    from steercap import CaptureSpec
-
-    once = {"max_tokens": 1, "temperature": 0.0}
-    _, lens = await model.generate(LENS, once, capture_layers="all")
+    lens = await model.read(LENS)
     await lens.fetch()
     told: dict[str, torch.Tensor] = {}
     todo = bar.add_task("reading praise and complaint", total=2)
     for name, words in (("praise", PRAISE), ("complaint", COMPLAINT)):
         prompts = [sentence.format(word) for word in words for sentence in SENTENCES]
-        _, handles = await model.generate(prompts, once, capture=CaptureSpec(tokens="last_prompt"))
+        handles = await model.read(prompts, capture=CaptureSpec(tokens="last_prompt"))
         await model.fetch_captures_batch(handles)
-        told[name] = torch.stack([torch.cat(list(handle.captures.values())) for handle in handles])
+        told[name] = stack(handles)
         bar.advance(todo)
     return lens, told
 
@@ -155,56 +146,23 @@ def separation(told: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tenso
     return left, right
 
 
-def logit_lens(checkpoint: Path, handle: CaptureHandle) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each layer would say next at each position: token ids and probabilities, [layers, positions].
-
-    The final norm and the unembedding (tied to the embedding) are applied to every layer's rows.
-    """
-    import torch
-    from safetensors import safe_open
-
-    with safe_open(checkpoint / "model.safetensors", framework="pt") as weights:
-        norm, unembed = weights.get_tensor("model.norm.weight"), weights.get_tensor("model.embed_tokens.weight")
-    rows = torch.stack(list(handle.captures.values()))
-    normed = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 1e-5) * norm
-    best = torch.softmax(normed @ unembed.T, dim=-1).max(-1)
-    return best.indices, best.values
-
-
-def _draw(checkpoint: Path, tokenizer: Any, lens: CaptureHandle, told: dict[str, torch.Tensor], out: Path) -> Path:
+def _draw(checkpoint: Path, lens: CaptureHandle, told: dict[str, torch.Tensor], out: Path) -> Path:
     import matplotlib as mpl
+
+    from steercap.views import logit_lens
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(15, 8.5), width_ratios=[1.35, 1], layout="constrained")
-    _draw_lens(left, tokenizer, lens, *logit_lens(checkpoint, lens))
+    image = logit_lens(lens, checkpoint).draw(left)
+    figure.colorbar(image, ax=left, label="probability of that token", shrink=0.6)
     _draw_separation(right, *separation(told))
     out.mkdir(parents=True, exist_ok=True)
     picture = out / "demo.png"
     figure.savefig(picture, dpi=110)
     plt.close(figure)
     return picture
-
-
-def _draw_lens(axes: Any, tokenizer: Any, lens: CaptureHandle, ids: torch.Tensor, chances: torch.Tensor) -> None:
-    image = axes.imshow(chances, aspect="auto", origin="lower", cmap="Blues", vmin=0, vmax=1)
-    for layer in range(len(ids)):
-        for position in range(ids.shape[1]):
-            chance = float(chances[layer, position])
-            word = tokenizer.decode([int(ids[layer, position])]).strip().encode("ascii", "replace").decode()
-            axes.text(
-                position,
-                layer,
-                word[:11],
-                ha="center",
-                va="center",
-                fontsize=7,
-                color="white" if chance > 0.5 else "black",
-            )
-    axes.set_xticks(range(ids.shape[1]), [tokenizer.decode([token]) for token in lens.token_ids.tolist()])
-    axes.set(title="Logit lens: what each layer would say next", xlabel="token read", ylabel="layer")
-    axes.figure.colorbar(image, ax=axes, label="probability of that word", shrink=0.6)
 
 
 def _draw_separation(axes: Any, praise: torch.Tensor, complaint: torch.Tensor) -> None:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from uuid import uuid4
@@ -52,6 +55,7 @@ from steercap.core.spec import CaptureSpec, Point, check_armed
 from steercap.delivery import Courier, Delivery, Rank
 from steercap.equipment import Equipment
 from steercap.errors import EngineFailure, InvalidSpec, ModelClosed, WorkerFailure
+from steercap.loops import Home, finished, on_thread, over
 from steercap.projection import Projected, compile_projection, points_of
 from steercap.sites import SITES
 from steercap.steering import Lowered, SteeringSpec, lower, spec_of
@@ -62,10 +66,13 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
     from steercap.adapters.engine import Rendered, VllmEngine
+    from steercap.adapters.launch import Launch
     from steercap.edits.base import Edit
 
 #: Seconds that rows given back may wait for company before an RPC of their own.
 RELEASE_DELAY: Final = 0.05
+#: Seconds that the end waits for what has nothing left to do: a start given up, tasks of a loop that may be blocked.
+GIVE_UP_SECONDS: Final = 0.5
 
 Kind = TypeVar("Kind", bound=Answer)
 
@@ -98,25 +105,31 @@ class Engine:
         )
         self._given_back: dict[Owner, Ticket | None] = {}
         self._flush: asyncio.Task[None] | None = None
-        self._loop = asyncio.get_running_loop()
+        self.home: Final = Home("this model")
         self._closed = False
+        self._ending: Future[None] | None = None
+        self._one_ends: Final = threading.Lock()
 
     @classmethod
-    async def start(cls, model: str, settings: Settings, engine_args: Mapping[str, Any]) -> Engine:
+    async def start(cls, model: str, settings: Settings, engine_args: Mapping[str, Any], launch: Launch) -> Engine:
         """Start vLLM with taps, and the workers' memory for rows and vectors.
+
+        Args:
+            model: path or name of the model.
+            settings: steercap's settings.
+            engine_args: vLLM's engine arguments.
+            launch: a new one, by which the start can be given up from anywhere.
 
         Raises:
             InvalidSetting, ModelNotLoaded, UnsupportedModel, UnsupportedRunner: see `VllmEngine.start`.
         """
-        from steercap.adapters.engine import VllmEngine
-
-        starting = asyncio.ensure_future(asyncio.to_thread(VllmEngine.start, model, settings, engine_args))
+        starting = launch.begin(model, settings, engine_args)
         try:
-            vllm = await asyncio.shield(starting)
+            vllm = await asyncio.wrap_future(starting)
         except asyncio.CancelledError:
-            # The thread cannot be stopped; what it starts must not outlive us.
-            with contextlib.suppress(Exception):
-                await (await starting).shutdown()
+            await finished(on_thread(launch.give_up, "steercap end"))
+            # It ends once it is out of an import, which can take many seconds, and has nothing to do by then.
+            await over(starting, patience=GIVE_UP_SECONDS)
             raise
         engine = cls(vllm, settings)
         try:
@@ -127,22 +140,37 @@ class Engine:
         return engine
 
     async def aclose(self) -> None:
-        """Stop the engine; waiting requests fail. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
+        """Stop the engine; waiting requests fail. From any event loop, or after its own has ended. Idempotent."""
+        with self._one_ends:
+            first, self._closed = not self._closed, True
+            if self._ending is None:
+                self._ending = Future()
+        if first:
+            try:
+                await self.home.run(self._wind_up, patience=GIVE_UP_SECONDS)
+            finally:
+                await finished(on_thread(self._end, "steercap end", self._ending))
+        else:
+            await finished(self._ending)
+
+    async def _wind_up(self) -> None:
+        """What belongs to the event loop of the engine."""
         self.admission.close()
+        await self.equipment.aclose()
+        await self._settling.aclose()
+        if self._flush:
+            self._flush.cancel()
+            await asyncio.wait([self._flush])
+        await self.vllm.quiesce()
+
+    def _end(self) -> None:
+        """What any thread can do, and must."""
         try:
-            await self.equipment.aclose()
-            await self._settling.aclose()
-            await self._courier.aclose()
-            if self._flush:
-                self._flush.cancel()
-                await asyncio.wait([self._flush])
-        finally:
+            self._courier.close()
             for rank in self._all_ranks:
                 rank.reader.close()
-            await asyncio.shield(self.vllm.shutdown())
+        finally:
+            self.vllm.end()
 
     # Requests
 
@@ -154,7 +182,7 @@ class Engine:
         """A spec, or one edit, compiled for this engine; once, as long as it lives.
 
         Raises:
-            InvalidSpec, PointNotArmed: it is none, or does not fit the model; see `steering.lower`.
+            InvalidSpec, PointNotArmed: it is not one, or does not fit the model; see `steering.lower`.
         """
         spec = spec_of(steering)
         found = self._lowered.get(steering)
@@ -207,8 +235,8 @@ class Engine:
             wanted = len(projected.points) * projected.plan.directions * PROJECTED_BYTES
             if wanted > most:
                 raise InvalidSpec(
-                    f"project= asks for {wanted:,} bytes a token ({len(projected.points)} points × "
-                    f"{projected.plan.directions} directions), and a page holds {most:,}; take fewer directions at once"
+                    f"project= asks for {wanted:,} bytes per token ({len(projected.points)} points × "
+                    f"{projected.plan.directions} directions), and a page holds {most:,}; use fewer directions at once"
                 )
 
     def pages_needed(self, plan: CapturePlan, rows: int) -> int:
@@ -247,7 +275,7 @@ class Engine:
             partial: whether to yield the text so far at every step.
             **options: further arguments of vLLM's `generate`.
         """
-        self._require_open()
+        self.require_open()
         if ticket is not None and self.engines > 1:
             options["data_parallel_rank"] = ticket.engine
         key = plan.key if plan else self.new_key()
@@ -270,7 +298,7 @@ class Engine:
         Raises:
             CaptureMemoryFull: there can be no room, or none came in time, or waiting is not wanted.
         """
-        self._require_open()
+        self.require_open()
         return await self.admission.claim(pages, call, engine, tallies)
 
     def finish(self, ticket: Ticket, parts: Sequence[int]) -> list[Ticket]:
@@ -294,13 +322,12 @@ class Engine:
 
     def _schedule_flush(self) -> None:
         if self._flush is None or self._flush.done():
-            self._flush = self._loop.create_task(self._release_soon())
+            self._flush = self.home.loop.create_task(self._release_soon())
 
     def give_back_from_any_thread(self, owner: Owner, ticket: Ticket) -> None:
-        """`give_back` for finalizers, which run on any thread, or after the loop."""
+        """`give_back` for who may be on any thread, after the loop, or a finalizer in the middle of anything."""
         if not self._closed:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and the workers with it
-                self._loop.call_soon_threadsafe(self.give_back, owner, ticket)
+            self.home.call(partial(self.give_back, owner, ticket))
 
     # Rows
 
@@ -358,7 +385,7 @@ class Engine:
 
         Rows given back since the last frame travel with it, and their memory is free when it returns.
         """
-        self._require_open()
+        self.require_open()
         given_back, self._given_back = self._given_back, {}
         try:
             frames = await self.vllm.rpc(encode(Call(tuple(given_back), question)))
@@ -403,7 +430,7 @@ class Engine:
         """Asks one engine for lines; the others have nothing to say, and rows given back must reach them all."""
 
         async def ask(ranges: tuple[LineRange, ...]) -> bytes:
-            self._require_open()
+            self.require_open()
             frames = await self.vllm.rpc(encode(Call((), Read(ranges))), engine)
             return _answers(frames, Lines)[0][rank].data
 
@@ -417,9 +444,15 @@ class Engine:
                 if self._given_back:
                     await self._ask(Census(), Counted)
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
+        """See that the engine can be used from here.
+
+        Raises:
+            ModelClosed, WrongEventLoop: it was closed, or started in another event loop.
+        """
         if self._closed:
-            raise ModelClosed("this model is closed; open it with `async with SteerModel(...)`")
+            raise ModelClosed("this SteerModel is closed; make a new one")
+        self.home.require()
 
 
 def line_bytes(attached: Attached) -> int:

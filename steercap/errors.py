@@ -1,7 +1,7 @@
 """Every error steercap raises, drawn as one tree.
 
 SteercapError
-├── InvalidRequest (ValueError)     what was asked cannot be done; the engine was not troubled
+├── InvalidRequest (ValueError)     the request cannot be carried out; the engine never saw it
 │   ├── InvalidSetting              an engine or steercap setting that does not exist or fit
 │   ├── InvalidPrompt               an empty list of prompts, a prompt longer than the context
 │   ├── InvalidSelection            a `tokens=` that means nothing here
@@ -14,27 +14,29 @@ SteercapError
 │   │       └── InvalidVector       ... or whose vector is of another width, NaN, inf or zero
 │   ├── PointNotArmed               a site or layer without a tap in this engine
 │   └── RunDiffers                  a run folder that holds a run of other settings
-├── EngineFailure (RuntimeError)    the engine is not there, or not as it must be
+├── EngineFailure (RuntimeError)    the engine is missing or unusable
 │   ├── ModelNotLoaded              vLLM could not load the model
 │   ├── UnsupportedModel            an architecture whose layers steercap does not know
 │   ├── UnsupportedRunner           a model runner or parallel layout steercap does not know
 │   ├── TapsNotInstalled            the probe found a tap that does not fire
 │   ├── MainGuardMissing            a script starts an engine while it is being imported
 │   ├── ModelClosed                 the model was closed, or never opened
+│   ├── WrongEventLoop              a model used in another event loop than the one it was started in
 │   ├── MemoryNotShared             transport="shared", but the arena lies on another machine
 │   └── WorkerFailure               a worker answered a call with an error
-├── CaptureError (RuntimeError)     rows that were asked for cannot be handed over
+├── CaptureError (RuntimeError)     rows that were asked for cannot be returned
 │   ├── CaptureIncomplete           rows are missing or carry another token's label
+│   ├── CaptureNotFinite            rows hold NaN or infinity, and that was not asked for
 │   ├── CaptureMemoryFull           no room for the rows, and none is coming
 │   ├── CaptureNotFetched           `captures` read before `fetch()`
-│   └── CaptureReleased             a handle used after its rows were given back
-├── SteeringError (RuntimeError)    what was asked to be changed was not
-│   ├── SteeringNotApplied          a worker did not make every edit, so there is no text
+│   └── CaptureReleased             a handle used after its rows were released
+├── SteeringError (RuntimeError)    steering that was asked for did not happen
+│   ├── SteeringNotApplied          a worker did not make every edit, so the text is withheld
 │   └── SteeringSlotsFull           no slot is free, and overflow="error"
 ├── PersonaError (RuntimeError)     a pipeline that cannot go on
 │   ├── JudgeFailed                 the endpoint that judges answers refuses, or cannot be reached
 │   └── TooFewKept                  too few answers show the trait, or its opposite, to find a direction
-└── InvalidFile (ValueError)        a file that is not what its name or header says
+└── InvalidFile (ValueError)        a file that is not what its name or header claims
 """
 
 
@@ -43,7 +45,7 @@ class SteercapError(Exception):
 
 
 class InvalidRequest(SteercapError, ValueError):
-    """What was asked cannot be done; raised before the engine is troubled."""
+    """The request cannot be carried out; raised before the engine sees it."""
 
 
 class InvalidSetting(InvalidRequest):
@@ -78,12 +80,16 @@ class InvalidVector(InvalidEdit):
     """A vector of an edit that is of the wrong width, not finite, or zero where its direction counts."""
 
 
-class LayerOutOfRange(InvalidSpec):
-    """A layer index outside the model."""
+class LayerOutOfRange(InvalidSpec, KeyError):
+    """A layer index outside the model, or outside what holds something by layer; a KeyError, as mappings raise."""
+
+    __str__ = Exception.__str__  # that of KeyError is a repr
 
 
-class UnknownName(InvalidSpec):
-    """A name that no member of a registry carries; the message lists those that exist."""
+class UnknownName(InvalidSpec, KeyError):
+    """A name that is not among those that exist, which the message lists; a KeyError, as mappings raise."""
+
+    __str__ = Exception.__str__
 
 
 class PointNotArmed(InvalidRequest):
@@ -95,7 +101,7 @@ class RunDiffers(InvalidRequest):
 
 
 class EngineFailure(SteercapError, RuntimeError):
-    """The engine is missing, or is not as it must be."""
+    """The engine is missing or unusable."""
 
 
 class ModelNotLoaded(EngineFailure):
@@ -103,7 +109,7 @@ class ModelNotLoaded(EngineFailure):
 
 
 class UnsupportedModel(EngineFailure):
-    """An architecture whose layers steercap does not know; nothing is guessed."""
+    """An architecture whose layers steercap does not know."""
 
 
 class UnsupportedRunner(EngineFailure):
@@ -122,6 +128,10 @@ class ModelClosed(EngineFailure):
     """The model was used before it was opened or after it was closed."""
 
 
+class WrongEventLoop(EngineFailure):
+    """The model was used in another event loop, thread or process than the one it was started in."""
+
+
 class MemoryNotShared(EngineFailure):
     """A worker's arena cannot be mapped here: it lies on another machine or in another container."""
 
@@ -131,11 +141,15 @@ class WorkerFailure(EngineFailure):
 
 
 class CaptureError(SteercapError, RuntimeError):
-    """Rows that were asked for cannot be handed over."""
+    """Rows that were asked for cannot be returned."""
 
 
 class CaptureIncomplete(CaptureError):
     """Rows are missing, or labelled with another token than they should be."""
+
+
+class CaptureNotFinite(CaptureError):
+    """Rows hold NaN or infinity; `CaptureSpec(allow_nonfinite=True)` hands them over."""
 
 
 class CaptureMemoryFull(CaptureError):
@@ -143,23 +157,23 @@ class CaptureMemoryFull(CaptureError):
 
 
 class CaptureNotFetched(CaptureError):
-    """`captures` was read before `fetch()` was awaited."""
+    """`captures` was read before `fetch()`."""
 
 
 class CaptureReleased(CaptureError):
-    """The handle was used after its rows had been given back."""
+    """The handle was used after its rows had been released."""
 
 
 class SteeringError(SteercapError, RuntimeError):
-    """What was asked to be changed was not changed."""
+    """Steering that was asked for did not happen."""
 
 
 class SteeringNotApplied(SteeringError):
-    """A worker did not make every edit that the spec and the tokens demand; no text is handed over."""
+    """A worker did not make every edit that the spec and the tokens require; the text is withheld."""
 
 
 class SteeringSlotsFull(SteeringError):
-    """No slot or no room for vectors is free, and waiting is not wanted."""
+    """No slot or no room for vectors is free, and the request was not to wait."""
 
 
 class PersonaError(SteercapError, RuntimeError):
@@ -179,7 +193,7 @@ class InvalidFile(SteercapError, ValueError):
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The error itself, or the first of a group that is no group."""
+    """The error itself, or the first error of a group that is not itself a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

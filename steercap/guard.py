@@ -14,34 +14,31 @@ from pathlib import Path
 from types import FrameType
 
 from steercap.errors import MainGuardMissing
+from steercap.idiom import AWAITED, Idiom
 
-_ADVICE = """put the code that starts the engine behind the usual guard:
-
-    async def main():
-        async with SteerModel(...) as model:
-            ...
-
-    if __name__ == "__main__":
-        asyncio.run(main())
-"""
+_ADVICE = "put the code that starts the engine behind the usual guard:\n"
 
 
-def require_main_guard() -> None:
+def require_main_guard(idiom: Idiom = AWAITED) -> None:
     """See that the running script may be imported again by a child process.
+
+    Args:
+        idiom: how the script is written, for the message.
 
     Raises:
         MainGuardMissing: the engine is being started at the top level of the main script, or in a child process
             that is importing it.
     """
+    advice = _ADVICE + idiom.script
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):
-        raise MainGuardMissing(f"this process was started by vLLM and is only importing the script; {_ADVICE}")
+        raise MainGuardMissing(f"this process was started by vLLM and is only importing the script; {advice}")
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is None:  # a notebook or an interactive session: there is nothing to import again
         return
     for frame in _frames():
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
             if frame.f_code.co_filename == script and not _is_guarded(Path(script), frame.f_lineno):
-                raise MainGuardMissing(f"{script}, line {frame.f_lineno}, starts an engine at its top level; {_ADVICE}")
+                raise MainGuardMissing(f"{script}, line {frame.f_lineno}, starts an engine at its top level; {advice}")
             return
 
 

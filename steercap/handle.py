@@ -24,13 +24,17 @@ from steercap.core.plan import Plan
 from steercap.core.receipt import Receipt, SteeringReceipt, check_labels, check_points
 from steercap.core.rows import rows_selected
 from steercap.core.spec import Point
+from steercap.core.values import index_of, shown
 from steercap.errors import (
     CaptureIncomplete,
     CaptureNotFetched,
+    CaptureNotFinite,
     CaptureReleased,
     InvalidRequest,
     InvalidSpec,
 )
+from steercap.idiom import AWAITED
+from steercap.ownership import Unshared
 
 if TYPE_CHECKING:
     from steercap.core.budget import Ticket
@@ -39,22 +43,25 @@ if TYPE_CHECKING:
     from steercap.vectors.directions import Mark
 
 
-class CaptureHandle:
-    """One finished request's activations, fetched when asked for.
+class CaptureHandle(Unshared):
+    """One finished request's activations, fetched when you ask for them.
 
-    The rows wait in the worker until `fetch()`, `release()`, the end of an `async with handle:` or the handle's own
-    end frees them. Made by `SteerModel.generate` and `SteerModel.chat`, or read from a file by `load`.
+    The rows stay in the worker until `fetch()`, `release()`, the end of `async with handle:` or garbage collection
+    frees them. Made by `SteerModel.generate`, `chat` and `read`, or read from a file by `load`. It cannot be copied or
+    pickled: its rows have one owner; `save` and `load` take it to another process.
 
     Attributes:
         request_id: steercap's name of the request.
-        text: generated text.
+        text: generated text; empty after `read`, which generates none.
         prompt_token_ids: token ids of the prompt.
-        output_token_ids: generated token ids; the last one has no row, for it was never an input.
+        output_token_ids: generated token ids; the last one has no row, since it was never an input.
         points: what was captured, layer by layer.
         messages: for `chat`, the span of positions of each message.
         directions: with `project=`, the names of what rows were projected on.
-        marks: what these directions are known by, by layer; empty in files of older versions.
+        marks: fingerprints of these directions, by layer; empty in files of older versions.
     """
+
+    _instead = "its rows have one owner; use handle.save(path), and CaptureHandle.load(path) where it is wanted"
 
     def __init__(
         self,
@@ -86,11 +93,19 @@ class CaptureHandle:
         self._finalizer: weakref.finalize[..., CaptureHandle] | None = None
         self._released = False
         self._lock = asyncio.Lock()
+        self._idiom = AWAITED
 
     def _attach(
-        self, engine: Engine, owner: Owner, plan: Plan, ticket: Ticket, steering: SteeringReceipt | None
+        self,
+        engine: Engine,
+        owner: Owner,
+        plan: Plan,
+        ticket: Ticket,
+        *,
+        steering: SteeringReceipt | None,
+        tokens: Sequence[int],
     ) -> CaptureHandle:
-        self._source = _Source(engine, owner, plan, ticket, steering)
+        self._source = _Source(engine, owner, plan, ticket, steering, tuple(tokens))
         self._finalizer = weakref.finalize(self, engine.give_back_from_any_thread, owner, ticket)
         self._finalizer.atexit = False
         return self
@@ -103,8 +118,10 @@ class CaptureHandle:
 
         Raises:
             CaptureIncomplete: rows are missing or belong to another token.
+            CaptureNotFinite: rows hold NaN or infinity, and `allow_nonfinite` was not asked for.
             CaptureReleased: the handle was released before.
             EngineFailure: the engine has died or was closed.
+            WrongEventLoop: the model was started in another event loop.
         """
         await fetch_all([self])
         return self
@@ -135,16 +152,19 @@ class CaptureHandle:
 
     @property
     def positions(self) -> torch.Tensor:
-        """Position of each row in its sequence, prompt first: int64 [rows]. Of the rows reduced, after a reduction."""
-        return torch.from_numpy(self.receipt.positions)
+        """Position of each row in its sequence, or of each row that was reduced: int64 [rows], a copy."""
+        return torch.from_numpy(self.receipt.positions.copy())
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """Token the model read at each position: int64 [rows]."""
-        return torch.from_numpy(self.receipt.token_ids)
+        """Token the model read at each position: int64 [rows], a copy."""
+        return torch.from_numpy(self.receipt.token_ids.copy())
 
     def rows_of(self, message: int | str) -> torch.Tensor:
         """Rows that belong to a message of a `chat`: bool [rows].
+
+        A mask over the rows of this handle: `handle.captures[4][mask]`, and `tokens=handle.positions[mask]` for the
+        same tokens in another request.
 
         Args:
             message: index of the message (negative from the end), or a role, "generation_prompt" and the reply's
@@ -153,13 +173,20 @@ class CaptureHandle:
         Raises:
             InvalidSpec: no such message, or the handle is not from `chat`.
         """
-        spans = [span for span in self.messages if message in (span.index, span.role)]
         given = [span for span in self.messages if span.index is not None]
-        if isinstance(message, int) and -len(given) <= message < 0:
-            spans = [given[message]]
+        index = None if isinstance(message, str) else index_of(message)
+        if isinstance(message, str):
+            spans = [span for span in self.messages if span.role == message]
+        elif index is not None and -len(given) <= index < 0:
+            spans = [given[index]]
+        else:
+            spans = [span for span in given if span.index == index]
         if not spans:
-            known = ", ".join(f"{span.index}: {span.role}" for span in self.messages) or "none, this was no chat"
-            raise InvalidSpec(f"no message {message!r}; messages: {known}")
+            known = (
+                ", ".join(f"{span.index}: {span.role}" for span in self.messages)
+                or "none, for this handle is not from chat"
+            )
+            raise InvalidSpec(f"no message {shown(message)}; messages: {known}")
         positions = self.positions
         mask = torch.zeros_like(positions, dtype=torch.bool)
         for span in spans:
@@ -216,21 +243,23 @@ class CaptureHandle:
             raise CaptureReleased(f"{self.request_id} was released; its rows are gone. Fetch and read before releasing")
         if self._captures is None:
             raise CaptureNotFetched(
-                f"{self.request_id} is not fetched; `await handle.fetch()`, or "
-                "`await model.fetch_captures_batch(handles)` for many at once"
+                f"{self.request_id} is not fetched; `{self._idiom.call}handle.fetch()`, or "
+                f"`{self._idiom.call}model.fetch_captures_batch(handles)` for many at once"
             )
 
     def _free(self) -> None:
         if self._finalizer is not None and self._source is not None:
             self._finalizer.detach()
-            self._source.engine.give_back(self._source.owner, self._source.ticket)
+            source, here = self._source, self._source.engine.home.is_here
+            give_back = source.engine.give_back if here else source.engine.give_back_from_any_thread
+            give_back(source.owner, source.ticket)
             self._finalizer = None
 
     def _receive(self, delivery: Delivery) -> None:
         """Check what came against what must be, and take it."""
         assert self._source is not None
         expected = Expected(
-            self.request_id, self._source.plan, self.points, self._tokens(), steering=self._source.steering
+            self.request_id, self._source.plan, self.points, self._source.tokens, steering=self._source.steering
         )
         rows, self._receipt = received(expected, delivery, self._source.engine.vllm.points)
         self._captures = Captures(rows, self.num_layers)
@@ -238,10 +267,7 @@ class CaptureHandle:
 
     def _wanted(self) -> Wanted:
         assert self._source is not None
-        return Wanted(self._source.owner, len(self._tokens()) - 1)
-
-    def _tokens(self) -> tuple[int, ...]:
-        return self.prompt_token_ids + self.output_token_ids
+        return Wanted(self._source.owner, len(self._source.tokens) - 1)
 
 
 @dataclass(frozen=True)
@@ -275,6 +301,7 @@ def received(
 
     Raises:
         CaptureIncomplete: a worker failed, a row or a point is missing, or a label differs.
+        CaptureNotFinite: a row holds NaN or infinity, and that was not asked for.
     """
     if delivery.failure:
         raise CaptureIncomplete(f"{expected.name}: {delivery.failure}")
@@ -290,20 +317,46 @@ def received(
         rows |= zip((armed[point] for point in parcel.points), values, strict=True)
         writes += parcel.writes
     check_points(expected.name, expected.points, list(rows))
+    if not capture.allow_nonfinite:
+        check_finite(expected, delivery, rows, armed)
     token_ids = np.asarray(expected.tokens, dtype=np.int64)[known]
     receipt = Receipt(expected.points, known, token_ids, writes, capture.reduce, expected.steering)
     return {point: rows[point] for point in expected.points}, receipt
 
 
+def check_finite(
+    expected: Expected, delivery: Delivery, rows: Mapping[Point, torch.Tensor], armed: Sequence[Point]
+) -> None:
+    """See that every row is finite.
+
+    Raises:
+        CaptureNotFinite: one of the rows kept, or what was computed from them.
+    """
+    capture = expected.plan.capture
+    assert capture is not None
+    remedy = "CaptureSpec(..., allow_nonfinite=True) hands such rows over"
+    found = [parcel.nonfinite for parcel in delivery.parcels if parcel.nonfinite]
+    if found:
+        position, point = min(found)
+        raise CaptureNotFinite(
+            f"{expected.name}: the row of position {position} at {armed[point]} holds NaN or infinity; {remedy}"
+        )
+    if capture.reduce or capture.projection:  # rows that are finite may have sums that are not
+        for at, values in rows.items():
+            if not values.isfinite().all():
+                raise CaptureNotFinite(f"{expected.name}: what was computed of rows at {at} overflows; {remedy}")
+
+
 @dataclass(frozen=True)
 class _Source:
-    """Where a handle's rows are."""
+    """Where a handle's rows are, and the tokens they must be of: the last sampled one, which has no row, included."""
 
     engine: Engine
     owner: Owner
     plan: Plan
     ticket: Ticket
     steering: SteeringReceipt | None
+    tokens: tuple[int, ...]
 
 
 async def fetch_all(handles: Sequence[CaptureHandle]) -> None:
@@ -311,9 +364,14 @@ async def fetch_all(handles: Sequence[CaptureHandle]) -> None:
 
     Raises:
         CaptureIncomplete: some rows are missing or wrong; the other handles are fetched all the same.
+        CaptureNotFinite: some rows hold NaN or infinity; likewise.
         CaptureReleased: one of the handles was released.
         InvalidRequest: handles of several models.
+        ModelClosed, WrongEventLoop: the model is not open, or was started in another event loop.
     """
+    for handle in handles:
+        if not handle.fetched and not handle._released and handle._source is not None:
+            handle._source.engine.require_open()  # before a lock that belongs to its event loop
     async with AsyncExitStack() as locked:
         pending: list[CaptureHandle] = []
         for handle in sorted(dict.fromkeys(handles), key=id):
@@ -331,15 +389,15 @@ async def _fetch_pending(pending: Sequence[CaptureHandle]) -> None:
     """Fetch handles whose locks are held."""
     engines = {handle._source.engine for handle in pending if handle._source is not None}
     if len(engines) != 1:
-        raise InvalidRequest(f"these handles belong to {len(engines)} models; fetch those of one model at a time")
-    errors: list[CaptureIncomplete] = []
+        raise InvalidRequest(f"these handles belong to {len(engines)} models; fetch the handles of one model at a time")
+    errors: list[CaptureIncomplete | CaptureNotFinite] = []
     try:
         deliveries = await engines.pop().collect([handle._wanted() for handle in pending])
         for handle, delivery in zip(pending, deliveries, strict=True):
             try:
                 if not handle._released:
                     handle._receive(delivery)
-            except CaptureIncomplete as error:
+            except (CaptureIncomplete, CaptureNotFinite) as error:
                 errors.append(error)
             await asyncio.sleep(0)  # a batch of thousands must not stop the loop
     finally:
@@ -351,4 +409,4 @@ async def _fetch_pending(pending: Sequence[CaptureHandle]) -> None:
             handle._require_fetched()
     if errors:
         rest = f" (and {len(errors) - 1} other handles of this batch)" if len(errors) > 1 else ""
-        raise CaptureIncomplete(f"{errors[0]}{rest}") from errors[0]
+        raise type(errors[0])(f"{errors[0]}{rest}") from errors[0]

@@ -93,6 +93,7 @@ class Job:
         projection: what rows are projected on, or None.
         directions: names of these.
         marks: what these are known by, by layer.
+        reading: whether the prompt alone counts; the token that vLLM must sample is kept from the user.
     """
 
     engine: Engine
@@ -106,6 +107,7 @@ class Job:
     projection: Lowered | None = None
     directions: tuple[str, ...] = ()
     marks: Mapping[int, tuple[Mark, ...]] = field(default_factory=dict)
+    reading: bool = False
 
 
 async def prepare(
@@ -117,6 +119,7 @@ async def prepare(
     *,
     options: dict[str, Any],
     spans: Sequence[MessageSpan] = (),
+    reading: bool = False,
 ) -> Job:
     """Check one request and compile its plan, before the engine hears of it.
 
@@ -135,6 +138,7 @@ async def prepare(
     lowered = None if steering is None else engine.lowered(steering)
     sampling = vllm.sampling(params)
     rendered = await vllm.render(prompt)
+    options = await vllm.checked(rendered, sampling, options)
     prompt_len = len(rendered.token_ids)
     limit = vllm.limit(prompt_len, sampling)
     capture = None
@@ -152,7 +156,7 @@ async def prepare(
     plan = None
     if capture is not None or change is not None:
         plan = Plan(engine.new_key(), prompt_len, limit, sampling.n, capture)
-    job = Job(engine, rendered, sampling, options, plan, points, change, tuple(spans))
+    job = Job(engine, rendered, sampling, options, plan, points, change, tuple(spans), reading=reading)
     if projected is None:
         return job
     return replace(job, projection=projected.lowered, directions=projected.names, marks=projected.marks)
@@ -293,9 +297,9 @@ def _handles(
         handle = CaptureHandle(
             request_id=plan.key if plan.samples == 1 else f"{plan.key}/{sample.index}",
             model=engine.vllm.model_name,
-            text=sample.text,
+            text="" if job.reading else sample.text,
             prompt_token_ids=job.prompt.token_ids,
-            output_token_ids=sample.token_ids,
+            output_token_ids=() if job.reading else sample.token_ids,
             points=job.points,
             num_layers=engine.vllm.num_layers,
             messages=job.spans + reply,
@@ -303,7 +307,9 @@ def _handles(
             marks=job.marks,
         )
         owner = Owner(plan.key, sample.index)
-        handles.append(handle._attach(engine, owner, plan, own, receipts[place] if receipts else None))
+        tokens = (*job.prompt.token_ids, *sample.token_ids)
+        steering = receipts[place] if receipts else None
+        handles.append(handle._attach(engine, owner, plan, own, steering=steering, tokens=tokens))
     return handles
 
 

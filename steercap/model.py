@@ -6,21 +6,28 @@ Number 1 in the life of a request.
 from __future__ import annotations
 
 import asyncio
+import os
+import warnings
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from steercap.config import Overflow, Settings, Transport
+from steercap.checkpoint import look_up, require_there
+from steercap.config import Overflow, Preset, Settings, Transport, with_preset
 from steercap.context import FROM_CONTEXT, FromContext, by_word_or_context, steered
 from steercap.core.chat import MessageSpan
 from steercap.core.spec import CaptureSpec, Layers, Point
+from steercap.core.values import shown
 from steercap.engine import Engine
-from steercap.errors import InvalidPrompt, InvalidRequest, ModelClosed
+from steercap.errors import InvalidRequest, ModelClosed
 from steercap.guard import require_main_guard
 from steercap.handle import CaptureHandle, fetch_all
+from steercap.idiom import AWAITED
 from steercap.job import Done, Job, prepare, run_all
+from steercap.loops import Home, finished, on_thread
+from steercap.ownership import Unshared
 from steercap.probe import probe
-from steercap.prompts import Ask, each, listed, templated
+from steercap.prompts import Ask, conversations_in, each, flag_asked, listed, template_arguments, templated
 from steercap.stats import Stats, stats_of
 from steercap.steering import SteeringSpec
 from steercap.stream import Chunk, stream
@@ -30,22 +37,30 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from steercap.adapters.launch import Launch
     from steercap.edits.base import Edit
 
+#: Sampling parameters of `read`: vLLM runs no prompt without sampling one token, which has no row.
+READ: Final = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
+#: Lists within lists of handles: deeper ones hold themselves.
+DEEPEST: Final = 8
 #: What one prompt's `steering=` may be.
 Steering: TypeAlias = "SteeringSpec | Edit | None"
 
 
-class SteerModel:
+class SteerModel(Unshared):
     """A model served by vLLM whose activations can be read and changed while it generates.
 
     Args:
         model: path or name of the model, as vLLM takes it.
+        preset: "cpu" for engine arguments that suit a small model on a CPU: `dtype="float32"`, `enforce_eager=True`,
+            `max_model_len=1024`, `kv_cache_memory_bytes=256 MiB`. Those given beside it take precedence. It does not
+            choose the device: vLLM does.
         sites: sites to arm: "resid_pre", "resid_post", "attn_out", "mlp_out".
         layers: layers to arm them at; all by default.
         capture_bytes: most shared memory that captured rows may take on each capturing worker, in bytes; taken when
             it is used, on CUDA pinned at the start.
-        overflow: what a request does that finds no room, or no slot: "wait" for its turn, or "error".
+        overflow: what a request does when it finds no room, or no slot: "wait" for its turn, or "error".
         overflow_timeout: seconds that requests wait while no request runs that could make room.
         transport: how rows reach this process: "auto", "shared" or "wire".
         steering_slots: different steering configurations in use at once; a request that brings one more waits.
@@ -56,16 +71,19 @@ class SteerModel:
         **engine_args: vLLM's `AsyncEngineArgs`.
 
     Raises:
-        InvalidSetting, UnknownName: a setting that does not fit.
+        InvalidSetting, InvalidSpec, UnknownName: a setting that does not fit.
 
     Use it as an async context manager, or `await start()` and `await aclose()`. Calls may run concurrently; vLLM
     batches them.
     """
 
+    _instead = "an engine has one owner; make another SteerModel of the same path"
+
     def __init__(
         self,
-        model: str,
+        model: str | os.PathLike[str],
         *,
+        preset: Preset | None = None,
         sites: str | Sequence[str] = ("resid_post",),
         layers: Layers = "all",
         capture_bytes: int = Settings.capture_bytes,
@@ -93,46 +111,99 @@ class SteerModel:
             arena_bytes=arena_bytes,
             reduce_bytes=reduce_bytes,
         )
-        self._engine_args = engine_args
+        self._engine_args = with_preset(preset, engine_args)
+        self._longest = "max_model_len" in engine_args  # the user's own, which a preset's is not
         self._engine: Engine | None = None
         self._running: set[asyncio.Task[Any]] = set()
         self._closed = False
+        self._home: Home | None = None
         self._life = asyncio.Lock()
+        self._idiom = AWAITED
+        self._starting: asyncio.Task[Engine] | None = None
+        self._launch: Launch | None = None
 
     # Life
 
     async def start(self) -> SteerModel:
-        """Start the engine and prove that its taps fire; takes half a minute or more.
+        """Start the engine and prove that its taps work; takes half a minute or more.
 
         Raises:
-            MainGuardMissing: the script would start engines without end.
+            MainGuardMissing: the script would start engine after engine.
             ModelNotLoaded, UnsupportedModel, UnsupportedRunner: the model cannot be served with taps.
-            TapsNotInstalled: a tap does not fire, or its edits have no effect.
-            ModelClosed: the model was closed before.
+            TapsNotInstalled: a tap does not read, or its edits have no effect.
+            ModelClosed: the model was closed, before or meanwhile.
+            WrongEventLoop: it was started, or is being started, in another event loop.
         """
-        require_main_guard()
+        require_main_guard(self._idiom)
+        if self._home is None:
+            self._home, self._life = Home("this model"), asyncio.Lock()
+        self._home.require()
         async with self._life:
-            if self._closed:
-                raise ModelClosed("this SteerModel was closed; make a new one")
+            self._require_not_closed()
             if self._engine is None:
-                engine = await Engine.start(self.model, self.settings, self._engine_args)
+                self._home = self._home or Home("this model")  # who had the lock before may have failed
+                self._starting = asyncio.ensure_future(self._start())
                 try:
-                    await probe(engine)
-                except BaseException:
-                    await engine.aclose()
+                    self._engine = await self._starting
+                except asyncio.CancelledError:
+                    if self._closed and (task := asyncio.current_task()) and not task.cancelling():
+                        self._require_not_closed()
                     raise
-                self._engine = engine
+                finally:
+                    if self._engine is None:
+                        self._home = None
         return self
 
+    async def _start(self) -> Engine:
+        from steercap.adapters.launch import Launch
+
+        if "hf_config_path" not in self._engine_args:
+            require_there(self.model)  # before vLLM is imported, which takes long
+        arguments = dict(self._engine_args)
+        if "max_model_len" in arguments and not self._longest and (context := look_up(self.model).context):
+            arguments["max_model_len"] = min(arguments["max_model_len"], context)
+        self._launch = Launch()
+        engine = await Engine.start(self.model, self.settings, arguments, self._launch)
+        try:
+            await probe(engine)
+        except BaseException:
+            await engine.aclose()
+            raise
+        return engine
+
     async def aclose(self) -> None:
-        """Cancel what runs, free what is held, stop the engine. Idempotent."""
+        """Cancel what runs or starts, free what is held, stop the engine; within a few seconds. Idempotent.
+
+        It may be called from any event loop, also after the one that the model was started in has ended.
+        """
         self._closed = True
+        home, launch = self._home, self._launch
+        if home is not None and home.is_here:
+            self._cancel_all()
+            async with self._life:  # a start that was cancelled cleans up first
+                pass
+        elif home is not None:
+            home.call(self._cancel_all)
+            if self._engine is None and launch is not None:
+                await finished(on_thread(launch.give_up, "steercap end"))
+        if self._engine is not None:
+            await self._engine.aclose()
+            self._engine = None
+
+    def _cancel_all(self) -> None:
         for task in self._running:
             task.cancel()
-        async with self._life:  # a start that is under way ends first
-            engine, self._engine = self._engine, None
-            if engine is not None:
-                await engine.aclose()
+        if self._starting is not None:
+            self._starting.cancel()
+
+    def __del__(self) -> None:
+        if getattr(self, "_engine", None) is not None:
+            warnings.warn(
+                f"a SteerModel of {self.model} was dropped and not closed: its engine runs until this process ends; "
+                "use `async with SteerModel(...)`, or await its aclose()",
+                ResourceWarning,
+                stacklevel=2,
+            )
 
     async def __aenter__(self) -> SteerModel:
         return await self.start()
@@ -170,16 +241,16 @@ class SteerModel:
 
         Returns:
             The text, or a list of texts for a list of prompts; with `n > 1`, a list of n texts for each prompt. If
-            anything is captured, the pair (texts, handles), where handles has the shape of texts and holds a
+            anything is captured, the pair (texts, handles), where handles is nested like texts and holds a
             `CaptureHandle` for each text, None where nothing is kept.
 
-        Rows captured are prompt + generated - 1: the last sampled token is never an input of the model. Layer `i` of
+        There are prompt + generated - 1 rows: the last sampled token is never an input to the model. Layer `i` of
         "resid_post" is transformers' `hidden_states[i + 1]`, before the final norm for the last layer.
 
         Raises:
             InvalidPrompt, InvalidSpec, InvalidSelection, PointNotArmed: before anything runs.
             CaptureMemoryFull, SteeringSlotsFull: there is no room.
-            SteeringNotApplied: a worker did not make every edit; the text is not handed over.
+            SteeringNotApplied: a worker did not make every edit; the text is withheld.
             ModelClosed: the model is not open.
         """
         options = {"lora_request": lora_request, "priority": priority}
@@ -209,7 +280,7 @@ class SteerModel:
             chat_template_kwargs: further arguments of the tokenizer's chat template.
 
         Returns:
-            As `generate`. Handles know which rows are whose words (the template's own tokens are nobody's):
+            As for `generate`. Handles know which rows belong to which message, the template's own tokens to none:
             `handle.messages`, `handle.rows_of(0)`, `handle.rows_of("assistant")`.
 
         Raises:
@@ -220,7 +291,38 @@ class SteerModel:
         ask = Ask(
             sampling_params, capture_layers, capture, by_word_or_context(self, steering), options, raw_output=raw_output
         )
-        return self._chat(messages, ask, dict(chat_template_kwargs or {}))
+        return self._chat(messages, ask, chat_template_kwargs)
+
+    def read(
+        self,
+        prompts: Any,
+        *,
+        capture_layers: Layers | None = None,
+        capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
+        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        lora_request: Any = None,
+        priority: int = 0,
+    ) -> Coroutine[Any, Any, Any]:
+        """Have the model read texts and keep their activations, without generating.
+
+        Args:
+            prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these; each at least one token shorter
+                than `max_model_len`.
+            capture_layers, capture: as for `generate`; left out, all layers at "resid_post".
+            steering, lora_request, priority: as for `generate`.
+
+        Returns:
+            A `CaptureHandle`, or a list of them for a list of prompts (None where nothing is kept), with a row for
+            every token selected, the last one included. `handle.text` and `handle.output_token_ids` are empty.
+
+        Raises:
+            EmptySelection: `tokens="generated"`: nothing is generated.
+            The errors of `generate`.
+        """
+        options = {"lora_request": lora_request, "priority": priority}
+        spec = CaptureSpec() if capture_layers is None and capture is None else capture
+        ask = Ask(READ, capture_layers, spec, by_word_or_context(self, steering), options, reading=True)
+        return self._read(prompts, ask)
 
     def stream(
         self,
@@ -255,9 +357,9 @@ class SteerModel:
 
     @asynccontextmanager
     async def steered(self, steering: SteeringSpec | Edit) -> AsyncIterator[SteeringSpec]:
-        """Steer every call inside that does not give `steering=` itself: `async with model.steered(spec): ...`.
+        """Steer every call inside that does not pass `steering=` itself: `async with model.steered(spec): ...`.
 
-        Inside another, its edits come after those of the other. Tasks started inside inherit it; tasks beside it
+        When nested, its edits come after those of the outer one. Tasks started inside inherit it; other tasks
         do not see it.
 
         Args:
@@ -269,22 +371,23 @@ class SteerModel:
         Raises:
             InvalidSpec: not a spec, or one that does not fit the model.
         """
+        engine = self._engine_here()
         with steered(self, steering) as spec:
-            self._open_engine().lowered(spec)
+            engine.lowered(spec)
             yield spec
 
     async def fetch_captures_batch(self, handles: Sequence[Any]) -> None:
-        """Fetch many handles with one RPC; nested lists and None are welcome, fetched handles are left alone.
+        """Fetch many handles with one RPC. Nested lists and None are allowed; handles already fetched are left alone.
 
         Raises:
-            CaptureIncomplete: some rows are missing or wrong; the other handles are fetched all the same.
+            CaptureIncomplete: some rows are missing or wrong; the other handles are still fetched.
             CaptureReleased: one of the handles was released.
         """
         await fetch_all(_flat(handles))
 
     async def stats(self) -> Stats:
-        """What the model holds now, against its limits."""
-        return await stats_of(self._open_engine())
+        """What the model holds now, and its limits."""
+        return await stats_of(self._engine_here())
 
     # What is reachable
 
@@ -305,7 +408,7 @@ class SteerModel:
 
     @property
     def hidden_size(self) -> int:
-        """Elements of a row."""
+        """Elements of a row: the model's hidden size."""
         return self._open_engine().vllm.hidden_size
 
     @property
@@ -314,34 +417,33 @@ class SteerModel:
         return self._open_engine().vllm.points
 
     async def _generate(self, prompts: Any, ask: Ask) -> Any:
+        self._engine_here()
         many, given = listed(prompts)
         return await self._answer([(prompt, []) for prompt in given], ask, many=many)
 
-    async def _chat(self, messages: Any, ask: Ask, template_kwargs: dict[str, Any]) -> Any:
-        if isinstance(messages, Mapping) or not messages or not all(messages):
-            raise InvalidPrompt(
-                f"messages={messages!r}; give a list of {{'role', 'content'}} dicts, or a list of such lists"
-            )
-        many = not isinstance(messages[0], Mapping)
-        tokenizer, spans = self.tokenizer, ask.spec is not None
-        rendered = [
-            templated(tokenizer, conversation, template_kwargs, spans=spans)
-            for conversation in (messages if many else [messages])
-        ]
+    async def _read(self, prompts: Any, ask: Ask) -> Any:
+        _, handles = await self._generate(prompts, ask)
+        return handles
+
+    async def _chat(self, messages: Any, ask: Ask, template_kwargs: Any) -> Any:
+        self._engine_here()
+        many, conversations = conversations_in(messages)
+        tokenizer, spans, arguments = self.tokenizer, ask.spec is not None, template_arguments(template_kwargs)
+        rendered = [templated(tokenizer, conversation, arguments, spans=spans) for conversation in conversations]
         return await self._answer([({"prompt_token_ids": ids}, found) for ids, found in rendered], ask, many=many)
 
     async def _answer(self, prompts: Sequence[tuple[Any, list[MessageSpan]]], ask: Ask, *, many: bool) -> Any:
         """Run prompts, with the spans of their messages, and give back what the user gets."""
-        engine, captured = self._open_engine(), ask.spec is not None
+        engine, captured, raw = self._engine_here(), ask.spec is not None, flag_asked("raw_output", ask.raw_output)
         params = each(ask.sampling_params, len(prompts), "sampling_params")
         specs = each(ask.spec, len(prompts), "capture")
         edits = each(ask.steering, len(prompts), "steering")
         jobs = [
-            await prepare(engine, prompt, *asked, options=ask.options, spans=spans)
+            await prepare(engine, prompt, *asked, options=ask.options, spans=spans, reading=ask.reading)
             for (prompt, spans), *asked in zip(prompts, params, specs, edits, strict=True)
         ]
         done = await run_all(jobs, self._running)
-        texts = [_raw(one) if ask.raw_output else _texts(one.output) for one in done]
+        texts = [_raw(one) if raw else _texts(one.output) for one in done]
         handles = [_unnested(one.handles, job) for one, job in zip(done, jobs, strict=True)]
         if not many:
             return (texts[0], handles[0]) if captured else texts[0]
@@ -352,18 +454,26 @@ class SteerModel:
         spec = ask.spec
         if many or isinstance(spec, (list, tuple)) or (isinstance(spec, CaptureSpec) and spec.reduce):
             raise InvalidRequest("stream takes one prompt, and rows rather than their reduction; use generate")
-        engine = self._open_engine()
+        engine = self._engine_here()
         job = await prepare(engine, given[0], ask.sampling_params, spec, ask.steering, options=ask.options)
         if job.params.n != 1:
             raise InvalidRequest(f"stream gives one sample, not n={job.params.n}; use generate")
-        async with aclosing(stream(job)) as chunks:
+        chunks = stream(job)
+        try:
             while (chunk := await self._next(chunks)) is not None:
                 yield chunk
+        finally:
+            if engine.home.is_here:
+                with suppress(RuntimeError):  # a loop that ends closes all generators at once, this one too
+                    await chunks.aclose()
+            else:  # what it waits for there cannot be awaited here
+                engine.home.call(lambda: asyncio.ensure_future(chunks.aclose()))
 
     async def _next(self, chunks: AsyncGenerator[Chunk, None]) -> Chunk | None:
         """The next chunk, None after the last; closing the model ends the wait with ModelClosed."""
         if self._closed:
             raise ModelClosed("the model was closed while this request ran")
+        self._engine_here()
 
         async def step() -> Chunk | None:
             return await anext(chunks, None)
@@ -379,11 +489,25 @@ class SteerModel:
         finally:
             self._running.discard(task)
 
+    def _engine_here(self) -> Engine:
+        """The engine, for who is about to await something of it."""
+        engine = self._open_engine()
+        engine.home.require()
+        return engine
+
     def _open_engine(self) -> Engine:
+        self._require_not_closed()
         if self._engine is None:
-            state = "is closed" if self._closed else "was never started"
-            raise ModelClosed(f"this SteerModel {state}; use it inside `async with SteerModel(...) as model:`")
+            raise ModelClosed(
+                f"this SteerModel was never started; use it inside `{self._idiom.manager} SteerModel(...) as model:`"
+            )
         return self._engine
+
+    def _require_not_closed(self) -> None:
+        if self._closed:
+            raise ModelClosed(
+                f"this SteerModel is closed; use it inside `{self._idiom.manager} SteerModel(...) as model:`"
+            )
 
 
 def _raw(done: Done) -> RequestOutput:
@@ -400,9 +524,11 @@ def _unnested(handles: list[CaptureHandle] | None, job: Job) -> Any:
     return handles[0] if handles is not None and job.params.n == 1 else handles
 
 
-def _flat(handles: Any) -> list[CaptureHandle]:
+def _flat(handles: Any, depth: int = 0) -> list[CaptureHandle]:
     if handles is None:
         return []
     if isinstance(handles, CaptureHandle):
         return [handles]
-    return [handle for group in handles for handle in _flat(group)]
+    if not isinstance(handles, (list, tuple)) or depth > DEEPEST:
+        raise InvalidRequest(f"handles={shown(handles)}; give handles of generate or chat, in lists as they came")
+    return [handle for group in handles for handle in _flat(group, depth + 1)]

@@ -7,6 +7,7 @@ and no rows or no steering.
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,12 +37,19 @@ async def probe(engine: Engine) -> None:
         TapsNotInstalled: a tap did not fire, what it read cannot be a row, or what it changed had no effect.
     """
     for number in range(engine.engines):  # each is a process, a compiled artifact and taps of its own
-        await _probe_reading(engine, number)
-        await _probe_editing(engine, number)
+        strange = await _probe_reading(engine, number)
+        if strange is None:
+            await _probe_editing(engine, number)
+        else:
+            warnings.warn(
+                f"the row of position {strange[0]} of the start-up probe at {engine.vllm.points[strange[1]]} holds NaN "
+                "or infinity, so what edits do could not be proved; look at it with CaptureSpec(allow_nonfinite=True)",
+                stacklevel=2,
+            )
 
 
-async def _probe_reading(engine: Engine, number: int) -> None:
-    """One request that captures everything."""
+async def _probe_reading(engine: Engine, number: int) -> tuple[int, int] | None:
+    """One request that captures everything; gives the first position and point whose row is not finite, if any."""
     prompt = await engine.vllm.render(list(range(1, _PROMPT + 1)))
     rows = _PROMPT + _GENERATED - 1
     capture = CapturePlan(tuple(engine.armed.values()), (Range(0, None),), reduce=None, codec="raw")
@@ -55,13 +63,12 @@ async def _probe_reading(engine: Engine, number: int) -> None:
     finally:
         engine.abandon(plan, ticket)
     _check(engine, delivery)
+    return min((parcel.nonfinite for parcel in delivery.parcels if parcel.nonfinite), default=None)
 
 
 def _check(engine: Engine, delivery: Delivery) -> None:
     if delivery.failure:
-        raise TapsNotInstalled(
-            f"the start-up probe failed: {delivery.failure}; this engine would capture nothing right"
-        )
+        raise TapsNotInstalled(f"the start-up probe failed: {delivery.failure}; this engine would capture wrong rows")
     armed = engine.vllm.points
     seen: set[int] = set()
     for parcel, rows in zip(delivery.parcels, delivery.rows, strict=True):
@@ -92,7 +99,7 @@ async def _probe_editing(engine: Engine, number: int) -> None:
             one for first in range(0, len(jobs), slots) for one in await run_all(jobs[first : first + slots], set())
         ]
     except SteeringNotApplied as error:
-        raise TapsNotInstalled(f"the start-up probe failed: {error}; this engine would steer nothing right") from error
+        raise TapsNotInstalled(f"the start-up probe failed: {error}; this engine would not steer correctly") from error
     clean, *edited = [_likelihood(one.output) for one in done]
     silent = [str(point) for point, found in zip(engine.armed, edited, strict=True) if found == clean]
     if silent:

@@ -44,12 +44,12 @@ def points_of(spec: CaptureSpec, num_layers: int) -> tuple[Point, ...]:
     """The points of a spec with `project`: the directions' own, or those of them that `layers` names.
 
     Raises:
-        InvalidSpec: `project` is no directions, of another site, or has none for a layer asked for.
+        InvalidSpec: `project` does not hold directions, is for another site, or has none for a layer asked for.
         LayerOutOfRange: a layer this model does not have.
     """
     directions = _directions(spec)
     if spec.sites not in (("resid_post",), (directions.site,)):
-        raise InvalidSpec(f"sites={spec.sites!r}, and the directions are of {directions.site!r}; leave sites= out")
+        raise InvalidSpec(f"sites={spec.sites!r}, but the directions are for {directions.site!r}; leave sites= out")
     wanted = resolve_layers(list(directions.layers) if spec.layers == "all" else spec.layers, num_layers)
     if missing := [layer for layer in wanted if layer not in directions.layers]:
         raise InvalidSpec(f"project= has no directions for layers {missing}; it has them for {list(directions.layers)}")

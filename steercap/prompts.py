@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any, cast
 
 from steercap.core.chat import STAND_IN, MessageSpan, content_region, token_span
 from steercap.core.spec import CaptureSpec, Layers
+from steercap.core.values import flag_of, index_of, shown
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
 
 
@@ -25,6 +26,7 @@ class Ask:
     steering: Any
     options: dict[str, Any]
     raw_output: bool = False
+    reading: bool = False
 
     @property
     def spec(self) -> Any:
@@ -41,24 +43,74 @@ def listed(prompts: Any) -> tuple[bool, list[Any]]:
     if isinstance(prompts, (str, Mapping)):
         return False, [prompts]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
-        raise InvalidPrompt(f"prompts={prompts!r}; give a str, token ids, a prompt dict, or a list of these")
+        raise InvalidPrompt(f"prompts={shown(prompts)}; give a str, token ids, a prompt dict, or a list of these")
     if not prompts:
-        raise InvalidPrompt("prompts=[] holds no prompt; give at least one")
-    if all(_is_token(token) for token in prompts):
-        return False, [{"prompt_token_ids": [int(token) for token in prompts]}]
+        raise InvalidPrompt("prompts=[] is empty; give at least one prompt")
+    if (ids := _token_ids(prompts)) is not None:
+        return False, [{"prompt_token_ids": ids}]
     return True, [_one_prompt(prompt) for prompt in prompts]
 
 
 def _one_prompt(prompt: Any) -> Any:
     if isinstance(prompt, (str, Mapping)):
         return prompt
-    if isinstance(prompt, Sequence) and all(_is_token(token) for token in prompt):
-        return {"prompt_token_ids": [int(token) for token in prompt]}
-    raise InvalidPrompt(f"{prompt!r} cannot be a prompt; give a str, token ids or a prompt dict")
+    if isinstance(prompt, Sequence) and (ids := _token_ids(prompt)) is not None:
+        return {"prompt_token_ids": ids}
+    raise InvalidPrompt(f"{shown(prompt)} cannot be a prompt; give a str, token ids or a prompt dict")
 
 
-def _is_token(value: Any) -> bool:
-    return isinstance(value, SupportsIndex) and not isinstance(value, bool)
+def _token_ids(given: Sequence[Any]) -> list[int] | None:
+    """Token ids of any library as plain integers; None if something else is among them."""
+    if {type(one) for one in given} <= {int}:
+        return [*given]
+    ids = [index_of(one) for one in given]
+    return None if None in ids else cast("list[int]", ids)
+
+
+def conversations_in(messages: Any) -> tuple[bool, list[Any]]:
+    """Whether several conversations were given, and the list of them.
+
+    Raises:
+        InvalidPrompt: no conversation, or something that cannot be one.
+    """
+    if _is_conversation(messages):
+        return False, [messages]
+    if isinstance(messages, (list, tuple)) and messages and all(map(_is_conversation, messages)):
+        return True, [*messages]
+    raise InvalidPrompt(
+        f"messages={shown(messages)}; give a list of {{'role', 'content'}} dicts, or a list of such lists"
+    )
+
+
+def _is_conversation(messages: Any) -> bool:
+    if not isinstance(messages, (list, tuple)) or not messages:
+        return False
+    return all(isinstance(message, Mapping) and message for message in messages)
+
+
+def template_arguments(given: Any) -> dict[str, Any]:
+    """Further arguments of a chat template.
+
+    Raises:
+        InvalidRequest: they are not a mapping from names.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidRequest(f"chat_template_kwargs={shown(given)}; give a dict from names to values")
+    return dict(given)
+
+
+def flag_asked(name: str, given: Any) -> bool:
+    """An argument that is True or False.
+
+    Raises:
+        InvalidRequest: it is something else.
+    """
+    flag = flag_of(given)
+    if flag is None:
+        raise InvalidRequest(f"{name}={shown(given)}; give True or False")
+    return flag
 
 
 def capture_asked(layers: Layers | None, capture: Any) -> Any:
@@ -106,11 +158,11 @@ def templated(
 
     try:
         text = render(conversation)
+        if not spans:
+            return list(tokenizer.encode(text, add_special_tokens=False)), []
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     except Exception as error:
-        raise InvalidRequest(f"the chat template refuses {conversation!r}: {error}") from error
-    if not spans:
-        return list(tokenizer.encode(text, add_special_tokens=False)), []
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        raise InvalidRequest(f"the chat template or the tokenizer refuses {shown(conversation)}: {error}") from error
     regions = [(role, index, region) for role, index, region in _regions(text, conversation, render) if region]
     found = [
         MessageSpan(role, index, *token_span(encoded["offset_mapping"], region)) for role, index, region in regions

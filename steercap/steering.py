@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from steercap.core.program import MAX_REPLACEMENTS, MAX_SCOPES, NONE, Blob, Configuration, Entry
 from steercap.core.spec import Point, check_armed
 from steercap.core.tokens import Range, TokenSelection
+from steercap.core.values import flag_of, parts_of, shown
 from steercap.edits.base import Edit, RankOne
 from steercap.errors import InvalidSelection, InvalidSpec, InvalidVector, TooManyEdits
 from steercap.sites import SITES
@@ -31,7 +32,7 @@ class SteeringSpec:
         preserve_norm: rescale each row, at each point, to the norm it had before these edits.
 
     Raises:
-        InvalidSpec: no edit, something that is none, or `preserve_norm` inside `preserve_norm`.
+        InvalidSpec: no edit, something that is not an edit, or `preserve_norm` inside `preserve_norm`.
 
     `a + b` is both, one after the other.
     """
@@ -40,13 +41,20 @@ class SteeringSpec:
     preserve_norm: bool = False
 
     def __post_init__(self) -> None:
-        edits = (self.edits,) if isinstance(self.edits, (Edit, SteeringSpec)) else self.edits
-        if not isinstance(edits, Iterable):
-            raise InvalidSpec(f"SteeringSpec({edits!r}); give a list of edits")
+        try:
+            edits = [self.edits] if isinstance(self.edits, (Edit, SteeringSpec)) else parts_of(self.edits)
+        except OverflowError as error:
+            raise InvalidSpec(f"SteeringSpec holds {error}") from error
+        if edits is None:
+            raise InvalidSpec(f"SteeringSpec({shown(self.edits)}); give a list of edits")
         object.__setattr__(self, "edits", tuple(edits))
+        keeps = flag_of(self.preserve_norm)
+        if keeps is None:
+            raise InvalidSpec(f"SteeringSpec: preserve_norm={shown(self.preserve_norm)}; give True or False")
+        object.__setattr__(self, "preserve_norm", keeps)
         for edit in self.edits:
             if not isinstance(edit, (Edit, SteeringSpec)):
-                raise InvalidSpec(f"SteeringSpec: {edit!r} is no edit; give Add, Cap, Ablate, ... of steercap")
+                raise InvalidSpec(f"SteeringSpec: {shown(edit)} is not an edit; give steercap's Add, Cap, Ablate, ...")
             if self.preserve_norm and isinstance(edit, SteeringSpec) and edit._keeps_norm():
                 raise InvalidSpec("SteeringSpec: preserve_norm inside preserve_norm; set it once, outside or inside")
         if not self.edits:
@@ -128,7 +136,7 @@ def spec_of(steering: Any) -> SteeringSpec:
         return SteeringSpec([steering])
     if isinstance(steering, SteeringSpec):
         return steering
-    raise InvalidSpec(f"steering={steering!r}; give a SteeringSpec, an edit, or None for no steering")
+    raise InvalidSpec(f"steering={shown(steering)}; give a SteeringSpec, an edit, or None for no steering")
 
 
 def lower(
@@ -256,14 +264,14 @@ def _check_counts(entries: Sequence[Entry], scopes: Any, replaced: Any, edits_pe
     most = max(counts.values())
     if most > edits_per_point:
         raise TooManyEdits(
-            f"this spec has {most} rank-one edits at one point (a LowRank of rank k counts k), the engine holds "
+            f"this spec has {most} rank-one edits at one point (a LowRank of rank k counts as k), and the engine holds "
             f"{edits_per_point}; raise SteerModel(..., edits_per_point=)"
         )
     if len(scopes) > MAX_SCOPES:
-        raise TooManyEdits(f"this spec has {len(scopes)} different tokens=, of which {MAX_SCOPES} fit; merge some")
+        raise TooManyEdits(f"this spec has {len(scopes)} different tokens=, and at most {MAX_SCOPES} fit; merge some")
     if len(replaced) > MAX_REPLACEMENTS:
         raise TooManyEdits(
-            f"this spec has {len(replaced)} Replace edits, of which {MAX_REPLACEMENTS} fit; "
+            f"this spec has {len(replaced)} Replace edits, and at most {MAX_REPLACEMENTS} fit; "
             "put the positions of a layer into one"
         )
 

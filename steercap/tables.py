@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from steercap.errors import InvalidFile
-from steercap.formats.base import write_whole
+from steercap.formats.base import check_extension, write_whole
 
 Record = TypeVar("Record", bound=msgspec.Struct)
 
@@ -27,10 +27,14 @@ def write_table(path: str | Path, records: Sequence[msgspec.Struct]) -> Path:
     Args:
         path: the file.
         records: msgspec Structs of one type, of text, numbers, and lists or mappings of these.
+
+    Raises:
+        InvalidFile: the name has another extension.
     """
     import pyarrow as pa
     from pyarrow import parquet
 
+    check_extension(Path(path), ".parquet")
     table = pa.Table.from_pylist([msgspec.to_builtins(record) for record in records])
     with write_whole(Path(path)) as scratch:
         parquet.write_table(table, scratch)
@@ -54,7 +58,7 @@ def read_table(path: str | Path, kind: type[Record]) -> list[Record]:
         rows = parquet.read_table(Path(path)).to_pylist()
         return msgspec.convert(rows, list[kind])  # type: ignore[valid-type]
     except (OSError, pa.ArrowException, msgspec.ValidationError) as error:
-        raise InvalidFile(f"{path} is no table of {kind.__name__}: {error}") from error
+        raise InvalidFile(f"{path} is not a table of {kind.__name__}: {error}") from error
 
 
 class Parts(Generic[Record]):

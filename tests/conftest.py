@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,13 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import psutil
 import pytest
+import torch
 from hypothesis import settings
+
+# Triton looks at it when it is imported, when a kernel is defined, and when one runs: before any test imports it.
+assert "triton" not in sys.modules, "a plugin of pytest has imported Triton, whose kernels would not be interpreted"
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from steercap import SteerModel
 from steercap.testing import Reference, smollm2, tiny_checkpoint
@@ -44,7 +51,7 @@ class Leftovers:
             "processes": now.processes - self.processes,
             # vLLM's and torch's pools may keep a thread for the process's life; none of them is ours.
             "threads": {thread for thread in now.threads - self.threads if "steercap" in thread.name},
-            "shared memory files": now.shared - self.shared,
+            "shared memory files": now.shared - self.shared - files_of_others(),
             "mapped segments": now.segments - self.segments,
         }
         return {kind: left for kind, left in found.items() if left}
@@ -67,11 +74,30 @@ class Leftovers:
 
 
 def mapped_files() -> set[Path]:
-    """Files of /dev/shm that this process or a child of it maps: another program's are not our business."""
+    """Files of /dev/shm that this process or a child of it maps."""
+    return _mapped(process.pid for process in _own_processes())
+
+
+def files_of_others() -> set[Path]:
+    """Files of /dev/shm that programs beside this one map, or carry in their names: they are not our business."""
+    others = set(psutil.pids()) - {process.pid for process in _own_processes()}
+    named = {path for path in Path("/dev/shm").iterdir() if others.intersection(_numbers_in(path.name))}
+    return _mapped(others) | named
+
+
+def _own_processes() -> list[psutil.Process]:
+    return [psutil.Process(), *psutil.Process().children(recursive=True)]
+
+
+def _numbers_in(name: str) -> list[int]:
+    return [int(part) for part in name.split("-") if part.isdigit()]
+
+
+def _mapped(pids: Iterable[int]) -> set[Path]:
     found = set()
-    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+    for pid in pids:
         with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
             found |= {Path(line.split()[-1]) for line in lines if "/dev/shm/" in line}
     return found
 
@@ -114,9 +140,7 @@ def tiny_reference() -> Reference:
 @pytest.fixture(scope="session")
 async def smol() -> AsyncIterator[SteerModel]:
     """SmolLM2-135M-Instruct, float32, eager."""
-    async with opened(
-        smollm2(), dtype="float32", enforce_eager=True, max_model_len=1024, kv_cache_memory_bytes=256 << 20
-    ) as model:
+    async with opened(smollm2(), preset="cpu") as model:
         yield model
 
 

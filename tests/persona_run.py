@@ -22,8 +22,6 @@ SETTINGS = PersonaSettings(
     threshold_low=100.0,
     min_kept=2,
 )
-#: As the fixture `smol`.
-ENGINE = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "kv_cache_memory_bytes": 256 << 20}
 
 
 async def main(folder: str, stage: str, done: int) -> None:
@@ -31,7 +29,7 @@ async def main(folder: str, stage: str, done: int) -> None:
         if report.stage == stage and report.done >= done:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    async with SteerModel(str(smollm2()), **ENGINE) as model:
+    async with SteerModel(smollm2(), preset="cpu") as model:
         await run(model, SETTINGS, folder, progress=kill)
 
 

@@ -7,7 +7,6 @@ kernels run by Triton's interpreter over host memory.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,13 +16,11 @@ import torch
 from steercap.core.rows import BatchRows, Ints
 from steercap.worker.runtime import Runtime
 from steercap.worker.taps.base import Taps, TapSizes
+from steercap.worker.taps.cuda import CudaTaps
 from steercap.worker.taps.host import HostTaps
+from steercap.worker.taps.transfers import CudaTransfers
 
-CUDA = torch.cuda.is_available()
-if not CUDA:
-    os.environ["TRITON_INTERPRET"] = "1"  # Triton looks at it when a kernel is defined, and when it runs
-from steercap.worker.taps.cuda import CudaTaps  # noqa: E402
-from steercap.worker.taps.transfers import CudaTransfers  # noqa: E402
+CUDA = torch.cuda.is_available()  # if not, conftest.py has Triton interpret kernels
 
 KINDS = ("host", "cuda")
 #: Where the taps of the device compute on this machine.
@@ -97,7 +94,7 @@ def some_runtime(
     """One rank of `points` points, those of `local` on it, or all."""
     sizes = TapSizes(slots, bank_rows, entries, tokens, arena_bytes, tallies, lag, held)
     taps = some_taps(kind, range(points) if local is None else local, width, sizes, dtype, captures=captures)
-    return Runtime(taps, points, dtype, device_of(kind), captures=captures)
+    return Runtime(taps, [f"resid_post[{point}]" for point in range(points)], dtype, device_of(kind), captures=captures)
 
 
 def device_of(kind: str) -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import random
 import subprocess
 import tempfile
 import time
@@ -18,9 +19,11 @@ import torch
 
 from steercap import CaptureHandle, CaptureSpec, SteerModel
 from steercap.families import FAMILIES
+from steercap.sites import SITES
 from steercap.testing import Parity, Reference, agreement, compare_rows, stress, tiny_checkpoint
 from steercap.testing.agreement import EVERYTHING, captured, same_tokens_elsewhere, worst_of
 from steercap.testing.bad import BAD_REQUESTS
+from steercap.testing.overflow import overflowing_edits
 from steercap.testing.parity import PERFECT
 from steercap.testing.rows import (
     GREEDY,
@@ -290,6 +293,25 @@ async def check_stress(run: Run, show: Show) -> None:
     assert not failed, "; ".join(failed)
 
 
+async def check_overflow(run: Run, show: Show) -> None:
+    """Edits that overflow fail alone, in every dtype, eager and with graphs; rows of clean requests stay what they were."""
+
+    async def one(name: str) -> None:
+        model = await run.engines.get(name)
+        found = await overflowing_edits(
+            model, random.Random(5), rounds=6, capture=EVERYTHING, layers=4, sites=tuple(SITES)
+        )
+        show[name] = found
+        assert min(found.values()) >= 8, f"too few to prove anything: {found}"
+
+    await each(_overflow_engines(run), one)
+
+
+def _overflow_engines(run: Run) -> list[str]:
+    names = ["cramped", "cramped float16", "cramped bfloat16"]
+    return [*names, *(f"{name} eager" for name in names)] if run.machine.cuda else names
+
+
 async def check_bad(run: Run, show: Show) -> None:
     """Bad requests raise their own errors while others run; the others' rows are right."""
     model, reference = await run.engines.get("qwen3"), run.engines.reference(tiny_checkpoint("qwen3"))
@@ -516,6 +538,7 @@ CHECKS: dict[str, Check] = {
     "bf16": Check(check_bf16, _bf16_engines),
     "graphs": Check(check_graphs, lambda run: [name for pair in _pairs(run.machine) for name in pair]),
     "stress": Check(check_stress, lambda _run: ["cramped"]),
+    "overflow": Check(check_overflow, _overflow_engines),
     "bad": Check(check_bad, lambda _run: ["qwen3"]),
     "projections": Check(check_projections, lambda _run: ["qwen3"]),
     "spec": Check(check_spec, lambda run: [*_methods(run.machine), "qwen3"]),

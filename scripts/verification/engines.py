@@ -69,6 +69,8 @@ class Machine:
         of_qwen3: dict[str, dict[str, Any]] = {
             "bf16": {"dtype": "bfloat16"},
             "cramped": little,
+            "cramped float16": {**little, "dtype": "float16"},
+            "cramped bfloat16": {**little, "dtype": "bfloat16"},
             "tensor_parallel_size": {"tensor_parallel_size": 2},
             "pipeline_parallel_size": {"pipeline_parallel_size": 2},
             "ngram": {"speculative_config": {"method": "ngram", **drafts}},

@@ -19,10 +19,18 @@ RUNTIME_ATTRIBUTE = "steercap_runtime"
 
 def hook_runners() -> None:
     """Hook the classes of every model runner this steercap knows, in this process; safe to call again."""
-    from steercap.adapters import runner_v1, runner_v2
+    from steercap.adapters import cpu, runner_v1, runner_v2
 
     runner_v1.hook()
     runner_v2.hook()
+    cpu.hook()
+
+
+def load_adapter(worker: Any, name: str, number: int, path: str) -> str:
+    """Have a worker load a LoRA adapter; see `lora.load_adapter`."""
+    from steercap.adapters import lora
+
+    return lora.load_adapter(worker, name, number, path)
 
 
 def runtime_of(runner: Any) -> Runtime:

@@ -8,12 +8,13 @@ Number 2 to 4 in the life of a request. What it relies on, all of vLLM 0.32: `As
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import os
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
@@ -23,7 +24,12 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from steercap.adapters import detokenizer
+from steercap.adapters.lora import Adapters
+from steercap.adapters.sampling import read_params
 from steercap.adapters.settings import CONFIG_KEY, overshoot, worker_config
+from steercap.adapters.watch import Watch
+from steercap.adapters.wire import Wire, prompt_dict
 from steercap.config import Settings
 from steercap.core.plan import EXTRA_ARGS_KEY, Plan
 from steercap.core.spec import Point
@@ -39,15 +45,15 @@ from steercap.errors import (
     WorkerFailure,
 )
 from steercap.families import family_of
+from steercap.kernels.finite import overflows_later
+
+if TYPE_CHECKING:
+    from steercap.adapters.launch import Launch
 
 EXTENSION: Final = "steercap.worker.extension.WorkerExtension"
 RPC: Final = "steercap_answer"
 #: Seconds between looks at whether the engine that owes an answer still lives.
 LIVENESS_SECONDS: Final = 1.0
-#: How long engines may take to stop. vLLM's 5 s are also what each gives its workers: it is killed as it begins to
-#: clean up, and its message queues stay in /dev/shm (plain vLLM 0.32: two engines on CPU take 10 s; one does on a busy
-#: machine).
-STOP_SECONDS: Final = 30.0
 _DIED: Final = "the vLLM engine has died; its log says why"
 
 
@@ -70,10 +76,16 @@ class VllmEngine:
     Args:
         llm: the engine.
         points: points armed in its workers.
+        launch: the start that it came of.
     """
 
-    def __init__(self, llm: AsyncLLM, points: tuple[Point, ...]) -> None:
+    def __init__(self, llm: AsyncLLM, points: tuple[Point, ...], launch: Launch) -> None:
         self._llm: AsyncLLM | None = llm
+        self._wire = Wire(llm)
+        self._watch = Watch(llm)
+        self._adapters = Adapters(llm.vllm_config, self._load_adapter)
+        self.launch = launch
+        self._closing = False
         self.points = points
         config = llm.vllm_config.model_config
         self.model_name: str = config.model
@@ -84,13 +96,14 @@ class VllmEngine:
         self.overshoot = overshoot(llm.vllm_config)
 
     @classmethod
-    def start(cls, model: str, settings: Settings, engine_args: Mapping[str, Any]) -> VllmEngine:
-        """Start an engine with taps; blocks until it is up.
+    def start(cls, model: str, settings: Settings, engine_args: Mapping[str, Any], launch: Launch) -> VllmEngine:
+        """Start an engine with taps; blocks until it is up. For `Launch` alone to call.
 
         Args:
             model: path or name of the model.
             settings: what to arm, and how large the workers' tables are.
             engine_args: vLLM's engine arguments.
+            launch: what this is part of.
 
         Raises:
             InvalidSetting: an engine argument that does not exist or does not fit.
@@ -99,6 +112,7 @@ class VllmEngine:
         """
         # A forked child of a process with threads can deadlock; vLLM's own server spawns too.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        detokenizer.mend()
         args = _engine_args(model, engine_args)
         try:
             config = args.create_engine_config()
@@ -106,15 +120,19 @@ class VllmEngine:
             raise ModelNotLoaded(f"vLLM cannot load {model!r}: {error}") from error
         family_of(config.model_config.architectures)
         _check_supported(config)
-        points = settings.armed(config.model_config.get_total_num_hidden_layers())
+        points = settings.armed(
+            config.model_config.get_total_num_hidden_layers(),
+            overflows_later=overflows_later(config.model_config.dtype),
+        )
         config.additional_config[CONFIG_KEY] = worker_config(points, settings)
+        launch.require_wanted()
         try:
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
         except Exception as error:
             raise ModelNotLoaded(
                 f"vLLM's engine for {model!r} did not start: {error} (the worker's own log above says why)"
             ) from error
-        return cls(llm, points)
+        return cls(llm, points, launch)
 
     @property
     def llm(self) -> AsyncLLM:
@@ -134,10 +152,12 @@ class VllmEngine:
             InvalidPrompt: the prompt is empty, malformed, or too long for the context.
         """
         renderer = self.llm.renderer
+        if isinstance(prompt, Mapping):
+            prompt = prompt_dict(prompt)
         try:
             parsed = parse_model_prompt(self.llm.model_config, prompt)
             (payload,) = await renderer.render_cmpl_async([parsed])
-        except (VLLMClientError, ValueError, TypeError, KeyError) as error:
+        except Exception as error:  # of any kind: vLLM and tokenizers compare and index before they look at types
             raise InvalidPrompt(f"{_shown(prompt)} cannot be a prompt: {error}") from error
         if payload["type"] == "embeds":
             raise InvalidPrompt("a prompt of embeddings has no token ids to label rows with; pass text or token ids")
@@ -155,15 +175,32 @@ class VllmEngine:
         """A copy of the user's sampling parameters, vLLM's defaults where None.
 
         Raises:
-            InvalidRequest: values that vLLM refuses, or use of steercap's own key in `extra_args`.
+            InvalidRequest: see `read_params`.
         """
-        try:
-            copy = params.clone() if isinstance(params, SamplingParams) else SamplingParams(**(params or {}))
-        except (VLLMClientError, ValueError, TypeError) as error:
-            raise InvalidRequest(f"sampling parameters {params!r}: {error}") from error
-        if EXTRA_ARGS_KEY in (copy.extra_args or {}):
-            raise InvalidRequest(f"extra_args[{EXTRA_ARGS_KEY!r}] belongs to steercap; use capture= and steering=")
-        return copy
+        return read_params(params)
+
+    async def checked(self, prompt: Rendered, params: SamplingParams, options: Mapping[str, Any]) -> dict[str, Any]:
+        """See that the engine takes a request, before it hears of it.
+
+        Args:
+            prompt: the rendered prompt.
+            params: sampling parameters.
+            options: further arguments of `AsyncLLM.generate`.
+
+        Returns:
+            The options, with the LoRA adapter that the workers know.
+
+        Raises:
+            InvalidRequest: vLLM refuses it, or could not read it.
+            EngineFailure: the engine has died.
+        """
+        self._require_alive()
+        ready = {**options, "lora_request": await self._adapters.ready(options.get("lora_request"), params)}
+        await self._wire.check(prompt.payload, params, ready)
+        return ready
+
+    async def _load_adapter(self, *names: Any) -> list[str]:
+        return [reason for reasons in await self._ask_workers("steercap_load_adapter", *names) for reason in reasons]
 
     def limit(self, prompt_len: int, params: SamplingParams) -> int:
         """How many tokens can become inputs of the model: prompt + generated - 1 at most."""
@@ -193,8 +230,8 @@ class VllmEngine:
             **options: further arguments of `AsyncLLM.generate`.
 
         Raises:
-            InvalidRequest: vLLM refuses the request.
-            EngineFailure: the engine has died.
+            InvalidRequest: vLLM refuses the request, or cannot run it.
+            EngineFailure: the engine has died, or has aborted the request.
         """
         params.output_kind = RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY
         if plan is not None:
@@ -205,13 +242,17 @@ class VllmEngine:
         if salt:
             payload = {**payload, "cache_salt": f"{payload.get('cache_salt') or ''}|steercap {salt}"}
         try:
-            async with aclosing(self.llm.generate(payload, params, request_id, **options)) as outputs:
-                async for output in outputs:
-                    yield output
+            with self._watch.over():
+                async with aclosing(self.llm.generate(payload, params, request_id, **options)) as outputs:
+                    async for output in outputs:
+                        _require_whole(output)
+                        yield output
+        except SteercapError:
+            raise
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequest(f"vLLM refuses request {request_id}: {error}") from error
         except EngineDeadError as error:
-            raise EngineFailure(_DIED) from error
+            raise self._ended() from error
         except EngineGenerateError as error:
             raise InvalidRequest(f"vLLM could not run request {request_id}: {error.__cause__!r}") from error
 
@@ -232,7 +273,11 @@ class VllmEngine:
             EngineFailure: the engine has died, or a worker failed.
             ModelClosed: the engine was shut down meanwhile.
         """
-        core, call_workers = self.llm.engine_core, ("collective_rpc", RPC, None, (frame,), None)
+        found: list[list[bytes]] = await self._ask_workers(RPC, frame, engine=engine)
+        return found
+
+    async def _ask_workers(self, method: str, *args: Any, engine: int | None = None) -> Any:
+        core, call_workers = self.llm.engine_core, ("collective_rpc", method, None, args, None)
         if engine is None:
             asked = core.call_utility_all_async(*call_workers)
         else:
@@ -242,9 +287,9 @@ class VllmEngine:
             # vLLM leaves a call unanswered for ever when its engine dies or is shut down under it.
             while not (await asyncio.wait({call}, timeout=LIVENESS_SECONDS))[0]:
                 self._require_alive()
-            answers: list[list[bytes]] = call.result()
+            answers = call.result()
         except EngineDeadError as error:
-            raise EngineFailure(_DIED) from error
+            raise self._ended() from error
         except SteercapError:
             raise
         except Exception as error:
@@ -256,28 +301,63 @@ class VllmEngine:
         return answers
 
     def _require_alive(self) -> None:
-        if self.llm.errored:
-            raise EngineFailure(_DIED)
+        if self._watch.look() or self.llm.errored:
+            raise self._ended()
 
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         return self.llm.renderer.get_tokenizer()
 
-    async def shutdown(self) -> None:
-        """Stop the engine and its processes, and let go of it; takes a few seconds. Idempotent."""
+    def _ended(self) -> EngineFailure:
+        """Why the engine is not there: it was closed, or it has died."""
+        if self._closing or self._llm is None:
+            return ModelClosed("the model was closed meanwhile")
+        return EngineFailure(self._watch.found or _DIED)
+
+    async def quiesce(self) -> None:
+        """Stop hearing from the engine, or its end would be reported as a crash; in its event loop."""
+        self._closing = True
+        handler = self._llm.output_handler if self._llm is not None else None
+        if handler is not None:
+            handler.cancel()
+            await asyncio.wait([handler])
+
+    def end(self) -> None:
+        """Stop the engine, and let go of it; from any thread, blocks for a moment. Idempotent."""
+        self.launch.end()
+
+    def let_go(self) -> None:
+        """Let go of vLLM's side of the engine, whose processes are killed next; from any thread. Idempotent.
+
+        vLLM would stop them in order, which takes 5 s or, on a busy machine, all of its patience, after which it kills
+        them too. There is nothing in them to save.
+        """
         llm, self._llm = self._llm, None
         if llm is None:
             return
-        if llm.output_handler is not None:  # or it would report the engine's end as a crash
-            llm.output_handler.cancel()
-            await asyncio.wait([llm.output_handler])
-        await asyncio.to_thread(llm.shutdown, STOP_SECONDS)
+        self._watch.close()
+        resources = llm.engine_core.resources
+        resources.engine_dead = True  # expected: its watchers are not to complain
+        if resources.engine_manager is not None:
+            resources.engine_manager.manager_stopped.set()
+        if (handler := llm.output_handler) is not None:  # which would complain, where nobody could quiesce
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                handler.get_loop().call_soon_threadsafe(handler.cancel)
+        self.launch.reaper.end()
+        llm.shutdown(0)
+        hearing = resources.output_queue_task
+        if hearing is not None and not hearing.get_loop().is_running():
+            # vLLM has left it to its loop to close them, and that loop may never run again.
+            for name in ("output_socket", "input_socket", "first_req_send_socket", "first_req_rcv_socket"):
+                if (socket := getattr(resources, name, None)) is not None and not socket.closed:
+                    with contextlib.suppress(RuntimeError):  # the loop was closed at the same moment
+                        socket.close(linger=0)
 
 
 def _engine_args(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArgs:
     if "worker_extension_cls" in engine_args:
-        raise InvalidSetting("worker_extension_cls is how steercap enters the worker; it cannot be another class")
+        raise InvalidSetting("steercap sets worker_extension_cls itself; leave it out")
     known = {field.name for field in fields(AsyncEngineArgs)}
     for name in engine_args:
         if name not in known:
@@ -293,6 +373,18 @@ def _engine_args(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArgs:
         raise ModelNotLoaded(f"vLLM cannot load {model!r}: {error}") from error
     args.additional_config = dict(args.additional_config or {})
     return args
+
+
+def _require_whole(output: RequestOutput) -> None:
+    """See that vLLM did not end a request early, which its output says as if it were a reason like others."""
+    for sample in output.outputs:
+        if sample.finish_reason == "error":
+            raise InvalidRequest(
+                f"vLLM could not run request {output.request_id}, for example because no token is both allowed and of "
+                "its structured output; the engine's log says why"
+            )
+        if sample.finish_reason == "abort":
+            raise EngineFailure(f"request {output.request_id} was aborted in the engine, and its text is cut short")
 
 
 async def _listed(answer: Awaitable[list[bytes]]) -> list[list[bytes]]:
@@ -313,7 +405,9 @@ def _check_supported(config: Any) -> None:
     if getattr(config.speculative_config, "enable_adaptive_verification", False):
         raise UnsupportedRunner("adaptive verification lays batches out on the device; switch it off")
     if config.model_config.enable_sleep_mode:
-        raise UnsupportedRunner("sleeping would take the taps' tables with the weights; switch enable_sleep_mode off")
+        raise UnsupportedRunner(
+            "sleep mode would discard the taps' tables along with the weights; switch enable_sleep_mode off"
+        )
     if config.cache_config.kv_sharing_fast_prefill:
         raise UnsupportedRunner("kv_sharing_fast_prefill leaves prompt rows out of the last layers; switch it off")
     if config.speculative_config is not None and config.scheduler_config.async_scheduling:

@@ -71,7 +71,8 @@ def attach(runner: Any) -> None:
             from steercap.worker.taps.host import HostTaps
 
             taps = HostTaps(points, width, sizes)
-    setattr(runner, RUNTIME_ATTRIBUTE, Runtime(taps, len(armed), runner.dtype, runner.device, captures=captures))
+    names = [str(point) for point in armed]
+    setattr(runner, RUNTIME_ATTRIBUTE, Runtime(taps, names, runner.dtype, runner.device, captures=captures))
     bind(taps)
 
 

@@ -1,8 +1,38 @@
 """The command `steercap`: thin commands over functions that take an open model."""
 
+import atexit
+import contextlib
+import os
+import signal
+import sys
+from typing import Final
+
+#: Exit codes of a command that was interrupted or terminated.
+STOPPED: Final = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
 
 def main() -> None:
     """Entry point of the command `steercap`."""
-    from steercap.cli.app import app
+    try:
+        from steercap.cli.app import app
 
-    app(prog_name="steercap")
+        app(prog_name="steercap")
+    except KeyboardInterrupt:  # before a command had begun
+        _leave(STOPPED[0])
+    except SystemExit as end:
+        if end.code in STOPPED:
+            _leave(int(end.code))
+        raise
+    finally:
+        # The interpreter's own end takes a moment with torch in it, and a traceback of that is no use to anybody.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _leave(code: int) -> None:
+    """End now: Python would first collect a million objects of torch and transformers, for a second or more."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # who reads it has gone
+            stream.flush()
+    os._exit(code)

@@ -7,15 +7,13 @@ from typing import Annotated
 import typer
 
 from steercap.cli import capture, demo, generate, inspection, persona, sweep, vectors
+from steercap.cli.command import group_of
 from steercap.cli.doctor import command as doctor
 
-app = typer.Typer(
+app = group_of(
+    "Read and steer what a language model computes while vLLM serves it. Every command has examples: "
+    "[cyan]steercap generate -h[/cyan]. Results go to stdout, or to a file with --out; all else goes to stderr.",
     name="steercap",
-    rich_markup_mode="rich",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Read and steer what a language model computes while vLLM serves it. Every command has examples: "
-    "[cyan]steercap generate --help[/cyan]. Results go to stdout, or to a file with --out; all else goes to stderr.",
     epilog="Exit codes: 0 done, 1 it failed, 2 called wrongly, 130 interrupted.",
 )
 for part in (demo, generate, capture, vectors, persona, sweep, inspection, doctor):

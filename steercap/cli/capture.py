@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -13,18 +14,21 @@ from rich.text import Text
 
 from steercap.cli.command import command
 from steercap.cli.contents import directions_in, load
+from steercap.cli.destinations import folder_ready, may_replace
 from steercap.cli.engines import ModelOptions, opened
+from steercap.cli.foreseen import foreseen
 from steercap.cli.generate import SamplingOptions
 from steercap.cli.prompts import Prompt, PromptOptions
 from steercap.cli.requests import run_each
 from steercap.cli.selections import layers_of, names_of, tokens_of
 from steercap.cli.steering import SteerOptions, sites_of
+from steercap.cli.tables import span
 from steercap.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from steercap.core.spec import CaptureSpec
+    from steercap.core.spec import CaptureSpec, Layers
     from steercap.handle import CaptureHandle
     from steercap.model import SteerModel
     from steercap.steering import SteeringSpec
@@ -59,12 +63,42 @@ class Captured(msgspec.Struct, frozen=True):
     bytes: int
 
 
+class Store:
+    """The folder of captures; where it cannot be written to any more, another one beneath the temporary folder.
+
+    Args:
+        folder: where they are to be.
+        terminal: for what is said.
+    """
+
+    def __init__(self, folder: Path, terminal: Terminal) -> None:
+        self._folder, self._terminal = folder, terminal
+        #: Why not all of them are where they are to be.
+        self.error: OSError | None = None
+
+    def save(self, handle: CaptureHandle, name: str) -> Path:
+        """Write rows under a name; returns where they are.
+
+        Raises:
+            OSError: neither folder can be written to.
+        """
+        try:
+            return handle.save(self._folder / name)
+        except OSError as error:
+            if self.error is not None:
+                raise
+            self.error = error
+            self._folder = Path(tempfile.mkdtemp(prefix="steercap-captures-"))
+            self._terminal.say(f"{error}; captures go on in {self._folder}")
+            return handle.save(self._folder / name)
+
+
 async def capture_to(
     model: SteerModel,
     prompts: list[Prompt],
     params: dict[str, Any],
     spec: CaptureSpec,
-    out: Path,
+    out: Path | Store,
     terminal: Terminal,
     *,
     steering: SteeringSpec | None = None,
@@ -76,7 +110,7 @@ async def capture_to(
         prompts: texts and conversations.
         params: fields of vLLM's SamplingParams.
         spec: what is kept.
-        out: folder for `0000.safetensors` and so on, see `CaptureHandle.load`.
+        out: folder for `0000.safetensors` and so on, see `CaptureHandle.load`; or a store of it.
         terminal: for the bar.
         steering: what is changed.
 
@@ -84,11 +118,12 @@ async def capture_to(
         The errors of `SteerModel.generate`.
     """
     found: dict[int, Captured] = {}
+    store = out if isinstance(out, Store) else Store(out, terminal)
     digits = max(4, len(str(len(prompts) - 1)))
 
     def take(number: int, _output: Any, handle: CaptureHandle | None) -> None:
         assert handle is not None
-        path = handle.save(out / f"{number:0{digits}}.safetensors")
+        path = store.save(handle, f"{number:0{digits}}.safetensors")
         tensors = list(handle.captures.values())
         rows, hidden = tensors[0].shape
         found[number] = Captured(
@@ -146,6 +181,28 @@ def heatmaps_of(found: list[Captured], directions: DirectionSet, layer: int, tok
     ]
 
 
+def check_heat(directions: DirectionSet, layer: int, layers: Layers, num_layers: int) -> None:
+    """See that a layer can be shown token by token.
+
+    Args:
+        directions: what rows are projected on.
+        layer: asked for; negative counts from the last.
+        layers: that are captured.
+        num_layers: of the model, 0 if that is not known.
+
+    Raises:
+        typer.BadParameter: it is not captured.
+    """
+    from steercap.core.spec import resolve_layers
+
+    if not num_layers:
+        return
+    kept = directions.layers if layers == "all" else resolve_layers(layers, num_layers)
+    asked = layer + num_layers if layer < 0 else layer
+    if asked not in kept or asked not in directions.layers:
+        raise typer.BadParameter(f"layer {layer} is not captured; give one of {span(kept)}", param_hint="--heat")
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
 
@@ -180,7 +237,7 @@ def register(app: typer.Typer) -> None:
         heat: Annotated[
             int | None, typer.Option(help="Show the projections of this layer token by token; needs --project.")
         ] = None,
-        force: Annotated[bool, typer.Option("--force", help="Write into a folder that has captures in it.")] = False,
+        force: Annotated[bool, typer.Option("--force", help="Write over captures that are there.")] = False,
     ) -> None:
         r"""Generate, and keep the activations. Each prompt becomes one safetensors file with its rows, their
         positions and token ids, and the texts; CaptureHandle.load reads it, and steercap inspect shows it. Rows are
@@ -189,13 +246,13 @@ def register(app: typer.Typer) -> None:
         """
         from steercap.core.spec import REDUCTIONS, CaptureSpec
 
+        model.require_there()
+        folder_ready(out)
         asked, params, spec = prompts.read(), sampling.params(), steer.spec()
         if sampling.n > 1:
             raise typer.BadParameter("capture keeps one answer to each prompt", param_hint="-n")
         if reduce is not None and reduce not in REDUCTIONS:
             raise typer.BadParameter(f"{reduce!r}; give {', '.join(REDUCTIONS)}", param_hint="--reduce")
-        if not force and any(out.glob("*.safetensors")):
-            raise typer.BadParameter(f"{out} has captures in it; give another folder, or --force", param_hint="--out")
         if heat is not None and project is None:
             raise typer.BadParameter("there is nothing to show without --project FILE", param_hint="--heat")
         directions = None if project is None else directions_in(load(project), project)
@@ -207,9 +264,19 @@ def register(app: typer.Typer) -> None:
             project=directions,
         )
         kept = names_of(sites) if directions is None else (directions.site,)
-        async with opened(model, terminal, sites=tuple(dict.fromkeys((*kept, *sites_of(spec))))) as open_model:
-            found = await capture_to(open_model, asked, params, wanted, out, terminal, steering=spec)
+        armed = tuple(dict.fromkeys((*kept, *sites_of(spec))))
+        planned = foreseen(model, sites=armed)
+        planned.check_capture(wanted)
+        planned.check_steering(spec)
+        if directions is not None and heat is not None:
+            check_heat(directions, heat, wanted.layers, planned.model.layers)
+        may_replace(out, terminal, force=force, pattern="*.safetensors")  # last: it asks
+        async with opened(model, terminal, sites=armed) as open_model:
+            store = Store(out, terminal)
+            found = await capture_to(open_model, asked, params, wanted, store, terminal, steering=spec)
             shown: RenderableType = table_of(found)
             if directions is not None and heat is not None:
                 shown = Group(*heatmaps_of(found, directions, heat, open_model.tokenizer), shown)
             terminal.show({"model": model.model, "captures": found}, shown)
+            if store.error is not None:
+                raise store.error

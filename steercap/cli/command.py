@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar, get_args, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 from typer.models import OptionInfo
 
 from steercap.cli.terminal import Output, Terminal
@@ -27,6 +28,43 @@ from steercap.errors import SteercapError
 FAILED: Final = 1
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+#: -h and --help.
+CONTEXT: Final = {"help_option_names": ["-h", "--help"]}
+
+
+class Command(TyperCommand):
+    """A command whose help shows no type of a flag, which takes no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _untyped(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """A group of commands whose help shows no type of a flag."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _untyped(super().get_params(ctx))
+
+
+def _untyped(parameters: list[Any]) -> list[Any]:
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
+def group_of(help_text: str, **settings: Any) -> typer.Typer:
+    """A group of commands; called without one, it shows its help."""
+    return typer.Typer(
+        help=help_text,
+        cls=Group,
+        context_settings=CONTEXT,
+        rich_markup_mode="rich",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        **settings,
+    )
 
 
 def command(app: typer.Typer, name: str, *, examples: Sequence[str]) -> Callable[[Function], Function]:
@@ -57,7 +95,9 @@ def command(app: typer.Typer, name: str, *, examples: Sequence[str]) -> Callable
                     asyncio.run(_until_stopped(result, terminal))
 
         _describe(run, function, groups)
-        app.command(name, epilog=_epilog(examples), short_help=_first_sentence(function))(run)
+        app.command(
+            name, cls=Command, context_settings=CONTEXT, epilog=_epilog(examples), short_help=_first_sentence(function)
+        )(run)
         return function
 
     return register
@@ -132,6 +172,9 @@ def _reported(terminal: Terminal) -> Iterator[None]:
     except (KeyboardInterrupt, asyncio.CancelledError):
         terminal.say("interrupted")
         raise typer.Exit(130) from None
+    except BrokenPipeError:  # who reads has what it wanted; Python would flush once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        raise typer.Exit(FAILED) from None
     except (SteercapError, OSError, ExceptionGroup) as error:
         failure = _expected(error)
         if terminal.debug or failure is None:

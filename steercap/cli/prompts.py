@@ -120,6 +120,8 @@ def _stdin() -> str:
     """All of stdin, a lone carriage return left where it is."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(newline="\n")
+    if sys.stdin is None:
+        raise InvalidFile("stdin is closed; give a file, or pipe texts in")
     return sys.stdin.read()
 
 

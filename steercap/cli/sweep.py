@@ -14,7 +14,10 @@ from rich.text import Text
 
 from steercap.cli.command import command
 from steercap.cli.contents import directions_in, load
+from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ModelOptions, opened
+from steercap.cli.foreseen import Foreseen, check_sampling, foreseen
+from steercap.cli.persona import is_file, trait_of
 from steercap.cli.prompts import PromptOptions
 from steercap.cli.selections import names_of, numbers_of, tokens_of
 from steercap.cli.steering import base_of
@@ -41,7 +44,8 @@ class SweepFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         operations, relative, random, reversed, seed, samples: as of `Sweep`.
         tokens: which are steered, as in the shell.
         max_tokens, temperature: of the sampling.
-        measures: names in `MEASURES`; "score:evil" is the score of a trait, "score:evil:keywords" by another scorer.
+        measures: names in `MEASURES`; "score:evil" is the score of a trait, "score:evil:keywords" by another scorer; a
+            trait of one's own is a file, "score:mine.yaml", its path from the folder of the YAML file.
     """
 
     vectors: str
@@ -83,6 +87,8 @@ def read_settings(path: Path | None, flags: Mapping[str, Any]) -> SweepFile:
         for name in ("vectors", "prompts"):
             if isinstance(found.get(name), str):
                 found[name] = str(path.parent / found[name])
+        if isinstance(found.get("measures"), list):
+            found["measures"] = [_from(path.parent, measure) for measure in found["measures"]]
     found |= {name: value for name, value in flags.items() if value is not None}
     if missing := [name for name in ("vectors", "layers", "scales", "prompts") if name not in found]:
         raise typer.BadParameter(
@@ -126,24 +132,41 @@ def sweep_of(settings: SweepFile) -> Sweep:
 
 
 def measure_of(text: str) -> str | Measure:
-    """A measure by name, or the score of a trait: "score:evil", "score:evil:keywords".
+    """A measure by name, or the score of a trait: "score:evil", "score:evil:keywords", "score:mine.yaml".
 
     Raises:
         UnknownName: no such measure, trait or scorer.
+        InvalidFile: a YAML file that holds no trait.
         typer.BadParameter: a score without a trait.
     """
     from steercap.experiments import MEASURES
     from steercap.experiments.measures.score import Score
 
-    name, *arguments = text.split(":")
-    if name == "score" and 1 <= len(arguments) <= 2:
-        return Score(*arguments)
-    if name == "score" or arguments:
+    name, colon, rest = text.partition(":")
+    trait, scorer = _scored(rest)
+    if name == "score" and trait:
+        return Score(trait_of(trait), *scorer)
+    if name == "score" or colon:
         raise typer.BadParameter(
-            f"{text!r}: give a measure, or score:TRAIT, or score:TRAIT:SCORER", param_hint="--measures"
+            f"{text!r}: give a measure, or score:TRAIT, or score:TRAIT:SCORER, where TRAIT is a name or a YAML file",
+            param_hint="--measures",
         )
     _ = MEASURES[name]
     return name
+
+
+def _scored(text: str) -> tuple[str, list[str]]:
+    """The trait of a score, and its scorer if one is named; a path may hold colons."""
+    trait, colon, scorer = text.rpartition(":")
+    return (trait, [scorer]) if colon and not is_file(text) else (text, [])
+
+
+def _from(folder: Path, measure: Any) -> Any:
+    """A measure whose trait is a file, its path from a folder."""
+    if not isinstance(measure, str) or not measure.startswith("score:"):
+        return measure
+    trait, scorer = _scored(measure.removeprefix("score:"))
+    return ":".join(["score", str(folder / trait), *scorer]) if is_file(trait) else measure
 
 
 async def swept(
@@ -169,7 +192,7 @@ async def swept(
         def progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
             if done == total:
-                bar.update(task, description="measuring")
+                bar.add_task("measuring", total=None)
 
         return await run_sweep(model, sweep, out=out, measures=measures, progress=progress)
 
@@ -232,6 +255,47 @@ def drawn(results: SweepResults, out: Path) -> list[Path]:
     return [results.plot(out / f"{safe}.png", vector=name) for name, safe in names.items()] if results.values else []
 
 
+def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Foreseen) -> None:
+    """See that a sweep can be run.
+
+    Args:
+        sweep: what is asked.
+        measures: of the answers.
+        out: its folder.
+        planned: the engine.
+
+    Raises:
+        InvalidSpec: two measures of one name, or one called as a column of the table.
+        RunDiffers, InvalidFile: the folder holds another sweep.
+        PointNotArmed, InvalidVector: the vectors do not fit the model.
+    """
+    from steercap.experiments.measures import measures_of
+    from steercap.experiments.store import check_same
+
+    measures_of(measures)
+    check_same(out, sweep)
+    for name, vectors in sweep.vectors.items():
+        planned.check_width(vectors.width, f"{name!r}")
+        planned.check_layers({layer for layers in sweep.groups for layer in layers}, vectors.site)
+
+
+def report(results: SweepResults, out: Path, terminal: Terminal, *, plot: bool) -> None:
+    """Show the effects, and draw them.
+
+    Raises:
+        OSError: a picture cannot be written; all else has been shown.
+    """
+    pictures, failed = [], None
+    try:
+        pictures = drawn(results, out) if plot else []
+    except OSError as error:
+        failed = error
+    document = {**document_of(results, out), "pictures": list(map(str, pictures))}
+    terminal.show(document, *(table_of(results, measure) for measure in results.values), f"{out}/results.parquet")
+    if failed is not None:
+        raise failed
+
+
 def _number(value: float) -> str:
     return "" if math.isnan(value) else f"{value:.3g}"
 
@@ -292,7 +356,11 @@ def register(app: typer.Typer) -> None:
         ] = None,
         turned: Annotated[bool | None, typer.Option("--reversed/--no-reversed", help="The other sign too.")] = None,
         measures: Annotated[
-            str | None, typer.Option(help="length, perplexity, repetition, score:TRAIT; several with commas.")
+            str | None,
+            typer.Option(
+                help="length, perplexity, repetition, score:TRAIT, score:FILE.yaml; several with commas; repetition "
+                "if left out."
+            ),
         ] = None,
         max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
         temperature: Annotated[float | None, typer.Option(min=0.0, help="0 takes the likeliest.")] = None,
@@ -318,14 +386,14 @@ def register(app: typer.Typer) -> None:
         }
         same = {"chat": chat, "tokens": tokens, "relative": relative, "random": random, "base": base, "seed": seed}
         flags |= {**same, "max_tokens": max_tokens, "temperature": temperature, "samples": samples}
+        model.require_there()
+        folder_ready(out)
         settings = read_settings(config, flags)
+        check_sampling(temperature=settings.temperature, max_tokens=settings.max_tokens)
         asked, chosen = sweep_of(settings), [measure_of(measure) for measure in settings.measures]
-        terminal.say(f"{sum(1 for _ in asked.requests()):,} answers under {len(asked.conditions()):,} conditions")
         site = next(iter(asked.vectors.values())).site
+        check(asked, chosen, out, foreseen(model, sites=site))
+        terminal.say(f"{sum(1 for _ in asked.requests()):,} answers under {len(asked.conditions()):,} conditions")
         async with opened(model, terminal, sites=site) as open_model:
             results = await swept(open_model, asked, chosen, out, terminal)
-            pictures = drawn(results, out) if plot else []
-            document = {**document_of(results, out), "pictures": list(map(str, pictures))}
-            terminal.show(
-                document, *(table_of(results, measure) for measure in results.values), f"{out}/results.parquet"
-            )
+            report(results, out, terminal, plot=plot)

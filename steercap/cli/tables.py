@@ -44,7 +44,11 @@ def facts(title: str, known: Mapping[str, Any]) -> Table:
 
 def by_layer(directions: DirectionSet, name: str) -> Table:
     """One direction, layer by layer: its length, its share of the rows' length, its AUC with a bar from chance to 1."""
+    from steercap.vectors.suggestion import suggested_layer
+
     vectors, known = directions[name], directions.provenance
+    suggestion = suggested_layer(directions, name)
+    low, high = suggestion.chance if suggestion else (0.0, 0.0)
     auc, rows = known.auc.get(name, {}), known.row_norms.get(name, {})
     table = Table(title=f"{name}, {vectors.site}", title_justify="left", title_style="bold")
     for title in ("layer", "norm", *(("of a row",) if rows else ()), *(("AUC held out",) if auc else ())):
@@ -57,9 +61,52 @@ def by_layer(directions: DirectionSet, name: str) -> Table:
             share = norm / rows[layer] if rows.get(layer) else None
             cells.append("" if share is None else f"{share:.1%}")
         if auc:
-            cells += [f"{auc[layer]:.3f}", bar(2 * auc[layer] - 1)] if layer in auc else ["", ""]
+            said = auc.get(layer)
+            style = "dim" if said is None or low <= said <= high else ""
+            cells += ["", ""] if said is None else [Text(f"{said:.3f}", style), bar(2 * said - 1)]
         table.add_row(*cells)
     return table
+
+
+def advice(directions: DirectionSet, name: str) -> dict[str, str]:
+    """What the AUC of one direction can say, and which layer to begin with; nothing where no text was held out."""
+    from steercap.vectors.suggestion import runs_of, suggested_layer
+
+    found = suggested_layer(directions, name)
+    if found is None:
+        return {}
+    held = "{} and {}".format(*directions.provenance.held_out[name])
+    low, high = found.chance
+    return {
+        "chance": f"AUC {low:.2f} to {high:.2f} in 95 of 100 worthless directions, with {held} texts held out",
+        "layers tie": f"{len(found.tied)} of {found.layers} at AUC {found.auc:.3f}: {runs_of(found.tied)}"
+        if len(found.tied) > 1
+        else "",
+        "suggested": f"layer {found.layer}: {found.reason}",
+    }
+
+
+def told_of(directions: DirectionSet, name: str) -> list[Table]:
+    """One direction by layer, and what its AUC can say."""
+    said = advice(directions, name)
+    return [by_layer(directions, name), *([facts("", said)] if said else [])]
+
+
+def suggestion_of(directions: DirectionSet, name: str) -> dict[str, Any] | None:
+    """The same for JSON, None where no text was held out."""
+    from steercap.vectors.suggestion import suggested_layer
+
+    found = suggested_layer(directions, name)
+    if found is None:
+        return None
+    return {
+        "layer": found.layer,
+        "auc": found.auc,
+        "chance_band": found.chance,
+        "is_chance": found.is_chance,
+        "tied": found.tied,
+        "reason": found.reason,
+    }
 
 
 def origin(directions: DirectionSet) -> dict[str, Any]:
@@ -96,6 +143,7 @@ def document_of(directions: DirectionSet) -> dict[str, Any]:
                 "rows": known.rows.get(name),
                 "held_out": known.held_out.get(name),
                 "row_norms": known.row_norms.get(name, {}),
+                "suggestion": suggestion_of(directions, name),
             }
             for name, vectors in directions.items()
         },

@@ -30,6 +30,7 @@ from rich.progress import (
 from rich.text import Text
 
 from steercap.errors import CaptureError, EngineFailure, SteeringError
+from steercap.heartbeat import heartbeat
 
 PANEL: Final = "Output"
 
@@ -99,12 +100,15 @@ class Terminal:
             tables: the same for people.
         """
         if self.json:
-            text = msgspec.json.format(msgspec.json.encode(document, enc_hook=_plain), indent=2).decode()
-            self.out.file.write(text + "\n")
-            self.out.file.flush()
+            self.write(msgspec.json.format(msgspec.json.encode(document, enc_hook=_plain), indent=2).decode())
             return
         for table in tables:
             self.out.print(table)
+
+    def write(self, line: str) -> None:
+        """A line on stdout as it is."""
+        self.out.file.write(line + "\n")
+        self.out.file.flush()
 
     def say(self, message: str) -> None:
         """A remark on stderr."""
@@ -117,9 +121,10 @@ class Terminal:
         if self.log is not None:
             self.say(f"vLLM's log: {self.log}")
 
-    def progress(self) -> Progress:
-        """Progress bars on stderr, with rates and the time that is left; none where stderr is no terminal."""
-        return Progress(
+    @contextmanager
+    def progress(self) -> Iterator[Progress]:
+        """Progress bars on stderr, with rates and the time that is left; a line now and then off a terminal."""
+        bar = Progress(
             SpinnerColumn(finished_text="[green]✓"),
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -132,6 +137,8 @@ class Terminal:
             redirect_stdout=False,  # what others print goes where `alone` sends it
             redirect_stderr=False,
         )
+        with bar, heartbeat(bar, self.err):
+            yield bar
 
     @contextmanager
     def status(self, message: str) -> Iterator[None]:
@@ -146,7 +153,8 @@ class Terminal:
             redirect_stderr=False,
         ) as bar:
             bar.add_task(message, total=None)
-            yield
+            with heartbeat(bar, self.err):
+                yield
 
     @contextmanager
     def alone(self) -> Iterator[None]:

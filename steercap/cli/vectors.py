@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import enum
+import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from steercap.cli.command import command
+from steercap.cli.command import command, group_of
 from steercap.cli.contents import directions_in, load
 from steercap.cli.convert import Target, write
+from steercap.cli.destinations import file_ready, may_replace, saved
 from steercap.cli.engines import ModelOptions, opened
+from steercap.cli.foreseen import foreseen
 from steercap.cli.prompts import records_of
 from steercap.cli.selections import layers_of, tokens_of
 from steercap.cli.steering import base_of
-from steercap.cli.tables import by_layer, cosines, document_of, facts, origin
+from steercap.cli.tables import advice, by_layer, cosines, document_of, facts, origin, told_of
 from steercap.cli.terminal import Terminal
 from steercap.errors import InvalidFile
 
@@ -23,6 +27,10 @@ if TYPE_CHECKING:
     from steercap.model import SteerModel
     from steercap.vectors.directions import DirectionSet
     from steercap.vectors.extraction import Text
+
+
+#: What to do for another format, in words.
+CONVERTED: Final = "; steercap vectors convert brings it into .gguf or .pt"
 
 
 class Bound(enum.StrEnum):
@@ -65,36 +73,71 @@ def texts_in(path: Path) -> tuple[list[Text], list[str] | None]:
     return texts, groups or None
 
 
-async def extract_from(
-    model: SteerModel, positive: Path, negative: Path, terminal: Terminal, *, name: str, **how: Any
-) -> DirectionSet:
-    """Find a direction between the texts of two files.
+@dataclass(frozen=True)
+class Texts:
+    """What a direction is found between.
+
+    Args:
+        positive, negative: texts that show something, and texts that do not.
+        groups, others: what each positive and each negative text belongs to, both None if that is not said.
+    """
+
+    positive: list[Text]
+    negative: list[Text]
+    groups: list[str] | None
+    others: list[str] | None
+
+    def check(self, **how: Any) -> None:
+        """See that a direction can be found between them.
+
+        Args:
+            **how: method, held_out and seed, as of `extract`.
+
+        Raises:
+            The errors of `steercap.vectors.contrast.check_groups`.
+        """
+        from steercap.vectors.contrast import check_groups
+
+        ours, theirs = self.groups or range(len(self.positive)), self.others or range(len(self.negative))
+        check_groups(ours, theirs, **how)
+
+
+def texts_between(positive: Path, negative: Path) -> Texts:
+    """The texts of two files.
+
+    Raises:
+        InvalidFile: see `texts_in`; or one file has groups and the other has none.
+    """
+    (ours, groups), (theirs, others) = texts_in(positive), texts_in(negative)
+    if (groups is None) != (others is None):
+        raise InvalidFile(f"of {positive} and {negative} one says groups and the other does not; give both or none")
+    return Texts(ours, theirs, groups, others)
+
+
+async def extract_from(model: SteerModel, texts: Texts, terminal: Terminal, *, name: str, **how: Any) -> DirectionSet:
+    """Find a direction between texts.
 
     Args:
         model: an open model.
-        positive, negative: see `texts_in`.
+        texts: of two files.
         terminal: for the bar.
         name: what the direction means.
         **how: further arguments of `steercap.vectors.extract`.
 
     Raises:
-        InvalidFile: see `texts_in`; or one file has groups and the other has none.
         The errors of `extract`.
     """
     from steercap.vectors.extraction import extract
 
-    (ours, groups), (theirs, others) = texts_in(positive), texts_in(negative)
-    if (groups is None) != (others is None):
-        raise InvalidFile(f"of {positive} and {negative} one says groups and the other does not; give both or none")
     with terminal.progress() as bar:
-        task = bar.add_task("reading texts", total=len(ours) + len(theirs))
+        task = bar.add_task("reading texts", total=len(texts.positive) + len(texts.negative))
         return await extract(
             model,
-            ours,
-            theirs,
+            texts.positive,
+            texts.negative,
             name=name,
-            groups=groups,
-            negative_groups=others,
+            groups=texts.groups,
+            negative_groups=texts.others,
             progress=lambda done: bar.update(task, completed=done),
             **how,
         )
@@ -102,9 +145,7 @@ async def extract_from(
 
 def register(app: typer.Typer) -> None:
     """Add the commands."""
-    vectors = typer.Typer(
-        help="Directions: make them from texts, look at them, bring them into other formats.", no_args_is_help=True
-    )
+    vectors = group_of("Directions: make them from texts, look at them, bring them into other formats.")
     app.add_typer(vectors, name="vectors")
     _register_extract(vectors)
     _register_show(vectors)
@@ -138,35 +179,53 @@ def _register_extract(app: typer.Typer) -> None:
         ] = "1:",
         held_out: Annotated[float, typer.Option(min=0, max=0.99, help="Share of the texts to try it on.")] = 0.25,
         seed: Annotated[int, typer.Option(help="Of the split.")] = 0,
+        force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
     ) -> None:
         """Find the direction in which some texts differ from others. The files hold a text a line, or JSONL with
         prompt and response, whose rows are the response's, and group if texts belong together, such as answers to
         one question. The direction is tried on texts that it was not made from: AUC 1 tells all of them apart, 0.5
         is chance.
         """
-        from steercap.vectors.methods import METHODS
+        from steercap.core.spec import CaptureSpec
 
-        how = {"method": method, "layers": layers_of(layers), "site": site, "tokens": tokens_of(tokens)}
-        _ = METHODS[method]  # before an engine is started in vain
-        for path in (positive, negative):
-            texts_in(path)
+        model.require_there()
+        file_ready(out, extensions=[".safetensors"], hint=CONVERTED)
+        split = {"method": method, "held_out": held_out, "seed": seed}
+        where = {"layers": layers_of(layers), "tokens": tokens_of(tokens)}
+        texts, said = texts_between(positive, negative), positive.stem if name is None else name
+        if not said:
+            raise typer.BadParameter("a direction needs a name", param_hint="--name")
+        texts.check(**split)
+        foreseen(model, sites=site).check_capture(CaptureSpec(sites=site, **where))
+        may_replace(out, terminal, force=force)  # last: it asks
         async with opened(model, terminal, sites=site) as open_model:
-            found = await extract_from(
-                open_model,
-                positive,
-                negative,
-                terminal,
-                name=name or positive.stem,
-                held_out=held_out,
-                seed=seed,
-                **how,
-            )
-            found.save(out)
-            terminal.show(
-                {"file": str(out), **document_of(found)},
-                by_layer(found, name or positive.stem),
-                facts("", {**origin(found), "file": out}),
-            )
+            found = await extract_from(open_model, texts, terminal, name=said, site=site, **split, **where)
+            report(found, said, out, terminal)
+
+
+def report(found: DirectionSet, name: str, out: Path, terminal: Terminal) -> None:
+    """Write a direction, and show it.
+
+    Args:
+        found: it alone.
+        name: of it.
+        out: the file.
+        terminal: where it is shown.
+
+    Raises:
+        OSError: the file cannot be written; another one is named on stderr, or all numbers are on stdout.
+    """
+    file, failed = saved(out, found.save, terminal)
+    document: dict[str, Any] = {"file": file, **document_of(found)}
+    if file is None:
+        document["vectors"] = {layer: vector.tolist() for layer, vector in found[name].items()}
+    terminal.show(
+        document, by_layer(found, name), facts("", {**origin(found), **advice(found, name), "file": file or "none"})
+    )
+    if file is None and not terminal.json:
+        terminal.write(json.dumps({name: document["vectors"]}))
+    if failed is not None:
+        raise failed
 
 
 def _register_show(app: typer.Typer) -> None:
@@ -193,7 +252,7 @@ def _register_show(app: typer.Typer) -> None:
         found = directions_in(load(file, base=base_of(base)), file)
         if name is not None:
             found = found.select(name)
-        document, tables = document_of(found), [by_layer(found, one) for one in found]
+        document, tables = document_of(found), [part for one in found for part in told_of(found, one)]
         if compare or layer is not None:
             at = found.layers[len(found.layers) // 2] if layer is None else layer
             (at,) = found.at_layers([at]).layers  # an error that names the layers there are
@@ -216,7 +275,6 @@ def _register_convert(app: typer.Typer) -> None:
         source: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="What there is.")],
         target: Annotated[Path, typer.Argument(dir_okay=False, help="What is to be: .safetensors, .gguf or .pt.")],
         terminal: Terminal,
-        to: Annotated[Target | None, typer.Option(help="The format, whatever the extension.")] = None,
         name: Annotated[
             str | None, typer.Option(help="Which of several directions or experiments; or a new name.")
         ] = None,
@@ -228,17 +286,20 @@ def _register_convert(app: typer.Typer) -> None:
             Bound, typer.Option(help="Of capping experiments: whether caps are the greatest or the least projection.")
         ] = Bound.HIGH,
         model_hint: Annotated[str, typer.Option(help="Of a GGUF file: what it says of the model, such as llama.")] = "",
+        force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
     ) -> None:
         """Bring vectors into another format. Reads steercap's .safetensors, GGUF control vectors of repeng and
         llama.cpp, .pt tensors of persona vectors (--base says which row is layer 0) and .pt capping experiments of the
         assistant axis; writes the first three. Experiments become steering that is ready to use.
         """
+        extensions = [f".{one}" for one in Target]
+        file_ready(target, extensions=extensions, option="TARGET")
         content = load(source, base=base_of(base), bound=bound.value)
+        may_replace(target, terminal, force=force, option="TARGET")
         written = write(
             content,
             source,
             target,
-            to=to,
             name=name,
             layers=layers_of(layers),
             base=base_of(base),

@@ -169,6 +169,7 @@ class Parcel(Message, frozen=True):
         writes: rows written, recomputed ones counted again.
         failure: why the rows cannot be trusted, or None.
         directions: directions that each row was projected on, 0 for whole rows.
+        nonfinite: the first position with a row that is not finite, and the index of its point; None if all are.
     """
 
     owner: Owner
@@ -182,6 +183,7 @@ class Parcel(Message, frozen=True):
     writes: int
     failure: str | None
     directions: int = 0
+    nonfinite: tuple[int, int] | None = None
 
 
 class Unknown(Message, frozen=True):

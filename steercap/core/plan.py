@@ -45,6 +45,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
         tally: whether the reduction runs along while the rows come, so that they are never kept; otherwise they all
             are, until the client says where the sequence ends.
         projection: what is kept in the place of each row, or None: the row.
+        allow_nonfinite: whether rows that are not finite are handed over.
     """
 
     points: tuple[int, ...]
@@ -54,6 +55,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
     before_edits: bool = False
     tally: bool = False
     projection: Projection | None = None
+    allow_nonfinite: bool = False
 
     def lines(self, points: int, line_bytes: int) -> int:
         """Lines of a record of so many of its points in the arena."""
@@ -123,7 +125,9 @@ def compile_capture(
     """
     ranges = spec.selection.ranges(prompt_len, limit)
     tally = tally and spec.reduce is not None
-    return CapturePlan(points, ranges, spec.reduce, spec.codec, spec.before_edits, tally, projection)
+    return CapturePlan(
+        points, ranges, spec.reduce, spec.codec, spec.before_edits, tally, projection, spec.allow_nonfinite
+    )
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

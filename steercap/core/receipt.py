@@ -19,7 +19,7 @@ from steercap.core.spec import Point
 from steercap.errors import CaptureIncomplete, SteeringNotApplied
 
 #: What becomes of the text, and what to do.
-_WITHHELD: Final = "its text is not handed over; asked again, it will read nothing of what was written until now"
+_WITHHELD: Final = "its text is withheld; if you ask again, nothing written so far will be reused"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Generic, TypeVar
 
+from steercap.core.values import shown
 from steercap.errors import UnknownName
 
 Member = TypeVar("Member")
@@ -42,13 +43,13 @@ class Registry(Mapping[str, Member], Generic[Member]):
 
     def __getitem__(self, name: str) -> Member:
         members = self._loaded()
-        if name not in members:
+        if name not in self:
             known = ", ".join(repr(known) for known in members)
-            raise UnknownName(f"unknown {self._axis} {name!r}; known: {known}")
+            raise UnknownName(f"unknown {self._axis} {shown(name)}; known: {known}")
         return members[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._loaded()
+        return isinstance(name, str) and name in self._loaded()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._loaded())

@@ -5,20 +5,20 @@ Number 1 in the life of a request.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, SupportsIndex, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 from steercap.core.tokens import Tokens, TokenSelection
+from steercap.core.values import Mask, flag_of, index_of, mask_of, parts_of, plain, shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, PointNotArmed, UnknownName
 
 if TYPE_CHECKING:
     from steercap.vectors.directions import DirectionSet
     from steercap.vectors.layers import LayerVectors
 
-#: Layers as a user writes them; negative indices count from the last layer.
-Layers: TypeAlias = "int | slice | range | Sequence[int] | Literal['all']"
+#: Layers as a user writes them; negative indices count from the last layer, and a mask says it of each.
+Layers: TypeAlias = "int | slice | range | Sequence[int] | Sequence[bool] | Mask | Literal['all']"
 Reduction: TypeAlias = Literal["mean", "sum", "max", "last"]
 
 REDUCTIONS: Final[tuple[Reduction, ...]] = ("mean", "sum", "max", "last")
@@ -39,22 +39,26 @@ class CaptureSpec:
     """Which activations a request keeps.
 
     Args:
-        layers: an index, a slice, a range, a sequence of indices, or "all"; negative counts from the last layer.
-            Layer `i` of `resid_post` is transformers' `hidden_states[i + 1]`, before the final norm for the last layer.
+        layers: an index, a slice, a range, a sequence of indices, a mask with a truth value for each layer of the
+            model, or "all"; negative counts from the last layer. Layer `i` of `resid_post` is transformers'
+            `hidden_states[i + 1]`, before the final norm for the last layer.
         sites: places in the layer, one name or several.
         tokens: "all", "prompt", "generated", "last_prompt", a slice, positions (negative counts from the end of the
-            prompt), or a list of these. Prompt + generated - 1 tokens exist: the last sampled one is never an input.
-        reduce: None for one row a token, or "mean", "sum", "max", "last" over the tokens selected, computed in the
-            worker in float32: one row a point.
+            prompt), a mask with a truth value for each prompt token or for each of prompt + `max_tokens` - 1 positions,
+            or a list of these. Prompt + generated - 1 tokens exist: the last sampled one is never an input.
+        reduce: None for one row per token, or "mean", "sum", "max", "last" over the tokens selected, computed in
+            the worker in float32: one row per point.
         codec: how rows are stored on their way to the client; "raw" keeps them bit for bit.
         before_edits: keep rows as they were before the edits of their own point; by default they are what the
-            model goes on with, edits included. Edits at earlier points have had their effect either way.
-        project: a DirectionSet, or LayerVectors for one direction: in the place of each row, its scalar products with
+            model continues with, edits included. Edits at earlier points have had their effect either way.
+        project: a DirectionSet, or LayerVectors for one direction: instead of each row, its scalar products with
             the unit vectors of its layer, float32 [rows, directions], computed in the worker. `layers="all"` then
             means all layers that the directions have, and the site is theirs.
+        allow_nonfinite: hand over rows that hold NaN or infinity, as a model that overflows has them; by default
+            fetching them raises CaptureNotFinite.
 
     Raises:
-        InvalidSpec: no site, an unknown reduction, layers or sites of another type, or `project` beside `reduce`.
+        InvalidSpec: no site, an unknown reduction, something of another type, or `project` beside `reduce`.
         InvalidSelection: a malformed `tokens`.
     """
 
@@ -65,23 +69,30 @@ class CaptureSpec:
     codec: str = "raw"
     before_edits: bool = False
     project: DirectionSet | LayerVectors | None = None
+    allow_nonfinite: bool = False
 
     def __post_init__(self) -> None:
-        sites = (self.sites,) if isinstance(self.sites, str) else _tuple(self.sites, "sites")
-        if not sites:
-            raise InvalidSpec("sites=() captures nothing; name at least one site")
-        if self.reduce is not None and self.reduce not in REDUCTIONS:
-            raise InvalidSpec(f"unknown reduce={self.reduce!r}; known: None, {', '.join(map(repr, REDUCTIONS))}")
-        object.__setattr__(self, "sites", tuple(dict.fromkeys(sites)))
+        if self.reduce is not None and not (isinstance(self.reduce, str) and self.reduce in REDUCTIONS):
+            raise InvalidSpec(f"unknown reduce={shown(self.reduce)}; known: None, {', '.join(map(repr, REDUCTIONS))}")
+        if not isinstance(self.codec, str):
+            raise InvalidSpec(f"codec={shown(self.codec)}; give the name of one codec, such as 'raw'")
+        for name in ("before_edits", "allow_nonfinite"):
+            flag = flag_of(getattr(self, name))
+            if flag is None:
+                raise InvalidSpec(f"{name}={shown(getattr(self, name))}; give True or False")
+            object.__setattr__(self, name, flag)
+        object.__setattr__(self, "sites", parse_sites(self.sites))
         object.__setattr__(self, "tokens", TokenSelection.parse(self.tokens))
-        if not isinstance(self.layers, (SupportsIndex, slice, range, str)):
-            object.__setattr__(self, "layers", _tuple(self.layers, "layers"))
+        object.__setattr__(self, "layers", parse_layers(self.layers))
         if self.project is not None and self.reduce is not None:
             raise InvalidSpec(
-                f"project= gives a few numbers a token, and reduce={self.reduce!r} one row a request; give one of them"
+                f"project= gives a few numbers per token, reduce={self.reduce!r} one row per request; give only one"
             )
         if self.project is not None and self.codec != "raw":
             raise InvalidSpec(f"project= gives float32 numbers, which codec={self.codec!r} cannot hold; leave it out")
+
+    def __hash__(self) -> int:
+        return hash((repr(self.layers), self.sites, self.tokens, self.reduce, self.codec, self.before_edits))
 
     @property
     def selection(self) -> TokenSelection:
@@ -93,10 +104,50 @@ class CaptureSpec:
 
         Raises:
             LayerOutOfRange: an index outside the model.
-            InvalidSpec: a selection of layers that holds none.
+            InvalidSpec: a selection of layers that holds none, or a mask of another length than the model has layers.
         """
         layers = resolve_layers(self.layers, num_layers)
         return tuple(Point(layer, site) for layer in layers for site in self.sites)
+
+
+def parse_sites(sites: Any) -> tuple[str, ...]:
+    """Names of sites, each once, in the order given; whether they exist is not looked at.
+
+    Raises:
+        InvalidSpec: none, or something else than names.
+    """
+    found = [sites] if isinstance(sites, str) else _parts(sites, "sites")
+    if found is None or not all(isinstance(site, str) for site in found):
+        raise InvalidSpec(f"sites={shown(sites)}; give the name of a site, or several in a list")
+    if not found:
+        raise InvalidSpec("sites=() captures nothing; name at least one site")
+    return tuple(dict.fromkeys(found))
+
+
+def parse_layers(layers: Any) -> Layers:
+    """Layers as plain values that cannot change; whether the model has them is not looked at.
+
+    Returns:
+        "all", an index, a slice or a range of plain integers, a tuple of indices, or a mask.
+
+    Raises:
+        InvalidSpec: a value of another type, such as a truth value by itself.
+    """
+    found = plain(layers)
+    if isinstance(found, (Mask, range)) or (isinstance(found, str) and found == "all"):
+        return found  # type: ignore[return-value]  # mypy keeps str
+    if isinstance(found, slice):
+        return _plain_slice(found)
+    if (index := index_of(found)) is not None:
+        return index
+    parts = None if isinstance(found, str) else _parts(found, "layers")
+    if parts is None:
+        raise InvalidSpec(
+            f"layers={shown(layers)} is not a layer; use 'all', an index, a slice, a sequence of indices or a mask"
+        )
+    if (mask := mask_of(parts)) is not None:
+        return mask
+    return tuple(_integer(part) for part in parts)
 
 
 def resolve_layers(layers: Layers, num_layers: int) -> tuple[int, ...]:
@@ -104,11 +155,11 @@ def resolve_layers(layers: Layers, num_layers: int) -> tuple[int, ...]:
 
     Raises:
         LayerOutOfRange: an index outside the model.
-        InvalidSpec: a value of another type, or a selection that holds no layer.
+        InvalidSpec: a value of another type, a mask of another length, or a selection that holds no layer.
     """
-    found = sorted({_index(layer, num_layers) for layer in _listed(layers, num_layers)})
+    found = sorted({_index(layer, num_layers) for layer in _listed(parse_layers(layers), num_layers)})
     if not found:
-        raise InvalidSpec(f"layers={layers!r} selects none of the {num_layers} layers")
+        raise InvalidSpec(f"layers={shown(layers)} selects none of the {num_layers} layers")
     return tuple(found)
 
 
@@ -133,26 +184,45 @@ def check_armed(points: Iterable[Point], armed: Iterable[Point], known_sites: It
             )
 
 
-def _tuple(values: Any, name: str) -> tuple[Any, ...]:
-    if not isinstance(values, Iterable):
-        raise InvalidSpec(f"{name}={values!r} is none; see CaptureSpec for what it can be")
-    return tuple(values)
+def _parts(values: Any, name: str) -> list[Any] | None:
+    try:
+        return parts_of(values)
+    except OverflowError as error:
+        raise InvalidSpec(f"{name}={shown(values)} holds {error}") from error
 
 
-def _listed(layers: Layers, num_layers: int) -> Iterable[object]:
-    if isinstance(layers, str):
-        if layers != "all":
-            raise InvalidSpec(f"layers={layers!r} is no layer; use 'all', an index, a slice or a sequence of indices")
+def _plain_slice(layers: slice) -> slice:
+    given = (layers.start, layers.stop, layers.step)
+    parts = [None if part is None else _integer(part) for part in given]
+    if parts[2] == 0:
+        raise InvalidSpec(f"layers={shown(layers)} has step 0, which goes nowhere")
+    return slice(*parts)
+
+
+def _integer(layer: object) -> int:
+    index = index_of(layer)
+    if index is None:
+        raise InvalidSpec(f"layer {shown(layer)} is not an integer; layers count from 0, or from -1 backwards")
+    return index
+
+
+def _listed(layers: Any, num_layers: int) -> Iterable[int]:
+    """The indices that parsed layers name, in a model of so many."""
+    if layers == "all":
         return range(num_layers)
+    if isinstance(layers, Mask):
+        if len(layers) != num_layers:
+            raise InvalidSpec(
+                f"layers= is a mask of {len(layers)} truth values, and this model has {num_layers} layers; "
+                "give one each"
+            )
+        return layers.places
     if isinstance(layers, slice):
         return range(num_layers)[layers]
-    return layers if isinstance(layers, Iterable) else (layers,)
+    return (layers,) if isinstance(layers, int) else layers
 
 
-def _index(layer: object, num_layers: int) -> int:
-    if isinstance(layer, bool) or not isinstance(layer, SupportsIndex):
-        raise InvalidSpec(f"layer {layer!r} is no integer; layers run from 0 to {num_layers - 1}")
-    index = operator.index(layer)
+def _index(index: int, num_layers: int) -> int:
     if not -num_layers <= index < num_layers:
         raise LayerOutOfRange(
             f"layer {index} is outside this model of {num_layers} layers; use 0 to {num_layers - 1}, "

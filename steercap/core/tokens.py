@@ -6,21 +6,26 @@ plain ranges of positions once the length of the prompt is known.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from itertools import chain
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from steercap.core.values import FAR, Mask, index_of, mask_of, parts_of, plain, shown
 from steercap.errors import EmptySelection, InvalidSelection
 
-#: What a user may write: a name, a slice, a range, positions, or a union (a list or tuple) of these.
-Tokens: TypeAlias = "str | int | slice | range | Iterable[Tokens]"
+#: What a user may write: a name, a slice, a range, positions, a mask, or a union (a list or tuple) of these.
+Tokens: TypeAlias = "str | int | slice | range | Mask | Iterable[bool] | Iterable[Tokens]"
+#: A part of a selection, as it is kept.
+Term: TypeAlias = "str | int | tuple[int | None, int | None, int] | Mask"
 
 NAMES: Final = ("all", "prompt", "generated", "last_prompt")
+#: Unions within unions: deeper ones hold themselves.
+DEEPEST: Final = 8
 
 
 class Range(msgspec.Struct, frozen=True, array_like=True):
@@ -35,27 +40,29 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
 class TokenSelection:
     """A selection of tokens, independent of any prompt.
 
-    `terms` are names, positions or (start, stop, step) triples; the selection is their union.
+    `terms` are names, positions, (start, stop, step) triples or masks; the selection is their union.
     Negative numbers count from the end of the prompt: -1 is the last prompt token. A stop of
     None runs through the generated tokens, so `slice(-5, None)` is the last five prompt tokens and
-    everything after them.
+    everything after them. A mask has a truth value for each prompt token, or for each position that can be an input of
+    the model: prompt + `max_tokens` - 1.
     """
 
-    terms: tuple[str | int | tuple[int | None, int | None, int], ...]
+    terms: tuple[Term, ...]
 
     @classmethod
     def parse(cls, tokens: Tokens | TokenSelection) -> TokenSelection:
-        """Read what a user wrote.
+        """Read what a user wrote: integers and truth values of any library, tensors and arrays included.
 
         Raises:
-            InvalidSelection: a name that is not known, a step below 1, or a value of another type.
-            EmptySelection: an empty union.
+            InvalidSelection: a name that is not known, a step below 1, truth values beside something else, or a value
+                of another type.
+            EmptySelection: an empty union, or a mask that is true nowhere.
         """
         if isinstance(tokens, TokenSelection):
             return tokens
-        terms = tuple(_terms(tokens))
-        if not terms:
-            raise EmptySelection(f"tokens={tokens!r} selects no token; name at least one position, or use 'all'")
+        terms = tuple(_terms(tokens, 0))
+        if not terms or not any(len(term.places) if isinstance(term, Mask) else True for term in terms):
+            raise EmptySelection(f"tokens={shown(tokens)} selects no token; name at least one position, or use 'all'")
         return cls(terms)
 
     def ranges(self, prompt_len: int, limit: int) -> tuple[Range, ...]:
@@ -66,14 +73,14 @@ class TokenSelection:
             limit: number of tokens that can become inputs of the model: prompt + generated - 1 at most.
 
         Raises:
-            InvalidSelection: a position outside the sequence.
+            InvalidSelection: a position outside the sequence, or a mask of a length that is neither of these numbers.
             EmptySelection: nothing selected below `limit`.
         """
-        ranges = tuple(_resolve(term, prompt_len, limit) for term in self.terms)
+        ranges = tuple(chain.from_iterable(_resolve(term, prompt_len, limit) for term in self.terms))
         if not selected(ranges, limit).any():
             raise EmptySelection(
                 f"tokens={self} selects none of the {limit} positions this request can have "
-                f"({prompt_len} prompt tokens; the last sampled token is never an input of the model)"
+                f"({prompt_len} prompt tokens; the last sampled token is never an input to the model)"
             )
         return ranges
 
@@ -90,61 +97,96 @@ def selected(ranges: Iterable[Range], total: int) -> npt.NDArray[np.bool_]:
     return mask
 
 
-def _terms(tokens: Tokens) -> Iterable[str | int | tuple[int | None, int | None, int]]:
+def _terms(tokens: Any, depth: int) -> Iterable[Term]:
+    tokens = plain(tokens)
     if isinstance(tokens, str):
         if tokens not in NAMES:
             raise InvalidSelection(
-                f"unknown tokens={tokens!r}; known: {', '.join(map(repr, NAMES))}, slices, positions"
+                f"unknown tokens={shown(tokens)}; known: {', '.join(map(repr, NAMES))}, slices, positions, masks"
             )
         yield tokens
-    elif isinstance(tokens, bool) or tokens is None:
-        raise InvalidSelection(f"tokens={tokens!r} is no selection; use a name, a slice, positions or a list of these")
-    elif (position := _index(tokens)) is not None:
-        yield position
-    elif isinstance(tokens, range):
-        yield from (int(position) for position in tokens)
     elif isinstance(tokens, slice):
         yield _slice_term(tokens)
-    elif isinstance(tokens, Iterable):
-        for part in tokens:
-            yield from _terms(part)
+    elif isinstance(tokens, Mask):
+        yield tokens
+    elif isinstance(tokens, TokenSelection):
+        yield from tokens.terms
+    elif (position := index_of(tokens)) is not None:
+        yield _within_reach(position)
     else:
-        raise InvalidSelection(f"tokens={tokens!r} is no selection; use a name, a slice, positions or a list of these")
+        yield from _union(tokens, depth)
 
 
-def _index(value: object) -> int | None:
-    """An integer of any library, or None; arrays of several have an `__index__` that fails."""
+def _union(tokens: Any, depth: int) -> Iterable[Term]:
+    """The terms of a mask, or of several selections."""
     try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None
+        parts = parts_of(tokens) if depth < DEEPEST else None
+    except OverflowError as error:
+        raise InvalidSelection(f"tokens={shown(tokens)} holds {error}; use a slice, or a name") from error
+    if parts is None:
+        raise InvalidSelection(
+            f"tokens={shown(tokens)} is not a selection; use a name, a slice, integer positions, a mask, "
+            "or a list of these"
+        )
+    if (mask := mask_of(parts)) is not None:
+        yield mask
+        return
+    if any(isinstance(part, bool) for part in parts):
+        raise InvalidSelection(
+            f"tokens={shown(tokens)} holds truth values beside other things; a mask holds nothing else: give "
+            "[mask, 'generated'] for both"
+        )
+    for part in parts:
+        yield from _terms(part, depth + 1)
+
+
+def _within_reach(position: int) -> int:
+    if not -FAR < position < FAR:
+        raise InvalidSelection(f"position {position} is in no sequence; count from 0, or from -1 backwards")
+    return position
 
 
 def _slice_term(value: slice) -> tuple[int | None, int | None, int]:
-    step = 1 if value.step is None else value.step
-    for part in (value.start, value.stop, step):
-        if part is not None and (isinstance(part, bool) or not isinstance(part, int)):
-            raise InvalidSelection(f"tokens={value!r} must hold integers")
-    if step < 1:
-        raise InvalidSelection(f"tokens={value!r} has step {step}; steps count forward, from 1")
-    return value.start, value.stop, step
+    """Bounds and step of a slice; those that no sequence reaches stand for any such."""
+    found = [None if part is None else index_of(part) for part in (value.start, value.stop, value.step)]
+    start, stop, step = (part if part is None else max(-FAR, min(part, FAR)) for part in found)
+    if [part is None for part in found] != [part is None for part in (value.start, value.stop, value.step)]:
+        raise InvalidSelection(f"tokens={shown(value)} must hold integers")
+    if step is not None and step < 1:
+        raise InvalidSelection(f"tokens={shown(value)} has step {step}; steps count forward, from 1")
+    return start, stop, 1 if step is None else step
 
 
-def _resolve(term: str | int | tuple[int | None, int | None, int], prompt_len: int, limit: int) -> Range:
+def _resolve(term: Term, prompt_len: int, limit: int) -> tuple[Range, ...]:
+    if isinstance(term, Mask):
+        return _where(term, prompt_len, limit)
     match term:
         case "all":
-            return Range(0, None)
+            found = Range(0, None)
         case "prompt":
-            return Range(0, prompt_len)
+            found = Range(0, prompt_len)
         case "generated":
-            return Range(prompt_len, None)
+            found = Range(prompt_len, None)
         case "last_prompt":
-            return Range(prompt_len - 1, prompt_len)
+            found = Range(prompt_len - 1, prompt_len)
         case int(position):
-            return _one(position, prompt_len, limit)
+            found = _one(position, prompt_len, limit)
         case (start, stop, step):
-            return Range(_bound(start, prompt_len) or 0, _bound(stop, prompt_len), step)
-    raise AssertionError(term)
+            found = Range(_bound(start, prompt_len) or 0, _bound(stop, prompt_len), step)
+        case _:
+            raise AssertionError(term)
+    return (found,)
+
+
+def _where(mask: Mask, prompt_len: int, limit: int) -> tuple[Range, ...]:
+    """The stretches that a mask selects."""
+    if len(mask) not in {prompt_len, limit}:
+        raise InvalidSelection(
+            f"tokens= is a mask of {len(mask)} truth values; here it can have {prompt_len}, one for each prompt token, "
+            f"or {limit}, one for each position that can be an input of the model. One over the rows of a handle "
+            "becomes positions by handle.positions[mask]"
+        )
+    return tuple(Range(start, stop) for start, stop in mask.runs)
 
 
 def _one(position: int, prompt_len: int, limit: int) -> Range:
@@ -152,7 +194,7 @@ def _one(position: int, prompt_len: int, limit: int) -> Range:
     if not 0 <= at < limit:
         raise InvalidSelection(
             f"position {position} is outside the sequence: {prompt_len} prompt tokens, "
-            f"positions -{prompt_len} to {limit - 1} can be inputs of the model"
+            f"positions -{prompt_len} to {limit - 1} can be inputs to the model"
         )
     return Range(at, at + 1)
 

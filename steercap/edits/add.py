@@ -28,6 +28,7 @@ class Add(Edit):
     def _check(self) -> None:
         self._keep("vector")
         self._number("scale")
+        self._flag("relative")
         if self.relative:
             unit(self, "vector")
 

@@ -13,7 +13,7 @@ from steercap.errors import InvalidVector
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AddIf(Edit):
-    """h <- h + scale v where h·probe + bias > threshold, and h as it is elsewhere; each row is judged by itself.
+    """h <- h + scale v where h·probe + bias > threshold, and h unchanged elsewhere; each row is decided separately.
 
     Args:
         vector: v, [hidden], in the units of the stream.
@@ -40,6 +40,7 @@ class AddIf(Edit):
             raise InvalidVector(f"AddIf: the probe has width {len(probe)}, the vector {len(vector)}; they must agree")
         if not probe.any():
             raise InvalidVector("AddIf: probe is zero, so every row would have the same value")
+        self._flag("relative")
         if self.relative:
             unit(self, "vector")
 

@@ -6,24 +6,20 @@ Number 1 in the life of a request. An edit is checked by itself when it is made,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from types import NoneType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from jaxtyping import Float
 
 from steercap.core.program import Response
-from steercap.core.spec import Layers, Point, resolve_layers
+from steercap.core.spec import Layers, Point, parse_layers, resolve_layers
 from steercap.core.tokens import Tokens, TokenSelection
+from steercap.core.values import flag_of, index_of, number_of, shown
 from steercap.errors import InvalidEdit, InvalidVector
+from steercap.intake import Vector, float32_copy
 
-if TYPE_CHECKING:
-    import numpy as np
-
-#: What a user may give as a vector, or as rows: a tensor, an array, or numbers; kept as a float32 copy.
-Vector: TypeAlias = "torch.Tensor | np.ndarray[Any, Any] | Sequence[float] | Sequence[Sequence[float]]"
+__all__ = ["Edit", "RankOne", "Vector", "unit"]
 
 
 class RankOne(NamedTuple):
@@ -48,15 +44,20 @@ class RankOne(NamedTuple):
 class Edit(ABC):
     """A change to rows; its scope is the same for every operation.
 
+    Vectors are float32 copies of what was given, and every look at one gives another copy: an edit is compiled once,
+    and means the same for as long as it lives.
+
     Args:
         layer: one layer; negative counts from the last.
-        layers: several: a slice, a range, a sequence, or "all". Give one of both.
+        layers: several: a slice, a range, a sequence, a mask with a truth value for each layer of the model, or "all".
+            Give one of the two.
         site: place in the layer: "resid_pre", "resid_post", "attn_out" or "mlp_out".
         tokens: "all", "prompt", "generated", "last_prompt", a slice, positions (negative counts from the end of the
-            prompt), or a list of these. The last sampled token is never an input of the model, so never edited.
+            prompt), a mask with a truth value for each prompt token or for each of prompt + `max_tokens` - 1 positions,
+            or a list of these. The last sampled token is never an input to the model, so it is never edited.
 
     Raises:
-        InvalidEdit: a number that does not fit, or no layer.
+        InvalidEdit, InvalidSpec: a number that does not fit, something of another type, or no layer.
         InvalidVector: a vector that holds NaN or inf, has a wrong shape, or is zero where its direction counts.
         InvalidSelection: a malformed `tokens`.
     """
@@ -69,14 +70,23 @@ class Edit(ABC):
     def __post_init__(self) -> None:
         if (self.layer is None) == (self.layers is None):
             raise InvalidEdit(f"{self.name}: give layer= for one layer, or layers= for several (and not both)")
-        if isinstance(self.layer, (slice, range, str, list, tuple)):
-            raise InvalidEdit(f"{self.name}: layer={self.layer!r} is not one layer; give it as layers=")
+        if self.layer is not None:
+            layer = index_of(self.layer)
+            if layer is None:
+                raise InvalidEdit(f"{self.name}: layer={shown(self.layer)} is not one layer; give several as layers=")
+            object.__setattr__(self, "layer", layer)
+        else:
+            object.__setattr__(self, "layers", parse_layers(self.layers))
         if not isinstance(self.site, str):
-            raise InvalidEdit(f"{self.name}: site={self.site!r}; an edit has one site, so give one name")
+            raise InvalidEdit(f"{self.name}: site={shown(self.site)}; an edit has one site, so give one name")
         object.__setattr__(self, "tokens", TokenSelection.parse(self.tokens))
-        if not isinstance(self.layers, (int, slice, range, str, NoneType)):
-            object.__setattr__(self, "layers", tuple(self.layers))
         self._check()
+
+    if not TYPE_CHECKING:  # mypy would take any attribute for one of an edit
+
+        def __getattribute__(self, name: str) -> object:
+            value = super().__getattribute__(name)
+            return value.clone() if isinstance(value, torch.Tensor) else value
 
     @abstractmethod
     def _check(self) -> None:
@@ -113,9 +123,7 @@ class Edit(ABC):
 
     def __repr__(self) -> str:
         scope = [field.name for field in fields(Edit)]
-        named = sorted(
-            ((field.name, getattr(self, field.name)) for field in fields(self)), key=lambda it: it[0] in scope
-        )
+        named = sorted(((field.name, vars(self)[field.name]) for field in fields(self)), key=lambda it: it[0] in scope)
         return f"{self.name}({', '.join(f'{name}={_shown(value)}' for name, value in named if value is not None)})"
 
     def _keep(self, field: str, *shapes: str) -> Float[torch.Tensor, ...]:
@@ -125,34 +133,25 @@ class Edit(ABC):
             field: name of the field.
             shapes: what it may have: "width" for one vector, "rows width" for several; "width" if none is given.
         """
-        value = getattr(self, field)
-        try:
-            kept = torch.as_tensor(value).detach().to(device="cpu", dtype=torch.float32, copy=True).contiguous()
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise InvalidVector(f"{self.name}: {field} is no tensor: {error}") from error
-        expected = shapes or ("width",)
-        if kept.dim() not in {len(shape.split()) for shape in expected} or not kept.numel():
-            raise InvalidVector(
-                f"{self.name}: {field} has shape {tuple(kept.shape)}; expected [{'] or ['.join(expected)}]"
-            )
-        wrong = int((~kept.isfinite()).sum())
-        if wrong:
-            raise InvalidVector(
-                f"{self.name}: {field} holds {wrong} values of {kept.numel()} that are NaN or inf (in float32); "
-                "look at where it was computed"
-            )
+        kept = float32_copy(vars(self)[field], f"{self.name}: {field}", *(shapes or ("width",)))
         object.__setattr__(self, field, kept)
         return kept
 
     def _number(self, field: str) -> None:
-        value = getattr(self, field)
-        try:
-            number = float(value)
-        except (TypeError, ValueError) as error:
-            raise InvalidEdit(f"{self.name}: {field}={value!r} is no number") from error
+        """Replace a field by the number it is."""
+        number = number_of(getattr(self, field))
+        if number is None:
+            raise InvalidEdit(f"{self.name}: {field}={shown(getattr(self, field))} is not a number; give a real one")
         if not abs(number) <= torch.finfo(torch.float32).max:
             raise InvalidEdit(f"{self.name}: {field}={number}; give a number that float32 can hold")
         object.__setattr__(self, field, number)
+
+    def _flag(self, field: str) -> None:
+        """Replace a field by the truth value it is."""
+        flag = flag_of(getattr(self, field))
+        if flag is None:
+            raise InvalidEdit(f"{self.name}: {field}={shown(getattr(self, field))}; give True or False")
+        object.__setattr__(self, field, flag)
 
 
 def _shown(value: object) -> str:

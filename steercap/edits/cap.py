@@ -12,7 +12,7 @@ from steercap.errors import InvalidEdit
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Cap(Edit):
-    """h <- h + (clamp(p, low, high) - p) v̂ with p = h·v̂, v̂ = v/‖v‖: rows inside the bounds are left as they are.
+    """h <- h + (clamp(p, low, high) - p) v̂ with p = h·v̂, v̂ = v/‖v‖: rows within the bounds are unchanged.
 
     Args:
         vector: v, [hidden]; its length does not count.

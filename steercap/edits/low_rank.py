@@ -47,17 +47,15 @@ class LowRank(Edit):
             raise InvalidEdit(f"LowRank: rank {len(read)} is above {MAX_RANK}; give two edits, or a lower rank")
 
     def lower(self) -> tuple[RankOne, ...]:
-        assert isinstance(self.read, torch.Tensor)
-        assert isinstance(self.write, torch.Tensor)
-        assert isinstance(self.bias, torch.Tensor)
+        read, write, bias = self.read, self.write, self.bias
+        assert isinstance(read, torch.Tensor)
+        assert isinstance(write, torch.Tensor)
+        assert isinstance(bias, torch.Tensor)
         return tuple(
             RankOne(
-                self.write[part, None],
-                Response(bias=float(self.bias[part]), gain=self.scale),
-                self.read[part, None],
-                joined=part > 0,
+                write[part, None], Response(bias=float(bias[part]), gain=self.scale), read[part, None], joined=part > 0
             )
-            for part in range(len(self.read))
+            for part in range(len(read))
         )
 
 

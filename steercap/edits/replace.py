@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import SupportsIndex
 
 import torch
 
 from steercap.core.tokens import TokenSelection
+from steercap.core.values import Mask, index_of, mask_of, parts_of, plain, shown
 from steercap.edits.base import Edit, RankOne, Vector
 from steercap.errors import InvalidEdit, InvalidVector
 
@@ -23,48 +22,63 @@ class Replace(Edit):
 
     Args:
         rows: [positions, hidden], or [hidden] for one position; rounded to the model's dtype where they are put.
-        positions: one position or several, all different; negative counts from the end of the prompt.
+        positions: one position or several, all different; negative counts from the end of the prompt. Or a mask, with a
+            truth value for each prompt token or for each of prompt + `max_tokens` - 1 positions: the first row goes to
+            the first that is true.
         layer, layers, site: see `Edit`; `tokens` is what `positions` says.
     """
 
     rows: Vector
-    positions: int | Sequence[int]
+    positions: int | Sequence[int] | Sequence[bool] | Mask
 
     def _check(self) -> None:
         positions = self._positions()
+        places = positions.places if isinstance(positions, Mask) else positions
         rows = self._keep("rows", "positions width", "width")
         if rows.dim() == 1:
             rows = rows[None]
             object.__setattr__(self, "rows", rows)
-        if len(rows) != len(positions) or not positions:
-            raise InvalidVector(f"Replace: {len(rows)} rows for {len(positions)} positions; give one row each")
-        if len(set(positions)) < len(positions):
-            raise InvalidEdit(f"Replace: positions={list(positions)} names a position twice; which row is meant?")
+        if len(rows) != len(places) or not places:
+            raise InvalidVector(f"Replace: {len(rows)} rows for {len(places)} positions; give one row each")
+        if len(set(places)) < len(places):
+            raise InvalidEdit(f"Replace: positions={shown(places)} names a position twice; which row is meant?")
         selection = TokenSelection.parse(positions)
         if self.selection not in {TokenSelection.parse("all"), selection}:
             raise InvalidEdit("Replace: positions says which tokens; do not give tokens= too")
         object.__setattr__(self, "positions", positions)
         object.__setattr__(self, "tokens", selection)
 
-    def _positions(self) -> tuple[int, ...]:
-        """The positions as integers, in the order of the rows."""
-        if isinstance(self.positions, SupportsIndex) and getattr(self.positions, "ndim", 0) == 0:
-            return (operator.index(self.positions),)
-        if not isinstance(self.positions, Iterable) or isinstance(self.positions, (AbstractSet, str)):
-            raise InvalidEdit(f"Replace: positions={self.positions!r}; give integers, in the order of the rows")
+    def _positions(self) -> tuple[int, ...] | Mask:
+        """The positions as integers, in the order of the rows, or as a mask."""
+        given = plain(self.positions)
+        if isinstance(given, Mask):
+            return given
+        if (position := index_of(given)) is not None:
+            return (position,)
         try:
-            return tuple(operator.index(position) for position in self.positions)
-        except TypeError as error:
-            raise InvalidEdit(f"Replace: positions={self.positions!r}; give integers") from error
+            parts = None if isinstance(given, AbstractSet) else parts_of(given)
+        except OverflowError as error:
+            raise InvalidEdit(f"Replace: positions={shown(given)} holds {error}") from error
+        if parts is None:
+            raise InvalidEdit(
+                f"Replace: positions={shown(given)}; give integers, in the order of the rows, or a mask of truth values"
+            )
+        if (mask := mask_of(parts)) is not None:
+            return mask
+        found = [index_of(part) for part in parts]
+        if None in found:
+            raise InvalidEdit(f"Replace: positions={shown(given)}; give integers, or a mask of truth values alone")
+        return tuple(position for position in found if position is not None)
 
     @property
     def replaced(self) -> tuple[int, ...]:
-        assert isinstance(self.positions, tuple)
-        return self.positions
+        assert isinstance(self.positions, (tuple, Mask))
+        return self.positions.places if isinstance(self.positions, Mask) else self.positions
 
     def lower(self) -> tuple[RankOne, ...]:
-        assert isinstance(self.rows, torch.Tensor)
-        return (RankOne(self.rows, replaces=True),)
+        rows = self.rows
+        assert isinstance(rows, torch.Tensor)
+        return (RankOne(rows, replaces=True),)
 
 
 MEMBER = Replace

@@ -13,7 +13,7 @@ from steercap.errors import InvalidVector
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SAEFeature(Edit):
-    """h <- h + (value - relu(h·encoder + bias)) decoder: the feature is `value` now; what it does not explain stays.
+    """h <- h + (value - relu(h·encoder + bias)) decoder: the feature becomes `value`; what it does not explain stays.
 
     Args:
         encoder: the feature's encoder weights, [hidden], used as they are.

@@ -10,7 +10,7 @@ from steercap.edits.base import Edit, RankOne, Vector, unit
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SetProjection(Edit):
-    """h <- h + (value - h·v̂) v̂ with v̂ = v/‖v‖: whatever the projection on v was, it is `value` now.
+    """h <- h + (value - h·v̂) v̂ with v̂ = v/‖v‖: the projection on v becomes `value`.
 
     Args:
         vector: v, [hidden]; its length does not count.

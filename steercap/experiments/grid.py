@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
-import numbers
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from steercap.core.tokens import Tokens, TokenSelection
+from steercap.core.values import flag_of, index_of, number_of, parts_of, plain, shown
 from steercap.errors import InvalidSpec
 from steercap.experiments.controls import derived_seed, random_like
 from steercap.experiments.operations import OPERATIONS
@@ -81,30 +81,30 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sweep:
-    """Vectors, layers, operations and scales, each with each, on the same prompts, and the controls.
+    """All combinations of vectors, layers, operations and scales, on the same prompts, with their controls.
 
-    A scale counts vectors: directions of `steercap.vectors.extract` carry the mean of the negative texts to that of the
-    positive ones at scale 1. With `relative=True` it is the length of what is added as a fraction of the row's
-    norm. What it means to the other operations they say themselves: see `OPERATIONS`.
+    A scale is a multiple of the vector: at scale 1, directions from `steercap.vectors.extract` move the mean of the
+    negative texts to that of the positive ones. With `relative=True` it is the length of what is added as a fraction of
+    the row's norm. For what it means to other operations, see `OPERATIONS`.
 
     Every sweep holds the prompts without steering, once: condition "none", which also stands for every scale that
     changes nothing, such as 0 of "add".
 
     Args:
-        vectors: LayerVectors by name; a DirectionSet is that.
+        vectors: LayerVectors by name; a DirectionSet is such a mapping.
         layers: what is steered: `(10, 14)` is each layer alone, `[(10,), (10, 12, 14)]` one alone and three at once,
             each with its own vector.
-        scales: numbers, NumPy's too; a different sign is a different condition.
+        scales: numbers, NumPy's included; the opposite sign is another condition.
         operations: names in `OPERATIONS`.
         tokens: which tokens are steered, as in every edit.
-        relative: whether scales are fractions of the row's norm; of "add" only.
+        relative: whether scales are fractions of the row's norm; for "add" only.
         random: random vectors of the same norm at each layer, for each vector: all operations, layers and scales. The
-            norm counts for "add" alone; to the other operations they are random directions.
-        reversed: whether each scale is tried with the other sign too, of operations where that is the reverse
-            (`Operation.signed`): not of "cap" and "set_projection".
+            norm matters only to "add"; for the other operations they are random directions.
+        reversed: whether each scale is tried with the opposite sign too, for operations where that is the reverse
+            (`Operation.signed`): not for "cap" and "set_projection".
         seed: of the random vectors and of the sampling.
         prompts: str, or conversations of {"role", "content"} dicts.
-        sampling: vLLM's sampling parameters but `n` and `seed`, which the sweep sets.
+        sampling: vLLM's sampling parameters except `n` and `seed`, which the sweep sets.
         samples: answers to each prompt; the same prompt and sample have the same seed under every condition.
 
     Raises:
@@ -126,10 +126,7 @@ class Sweep:
     samples: int = 1
 
     def __post_init__(self) -> None:
-        for axis in ("vectors", "layers", "scales", "operations", "prompts"):
-            given = getattr(self, axis)
-            if isinstance(given, (str, bytes, LayerVectors)) or not len(given):
-                raise InvalidSpec(f"Sweep: {axis}={given!r}; give several in a list or mapping, one at least")
+        self._check_kinds()
         keep = object.__setattr__
         keep(self, "vectors", {name: _named(name, vectors) for name, vectors in self.vectors.items()})
         keep(self, "layers", tuple(_together(layers) for layers in self.layers))
@@ -140,6 +137,33 @@ class Sweep:
         keep(self, "sampling", dict(self.sampling))
         self._check_axes()
         self._check_numbers()
+
+    def _check_kinds(self) -> None:
+        """See that every argument is of the type that it must be, and make numbers and truth values plain."""
+        for axis in ("vectors", "layers", "scales", "operations", "prompts"):
+            given = plain(getattr(self, axis))
+            if axis != "vectors":
+                given = _several(given, axis)
+            elif not isinstance(given, Mapping) or isinstance(given, LayerVectors):
+                raise InvalidSpec(
+                    f"Sweep: vectors={shown(given)}; give LayerVectors by their name, as a DirectionSet does"
+                )
+            if not given:
+                raise InvalidSpec(f"Sweep: {axis}={shown(given)}; give at least one")
+            object.__setattr__(self, axis, given)
+        for name in self.operations:
+            _ = OPERATIONS[name]
+        for names, read, what in (
+            (("relative", "reversed"), flag_of, "True or False"),
+            (("random", "samples", "seed"), index_of, "a whole number"),
+        ):
+            for name in names:
+                value = read(getattr(self, name))
+                if value is None:
+                    raise InvalidSpec(f"Sweep: {name}={shown(getattr(self, name))}; give {what}")
+                object.__setattr__(self, name, value)
+        if not isinstance(self.sampling, Mapping):
+            raise InvalidSpec(f"Sweep: sampling={shown(self.sampling)}; give a dict of vLLM's sampling parameters")
 
     def _check_axes(self) -> None:
         for axis in ("layers", "scales", "operations"):
@@ -161,7 +185,7 @@ class Sweep:
             raise InvalidSpec(f"Sweep: sampling has {sorted(taken)}, which the sweep sets; use samples= and seed=")
         if self.samples > 1 and self.sampling.get("temperature") == 0:
             raise InvalidSpec(
-                f"Sweep: samples={self.samples} at temperature 0 would be the same text; raise one of both"
+                f"Sweep: samples={self.samples} at temperature 0 would all be the same text; raise it, or set samples=1"
             )
 
     @property
@@ -239,33 +263,45 @@ class Sweep:
         try:
             return msgspec.json.decode(msgspec.json.encode(found), type=Definition)
         except (TypeError, msgspec.MsgspecError) as error:
-            raise InvalidSpec(f"Sweep: prompts or sampling hold what JSON cannot say: {error}") from error
+            raise InvalidSpec(f"Sweep: prompts or sampling hold what JSON cannot represent: {error}") from error
 
 
 def _named(name: object, vectors: object) -> LayerVectors:
     if not isinstance(name, str) or not name or not isinstance(vectors, LayerVectors):
-        raise InvalidSpec(f"Sweep: vectors hold {name!r}: {vectors!r}; give LayerVectors by their name")
+        raise InvalidSpec(f"Sweep: vectors hold {shown(name)}: {shown(vectors)}; give LayerVectors by their name")
     return vectors.named(name)
+
+
+def _several(given: object, axis: str) -> list[Any]:
+    try:
+        found = parts_of(given)
+    except OverflowError as error:
+        raise InvalidSpec(f"Sweep: {axis} hold {error}") from error
+    if found is None:
+        raise InvalidSpec(f"Sweep: {axis}={shown(given)}; give a list or mapping with at least one entry")
+    return found
 
 
 def _together(layers: object) -> tuple[int, ...]:
     """Layers steered at once, from an index or several."""
-    try:
-        many = layers if isinstance(layers, Sequence) and not isinstance(layers, str) else [layers]
-        found = tuple(operator.index(layer) for layer in many)  # type: ignore[arg-type]  # refused below
-    except TypeError as error:
-        raise InvalidSpec(
-            f"Sweep: layers hold {layers!r}; give an index, or several that are steered at once"
-        ) from error
+    index = index_of(layers)
+    indices: list[int | None] = [index]
+    if index is None:
+        with contextlib.suppress(OverflowError):
+            indices = [index_of(layer) for layer in parts_of(layers) or [None]]
+    if None in indices:
+        raise InvalidSpec(f"Sweep: layers hold {shown(layers)}; give an index, or several that are steered at once")
+    found = tuple(layer for layer in indices if layer is not None)
     if not found or min(found) < 0 or len(set(found)) < len(found):
-        raise InvalidSpec(f"Sweep: layers hold {layers!r}; indices count from 0, and each is steered once")
+        raise InvalidSpec(f"Sweep: layers hold {shown(layers)}; indices count from 0, and each is steered once")
     return tuple(sorted(found))
 
 
 def _scale(scale: object) -> float:
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
-        raise InvalidSpec(f"Sweep: scales hold {scale!r}; give finite numbers")
-    return float(scale) + 0.0  # -0 is 0
+    number = number_of(scale)
+    if number is None or not math.isfinite(number):
+        raise InvalidSpec(f"Sweep: scales hold {shown(scale)}; give finite numbers")
+    return number + 0.0  # -0 is 0
 
 
 def _prompt(prompt: object) -> Any:
@@ -273,7 +309,7 @@ def _prompt(prompt: object) -> Any:
         return prompt
     if isinstance(prompt, Sequence) and prompt and all(isinstance(message, Mapping) for message in prompt):
         return [dict(message) for message in prompt]
-    raise InvalidSpec(f"Sweep: prompts hold {prompt!r}; give text, or a list of {{'role', 'content'}} dicts")
+    raise InvalidSpec(f"Sweep: prompts hold {shown(prompt)}; give text, or a list of {{'role', 'content'}} dicts")
 
 
 def _digest(vectors: LayerVectors, layers: Sequence[int]) -> str:

@@ -56,7 +56,7 @@ def _figure(results: SweepResults, vector: str, labels: Sequence[str]) -> Figure
     own = [one.condition for one in summary if one.condition.vector == vector]
     columns = list(dict.fromkeys((condition.operation, condition.layers) for condition in own))
     if not columns:
-        raise InvalidSpec(f"{vector!r} was swept at scales {results.sweep.scales} alone, which change nothing")
+        raise InvalidSpec(f"{vector!r} was swept only at scales {results.sweep.scales}, which change nothing")
     size = (PANEL[0] * len(columns) + 0.6, PANEL[1] * len(labels) + 0.9)
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(labels), len(columns), squeeze=False, sharex="col", sharey="row")
@@ -97,7 +97,7 @@ def _chosen(results: SweepResults, vector: str | None, measures: Sequence[str] |
     if vector is None and len(names) == 1:
         vector = names[0]
     if vector not in names or not labels:
-        raise InvalidSpec(f"vector={vector!r}, measures={labels}; name one vector of {names}, and a measure at least")
+        raise InvalidSpec(f"vector={vector!r}, measures={labels}; name one vector of {names}, and at least one measure")
     return vector, labels
 
 

@@ -52,7 +52,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Effect(msgspec.Struct, frozen=True):
-    """A vector at one scale beside its controls, by one measure.
+    """A vector at one scale, with its controls, by one measure.
 
     Args:
         condition: the vector's.
@@ -141,7 +141,7 @@ class SweepResults:
         ]
 
     def effects(self, measure: str) -> list[Effect]:
-        """Every vector at every scale beside its controls.
+        """Every vector at every scale, with its controls.
 
         Raises:
             InvalidSpec: a measure that was not taken.

@@ -38,20 +38,20 @@ async def run_sweep(
 ) -> SweepResults:
     """Have every prompt answered under every condition, and measure the answers.
 
-    All requests run in one engine, each with its own steering, and share its batches. What is done is kept: run again
-    after an end of any kind, only what is missing is asked; a process that is killed loses two seconds of work.
+    All requests run in one engine, each with its own steering, and share its batches. What is done is kept: run it
+    again, however it ended, and only what is missing is asked. A process that is killed loses two seconds of work.
 
     Args:
         model: an open model.
-        sweep: what is asked.
+        sweep: what to try.
         out: folder for answers and values, made if it is not there.
-        measures: names in `MEASURES`, or measures made with arguments; further ones may be given another time.
+        measures: names in `MEASURES`, or measure objects; you can add others in a later call.
         concurrent: requests under way at once.
-        progress: called with how many answers are there, and how many there will be.
+        progress: called with the number of answers so far, and of all answers.
 
     Raises:
         RunDiffers: the folder holds another sweep, or that of another model: other weights are another model, whatever
-            the name of their folder.
+            their folder is called.
         PointNotArmed, InvalidVector: the vectors do not fit the engine; before anything runs.
         The errors of `SteerModel.generate`; what was answered until then is kept.
     """

@@ -16,7 +16,7 @@ from typing import Final, Generic, TypeVar
 import msgspec
 
 from steercap.errors import InvalidFile, RunDiffers
-from steercap.experiments.grid import Condition, Definition, Request
+from steercap.experiments.grid import Condition, Definition, Request, Sweep
 from steercap.experiments.measures.base import Answered, Measure
 from steercap.formats.base import write_whole
 from steercap.tables import Parts
@@ -138,11 +138,36 @@ class Folder:
         return Kept(self.path / "values" / f"{name}-{digest}", Value)
 
 
-def _compare(file: Path, definition: Definition) -> None:
+def check_same(path: str | Path, sweep: Sweep) -> None:
+    """See that a folder holds no other sweep; of which model is not asked.
+
+    Args:
+        path: the folder, which need not be there.
+        sweep: that is to be run.
+
+    Raises:
+        RunDiffers: a sweep of another definition is in it.
+        InvalidFile: its sweep.json cannot be read.
+    """
+    file = Path(path) / "sweep.json"
+    if file.exists():
+        _compare(file, sweep.definition(read_definition(file).model))
+
+
+def read_definition(file: Path) -> Definition:
+    """What the sweep.json of a folder says.
+
+    Raises:
+        InvalidFile: it cannot be read.
+    """
     try:
-        kept = msgspec.json.decode(file.read_bytes(), type=Definition)
+        return msgspec.json.decode(file.read_bytes(), type=Definition)
     except (OSError, msgspec.MsgspecError) as error:
         raise InvalidFile(f"{file} cannot be read as the definition of a sweep: {error}") from error
+
+
+def _compare(file: Path, definition: Definition) -> None:
+    kept = read_definition(file)
     was, now = _fields(kept), _fields(definition)
     differ = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     if differ:

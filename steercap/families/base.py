@@ -16,6 +16,7 @@ class Family:
         layers: dotted path from the model to its list of decoder layers; the same in both libraries.
         attn_out: submodule of a layer whose output the attention block adds to the stream.
         mlp_out: the same for the feed-forward block.
+        final_norm: the norm between the last layer and the unembedding, as transformers names it.
         residual_output: index of the residual in the tuple a vLLM layer returns, when the stream is
             hidden + residual; None when what it returns first is the stream.
         hidden_input: name of the argument that carries the stream (or its undeferred part) into a vLLM layer.
@@ -28,6 +29,7 @@ class Family:
     layers: str
     attn_out: str
     mlp_out: str
+    final_norm: str
     residual_output: int | None
     hidden_input: str = "hidden_states"
     residual_input: str = ""

@@ -7,6 +7,7 @@ MEMBER = Family(
     layers="model.layers",
     attn_out="post_attention_layernorm",
     mlp_out="post_feedforward_layernorm",
+    final_norm="model.norm",
     residual_output=1,
     residual_input="residual",
     tiny={"model_type": "gemma2", **TINY, "head_dim": 32, "tie_word_embeddings": True},

@@ -7,6 +7,7 @@ MEMBER = Family(
     layers="transformer.h",
     attn_out="attn",
     mlp_out="mlp",
+    final_norm="transformer.ln_f",
     residual_output=None,
     tiny={"model_type": "gpt2", "vocab_size": 512, "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 512},
 )

@@ -10,6 +10,7 @@ MEMBER = Family(
     layers="model.layers",
     attn_out="self_attn",
     mlp_out="mlp",
+    final_norm="model.norm",
     residual_output=1,
     residual_input="residual",
     tiny={"model_type": "mistral", **TINY, "sliding_window": None},

@@ -7,6 +7,7 @@ MEMBER = Family(
     layers="model.decoder.layers",
     attn_out="self_attn",
     mlp_out="fc2",
+    final_norm="model.decoder.final_layer_norm",
     residual_output=None,
     tiny={
         "model_type": "opt",

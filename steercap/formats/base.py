@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import struct
 import uuid
@@ -15,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from steercap.errors import InvalidFile
+from steercap.errors import InvalidFile, SteercapError
 
 #: What torch's restricted unpickler raises on damaged files: collected by changing and cutting bytes at random.
 _NO_PICKLE: Final = (
@@ -34,21 +35,60 @@ _NO_PICKLE: Final = (
 )
 
 
+#: What is written, by the extension of its file.
+WRITTEN: Final = {
+    ".safetensors": "`save` of a SteeringSpec, LayerVectors, a DirectionSet or a CaptureHandle",
+    ".gguf": "`save_control_vector`",
+    ".pt": "`save_layers_pt`",
+    ".parquet": "tables",
+}
+
+
+def check_extension(path: Path, extension: str) -> None:
+    """See that the name of a file says what will be in it: every program that opens it goes by that.
+
+    Args:
+        path: the file.
+        extension: of what will be written, one of `WRITTEN`.
+
+    Raises:
+        InvalidFile: the name says something else, or nothing.
+    """
+    if path.suffix.lower() != extension:
+        said = f"of {path.suffix}" if path.suffix else "without an extension"
+        others = "; ".join(f"{known} is written by {how}" for known, how in WRITTEN.items() if known != extension)
+        raise InvalidFile(f"{path} is the name of a file {said}, and this writes {extension}: name it so ({others})")
+
+
 @contextmanager
 def write_whole(path: Path) -> Iterator[Path]:
-    """A path to write to that becomes `path` when the block ends well, and nothing when it does not."""
+    """A path to write to that becomes `path` when the block ends well, and nothing when it does not.
+
+    Raises:
+        OSError: it cannot be written, whatever safetensors or torch call it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         yield scratch
         scratch.replace(path)
-    except BaseException:
-        scratch.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # what went wrong before is the news
+            scratch.unlink(missing_ok=True)
+        # safetensors and torch have errors of their own for a full disk.
+        if isinstance(error, (SafetensorError, RuntimeError)) and not isinstance(error, SteercapError):
+            raise OSError(f"{path} cannot be written: {_first_line(error)}") from error
         raise
 
 
 def write_tensors(path: Path, header: msgspec.Struct, tensors: dict[str, torch.Tensor]) -> Path:
-    """Write a safetensors file of steercap: its header is the metadata entry `steercap`, as JSON."""
+    """Write a safetensors file of steercap: its header is the metadata entry `steercap`, as JSON.
+
+    Raises:
+        InvalidFile: the name has another extension.
+        OSError: it cannot be written.
+    """
+    check_extension(path, ".safetensors")
     with write_whole(path) as scratch:
         scratch.touch()
         mode = scratch.stat().st_mode  # safetensors would leave a file that only its owner can read

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from steercap.errors import InvalidFile, InvalidSpec
-from steercap.formats.base import blame, write_whole
+from steercap.formats.base import blame, check_extension, write_whole
 from steercap.vectors import LayerVectors
 
 ARCHITECTURE: Final = "controlvector"
@@ -28,7 +28,7 @@ def load_control_vector(path: str | Path) -> LayerVectors:
     """Read the directions, with the model hint as `model` and GGUF's name, if there is one, as `name`.
 
     Raises:
-        InvalidFile: damaged, a GGUF file of something else, or a tensor that is no direction of finite float32.
+        InvalidFile: damaged, a GGUF file of something else, or a tensor that is not a finite float32 direction.
     """
     from gguf import GGUFReader
 
@@ -59,10 +59,12 @@ def save_control_vector(vectors: LayerVectors, path: str | Path, *, model_hint: 
 
     Raises:
         InvalidSpec: another site, a vector at layer 0, or neither hint nor model.
+        InvalidFile: the name has another extension.
     """
     hint = model_hint or vectors.model
     _check_writable(vectors, hint)
     path = Path(path)
+    check_extension(path, ".gguf")
     with write_whole(path) as scratch:
         _write(vectors, scratch, hint)
     return path

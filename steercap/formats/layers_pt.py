@@ -1,9 +1,9 @@
 """One `.pt` tensor [layers, hidden], as persona vectors come (Chen et al. 2025, arXiv:2507.21509).
 
-Nothing in such a file says which layer row 0 is, so whoever reads one must: `base` is the row of our layer 0.
+Nothing in such a file says which layer row 0 is, so the reader must: `base` is the row of our layer 0.
 
     base=0    row i is layer i
-    base=1    row i is layer i - 1; row 0, the embeddings, is no layer and is left out
+    base=1    row i is layer i - 1; row 0, the embeddings, is not a layer and is left out
 
 persona_vectors stacks transformers' `hidden_states`, whose entry 0 is the embeddings: base=1.
 """
@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from steercap.errors import InvalidFile, InvalidSpec
-from steercap.formats.base import blame, read_pt, write_whole
+from steercap.formats.base import blame, check_extension, read_pt, write_whole
 from steercap.vectors import LayerVectors
 
 
@@ -50,6 +50,7 @@ def save_layers_pt(vectors: LayerVectors, path: str | Path, *, base: Literal[0, 
 
     Raises:
         InvalidSpec: another base, or a layer missing below the last, for which a row of zeros would be a lie.
+        InvalidFile: the name has another extension.
     """
     _check_base(base)
     missing = sorted(set(range(max(vectors))) - set(vectors))
@@ -60,6 +61,7 @@ def save_layers_pt(vectors: LayerVectors, path: str | Path, *, base: Literal[0, 
         )
     rows = torch.stack([torch.zeros(vectors.width)] * base + list(vectors.values()))
     path = Path(path)
+    check_extension(path, ".pt")
     with write_whole(path) as scratch:
         torch.save(rows, scratch)
     return path

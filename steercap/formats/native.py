@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from steercap.core.tokens import TokenSelection
+from steercap.core.values import Mask
 from steercap.edits import EDITS
 from steercap.edits.base import Edit
 from steercap.errors import InvalidFile, InvalidSpec
@@ -80,7 +81,8 @@ def save_steering(spec: SteeringSpec, path: str | Path, *, model: str = "") -> P
         model: the model it was made for, for those who read the header.
 
     Raises:
-        InvalidSpec: an edit that is no member of `EDITS`, or a field that cannot be written.
+        InvalidSpec: an edit that is not in `EDITS`, or a field that cannot be written.
+        InvalidFile: the name ends in something other than .safetensors.
     """
     return _save(spec, Path(path), "steering", model)
 
@@ -97,7 +99,11 @@ def load_steering(path: str | Path) -> SteeringSpec:
 
 
 def save_vectors(vectors: LayerVectors, path: str | Path) -> Path:
-    """Write vectors and labels; the file appears whole or not at all."""
+    """Write vectors and labels; the file appears whole or not at all.
+
+    Raises:
+        InvalidFile: the name ends in something other than .safetensors.
+    """
     return _save(vectors, Path(path), "vectors", vectors.model)
 
 
@@ -113,7 +119,11 @@ def load_vectors(path: str | Path) -> LayerVectors:
 
 
 def save_directions(directions: DirectionSet, path: str | Path) -> Path:
-    """Write directions and their provenance; the file appears whole or not at all."""
+    """Write directions and their provenance; the file appears whole or not at all.
+
+    Raises:
+        InvalidFile: the name ends in something other than .safetensors.
+    """
     return _save(directions, Path(path), "directions", directions.model)
 
 
@@ -243,6 +253,8 @@ def _pack(value: object, at: str, store: _Store) -> Any:  # noqa: C901 -- one ca
             packed = {"tokens": [_pack(slice(*t) if isinstance(t, tuple) else t, at, store) for t in terms]}
         case slice() | range():
             packed = {type(value).__name__: _pack([value.start, value.stop, value.step], at, store)}
+        case Mask():
+            packed = value.tolist()
         case float():
             packed = float(value) if math.isfinite(value) else {"float": str(value)}
         case np.generic() | np.ndarray():
@@ -327,7 +339,7 @@ def _type_name(value: object) -> str:
     for name, kind in (*_TYPES.items(), *EDITS.items()):
         if type(value) is kind:
             return name
-    raise InvalidSpec(f"{value} is no edit of steercap, so a file could not say what it does; save its parts instead")
+    raise InvalidSpec(f"{value} is not one of steercap's edits, so a file cannot describe it; save its parts instead")
 
 
 def _join(at: str, part: object) -> str:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 USED: Final = 1
 READS: Final = 2
 RELATIVE: Final = 4
@@ -22,8 +25,16 @@ SUM, MAX, LAST = range(3)
 #: What an application, or a copy, counts at point `p`: `WEIGHT * p + 1`, so that one too few here and one too many
 #: there do not cancel.
 WEIGHT: Final = 1_000_003
+#: Evidence is below this. A token with a row that is not finite counts `STRAY * (p + 1)` once more, for the first such
+#: point `p`: there it was edited to more than a row may hold, or copied.
+STRAY: Final = 1 << 48
 
 
 def weight(point: int) -> int:
     """What an application or a copy at a point counts in a token's evidence."""
     return WEIGHT * point + 1
+
+
+def told_apart(evidence: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """What applications or copies add up to, and the first point whose row was not finite, -1 for none."""
+    return evidence % STRAY, evidence // STRAY - 1

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 
 from steercap.kernels.bits import JOINED, LEADS, MEASURES, READS, RELATIVE, REPLACES, RESTORES
+from steercap.kernels.finite import edited_most, stray_rows
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ def _length(
         length = length if column.low is None else torch.maximum(length, column.low)
         length = length if column.high is None else torch.minimum(length, column.high)
         length = length if column.minus is None else length - column.minus * reach
-        length = length if column.threshold is None else torch.where(projection > column.threshold, length, 0.0)
+        if column.threshold is not None:  # of a projection that is not a number nothing is known: let it be seen
+            length = torch.where(projection <= column.threshold, 0.0, length)
     if column.kinds & RELATIVE:
         length = _where(column.relative, length * _norm(rows), length)
     return length
@@ -146,7 +148,10 @@ def _both(left: Bool[torch.Tensor, rows] | None, right: Bool[torch.Tensor, steer
 
 
 def _norm(rows: Float[torch.Tensor, "steered width"]) -> Float[torch.Tensor, steered]:
-    norm: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1)
+    """Norms of rows whose squares may be out of float32's range; NaN where an element is not finite."""
+    greatest = rows.abs().amax(-1)
+    unit = torch.where(greatest > 0, greatest, 1.0)
+    norm: torch.Tensor = greatest * torch.linalg.vector_norm(rows / unit[:, None], dim=-1)
     return norm
 
 
@@ -158,27 +163,31 @@ def edit_stream(  # noqa: PLR0917 -- the tables of a tap
     masks: Int[torch.Tensor, steered],
     replacements: Int[torch.Tensor, "steered replaced"],
     bank: Float[torch.Tensor, "vectors width"],
-) -> Int[torch.Tensor, steered]:
+) -> tuple[Int[torch.Tensor, steered], Bool[torch.Tensor, steered] | None]:
     """Edit the rows `hidden + residual` of `tokens` in place.
 
     A row that changed is written to `hidden` whole, rounded once, and its `residual` becomes zero: a difference rounded
-    at the size of `hidden` would not cancel what a large `residual` holds. Other rows are left bit for bit.
+    at the size of `hidden` would not cancel what a large `residual` holds. Other rows are left bit for bit. A row that
+    is not finite, or beyond `edited_most`, becomes zero, edited or not: nothing may be computed from it.
 
     Returns:
-        How many entries were applied to each row.
+        How many entries were applied to each row, and which rows became zero, None if none.
     """
     rows = hidden.index_select(0, tokens).float()
     if residual is not None:
         rows += residual.index_select(0, tokens)
     original = rows.clone()
     applied = edit_rows(rows, program, masks, replacements, bank)
+    stray = stray_rows(rows, edited_most(hidden.dtype))
+    if stray is not None:
+        rows[stray] = 0
     changed = (rows != original).any(-1)
     if not changed.all():
         rows, tokens = rows[changed], tokens[changed]
     hidden.index_copy_(0, tokens, rows.to(hidden.dtype))
     if residual is not None:
         residual.index_fill_(0, tokens, 0)
-    return applied
+    return applied, stray
 
 
 def copy_rows(
@@ -187,8 +196,12 @@ def copy_rows(
     tokens: Int[torch.Tensor, captured],
     lines: Int[torch.Tensor, captured],
     arena: Float[torch.Tensor, "lines width"],
-) -> None:
-    """Copy rows `hidden + residual` of `tokens` to `lines` of the arena, rounded to the model's dtype as vLLM does."""
+) -> Bool[torch.Tensor, captured] | None:
+    """Copy rows `hidden + residual` of `tokens` to `lines` of the arena, rounded to the model's dtype as vLLM does.
+
+    Returns:
+        Which of them are not finite, None if all are.
+    """
     if len(tokens) == len(hidden):
         rows = hidden if residual is None else hidden + residual
     else:
@@ -196,6 +209,7 @@ def copy_rows(
         if residual is not None:
             rows += residual.index_select(0, tokens)
     arena.index_copy_(0, lines, rows)
+    return stray_rows(rows)
 
 
 def copy_row(
@@ -203,9 +217,10 @@ def copy_row(
     residual: Float[torch.Tensor, "n width"] | None,
     token: int,
     line: Float[torch.Tensor, width],
-) -> None:
-    """Copy the row of one token to one line."""
+) -> Bool[torch.Tensor, 1] | None:
+    """Copy the row of one token to one line; like `copy_rows`."""
     if residual is None:
         line.copy_(hidden[token])
     else:
         torch.add(hidden[token], residual[token], out=line)
+    return stray_rows(line[None])

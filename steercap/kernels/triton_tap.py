@@ -19,6 +19,7 @@ from jaxtyping import Float, Int
 
 from steercap.core.program import RESPONSE_NUMBERS
 from steercap.kernels import bits
+from steercap.kernels.finite import edited_most, overflows_later
 
 #: Columns of the table of a step's tokens, int32; -1 says there is none.
 TOKEN_COLUMNS: Final = 8
@@ -37,7 +38,7 @@ _KIND, _SCOPE, _WRITE, _READ = tl.constexpr(KIND), tl.constexpr(SCOPE), tl.const
 _REPLACEMENT = tl.constexpr(REPLACEMENT)
 _WITNESS_COLUMNS = tl.constexpr(WITNESS_COLUMNS)
 _RESPONSE_COLUMNS = tl.constexpr(len(RESPONSE_NUMBERS))
-_WEIGHT = tl.constexpr(bits.WEIGHT)
+_WEIGHT, _STRAY = tl.constexpr(bits.WEIGHT), tl.constexpr(bits.STRAY)
 _READS, _RELATIVE, _REPLACES = tl.constexpr(bits.READS), tl.constexpr(bits.RELATIVE), tl.constexpr(bits.REPLACES)
 _JOINED, _LEADS = tl.constexpr(bits.JOINED), tl.constexpr(bits.LEADS)
 _MEASURES, _RESTORES = tl.constexpr(bits.MEASURES), tl.constexpr(bits.RESTORES)
@@ -50,6 +51,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
     hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
     hidden_stride, residual_stride, num_points, num_entries, num_tokens,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr,
+    MOST: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
     """Edit and copy the rows of `TOKENS` tokens at one point.
 
@@ -69,17 +71,21 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
             _tap_token(
                 first + number, hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena,
                 layouts, evidence, hidden_stride, residual_stride, num_points, num_entries, num_tokens,
-                WIDTH, BLOCK, HAS_RESIDUAL, EARLY,
+                WIDTH, BLOCK, HAS_RESIDUAL, EARLY, MOST, LOOK,
             )  # fmt: skip
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tap_token(  # type: ignore[no-untyped-def]
+def _tap_token(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- all that is known early is read early
     token, hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
     hidden_stride, residual_stride, num_points, num_entries, num_tokens,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EARLY: tl.constexpr,
+    MOST: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
-    """Edit and copy the row of one token at one point."""
+    """Edit and copy the row of one token at one point.
+
+    With `LOOK` the rows of edited tokens are looked at where they are not edited too; see `kernels.finite`.
+    """
     wish = tokens + token * _TOKEN_COLUMNS
     known = token < num_tokens
     slot = tl.load(wish + _SLOT, mask=known, other=-1, eviction_policy=_STAY)
@@ -105,7 +111,10 @@ def _tap_token(  # type: ignore[no-untyped-def]
     )
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    if (offset >= 0) | (count > 0):
+    edits = count > 0
+    if LOOK:
+        edits = slot >= 0
+    if (offset >= 0) | edits:
         stream = hidden + token.to(tl.int64) * hidden_stride + columns
         deferred = residual + token.to(tl.int64) * residual_stride + columns
         row = tl.load(stream, mask=inside, other=0.0).to(tl.float32)
@@ -117,20 +126,49 @@ def _tap_token(  # type: ignore[no-untyped-def]
         if offset >= 0:
             tl.atomic_add(witness + 1, value, sem="relaxed")
             if before > 0:
-                tl.store(target, row.to(arena.dtype.element_ty), mask=inside)
-        if count > 0:
+                _copy(row, target, inside, witness + 1, at)
+        if edits:
             edited, applied = _edit(
                 row, columns, inside, scopes, replaced, count, kind, scope, write, length,
                 entry, response, bank, replacements, WIDTH,
             )  # fmt: skip
-            if tl.max((edited != row).to(tl.int32), 0) > 0:
+            within = (tl.abs(edited) <= MOST) | (columns >= WIDTH)  # not so of NaN
+            change = tl.max(tl.where(within, (edited != row).to(tl.int32), 2), 0)
+            edited = tl.where(change > 1, 0.0, edited)
+            if change > 1:
+                _tell_stray(witness, at)
+            if change > 0:
                 tl.store(stream, edited.to(hidden.dtype.element_ty), mask=inside)
                 if HAS_RESIDUAL:
                     tl.store(deferred, tl.zeros_like(row).to(residual.dtype.element_ty), mask=inside)
             tl.atomic_add(witness, applied.to(tl.int64) * value, sem="relaxed")
             row = edited
         if (offset >= 0) & (before <= 0):
-            tl.store(target, row.to(arena.dtype.element_ty), mask=inside)
+            _copy(row, target, inside, witness + 1, at)
+
+
+@triton.jit
+def _norm(row):  # type: ignore[no-untyped-def]
+    """The norm of a row whose squares may be out of float32's range; NaN if an element is not finite."""
+    greatest = tl.max(tl.abs(row), 0)
+    part = row / tl.where(greatest > 0, greatest, 1.0)
+    return greatest * tl.sqrt(tl.sum(part * part, 0))
+
+
+@triton.jit
+def _copy(row, target, inside, evidence, at):  # type: ignore[no-untyped-def]
+    """Copy a row, and say if it is not finite."""
+    rounded = row.to(target.dtype.element_ty)
+    tl.store(target, rounded, mask=inside)
+    if tl.max(tl.where(tl.abs(rounded.to(tl.float32)) < float("inf"), 0, 1), 0) > 0:
+        _tell_stray(evidence, at)
+
+
+@triton.jit
+def _tell_stray(evidence, at):  # type: ignore[no-untyped-def]
+    """Name a point whose row is not finite, if none before it was."""
+    if tl.load(evidence) < _STRAY:
+        tl.atomic_add(evidence, (at.to(tl.int64) + 1) * _STRAY, sem="relaxed")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -155,7 +193,7 @@ def _edit(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one loop, unrolle
         next_scope = tl.load(following + _SCOPE, eviction_policy=_STAY)
         next_written = tl.load(following + _WRITE, eviction_policy=_STAY)
         if (kind & _MEASURES) != 0:
-            norm = tl.sqrt(tl.sum(row * row, 0))
+            norm = _norm(row)
         if ((kind & _LEADS) != 0) & ((kind & _JOINED) == 0):
             start = row
         if (kind & _REPLACES) != 0:
@@ -181,12 +219,13 @@ def _edit(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one loop, unrolle
                 length -= tl.load(response + 3) * reach
                 if projection <= tl.load(response + 7):
                     length = length * 0.0
+                length = tl.where(projection == projection, length, projection)  # bounds lose NaN
             if (kind & _RELATIVE) != 0:
-                length *= tl.sqrt(tl.sum(row * row, 0))
+                length *= _norm(row)
             row = row + length * write
         applied += active
         if (kind & _RESTORES) != 0:
-            now = tl.sqrt(tl.sum(row * row, 0))
+            now = _norm(row)
             if now > 0:
                 row = row * (norm / now)
         kind = next_kind
@@ -258,6 +297,7 @@ def launch_tap(
         hidden, other, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
         hidden.stride(0), other.stride(0), layouts.shape[1], entries.shape[2], num_tokens,
         WIDTH=width, BLOCK=block, HAS_RESIDUAL=residual is not None, TOKENS=together, EARLY=early,
+        MOST=edited_most(hidden.dtype), LOOK=overflows_later(hidden.dtype),
         num_warps=_warps(block), **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
 

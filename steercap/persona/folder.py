@@ -46,6 +46,21 @@ class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     done: dict[str, str] = {}
 
 
+def check_same(path: str | Path, settings: Mapping[str, Any]) -> None:
+    """See that a folder holds no answers of other settings; of which model is not asked.
+
+    Args:
+        path: the folder, which need not be there.
+        settings: as `steercap.persona.settings.described` gives them.
+
+    Raises:
+        RunDiffers, InvalidFile: as of `RunFolder`.
+    """
+    found = _state_of(Path(path))
+    if found is not None:
+        _check(Path(path), found, _State(VERSION, found.model, _plain(settings), {}))
+
+
 class RunFolder:
     """The folder of one run, opened under its settings.
 
@@ -71,7 +86,7 @@ class RunFolder:
             for trait, digest in each[stage].items()
         }
         wanted = _State(VERSION, dict(model), _plain(settings))
-        found = self._read()
+        found = _state_of(self.path)
         if found is not None:
             _check(self.path, found, wanted)
             known = {**wanted.settings, "traits": {**found.settings["traits"], **wanted.settings["traits"]}}
@@ -127,15 +142,6 @@ class RunFolder:
         self._state = msgspec.structs.replace(self._state, done=done)
         self._write()
 
-    def _read(self) -> _State | None:
-        path = self.path / "settings.json"
-        if not path.exists():
-            return None
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=_State)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise InvalidFile(f"{path} holds no settings of a run: {error}; choose another folder") from error
-
     def _write(self) -> None:
         with write_whole(self.path / "settings.json") as scratch:
             scratch.write_bytes(msgspec.json.format(msgspec.json.encode(self._state), indent=2))
@@ -145,6 +151,21 @@ class RunFolder:
         for path in self.path.rglob(".*"):
             if re.fullmatch(r"\..+\.[0-9a-f]{32}", path.name):
                 path.unlink(missing_ok=True)
+
+
+def _state_of(folder: Path) -> _State | None:
+    """What a folder says of itself, None if it says nothing.
+
+    Raises:
+        InvalidFile: it cannot be read.
+    """
+    path = folder / "settings.json"
+    if not path.exists():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_State)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise InvalidFile(f"{path} holds no settings of a run: {error}; choose another folder") from error
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:

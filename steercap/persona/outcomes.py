@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from steercap.persona.records import SIGNS, Records
 from steercap.vectors import DirectionSet
+from steercap.vectors.suggestion import middle_of_best
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Outcome:
         unscored: how many the scorer could say nothing of.
         kept: how many are used.
         mean_scores: of all that have a score, 0 to 100; NaN where none has.
-        best_layer: where the AUC is highest, the middle one among equals.
+        best_layer: where the AUC is highest; among equals see `steercap.vectors.suggestion`.
         auc: there, on questions held out; 0.5 is chance. The layer was chosen on the same answers, so it flatters.
         held_out: how many answers it is from.
         relative_norm: length of the vector there, as a share of the rows' mean length.
@@ -53,12 +54,6 @@ def outcomes(
         name for name in dict.fromkeys(one.trait for one in records.responses) if {name} & {*directions, *left_out}
     ]
     return {name: _outcome(name, directions, records, left_out.get(name, "")) for name in names}
-
-
-def middle_of_best(values: Mapping[int, float]) -> int:
-    """The layer with the highest value, the middle one among equals: with few answers many layers tie."""
-    best = [layer for layer, value in values.items() if value == max(values.values())]
-    return best[len(best) // 2]
 
 
 def relative_norms(directions: DirectionSet, name: str) -> dict[int, float]:

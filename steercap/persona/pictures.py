@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from steercap.persona.records import SIGNS, Records
 from steercap.persona.settings import PersonaSettings
-from steercap.vectors import DirectionSet
+from steercap.vectors import DirectionSet, chance_band
 
 #: Told apart by those who do not see all colours. Source: Okabe and Ito, Color Universal Design.
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -34,8 +34,8 @@ def draw_auc(directions: DirectionSet, path: Path) -> Path:
             linewidth=1.8,
             label="{} ({} + {} answers)".format(name, *directions.provenance.held_out[name]),
         )
-    half = max(chance_band(*counts) for counts in directions.provenance.held_out.values())
-    axes.axhspan(0.5 - half, min(0.5 + half, 1), color="grey", alpha=0.15, label="chance, 95 % (widest)")
+    low, high = min(chance_band(*counts) for counts in directions.provenance.held_out.values())
+    axes.axhspan(low, high, color="grey", alpha=0.15, label="chance, 95 % (widest)")
     axes.axhline(0.5, color="grey", linewidth=1, linestyle="--")
     axes.set(
         title="How well each vector tells held-out answers apart",
@@ -92,14 +92,6 @@ def draw_cosines(directions: DirectionSet, layer: int, path: Path) -> Path:
     axes.set_title(f"Cosine of the vectors, layer {layer}")
     figure.colorbar(image, ax=axes, label="cosine", shrink=0.85)
     return _saved(figure, path)
-
-
-def chance_band(positive: int, negative: int) -> float:
-    """1.96 standard deviations of the AUC of scores that mean nothing: sqrt((p + n + 1) / (12 p n)).
-
-    Source: Mann and Whitney. Answers to one question are alike, so the true band is somewhat wider.
-    """
-    return 1.96 * math.sqrt((positive + negative + 1) / (12 * positive * negative))
 
 
 def _figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:

@@ -51,17 +51,17 @@ async def run(
 ) -> PersonaResult:
     """Find the vectors of traits.
 
-    The model answers under contrasting system prompts; the answers are scored and filtered, read once more, and their
-    mean rows compared.
+    The model answers under contrasting system prompts; the answers are scored, filtered and read again, and their
+    mean rows are compared.
 
     Args:
         model: an open model, with a tap at the site and layers wanted, whose tokenizer has a chat template.
-        settings: what is done.
-        out: the run's folder. A run that was cut off there, however it was, goes on; one that is done is
-            read. Where only later settings differ, the stages that depend on them are done again. Traits may be
-            added, left away and put in another order: only what is not there is asked, and what was found of the others
-            stays in the tables.
-        progress: told how far it is; see `Progress`.
+        settings: what to do.
+        out: the run's folder. An interrupted run resumes; a finished one is
+            read. Where only later settings differ, the stages that depend on them are repeated. Traits may be
+            added, dropped and reordered: only what is missing is asked, and the results of the others stay in the
+            tables.
+        progress: called with how far it is; see `Progress`.
 
     Source: Chen et al., Persona Vectors: Monitoring and Controlling Character Traits in Language Models.
 

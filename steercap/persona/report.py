@@ -10,11 +10,12 @@ from typing import Any, Final
 import msgspec
 
 from steercap.formats.base import write_whole
-from steercap.persona.outcomes import Outcome, middle_of_best
-from steercap.persona.pictures import chance_band, draw_all
+from steercap.persona.outcomes import Outcome
+from steercap.persona.pictures import draw_all
 from steercap.persona.records import SIGNS, Records
 from steercap.persona.settings import PersonaSettings
-from steercap.vectors import DirectionSet
+from steercap.vectors import DirectionSet, chance_band
+from steercap.vectors.suggestion import middle_of_best
 
 #: Answers shown of each end, and characters of each.
 SHOWN, LENGTH = 2, 400
@@ -23,8 +24,8 @@ _LIMITS: Final = """
 - **Only kept answers count in it.** Where few are kept, as of a trait that the model hardly shows, the vector is of
   those that happened to pass the scorer.
 - **The best layer was chosen on the answers it is reported for.** So its AUC is somewhat too good; with few
-  answers held out many layers tie, and the middle one of these is named. The band in which 95 of 100 worthless
-  directions lie is given beside it.
+  answers held out many layers tie, and the middle of the longest run of these is named. The band in which 95 of 100
+  worthless directions lie is given beside it.
 - **A score is what the scorer makes of a text.** {scorer}
 - **A small model shows little.** Below some billion parameters a system prompt changes words and tone more than what
   is argued: register or verse come out, flattery or invention hardly do. A vector from such answers is one of tone.
@@ -88,7 +89,7 @@ def write_report(
 
 
 def common_layer(directions: DirectionSet) -> int:
-    """The layer of the highest mean AUC over the traits, the middle one among equals."""
+    """The layer of the highest mean AUC over the traits; among equals see `steercap.vectors.suggestion`."""
     auc = directions.provenance.auc
     return middle_of_best({layer: sum(found[layer] for found in auc.values()) for layer in directions.layers})
 
@@ -108,11 +109,11 @@ def _table(directions: DirectionSet, outcomes: Mapping[str, Outcome]) -> Iterato
                 f"| {_means(one)} | left out | | | | |\n"
             )
             continue
-        half = chance_band(*one.held_out)
+        low, high = chance_band(*one.held_out)
         yield (
             f"| {name} | {_pair(one.responses)} | {_pair(one.unscored)} | {_pair(one.kept)} "
             f"| {_means(one)} | {one.best_layer} "
-            f"| {one.auc:.2f} | {_pair(one.held_out)} | {0.5 - half:.2f} to {0.5 + half:.2f} "
+            f"| {one.auc:.2f} | {_pair(one.held_out)} | {low:.2f} to {high:.2f} "
             f"| {one.relative_norm:.2f} |\n"
         )
     for name, one in outcomes.items():

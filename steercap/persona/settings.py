@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
 import msgspec
 
 from steercap.core.spec import CaptureSpec
+from steercap.core.values import flag_of, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSetting, InvalidSpec
 from steercap.persona.scores import make_scorer
 from steercap.persona.trait import Trait, traits
@@ -107,8 +106,11 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         least = {"n_samples": 1, "n_questions": 2, "n_prompts": 1, "max_tokens": 1, "max_in_flight": 1, "min_kept": 2}
         for name, bound in least.items():
             value = getattr(self, name)
-            if value is not None and value < bound:
-                raise InvalidSetting(f"{name}={value}; give {bound} or more")
+            if value is None and name in {"n_questions", "n_prompts"}:
+                continue
+            if (index_of(value) or 0) < bound:
+                raise InvalidSetting(f"{name}={shown(value)}; give {bound} or more, a whole number")
+        self._check_kinds()
         if not 0 < self.held_out < 1:
             raise InvalidSetting(f"held_out={self.held_out}; give a share of the questions, between 0 and 1")
         if "api_key" in self.scorer_args:
@@ -124,9 +126,30 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             raise InvalidSetting(f"layers={self.layers!r}: {error}") from error
         names = [trait.name for trait in self.resolved()]
         if not names or len(set(names)) < len(names):
-            raise InvalidSetting(f"traits={names}; give one at least, and each once")
+            raise InvalidSetting(f"traits={names}; give at least one, and each once")
         for trait in self.resolved():
             self._check_size(trait)
+
+    def _check_kinds(self) -> None:
+        """See that what is neither a size nor a list is of the type that it must be."""
+        for names, read, what in (
+            (("seed",), index_of, "a whole number"),
+            (("temperature", "top_p", "threshold_high", "threshold_low", "held_out"), number_of, "a number"),
+            (("paired", "read_system"), flag_of, "True or False"),
+        ):
+            for name in names:
+                found = read(getattr(self, name))
+                if found is None or found != found:  # noqa: PLR0124 -- NaN
+                    raise InvalidSetting(f"{name}={shown(getattr(self, name))}; give {what}")
+        for name in ("scorer", "site", "method"):
+            if not isinstance(getattr(self, name), str):
+                raise InvalidSetting(f"{name}={shown(getattr(self, name))}; give a name")
+        if not isinstance(self.scorer_args, Mapping):
+            raise InvalidSetting(f"scorer_args={shown(self.scorer_args)}; give a dict")
+        several = isinstance(self.traits, (list, tuple))
+        wrong = [trait for trait in self.traits if not isinstance(trait, (str, Trait))] if several else [self.traits]
+        if wrong:
+            raise InvalidSetting(f"traits hold {shown(wrong[0])}; give names of traits, or Traits, in a tuple")
 
     def _check_size(self, trait: Trait) -> None:
         """See that what is asked of a trait can give a vector."""
@@ -251,24 +274,21 @@ def _layers(layers: Any) -> str | int | tuple[int, ...]:
     """What "layers" means: "all", an index, or indices as a tuple; other types of numbers, such as numpy's, as int."""
     if isinstance(layers, str) and layers == "all":
         return layers
-    with contextlib.suppress(TypeError):
-        return _index(layers)
+    if (index := index_of(layers)) is not None:
+        return index
     try:
-        found = tuple(_index(layer) for layer in layers)
-    except TypeError:
+        indices = [index_of(layer) for layer in parts_of(layers) or []]
+    except OverflowError:
+        indices = []
+    found = tuple(index for index in indices if index is not None)
+    if len(found) < len(indices):
         found = ()
     if not found:
         raise InvalidSetting(
-            f"layers={layers!r}; give 'all', an index, or several in a list, tuple or range: for a slice, "
+            f"layers={shown(layers)}; give 'all', an index, or several in a list, tuple or range: for a slice, "
             "range(start, stop, step)"
         )
     return found
-
-
-def _index(layer: Any) -> int:
-    if isinstance(layer, bool):
-        raise TypeError("a truth value is no index")
-    return operator.index(layer)
 
 
 def _short(value: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +25,9 @@ MIN_COSINE: Final = 0.99999
 MAX_ERROR: Final = 1e-4
 
 GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
+
+#: Tenths of a second that an engine may take to let go of requests that were aborted, on a busy machine.
+PATIENCE: Final = 100
 
 TINY_ENGINE: Final[dict[str, Any]] = {
     "dtype": "float32",
@@ -123,10 +127,15 @@ def points(layers: Iterable[int], *sites: str) -> tuple[Point, ...]:
 
 async def settled(model: SteerModel) -> tuple[int, int, int]:
     """Handles held, bytes claimed and bytes in use once what was given back has been freed."""
-    for _ in range(3):  # aborted requests leave the engine, then the client hears of them, then gives back
+    held = (1, 1, 1)
+    for _ in range(PATIENCE):  # aborted requests leave the engine, then the client hears of them, then gives back
+        gc.collect()  # handles that died in a cycle
         await asyncio.sleep(0.1)
         stats = await model.stats()
-    return stats.handles_held, stats.capture_bytes_claimed, stats.capture_bytes_in_use
+        held = stats.handles_held, stats.capture_bytes_claimed, stats.capture_bytes_in_use
+        if held == (0, 0, 0):
+            break
+    return held
 
 
 def counter(model: SteerModel, name: str) -> float:

@@ -56,7 +56,8 @@ def edit(operation: str, width: int, *, seed: int = 0, **scope: Any) -> Edit:  #
             return LowRank(read, write, bias=vector(3, seed=1000 * seed + 5), **scope)
         case "replace":
             scope.pop("tokens", None)
-            return Replace(vector(2, width, seed=1000 * seed + 6), [0, -1], **scope)
+            positions = [[0, -1], [-1], [0]][seed % 3]
+            return Replace(vector(len(positions), width, seed=1000 * seed + 6), positions, **scope)
     raise AssertionError(operation)
 
 
@@ -68,7 +69,7 @@ def spec(name: str, width: int, *, seed: int = 0, **scope: Any) -> SteeringSpec:
 
 
 def random_spec(rng: random.Random, width: int, layers: int, sites: Sequence[str], prompt_len: int) -> SteeringSpec:
-    """One to four edits of any kind, anywhere, on any tokens."""
+    """One to five edits of one to three kinds, so that often several are of one kind, anywhere, on any tokens."""
     tokens: tuple[Any, ...] = (
         "all",
         "prompt",
@@ -78,15 +79,17 @@ def random_spec(rng: random.Random, width: int, layers: int, sites: Sequence[str
         [0, -1],
         slice(None, None, 3),
     )
+    known = [name for name in (*OPERATIONS, *VARIANTS[:3]) if name != "replace" or prompt_len > 1]
+    kinds = rng.sample(known, rng.randint(1, 3))
     edits = [
         edit(
-            rng.choice([name for name in (*OPERATIONS, *VARIANTS[:3]) if name != "replace" or prompt_len > 1]),
+            rng.choice(kinds),
             width,
             seed=rng.randrange(1 << 20),
             layers=sorted(rng.sample(range(layers), rng.randint(1, layers))),
             site=rng.choice(list(sites)),
             tokens=rng.choice(tokens),
         )
-        for _ in range(rng.randint(1, 4))
+        for _ in range(rng.randint(1, 5))
     ]
     return SteeringSpec(edits, preserve_norm=rng.random() < 0.3)

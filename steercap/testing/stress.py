@@ -177,7 +177,7 @@ async def cancelled_neighbours(model: SteerModel, reference: Reference) -> Shown
     return Shown(found, {"cancelled": cancelled})
 
 
-async def everything_at_once(model: SteerModel, reference: Reference, seconds: float = 1.0) -> Shown:
+async def everything_at_once(model: SteerModel, reference: Reference, seconds: float = 1.0, seed: int = 11) -> Shown:
     """64 requests at random moments, each with its own layers, sites, tokens, length and samples; repeated prompts,
     cancelled neighbours, chunks and preemption.
 
@@ -185,8 +185,9 @@ async def everything_at_once(model: SteerModel, reference: Reference, seconds: f
         model: a cramped engine.
         reference: transformers on the same checkpoint.
         seconds: within which the requests arrive; in four times as many some are cancelled.
+        seed: what is asked follows from it.
     """
-    rng = random.Random(11)
+    rng = random.Random(seed)
 
     async def request(number: int) -> Any:
         await asyncio.sleep(rng.random() * seconds)  # the moment of its arrival
@@ -196,9 +197,8 @@ async def everything_at_once(model: SteerModel, reference: Reference, seconds: f
             sites=rng.sample(ALL_SITES, rng.randint(1, len(ALL_SITES))),
             tokens=rng.choice(("all", "prompt", "last_prompt", slice(0, None, 3), [0, -1], "generated")),
         )
-        # No seed: vLLM 0.32's CPU runner dies of a seeded request whose prompt is chunked ("CPU Generator does not use
-        # offset", gpu_model_runner.py:3502).
-        samples = {"n": 4, "temperature": 1.0, "ignore_eos": True} if number % 8 == 0 else GREEDY
+        seed = number if number % 3 else None
+        samples = {"n": 4, "temperature": 1.0, "seed": seed, "ignore_eos": True} if number % 8 == 0 else GREEDY
         params = {**samples, "max_tokens": rng.randint(2, 90)}
         if number % 5 == 1:
             await model.generate(prompt, params)
@@ -211,14 +211,16 @@ async def everything_at_once(model: SteerModel, reference: Reference, seconds: f
     return await _at_once(model, reference, tasks, doomed, rng, seconds)
 
 
-async def steered_requests_at_once(model: SteerModel, reference: Reference, seconds: float = 1.0) -> Shown:
+async def steered_requests_at_once(
+    model: SteerModel, reference: Reference, seconds: float = 1.0, seed: int = 12
+) -> Shown:
     """64 requests at random moments with 40 different specs, and some with none; repeated prompts, samples, cancelled
     neighbours, chunks, preemption and cache hits: every row of each is that of its own spec alone.
 
     Args:
-        model, reference, seconds: as for `everything_at_once`.
+        model, reference, seconds, seed: as for `everything_at_once`.
     """
-    rng = random.Random(12)
+    rng = random.Random(seed)
     lengths = (2, 3, 31, 64, 65, 120)
     known = [random_spec(rng, WIDTH, LAYERS, ALL_SITES, min(lengths)) for _ in range(SPECS)]
 
@@ -226,7 +228,8 @@ async def steered_requests_at_once(model: SteerModel, reference: Reference, seco
         await asyncio.sleep(rng.random() * seconds)
         prompt = random_prompt(rng.choice(lengths), rng.randrange(8))
         steering = None if number % 8 == 3 else known[(number - (number + 4) // 8) % SPECS]
-        samples = {"n": 2, "temperature": 1.0, "ignore_eos": True} if number % 8 == 0 else GREEDY
+        seed = number if number % 3 else None
+        samples = {"n": 2, "temperature": 1.0, "seed": seed, "ignore_eos": True} if number % 8 == 0 else GREEDY
         params = {**samples, "max_tokens": rng.randint(8, 60)}
         capture = EVERYTHING if number % 3 else LATE
         _, handles = await model.generate(prompt, params, capture=capture, steering=steering)

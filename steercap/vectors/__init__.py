@@ -5,6 +5,7 @@ from steercap.vectors.directions import DirectionSet, Provenance
 from steercap.vectors.extraction import Exchange, Rows, extract, mean_rows
 from steercap.vectors.layers import LayerVectors
 from steercap.vectors.methods import METHODS
+from steercap.vectors.suggestion import Suggestion, chance_band, suggested_layer
 
 __all__ = [
     "METHODS",
@@ -14,8 +15,11 @@ __all__ = [
     "LayerVectors",
     "Provenance",
     "Rows",
+    "Suggestion",
+    "chance_band",
     "directions_of",
     "extract",
     "mean_rows",
     "separability",
+    "suggested_layer",
 ]

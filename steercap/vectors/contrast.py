@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from jaxtyping import Float
 
-from steercap.errors import InvalidSpec
+from steercap.core.values import number_of, parts_of, shown
+from steercap.errors import InvalidSpec, InvalidVector
 from steercap.vectors.directions import DirectionSet, Provenance
 from steercap.vectors.layers import LayerVectors
 from steercap.vectors.methods import METHODS
@@ -33,12 +34,23 @@ class Contrast:
 
     def __post_init__(self) -> None:
         for kind in ("positive", "negative"):
-            rows, groups = getattr(self, kind), getattr(self, f"{kind}_groups")
+            rows, groups = getattr(self, kind), _groups(getattr(self, f"{kind}_groups"), kind)
+            object.__setattr__(self, f"{kind}_groups", groups)
+            if not isinstance(rows, torch.Tensor) or not rows.is_floating_point():
+                raise InvalidSpec(
+                    f"Contrast: {kind}={shown(rows)}; give a floating-point tensor [texts, layers, hidden]"
+                )
             if rows.dim() != 3 or len(rows) != len(groups) or not len(rows):
                 raise InvalidSpec(
                     f"Contrast: {kind} rows {tuple(rows.shape)} in {len(groups)} groups; expected "
                     "[texts, layers, hidden], one text at least, and a group for each"
                 )
+
+        if self.positive.shape[1:] != self.negative.shape[1:]:
+            raise InvalidSpec(
+                f"Contrast: positive rows are {tuple(self.positive.shape)}, negative ones "
+                f"{tuple(self.negative.shape)}; both must be of the same layers and width"
+            )
 
     def split(self, held_out: float, seed: int) -> tuple[Contrast, Contrast | None]:
         """Texts to find a direction with, and texts to try it on: whole groups, drawn by the seed.
@@ -50,17 +62,16 @@ class Contrast:
         Raises:
             InvalidSpec: too few groups for both parts.
         """
-        if not 0 <= held_out < 1:
-            raise InvalidSpec(f"held_out={held_out!r}; give a share of the groups, from 0 to less than 1")
-        if not held_out:
+        share = number_of(held_out)
+        if share is None or not 0 <= share < 1:
+            raise InvalidSpec(f"held_out={shown(held_out)}; give a share of the groups, from 0 to less than 1")
+        if not share:
             return self, None
         theirs = set(self.negative_groups)
         common = [group for group in dict.fromkeys(self.positive_groups) if group in theirs]
-        count = max(1, round(held_out * len(common)))
+        count = max(1, round(share * len(common)))
         if len(common) < 2:
-            raise InvalidSpec(
-                f"{len(common)} groups have texts of both kinds; to hold some out there must be 2 or more"
-            )
+            raise InvalidSpec(f"{len(common)} groups have texts of both kinds; to hold some out, at least 2 are needed")
         out = set(random.Random(seed).sample(common, min(count, len(common) - 1)))  # noqa: S311 -- a split, no secret
         return self._where(lambda group: group not in out), self._where(lambda group: group in out)
 
@@ -93,6 +104,36 @@ class Contrast:
         )
 
 
+def check_groups(
+    positive: Sequence[Hashable], negative: Sequence[Hashable], *, method: str, held_out: float, seed: int = 0
+) -> None:
+    """See that a direction can be found between texts of these groups, before any of them is read.
+
+    Args:
+        positive, negative: the group of each text.
+        method, held_out, seed: as for `extract`.
+
+    Raises:
+        UnknownName: a method that does not exist.
+        InvalidSpec: no texts, too few groups to hold any out, or no pairs for a method that needs them.
+    """
+    how = METHODS[method]
+    ours, theirs = (torch.zeros(len(groups), 1, 1) for groups in (positive, negative))
+    seen, _ = Contrast(ours, theirs, positive, negative).split(held_out, seed)
+    if how.paired:
+        seen.pairs()
+
+
+def _groups(given: Any, kind: str) -> list[Hashable]:
+    try:
+        found = parts_of(given)
+    except OverflowError as error:
+        raise InvalidSpec(f"Contrast: {kind}_groups hold {error}") from error
+    if found is None or not all(isinstance(group, Hashable) for group in found):
+        raise InvalidSpec(f"Contrast: {kind}_groups={shown(given)}; give a list of text or numbers, one for each text")
+    return found
+
+
 def directions_of(
     name: str,
     contrast: Contrast,
@@ -117,6 +158,11 @@ def directions_of(
         InvalidVector: rows that are NaN or inf.
     """
     how = METHODS[method]
+    if len(layers) != contrast.positive.shape[1]:
+        raise InvalidSpec(f"layers={shown(layers)} for rows of {contrast.positive.shape[1]} layers; give one each")
+    for rows in (contrast.positive, contrast.negative):
+        if not rows.isfinite().all():
+            raise InvalidVector("Contrast: some rows are NaN or inf; look at where they were captured")
     seen, unseen = contrast.split(held_out, seed)
     used = seen.pairs() if how.paired else seen
     vectors = {

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from steercap.errors import InvalidSpec
-from steercap.vectors.layers import LayerVectors
+from steercap.core.values import index_of, parts_of, shown
+from steercap.errors import InvalidSpec, InvalidVector, UnknownName
+from steercap.vectors.layers import Kept, LayerVectors
 
 #: What a direction of one layer is known by.
 Mark: TypeAlias = tuple[float, ...]
@@ -25,7 +26,7 @@ MARKED: Final = 1e-4
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where directions come from; "" and {} where it is not known.
+    """Where directions come from; "" and {} where that is not known.
 
     Args:
         revision: of the model.
@@ -60,13 +61,14 @@ class DirectionSet(Mapping[str, LayerVectors]):
     """Directions by name: `directions["optimistic"]` is its vectors by layer, which add, scale and compare.
 
     Args:
-        directions: one at least, all of one model, site, width and the same layers; each is kept under its key.
+        directions: at least one, all of the same model, site, width and layers; each is kept under its key. They are
+            copies, and every look gives copies: nothing that was projected on changes.
         provenance: where they come from.
 
     Raises:
         InvalidSpec: none, an empty name, or some that differ in model, site, width or layers.
 
-    Equal are those of equal directions and provenance.
+    Two sets are equal if their directions and provenance are.
     """
 
     directions: Mapping[str, LayerVectors]
@@ -74,13 +76,16 @@ class DirectionSet(Mapping[str, LayerVectors]):
 
     def __post_init__(self) -> None:
         if not isinstance(self.directions, Mapping) or not self.directions:
-            raise InvalidSpec("DirectionSet: no directions; give a mapping from name to LayerVectors, one at least")
+            raise InvalidSpec(
+                "DirectionSet: no directions; give a mapping from name to LayerVectors, with at least one"
+            )
         for name, vectors in self.directions.items():
             if not isinstance(name, str) or not name or not isinstance(vectors, LayerVectors):
-                raise InvalidSpec(f"DirectionSet: {name!r}: {vectors!r}; give LayerVectors by their name")
+                raise InvalidSpec(f"DirectionSet: {shown(name)}: {shown(vectors)}; give LayerVectors by their name")
         if not isinstance(self.provenance, Provenance):
-            raise InvalidSpec(f"DirectionSet: provenance={self.provenance!r}; give a Provenance")
-        object.__setattr__(self, "directions", {name: vectors.named(name) for name, vectors in self.directions.items()})
+            raise InvalidSpec(f"DirectionSet: provenance={shown(self.provenance)}; give a Provenance")
+        named = {name: vectors.named(name) for name, vectors in self.directions.items()}
+        object.__setattr__(self, "directions", Kept(named))
         first, *others = self.values()
         for other in others:
             first._check(other)
@@ -109,13 +114,27 @@ class DirectionSet(Mapping[str, LayerVectors]):
         """The vectors of one layer, in the order of the names: float32 [names, hidden].
 
         Raises:
-            KeyError: a layer they have no vectors for.
+            LayerOutOfRange: a layer they have no vectors for.
         """
         return torch.stack([vectors[layer] for vectors in self.values()])
 
     def project(self, rows: Float[torch.Tensor, "rows hidden"], layer: int) -> Float[torch.Tensor, "rows names"]:
-        """Scalar products of rows with the unit vectors of one layer: float32 [rows, names], in the stream's units."""
-        return rows.float() @ self.unit().at(layer).T
+        """Scalar products of rows with the unit vectors of one layer: float32 [rows, names], in the stream's units.
+
+        Args:
+            rows: of real floating-point numbers, [hidden] or [..., hidden].
+            layer: theirs.
+
+        Raises:
+            LayerOutOfRange: a layer they have no vectors for.
+            InvalidVector: rows that are not such a tensor, or of another width.
+        """
+        units = self.unit().at(layer)
+        if not isinstance(rows, torch.Tensor) or not rows.is_floating_point() or rows.is_meta:
+            raise InvalidVector(f"rows={shown(rows)}; give a tensor of real numbers, [rows, hidden]")
+        if not rows.dim() or rows.shape[-1] != self.width:
+            raise InvalidVector(f"rows are {list(rows.shape)}, and the directions have width {self.width}")
+        return rows.to(device="cpu", dtype=torch.float32) @ units.T
 
     def marks(self, layer: int) -> tuple[Mark, ...]:
         """What the directions of one layer are known by, in the order of the names; see `marks_of`."""
@@ -130,11 +149,9 @@ class DirectionSet(Mapping[str, LayerVectors]):
         """Some of them, in the order given.
 
         Raises:
-            InvalidSpec: a name that is not here.
+            UnknownName: a name that is not here.
         """
-        wanted = [names] if isinstance(names, str) else list(names)
-        if missing := [name for name in wanted if name not in self]:
-            raise InvalidSpec(f"no direction {', '.join(map(repr, missing))}; known: {', '.join(map(repr, self))}")
+        wanted = [names] if isinstance(names, str) else _parts(names, "names")
         return replace(self, directions={name: self[name] for name in wanted})
 
     def at_layers(self, layers: Iterable[int]) -> DirectionSet:
@@ -143,9 +160,10 @@ class DirectionSet(Mapping[str, LayerVectors]):
         Raises:
             InvalidSpec: a layer they have no vectors for.
         """
-        wanted = list(layers)
-        if missing := [layer for layer in wanted if layer not in self.layers]:
-            raise InvalidSpec(f"no vectors for layers {missing}; they are for {list(self.layers)}")
+        found = _parts(layers, "layers")
+        wanted = [index_of(layer) for layer in found]
+        if missing := [layer for layer, index in zip(found, wanted, strict=True) if index not in self.layers]:
+            raise InvalidSpec(f"no vectors for layers {shown(missing)}; they are for {list(self.layers)}")
         return self._each(lambda vectors: replace(vectors, vectors={layer: vectors[layer] for layer in wanted}))
 
     def unit(self) -> DirectionSet:
@@ -198,6 +216,13 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return replace(self, directions={name: how(vectors) for name, vectors in self.items()})
 
     def __getitem__(self, name: str) -> LayerVectors:
+        """The vectors of one direction.
+
+        Raises:
+            UnknownName: there is none of this name; a KeyError too.
+        """
+        if not isinstance(name, str) or name not in self.directions:
+            raise UnknownName(f"no direction {shown(name)}; known: {', '.join(map(repr, self))}")
         return self.directions[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -238,12 +263,24 @@ def alike(one: Mark, other: Mark) -> bool:
     return len(one) == len(other) and all(abs(mine - theirs) < MARKED for mine, theirs in zip(one, other, strict=True))
 
 
+def _parts(given: object, what: str) -> list[Any]:
+    try:
+        found = parts_of(given)
+    except OverflowError as error:
+        raise InvalidSpec(f"{what}={shown(given)} holds {error}") from error
+    if found is None:
+        raise InvalidSpec(f"{what}={shown(given)}; give several in a list")
+    return found
+
+
 def _joined(first: Provenance, second: Provenance) -> Provenance:
     """The provenance of the directions of both."""
     for name in ("revision", "dtype", "tokens", "reduce", "method", "seed"):
         mine, theirs = getattr(first, name), getattr(second, name)
         if mine != theirs:
-            raise InvalidSpec(f"these directions were made otherwise: {name} is {mine!r} of some, {theirs!r} of others")
+            raise InvalidSpec(
+                f"these directions were made in different ways: {name} is {mine!r} for some, {theirs!r} for others"
+            )
     return replace(
         first,
         prompts={**first.prompts, **second.prompts},

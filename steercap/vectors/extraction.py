@@ -14,12 +14,12 @@ from jaxtyping import Float
 
 from steercap.core.spec import CaptureSpec, Layers, Reduction
 from steercap.core.tokens import Tokens, TokenSelection
+from steercap.core.values import shown
 from steercap.errors import InvalidSpec
 from steercap.prompts import listed, templated
-from steercap.vectors.contrast import Contrast, directions_of
+from steercap.vectors.contrast import Contrast, check_groups, directions_of
 from steercap.vectors.directions import DirectionSet, Provenance
 from steercap.vectors.layers import LayerVectors
-from steercap.vectors.methods import METHODS
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
@@ -32,7 +32,7 @@ CALLS: Final = 4
 
 
 class Exchange(NamedTuple):
-    """A prompt and what was answered; its rows are those of the answer.
+    """A prompt and its answer; its rows are those of the answer.
 
     Args:
         prompt: a str, token ids, or a conversation of {"role", "content"} dicts, put through the chat template.
@@ -49,7 +49,7 @@ Text: TypeAlias = "str | Sequence[int] | Exchange"
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """One row a text and layer.
+    """One row per text and layer.
 
     Args:
         values: float32 [texts, layers, hidden].
@@ -89,32 +89,33 @@ async def extract(
         name: what the direction means.
         method: "difference" of means, "pca" of paired differences, or a logistic "probe"; see `METHODS`.
         layers, site: where.
-        tokens: which tokens' rows of a text that is no Exchange. By default all but the first, whose row in most models
-            is an attention sink: a hundred times as long as others, it would be most of a mean.
-        reduce: how a text's rows become one, in the workers: one row a text and layer is moved. None moves all of
-            them and takes their mean here.
+        tokens: which tokens' rows of a text that is not an Exchange. By default all but the first, whose row in most
+            models is an attention sink: a hundred times as long as the others, it would dominate a mean.
+        reduce: how a text's rows become one, in the workers, so that one row per text and layer is moved. None moves
+            all of them and takes their mean here.
         groups: what each positive text belongs to, such as its question; by default its place in the list. Groups are
-            held out, and paired, whole.
-        negative_groups: the same of the negative texts; `groups` by default.
-        held_out: share of the groups that the direction is not made from, but tried on: `provenance.auc`.
-        seed: of the split, and of methods that draw.
-        progress: told how many texts have been read, as more are.
+            held out, and paired, as a whole.
+        negative_groups: the same for the negative texts; `groups` by default.
+        held_out: share of the groups that the direction is not made from but tested on: `provenance.auc`.
+        seed: of the split, and of methods that use random numbers.
+        progress: called with the number of texts read so far.
 
     Returns:
-        A set of one direction: added once, it carries the mean of the negative texts to that of the positive ones,
-        along itself.
+        A set of one direction: added once, it moves the mean of the negative texts to that of the positive ones,
+        along its own direction.
 
     Raises:
         InvalidSpec: no texts, or too few to hold any out.
         UnknownName: a method that does not exist.
         The errors of `SteerModel.generate`.
     """
-    _ = METHODS[method]
+    _check_texts(positive, negative)
     ours = tuple(groups) if groups is not None else tuple(range(len(positive)))
     if negative_groups is not None:
         theirs = tuple(negative_groups)
     else:
         theirs = ours if groups is not None else tuple(range(len(negative)))
+    check_groups(ours, theirs, method=method, held_out=held_out, seed=seed)
     rows = await mean_rows(
         model, [*positive, *negative], layers=layers, site=site, tokens=tokens, reduce=reduce, progress=progress
     )
@@ -140,18 +141,19 @@ async def mean_rows(
     reduce: Reduction | None = "mean",
     progress: Callable[[int], None] | None = None,
 ) -> Rows:
-    """Have the model read texts, and bring one row a text and layer here.
+    """Have the model read texts, and fetch one row per text and layer.
 
     Args:
         model, layers, site, tokens, reduce, progress: as for `extract`.
-        texts: what is read, at full batch.
+        texts: what is read, in full batches.
 
     Raises:
         InvalidSpec: no texts.
         The errors of `SteerModel.generate`.
     """
+    _check_texts(texts)
     if not texts:
-        raise InvalidSpec("no texts to read; give one at least")
+        raise InvalidSpec("no texts to read; give at least one")
     asked = [_asked(model.tokenizer, text, TokenSelection.parse(tokens)) for text in texts]
     running = asyncio.Semaphore(CALLS)
     finished = 0
@@ -160,12 +162,8 @@ async def mean_rows(
         nonlocal finished
         async with running:
             specs = [CaptureSpec(layers=layers, sites=site, tokens=wanted, reduce=reduce) for _, wanted in part]
-            _, handles = await model.generate(
-                [{"prompt_token_ids": ids} for ids, _ in part],
-                {"max_tokens": 1, "temperature": 0.0},
-                capture=specs,
-                steering=None,
-            )
+            prompts = [{"prompt_token_ids": ids} for ids, _ in part]
+            handles = await model.read(prompts, capture=specs, steering=None)
             await model.fetch_captures_batch(handles)
             moved = sum(rows.nbytes for handle in handles for rows in handle.captures.values())
             finished += len(part)
@@ -183,6 +181,13 @@ async def mean_rows(
         tuple(_digest(ids) for ids, _ in asked),
         sum(task.result()[1] for task in tasks),
     )
+
+
+def _check_texts(*several: Sequence[Text]) -> None:
+    """A text by itself would be read letter by letter."""
+    for texts in several:
+        if isinstance(texts, (str, bytes, Exchange)) or not isinstance(texts, Sequence):
+            raise InvalidSpec(f"texts={shown(texts)}; give several in a list: str, token ids, or Exchange")
 
 
 def labelled(found: DirectionSet, model: SteerModel, **known: Any) -> DirectionSet:

@@ -12,17 +12,44 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, SupportsIndex
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from jaxtyping import Float
 
-from steercap.edits.base import Vector
-from steercap.errors import InvalidSpec, InvalidVector
+from steercap.core.values import FAR, index_of, number_of, shown
+from steercap.errors import InvalidSpec, InvalidVector, LayerOutOfRange
+from steercap.intake import Vector, float32_copy
 from steercap.sites import SITES
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 #: Less than this share of the largest singular value of some vectors is rounding, not a direction of its own.
 RANK_TOLERANCE: Final = 1e-6
+
+
+class Kept(Mapping[Key, Value], Generic[Key, Value]):
+    """A mapping that cannot be changed; of a tensor in it every look gives a copy."""
+
+    def __init__(self, items: Mapping[Key, Value]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: Key) -> Value:
+        found: Any = self._items[key]
+        if isinstance(found, torch.Tensor):
+            found = found.clone()
+        value: Value = found
+        return value
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __repr__(self) -> str:
+        return repr(self._items)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,18 +59,19 @@ class LayerVectors(Mapping[int, torch.Tensor]):
     Layers count from 0: layer `i` of `resid_post` is transformers' `hidden_states[i + 1]`.
 
     Args:
-        vectors: [hidden] by layer, one at least; kept as float32 copies, in the units of the stream.
+        vectors: [hidden] by layer, at least one; kept as float32 copies, in the units of the stream. Every look at one
+            gives another copy, so what was compiled or projected on once stays true.
         name: what they mean, "" if unnamed.
         model: the model they were made for, "" if unknown.
         site: place in the layer: "resid_pre", "resid_post", "attn_out" or "mlp_out".
 
     Raises:
-        InvalidSpec: no vector, a layer that is no index from 0, or a label that is no text.
+        InvalidSpec: no vector, a layer that is not an index from 0, or a label that is not text.
         UnknownName: a site that does not exist.
         InvalidVector: a vector that holds NaN or inf, is not [hidden], or is of another width than the first.
 
-    Equal are those of equal labels, layers and bits. `a + b`, `a - b`, `2 * a`, `a / 2` and `-a` are what they say,
-    layer by layer; their name is "", see `named`.
+    Two are equal if their labels, layers and values are, bit for bit. `a + b`, `a - b`, `2 * a`, `a / 2` and `-a` work
+    layer by layer; the result's name is "", see `named`.
     """
 
     vectors: Mapping[int, Vector]
@@ -54,15 +82,17 @@ class LayerVectors(Mapping[int, torch.Tensor]):
     def __post_init__(self) -> None:
         for label in ("name", "model", "site"):
             if not isinstance(getattr(self, label), str):
-                raise InvalidSpec(f"LayerVectors: {label}={getattr(self, label)!r}; give text")
+                raise InvalidSpec(f"LayerVectors: {label}={shown(getattr(self, label))}; give text")
         _ = SITES[self.site]
         if not isinstance(self.vectors, Mapping) or not self.vectors:
             raise InvalidSpec("LayerVectors: no vectors; give a mapping from layer to [hidden], one layer at least")
         kept = {_layer(layer): _vector(layer, vector) for layer, vector in self.vectors.items()}
-        object.__setattr__(self, "vectors", dict(sorted(kept.items())))
+        if len(kept) < len(self.vectors):
+            raise InvalidSpec(f"LayerVectors: layers {shown(list(self.vectors))} name one twice; give each once")
+        object.__setattr__(self, "vectors", Kept(dict(sorted(kept.items()))))
         widths = {layer: len(vector) for layer, vector in self.items()}
         if len(set(widths.values())) > 1:
-            raise InvalidVector(f"LayerVectors: the widths by layer are {widths}; those of one model are equal")
+            raise InvalidVector(f"LayerVectors: the widths by layer are {widths}; all layers of a model have the same")
 
     @property
     def width(self) -> int:
@@ -104,10 +134,11 @@ class LayerVectors(Mapping[int, torch.Tensor]):
             InvalidSpec: it is of another model, site, width or other layers.
             InvalidVector: a vector is zero.
         """
+        self._check(other)
         return {layer: min(max(dot, -1.0), 1.0) for layer, dot in self.unit().dot(other.unit()).items()}
 
     def without(self, *others: LayerVectors) -> LayerVectors:
-        """What is left when all that lies in the span of others is taken away, layer by layer.
+        """What is left after the part in the span of others is removed, layer by layer.
 
         Raises:
             InvalidSpec: one is of another model, site, width or other layers.
@@ -143,17 +174,16 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return self._scaled(-1, operator.mul)
 
     def _combined(self, other: LayerVectors, how: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> LayerVectors:
-        if not isinstance(other, LayerVectors):
-            raise InvalidSpec(f"{self!r} is combined with other LayerVectors, not with {other!r}")
         self._check(other)
         return self._each(lambda layer, vector: how(vector, other[layer].double()))
 
     def _scaled(self, scale: object, how: Callable[[torch.Tensor, float], torch.Tensor]) -> LayerVectors:
-        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-            raise InvalidSpec(f"{self!r} is scaled by a number, not by {scale!r}")
-        if not math.isfinite(scale) or (how is operator.truediv and not scale):
-            raise InvalidSpec(f"{self!r} cannot be scaled by {scale}")
-        return self._each(lambda _, vector: how(vector, scale))
+        number = number_of(scale)
+        if number is None:
+            raise InvalidSpec(f"{self!r} is scaled by a number, not by {shown(scale)}")
+        if not math.isfinite(number) or (how is operator.truediv and not number):
+            raise InvalidSpec(f"{self!r} cannot be scaled by {number}")
+        return self._each(lambda _, vector: how(vector, number))
 
     def _each(self, how: Callable[[int, torch.Tensor], torch.Tensor]) -> LayerVectors:
         """Every vector changed, in float64; without a name."""
@@ -163,6 +193,8 @@ class LayerVectors(Mapping[int, torch.Tensor]):
 
     def _check(self, other: LayerVectors) -> None:
         """See that another's vectors can be combined with these."""
+        if not isinstance(other, LayerVectors):
+            raise InvalidSpec(f"{self!r} is combined with other LayerVectors, not with {shown(other)}")
         for what in ("model", "site", "width"):
             mine, theirs = getattr(self, what), getattr(other, what)
             if mine != theirs:
@@ -188,7 +220,17 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return load_vectors(path)
 
     def __getitem__(self, layer: int) -> Float[torch.Tensor, " hidden"]:
-        vector = self.vectors[layer]
+        """A copy of the vector of one layer: float32 [hidden].
+
+        Raises:
+            LayerOutOfRange: there is none for this layer; a KeyError too.
+        """
+        index = index_of(layer)
+        if index is None or index not in self.vectors:
+            raise LayerOutOfRange(
+                f"{shown(layer)} is not a layer of these vectors; they are for layers {list(self)}, counted from 0"
+            )
+        vector = self.vectors[index]
         assert isinstance(vector, torch.Tensor)
         return vector
 
@@ -217,23 +259,14 @@ class LayerVectors(Mapping[int, torch.Tensor]):
 
 
 def _layer(layer: object) -> int:
-    if isinstance(layer, bool) or not isinstance(layer, SupportsIndex) or operator.index(layer) < 0:
-        raise InvalidSpec(f"LayerVectors: layer {layer!r}; layers are integers that count from 0, from the first layer")
-    return operator.index(layer)
-
-
-def _vector(layer: int, vector: Vector) -> Float[torch.Tensor, " hidden"]:
-    """A float32 copy that no later change of the user's tensor reaches: [hidden]."""
-    try:
-        kept = torch.as_tensor(vector).detach().to(device="cpu", dtype=torch.float32, copy=True).contiguous()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidVector(f"LayerVectors: the vector of layer {layer} is no tensor: {error}") from error
-    if kept.dim() != 1 or not kept.numel():
-        raise InvalidVector(f"LayerVectors: layer {layer} has shape {tuple(kept.shape)}; expected [hidden]")
-    wrong = int((~kept.isfinite()).sum())
-    if wrong:
-        raise InvalidVector(
-            f"LayerVectors: layer {layer} holds {wrong} values of {kept.numel()} that are NaN or inf (in float32); "
-            "look at where it was computed"
+    index = index_of(layer)
+    if index is None or not 0 <= index < FAR:
+        raise InvalidSpec(
+            f"LayerVectors: layer {shown(layer)}; layers are integers that count from 0, from the first layer"
         )
-    return kept
+    return index
+
+
+def _vector(layer: object, vector: Vector) -> Float[torch.Tensor, " hidden"]:
+    """A float32 copy that no later change of the user's tensor reaches: [hidden]."""
+    return float32_copy(vector, f"LayerVectors: the vector of layer {shown(layer)}", "hidden")

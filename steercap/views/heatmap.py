@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import html
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from steercap.core.values import index_of, number_of, shown
 from steercap.errors import InvalidRequest
 from steercap.formats.base import write_whole
 from steercap.views.colours import ABOVE, BELOW, CENTRE, UNKNOWN, colour, ink
+from steercap.views.texts import FONT, drawn, lines_of, texts_of, visible
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.text import Text
 
     from steercap.handle import CaptureHandle
     from steercap.vectors import DirectionSet, LayerVectors
@@ -27,12 +29,15 @@ if TYPE_CHECKING:
 #: Times the median distance from the centre beyond which a value does not count for the limit: the first token of most
 #: models lies a hundred times as far off as others, and would leave them white.
 FAR: Final = 10.0
-#: The font of pictures, which comes with matplotlib.
-FONT: Final = "DejaVu Sans Mono"
-#: What is seen of what is not.
-VISIBLE: Final = {" ": "·", "\t": "⇥", "\r": "␍", "\n": "↵"}
 SPAN_STYLE: Final = "padding:1px 0;border-radius:2px;white-space:pre-wrap"
-BLOCK_STYLE: Final = "font-family:monospace;font-size:13px;line-height:1.7;margin:4px 0 10px"
+BLOCK_STYLE: Final = "font-family:monospace;font-size:13px;line-height:1.7;margin:4px 0 10px;overflow-wrap:anywhere"
+#: Tokens of a line of a picture, inches of a cell, of a letter of its labels, and of the margins and the scale.
+LINE: Final = 48
+CELL: Final = 0.24
+LETTER: Final = 0.07
+LEFT, TOP, GAP, SCALE, TITLE_LETTER = 0.3, 0.5, 0.25, 0.9, 0.085
+#: Lines that one picture can have: matplotlib draws at most 65,535 points in a direction.
+LINES: Final = 200
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,7 +57,7 @@ class TokenHeatmap:
         unit: of the values, for legends.
 
     Raises:
-        InvalidRequest: no tokens, values of another shape, or a limit that is no distance.
+        InvalidRequest: no tokens, values of another shape, or a limit that is not a distance.
     """
 
     tokens: Sequence[str]
@@ -70,15 +75,19 @@ class TokenHeatmap:
         if not len(self.tokens) or values.shape != (len(self.tokens), len(names)):
             raise InvalidRequest(
                 f"TokenHeatmap: values {list(values.shape)} for {len(self.tokens)} tokens and names {list(names)}; "
-                "give [tokens] or [tokens, names], one token at least"
+                "give [tokens] or [tokens, names], with at least one token"
             )
         values.flags.writeable = False
         object.__setattr__(self, "tokens", tuple(self.tokens))
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "names", names)
-        limit = _usual(values, self.centre) if self.limit is None else float(self.limit)
-        if not 0 <= limit < float("inf"):
-            raise InvalidRequest(f"TokenHeatmap: limit={self.limit!r}; give a distance from the centre")
+        centre = number_of(self.centre)
+        if centre is None or not math.isfinite(centre):
+            raise InvalidRequest(f"TokenHeatmap: centre={shown(self.centre)}; give the value that is white")
+        object.__setattr__(self, "centre", centre)
+        limit = _usual(values, centre) if self.limit is None else number_of(self.limit)
+        if limit is None or not 0 <= limit < float("inf"):
+            raise InvalidRequest(f"TokenHeatmap: limit={shown(self.limit)}; give a distance from the centre")
         object.__setattr__(self, "limit", limit)
 
     @property
@@ -92,7 +101,7 @@ class TokenHeatmap:
         return f"≤ {low} blue · {_shown(self.centre)} white · ≥ {high} orange{unit}; {seen}"
 
     def __repr__(self) -> str:
-        """In few words: a notebook keeps it beside the HTML."""
+        """Short, for a notebook keeps it next to the HTML."""
         names = f", names={list(self.names)}" if any(self.names) else ""
         return f"TokenHeatmap({self.title!r}, {len(self.tokens)} tokens{names}; {self.legend})"
 
@@ -112,10 +121,9 @@ class TokenHeatmap:
     def _span(self, token: str, value: float, position: int) -> str:
         background = self._colour(value)
         said = html.escape(f"{position}: {token!r} {_shown(value)}", quote=True)
-        shown = html.escape(_visible(token)).replace("↵", "↵<br>")
-        return (
-            f'<span title="{said}" style="background:{background};color:{ink(background)};{SPAN_STYLE}">{shown}</span>'
-        )
+        style = f"background:{background};color:{ink(background)};{SPAN_STYLE}"
+        shown = html.escape(visible(token)).replace("↵", "↵<br>")
+        return f'<wbr><span title="{said}" style="{style}">{shown}</span>'
 
     def _scale(self) -> str:
         stops = ",".join(f"rgb{end}" for end in (BELOW, CENTRE, ABOVE))
@@ -125,57 +133,98 @@ class TokenHeatmap:
 
     # Terminal
 
-    def __rich__(self) -> RenderableType:
-        """Coloured text for a terminal."""
-        from rich.console import Group
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Coloured text for a terminal, in lines that end between tokens."""
         from rich.text import Text
 
-        lines = [Text(self.title, style="bold")] if self.title else []
+        if self.title:
+            yield Text(self.title, style="bold")
         for place, name in enumerate(self.names):
-            line = Text(f"{name}  " if name else "", style="dim")
-            for at, token in enumerate(self.tokens):
-                background = self._colour(self.values[at, place])
-                shown = _visible(token).replace("↵", "↵\n")
-                line.append(shown, style=f"not dim {ink(background)} on {background}")
-            lines.append(line)
-        return Group(*lines, Text(self.legend, style="dim"))
+            if name:
+                yield Text(name, style="dim")
+            yield from self._lines(place, options.max_width)
+        yield Text(self.legend, style="dim")
+
+    def _lines(self, place: int, width: int) -> Iterator[Text]:
+        """The tokens under one name, in lines of at most `width` cells; a longer token is folded by rich."""
+        from rich.cells import cell_len
+        from rich.text import Text
+
+        line = Text(overflow="fold")
+        for at, token in enumerate(self.tokens):
+            background, shown = self._colour(self.values[at, place]), visible(token)
+            if line and line.cell_len + cell_len(shown) > width:
+                yield line
+                line = Text(overflow="fold")
+            for number, part in enumerate(shown.split("↵")):
+                if number:
+                    line.append("↵", style=f"{ink(background)} on {background}")
+                    yield line
+                    line = Text(overflow="fold")
+                line.append(part, style=f"{ink(background)} on {background}")
+        if line:
+            yield line
 
     # Picture
 
     def plot(self, path: str | Path) -> Path:
-        """Draw a grid: tokens from left to right, a row a name.
+        """Draw a grid: tokens from left to right in lines of 48, with a row for each name.
 
         Args:
             path: the file; its ending says the format.
+
+        Raises:
+            InvalidRequest: more tokens than one picture can hold, 9,600.
         """
-        from matplotlib.colors import LinearSegmentedColormap
         from matplotlib.figure import Figure
+
+        lines = list(lines_of(self.tokens, LINE))
+        if len(lines) > LINES:
+            raise InvalidRequest(
+                f"TokenHeatmap: {len(self.tokens)} tokens do not fit one picture, which holds {LINES * LINE}; "
+                "plot it in parts"
+            )
+        grid = len(self.names) * CELL
+        below = [LETTER * max(len(drawn(token)) for token in line) + GAP for _, line in lines]
+        left = LEFT + LETTER * max(map(len, self.names))
+        span = max(min(len(self.tokens), LINE) * CELL, TITLE_LETTER * len(self.title) - left)
+        width, height = left + span + SCALE, TOP + sum(below) + grid * len(lines)
+        figure = Figure(figsize=(width, height))
+        top = height - TOP
+        for (first, line), under in zip(lines, below, strict=True):
+            box = (left / width, (top - grid) / height, len(line) * CELL / width, grid / height)
+            axes = figure.add_axes(box)
+            image = self._draw(axes, first, line)
+            top -= grid + under
+        box = ((left + span + 0.1) / width, (height - TOP - grid) / height, 0.12 / width, grid / height)
+        bar = figure.add_axes(box)
+        figure.colorbar(image, cax=bar, label=self.unit, extend="both")
+        figure.text(left / width, 1 - TOP / 2 / height, self.title.replace("$", r"\$"), fontsize=10, va="center")
+        with write_whole(Path(path)) as scratch:
+            figure.savefig(scratch, dpi=110, format=Path(path).suffix[1:] or "png", bbox_inches="tight", pad_inches=0.1)
+        return Path(path)
+
+    def _draw(self, axes: Any, first: int, line: Sequence[str]) -> Any:
+        """Draw one line of tokens; the image, for its scale."""
+        from matplotlib.colors import LinearSegmentedColormap
 
         assert self.limit is not None
         ends = [tuple(part / 255 for part in end) for end in (BELOW, CENTRE, ABOVE)]
         colours = LinearSegmentedColormap.from_list("steercap", ends, N=255)
         colours.set_bad(tuple(part / 255 for part in UNKNOWN))
-        size = (2.5 + 0.24 * len(self.tokens), 1.6 + 0.24 * len(self.names))
-        figure = Figure(figsize=size, layout="constrained")
-        axes = figure.subplots()
         half = self.limit or 1.0
+        values = self.values[first : first + len(line)].T
         image = axes.imshow(
-            self.values.T,
+            values,
             aspect="auto",
             cmap=colours,
             vmin=self.centre - half,
             vmax=self.centre + half,
             interpolation="nearest",
         )
-        labels = [_drawn(_visible(token)) for token in self.tokens]
-        axes.set_xticks(range(len(self.tokens)), labels, rotation=90, fontsize=8, family=FONT)
+        axes.set_xticks(range(len(line)), [drawn(token) for token in line], rotation=90, fontsize=8, family=FONT)
         axes.set_yticks(range(len(self.names)), self.names, fontsize=8)
-        axes.set_xlabel("token")
-        axes.set_title(self.title, fontsize=10)
-        figure.colorbar(image, ax=axes, label=self.unit, extend="both")
-        with write_whole(Path(path)) as scratch:
-            figure.savefig(scratch, dpi=110, format=Path(path).suffix[1:] or "png")
-        return Path(path)
+        return image
 
     def _colour(self, value: float) -> str:
         assert self.limit is not None
@@ -207,7 +256,10 @@ def heatmap_of(
         LayerOutOfRange: a layer that was not captured.
         CaptureNotFetched: the handle was not fetched.
     """
-    place = layer + handle.num_layers if layer < 0 else layer
+    index = index_of(layer)
+    if index is None:
+        raise InvalidRequest(f"heatmap_of: layer={shown(layer)}; give one layer, as an integer")
+    place = index + handle.num_layers if index < 0 else index
     values = _projected(handle, directions.at_layers([place]), place)
     tokens = texts_of(tokenizer, handle.token_ids.tolist())
     said = title or f"projection on unit directions, layer {place}"
@@ -279,18 +331,20 @@ def _check_same(handle: CaptureHandle, directions: DirectionSet, layer: int, pla
         )
 
 
-def texts_of(tokenizer: Any, token_ids: Iterable[int]) -> list[str]:
-    """Text of each token by itself; a token that is part of a letter is shown as the replacement sign."""
-    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-    return [str(decode([token])) for token in token_ids]
-
-
 def _numbers(values: Any) -> npt.NDArray[np.float64]:
     """A copy in float64; NumPy knows neither bfloat16 nor tensors on a device."""
     import torch
 
-    plain = values.detach().double().cpu().numpy() if isinstance(values, torch.Tensor) else values
-    return np.array(plain, dtype=np.float64)
+    try:
+        given = values.detach().cpu().to_dense() if isinstance(values, torch.Tensor) else values
+        wide = isinstance(given, torch.Tensor) and not given.is_complex()
+        found = np.asarray(given.double() if wide else given)
+        kind = found.dtype.kind
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidRequest(f"TokenHeatmap: values={shown(values)} are not real numbers: {error}") from error
+    if kind not in "biuf":
+        raise InvalidRequest(f"TokenHeatmap: values={shown(values)} are {found.dtype.name}; give real numbers")
+    return np.array(found, dtype=np.float64)
 
 
 def _usual(values: npt.NDArray[np.float64], centre: float) -> float:
@@ -300,23 +354,6 @@ def _usual(values: npt.NDArray[np.float64], centre: float) -> float:
         return 0.0
     usual = far[far <= FAR * np.median(far)]
     return float(usual.max() or far.max())
-
-
-def _drawn(text: str) -> str:
-    """A text that matplotlib can draw: replacement signs for what its font lacks, and dollars that are no formula."""
-    font = _font()
-    return "".join(letter if font.get_char_index(ord(letter)) else "�" for letter in text).replace("$", r"\$")
-
-
-@functools.cache
-def _font() -> Any:
-    from matplotlib.font_manager import findfont, get_font
-
-    return get_font(findfont(FONT))
-
-
-def _visible(token: str) -> str:
-    return "".join(VISIBLE.get(letter, letter if letter.isprintable() else "�") for letter in token) or "∅"
 
 
 def _shown(value: float) -> str:

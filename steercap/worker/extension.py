@@ -1,14 +1,14 @@
 """The worker's end of every call of the client.
 
 Number 4 in the life of a request. vLLM imports this module in each worker process before the model is loaded, and
-mixes the class into its worker: importing it is what hooks the model runners, and its one method is the one RPC.
+mixes the class into its worker: importing it is what hooks the model runners, and its methods are the RPCs.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from steercap.adapters import hook_runners, runtime_of
+from steercap.adapters import hook_runners, load_adapter, runtime_of
 from steercap.core.messages import Failed, encode
 from steercap.errors import UnsupportedRunner
 
@@ -27,3 +27,7 @@ class WorkerExtension:
         except UnsupportedRunner as error:
             return encode(Failed(str(error)))
         return runtime.answer(frame)
+
+    def steercap_load_adapter(self, name: str, number: int, path: str) -> str:
+        """Load a LoRA adapter; never raises. Says why it cannot be used, or ""."""
+        return load_adapter(self, name, number, path)

@@ -63,6 +63,7 @@ class Outbox(ABC):
         self.limit = plan.limit
         self.failure: str | None = None
         self.writes = 0
+        self._nonfinite: tuple[int, int] | None = None  # the first position with such a row, and its point
         self._arena = arena
         self._layouts = layouts
         self._points = layouts.points(capture.points)
@@ -151,6 +152,11 @@ class Outbox(ABC):
         """The rows cannot be trusted; the first reason is kept."""
         self.failure = self.failure or reason
 
+    def found_nonfinite(self, position: int, point: int) -> None:
+        """The row of a position at a point was not finite; the first position is kept."""
+        if self._nonfinite is None or position < self._nonfinite[0]:
+            self._nonfinite = position, point
+
     def stop(self) -> None:
         """The request runs no more: what it did not get to is free. Idempotent."""
         if self._layout is not None:
@@ -193,6 +199,7 @@ class Outbox(ABC):
             writes=self.writes,
             failure=failure,
             directions=self.capture.projection.directions if self.capture.projection else 0,
+            nonfinite=self._nonfinite if self._nonfinite and self._nonfinite[0] < total else None,
         )
 
     def _lines(self, rows: Ints) -> Ints:

@@ -39,6 +39,8 @@ class Programs:
         self.counts = np.zeros(shape[:2], dtype=np.int32)
         #: Token selections of each slot's configuration, int64 [slots].
         self.scopes = np.zeros(slots, dtype=np.int64)
+        #: Replacements of each slot's configuration, int64 [slots].
+        self.replacements = np.zeros(slots, dtype=np.int64)
         #: Bank rows of the directions of each point, NONE where it has none, by slot: int64 [points, directions] each.
         self.projections: dict[int, Ints] = {}
         #: How often a slot was written.
@@ -62,6 +64,7 @@ class Programs:
         self.responses[slot] = Response().numbers
         self.counts[slot] = 0
         self.scopes[slot] = configuration.scopes
+        self.replacements[slot] = configuration.replacements
         self._per_scope[slot] = 0
         for local, point in enumerate(self.points):
             entries = configuration.at(point)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
 import numpy as np
 import torch
 
@@ -37,6 +38,7 @@ from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
 from steercap.core.rows import BatchRows, Ints, ends_of_runs, page_shape
 from steercap.errors import WorkerFailure
+from steercap.kernels.finite import edited_most
 from steercap.worker.arena import Arena
 from steercap.worker.ledger import Ledger, Tracked
 from steercap.worker.outbox import Outbox, RowsOutbox, TallyOutbox, finish, tally_records
@@ -50,18 +52,21 @@ class Runtime:
 
     Args:
         taps: the tables behind this rank's taps.
-        armed: how many points the whole engine arms.
+        armed: names of the points that the whole engine arms.
         dtype: the model's dtype.
         device: where the model computes.
         captures: whether this rank keeps rows: rank 0 of its tensor-parallel group.
     """
 
-    def __init__(self, taps: Taps, armed: int, dtype: torch.dtype, device: torch.device, *, captures: bool) -> None:
+    def __init__(
+        self, taps: Taps, armed: Sequence[str], dtype: torch.dtype, device: torch.device, *, captures: bool
+    ) -> None:
         self.taps = taps
+        self._names = tuple(armed[point] for point in taps.points)
         self.dtype = dtype
         self.device = device
         self.captures = captures
-        self._shape = page_shape(max(armed, 1), taps.width * dtype.itemsize)
+        self._shape = page_shape(max(len(armed), 1), taps.width * dtype.itemsize)
         self._arena: Arena | None = None
         self._steering = Steering(taps, witness=captures)
         self._ledger = Ledger(taps.programs)
@@ -75,7 +80,10 @@ class Runtime:
         """A request with a plan is scheduled for the first time (or again, after preemption)."""
         if request_id in self._ledger:
             return
-        plan = Plan.decode(plan_bytes)
+        try:
+            plan = Plan.decode(plan_bytes)
+        except msgspec.DecodeError:  # to raise would end the engine for all; this request's client hears of no rows
+            return
         owner = Owner(plan.key, sample)
         outbox = steered = slot = None
         if plan.steering is not None:
@@ -132,10 +140,14 @@ class Runtime:
     def _take_in(self, step: Step, witness: Witness) -> None:
         """Label the rows of a pass, and fail whom it did not serve."""
         wrong = (witness.positions != step.positions) | (witness.edits != step.edits) | (witness.copies != step.copies)
+        wrong |= witness.overflowed != NONE
         if witness.failure:
             wrong[:] = True
         if wrong.any():
             self._refuse(step, witness, wrong)
+        for token in np.flatnonzero(witness.nonfinite != NONE).tolist():
+            if (outbox := self._ledger.at(int(step.owners[token])).outbox) is not None:
+                outbox.found_nonfinite(int(step.positions[token]), self.taps.points[witness.nonfinite[token]])
         if self._arena is not None:
             kept = self._ledger.holding(step)
             drained, tallied = kept & (step.lines != NONE), np.flatnonzero(kept & (step.lines == NONE))
@@ -164,11 +176,28 @@ class Runtime:
         for place in np.unique(step.owners[wrong]).tolist():
             tracked = self._ledger.at(place)
             own = np.flatnonzero(wrong & (step.owners == place))
-            reason = witness.failure or _difference(step, witness, own, int((step.owners == place).sum()))
+            reason = witness.failure or self._difference(step, witness, own, int((step.owners == place).sum()))
             if tracked.outbox is not None:
                 tracked.outbox.fail(reason)
             if tracked.steered is not None:
                 self._steering.fail(tracked.steered, reason)
+
+    def _difference(self, step: Step, witness: Witness, own: Ints, count: int) -> str:
+        """How the tokens `own` of a request differ from what was asked of them."""
+        first = own[0]
+        if witness.positions[first] != step.positions[first]:
+            return (
+                f"the runner computes position {witness.positions[first]} where {step.positions[first]} was scheduled"
+            )
+        if (witness.copies[own] != step.copies[own]).any():
+            return f"{len(own)} of {count} tokens of a pass were not copied at their points, once each"
+        if (witness.edits[own] != step.edits[own]).any():
+            return f"{len(own)} of {count} tokens of a pass did not get their edits"
+        point, dtype = self._names[witness.overflowed[first]], str(self.dtype).removeprefix("torch.")
+        return (
+            f"the edited row of position {step.positions[first]} overflows at {point}: an element is NaN, infinite or "
+            f"beyond {edited_most(self.dtype):.3g}, the most that an edit may leave in {dtype}; use a smaller scale"
+        )
 
     def _hear_of(self, wanted: Sequence[Wanted]) -> None:
         """Wait for the passes that computed these tokens, and for no others."""
@@ -283,13 +312,3 @@ class Runtime:
         if self._arena is None:
             raise WorkerFailure("the arena is not attached yet")
         return self._arena
-
-
-def _difference(step: Step, witness: Witness, own: Ints, count: int) -> str:
-    """How the tokens `own` of a request differ from what was asked of them."""
-    first = own[0]
-    if witness.positions[first] != step.positions[first]:
-        return f"the runner computes position {witness.positions[first]} where {step.positions[first]} was scheduled"
-    if (witness.copies[own] != step.copies[own]).any():
-        return f"{len(own)} of {count} tokens of a pass were not copied at their points, once each"
-    return f"{len(own)} of {count} tokens of a pass did not get their edits"

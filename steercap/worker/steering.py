@@ -31,7 +31,7 @@ from steercap.errors import WorkerFailure
 from steercap.worker.taps.base import Taps
 
 #: Failed identities remembered; with as many, nothing is trusted any more.
-TAINTS: Final = 4096
+TAINTS: Final = 65_536
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,8 @@ class Witness:
         positions: the positions it read, int64 [tracked].
         edits: what the edits made add up to, int64 [tracked].
         copies: what the copies made add up to, int64 [tracked].
+        overflowed: this rank's first point where an edit left no finite row, NONE if none did: int64 [tracked].
+        nonfinite: this rank's first point whose row was kept and was not finite, NONE if all were: int64 [tracked].
         failure: why the whole pass cannot be trusted, or None.
     """
 
@@ -106,4 +108,6 @@ class Witness:
     positions: Ints
     edits: Ints
     copies: Ints
+    overflowed: Ints
+    nonfinite: Ints
     failure: str | None = None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from steercap import CaptureHandle, CaptureSpec, errors
+from steercap import Add, CaptureHandle, CaptureSpec, errors, stack
 from steercap.core.spec import REDUCTIONS
 from steercap.testing import compare_rows
 from steercap.testing.rows import (
@@ -147,6 +147,46 @@ async def test_tokens_are_the_same_with_and_without_capture(tiny) -> None:
     assert [tuple(out.outputs[0].token_ids) for out in outputs] == [handle.output_token_ids for handle in handles]
 
 
+async def test_reading_gives_the_rows_of_every_token(tiny, tiny_reference, tmp_path) -> None:
+    """`read` is a forward pass: a row for each token of each text, the last one too, and nothing generated."""
+    prompts = [random_prompt(length, length) for length in (1, 7, 30)]
+    handles = await tiny.read(prompts, capture=CaptureSpec(sites=ALL_SITES))
+    await tiny.fetch_captures_batch(handles)
+    for prompt, handle in zip(prompts, handles, strict=True):
+        assert (handle.text, handle.output_token_ids, list(handle.prompt_token_ids)) == ("", (), prompt)
+        assert handle.token_ids.tolist() == prompt
+        known = tiny_reference.rows(prompt, handle.points)
+        hold({str(point): compare_rows(handle.captures[point], known[point]) for point in handle.points})
+    assert stack(handles, site="resid_post").shape == (3, 4, 128)
+    assert torch.equal(stack(handles, -1, site="mlp_out")[1, 2], handles[1].captures[2, "mlp_out"][6])
+    loaded = CaptureHandle.load(handles[1].save(tmp_path / "read.safetensors"))
+    assert (loaded.text, loaded.output_token_ids) == ("", ())
+    assert torch.equal(stack([loaded], site="resid_post"), stack(handles[1:2], site="resid_post"))
+    one = await tiny.read(prompts[1])
+    async with one:
+        assert [point.site for point in one.points] == ["resid_post"] * 4
+        assert torch.equal(one.captures[2], handles[1].captures[2, "resid_post"])
+
+
+async def test_reading_takes_what_generating_takes(tiny) -> None:
+    """One capture each, reductions, steering with its receipt; and what it cannot do is an error before it runs."""
+    prompts = [random_prompt(5, 1), random_prompt(6, 2), random_prompt(7, 3)]
+    specs = [CaptureSpec(layers=1), None, CaptureSpec(layers=[1, 2], reduce="mean")]
+    edit = Add(torch.ones(128), layer=1, tokens="prompt")
+    first, nothing, mean = await tiny.read(prompts, capture=specs, steering=[edit, None, None])
+    await tiny.fetch_captures_batch([first, nothing, mean])
+    assert nothing is None
+    assert first.receipt.steering.rows == (5,)
+    assert mean.captures[2].shape == (1, 128)
+    plain = await (await tiny.read(prompts[0], capture_layers=1)).fetch()
+    assert torch.allclose(first.captures[1], plain.captures[1] + 1, atol=1e-5)
+    with pytest.raises(errors.EmptySelection, match="generated"):
+        await tiny.read(prompts[0], capture=CaptureSpec(tokens="generated"))
+    with pytest.raises(errors.InvalidPrompt, match="256 tokens"):
+        await tiny.read(random_prompt(256, 4))
+    assert await tiny.read(random_prompt(255, 4), capture_layers=0)
+
+
 async def test_generated_rows_that_never_came_are_an_empty_tensor(tiny) -> None:
     """A reply of one token has no generated row: empty, with or without reduction, never made up."""
     prompt = random_prompt(10, 11)
@@ -258,6 +298,25 @@ async def test_a_stream_brings_each_row_once(tiny, tiny_reference) -> None:
     plain = [chunk async for chunk in tiny.stream(prompt, params)]
     assert "".join(chunk.text for chunk in plain) == whole.text
     assert plain[0].captures is None
+
+
+async def test_a_mask_selects_what_is_true(tiny) -> None:
+    """Of tokens over the prompt and over all inputs, of layers, and of edits: bit for bit what positions select."""
+    prompt, params = random_prompt(6, 40), {"max_tokens": 4, **GREEDY}
+    short, long = torch.arange(6) % 3 == 1, torch.arange(9) % 4 == 0
+    layers = [False, True, False, True]
+    edit = torch.ones(tiny.hidden_size)
+    for mask in (short, long):
+        places = mask.nonzero().flatten()
+        by_mask = CaptureSpec(layers=layers, tokens=mask)
+        by_place = CaptureSpec(layers=[1, 3], tokens=places)
+        steering = [Add(edit, layers=layers, tokens=mask), Add(edit, layers=[1, 3], tokens=places)]
+        _, (found, known) = await tiny.generate([prompt] * 2, params, capture=[by_mask, by_place], steering=steering)
+        await tiny.fetch_captures_batch([found, known])
+        assert found.positions.tolist() == places.tolist()
+        assert found.points == known.points == tuple(points([1, 3], "resid_post"))
+        assert all(torch.equal(found.captures[point], known.captures[point]) for point in found.points)
+        assert found.receipt.steering.rows == known.receipt.steering.rows
 
 
 async def test_leaving_a_stream_cancels_it_and_frees_its_rows(tiny) -> None:

@@ -52,5 +52,23 @@ async def test_an_ablated_direction_projects_to_nothing(smol, tmp_path) -> None:
         assert all(alike(handle.marks[layer][0], known.marks(layer)[0]) for layer in layers)
     assert torch.equal(back.captures[7], before.captures[7])
     many = DirectionSet({f"{number}": vectors for number in range(40_000)})
-    with pytest.raises(InvalidSpec, match="take fewer directions"):
+    with pytest.raises(InvalidSpec, match="use fewer directions"):
         await smol.generate(prompt, params, capture=CaptureSpec(project=many))
+
+
+async def test_directions_that_were_handed_over_stay_what_they_were(tiny) -> None:
+    """Whoever reaches into them, or into an edit, after their first use changes neither that nor the next."""
+    mine = torch.randn(tiny.hidden_size, generator=torch.Generator().manual_seed(3))
+    found, edit = DirectionSet({"x": LayerVectors({1: mine})}), Ablate(mine, layer=0)
+    prompt, params = random_prompt(7, 50), {"max_tokens": 3, **GREEDY}
+    seen = []
+    for _ in range(2):
+        _, handle = await tiny.generate(prompt, params, capture=CaptureSpec(project=found), steering=edit)
+        async with handle:
+            seen.append(handle.captures[1].clone())
+        for reached in (mine, found["x"][1], found["x"].vectors[1], edit.vector):
+            reached.zero_().add_(1)
+    assert torch.equal(*seen)
+    _, rows = await tiny.generate(prompt, params, capture=CaptureSpec(layers=1), steering=edit)
+    async with rows:
+        torch.testing.assert_close(seen[0], found.project(rows.captures[1], 1), rtol=1e-4, atol=1e-4)

@@ -9,6 +9,7 @@ import torch
 from conftest import opened
 
 from steercap import AddIf, CaptureHandle, CaptureSpec, SteeringSpec
+from steercap.config import CPU
 from steercap.testing import Reference, compare_rows, smollm2
 from steercap.testing.parity import PERFECT
 from steercap.testing.rows import ALL_SITES, GREEDY, MAX_ERROR, MIN_COSINE, parity, worst
@@ -36,7 +37,7 @@ async def test_bfloat16_rows_are_those_of_transformers(record_property) -> None:
     From end to end bfloat16 itself drifts (transformers in bfloat16 against transformers in float32 has a row of 0.96):
     the worst captured row must be no further from float32 than transformers' own worst row.
     """
-    arguments = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 128 << 20}
+    arguments = {"preset": "cpu", "dtype": "bfloat16"}
     async with opened(smollm2(), sites=ALL_SITES, **arguments) as model:
         _, handles = await model.generate(PROMPTS, PARAMS, capture=CaptureSpec(sites=ALL_SITES))
         await model.fetch_captures_batch(handles)
@@ -77,10 +78,7 @@ async def test_tokens_are_those_of_plain_vllm(smol) -> None:
         AsyncLLM.from_engine_args,
         AsyncEngineArgs(
             model=str(smollm2()),
-            dtype="float32",
-            enforce_eager=True,
-            max_model_len=1024,
-            kv_cache_memory_bytes=256 << 20,
+            **CPU,
         ),
     )
     try:
@@ -176,7 +174,7 @@ async def test_bfloat16_edits_are_those_of_transformers(record_property) -> None
 
     A condition is put where no prompt row is near it: on its edge one rounding more or less would decide.
     """
-    arguments = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 512, "kv_cache_memory_bytes": 128 << 20}
+    arguments = {"preset": "cpu", "dtype": "bfloat16"}
     sites = ("resid_post", "attn_out", "mlp_out")
     prompt = "Once upon a time there was a small house by the river, and in it lived an old woman"
     asked = [

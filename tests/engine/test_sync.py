@@ -8,16 +8,17 @@ import pytest
 import torch
 from conftest import Leftovers
 
-from steercap import errors
-from steercap.sync import SteerModel
+from steercap import Add, errors, stack
+from steercap.experiments import Sweep
+from steercap.sync import SteerModel, extract, mean_rows, run_sweep
 from steercap.testing import tiny_checkpoint
 from steercap.testing.rows import GREEDY, TINY_ENGINE, parity, random_prompt
 
 
-def test_sync_gives_what_async_gives(tiny_reference) -> None:
+def test_sync_gives_what_async_gives(tiny_reference, tmp_path) -> None:
     """Texts and rows, one and many; closing leaves no thread and no process."""
     before = Leftovers()
-    model = SteerModel(tiny_checkpoint("qwen3"), **TINY_ENGINE)
+    model = SteerModel(tiny_checkpoint("qwen3"), preset="cpu", **TINY_ENGINE)
     with pytest.raises(errors.ModelClosed, match="never started"):
         model.generate("x")
     with model:
@@ -34,6 +35,27 @@ def test_sync_gives_what_async_gives(tiny_reference) -> None:
         chunks = list(model.stream(random_prompt(9, 1), {"max_tokens": 4, **GREEDY}, capture_layers=[1]))
         assert "".join(chunk.text for chunk in chunks) == text
         assert torch.equal(torch.cat([chunk.positions for chunk in chunks]), torch.arange(12))
+        (read,) = model.read([random_prompt(9, 1)])
+        assert read.fetch().captures[1].shape == (9, 128)
+        assert torch.equal(stack([read])[0, 1], handles[0].captures[1][8])
+        found = extract(model, ["good", "glad"], ["bad", "sad"], name="joy", layers=[1], tokens="all")
+        with model.steered(Add(found["joy"][1], layer=1, scale=40.0)):
+            means = mean_rows(model, [random_prompt(9, 1)], layers=[1], tokens="all").values  # says steering=None
+            steered = model.read(random_prompt(9, 1), capture_layers=[1])
+        assert torch.allclose(means[0, 0], read.captures[1].mean(0), atol=1e-5)
+        assert not torch.allclose(steered.fetch().captures[1], read.captures[1], atol=1e-3)
+        sweep = Sweep(
+            vectors=found,
+            layers=[1],
+            scales=[1],
+            prompts=["a", "b"],
+            random=0,
+            reversed=False,
+            sampling={"max_tokens": 2},
+        )
+        assert len(run_sweep(model, sweep, out=tmp_path / "sweep").records) == 4
+        with pytest.raises(errors.CaptureNotFetched, match=r"fetched; `handle\.fetch\(\)`"):
+            _ = model.read("x").captures
         _, unread = model.generate(random_prompt(9, 1), {"max_tokens": 4, **GREEDY}, capture_layers=[1])
     model.close()
     with pytest.raises(errors.ModelClosed, match="is closed"):

@@ -51,7 +51,10 @@ class Cluster:
         chosen = self.workers if engine is None else [self.workers[engine]]
         return [[worker.answer(frame) for worker in workers] for workers in chosen]
 
-    async def shutdown(self) -> None:
+    async def quiesce(self) -> None:
+        pass
+
+    def end(self) -> None:
         return None
 
     def sampling(self, _params: Any) -> Any:
@@ -59,6 +62,9 @@ class Cluster:
 
     async def render(self, prompt: Any) -> Any:
         return SimpleNamespace(token_ids=tuple(prompt))
+
+    async def checked(self, _prompt: Any, _params: Any, options: dict[str, Any]) -> dict[str, Any]:
+        return options
 
     def limit(self, prompt_len: int, _params: Any) -> int:
         return prompt_len + 1

@@ -89,7 +89,7 @@ async def courier(threads: int = 2) -> Iterator[Courier]:
     try:
         yield made
     finally:
-        await made.aclose()
+        await asyncio.to_thread(made.close)
         assert not [thread for thread in set(threading.enumerate()) - before if "steercap courier" in thread.name]
 
 
@@ -209,7 +209,7 @@ async def test_closing_ends_a_delivery_as_closed() -> None:
         waiting = asyncio.create_task(made.deliver([[rank()]], [[[large]]] * 5))
         while not made._pool._work_queue.qsize():
             await asyncio.sleep(0)
-        closing = asyncio.create_task(made.aclose())
+        closing = asyncio.create_task(asyncio.to_thread(made.close))
         with pytest.raises(ModelClosed):
             await waiting
         go.set()

@@ -116,7 +116,7 @@ def test_sets_are_joined_only_if_they_were_made_alike() -> None:
     assert list(both) == ["d0a", "d0b", "d1a", "d1b"]
     assert both.provenance.auc == {"d0a": {2: 0.5}, "d1a": {2: 0.9}}
     assert both.provenance.row_norms == {"d0a": {2: 10.0, 5: 20.0}, "d1a": {2: 90.0, 5: 20.0}}
-    with pytest.raises(InvalidSpec, match="method is 'pca' of some, 'probe' of others"):
+    with pytest.raises(InvalidSpec, match="method is 'pca' for some, 'probe' for others"):
         _ = mine | some_set(1, method="probe")
     other = {name: dataclasses.replace(vectors, model="large") for name, vectors in some_set(1).items()}
     with pytest.raises(InvalidSpec, match="differ in model"):
@@ -131,5 +131,5 @@ def test_a_set_comes_back_from_its_file(tmp_path) -> None:
     assert DirectionSet.load(path) == found
     with pytest.raises(InvalidFile, match=r"holds directions, not vectors; read it with DirectionSet\.load"):
         LayerVectors.load(path)
-    with pytest.raises(InvalidSpec, match="one at least"):
+    with pytest.raises(InvalidSpec, match="at least one"):
         DirectionSet({})

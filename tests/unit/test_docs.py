@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import inspect
+import io
+import re
+import runpy
+import shutil
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import click
 import msgspec
@@ -27,15 +33,71 @@ ALL = [block for page in pages() for block in blocks(page)]
 SHELL = [block for block in ALL if block.language in {"sh", "console"}]
 
 
-def test_the_documentation_builds(tmp_path) -> None:
-    """`mkdocs build --strict` finds every page, link, heading and object named, without a network."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The pages, built as `make docs` builds them."""
+    path = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert not done.returncode, done.stdout + done.stderr
-    for name in ("index.html", "api/model.html", "api/errors.html"):
-        page = (tmp_path / name).read_text()
+    return path
+
+
+def test_the_documentation_builds(site) -> None:
+    """`mkdocs build --strict` finds every page, link, heading and object named, without a network."""
+    for name in ("index.html", "api/model.html", "api/errors.html", "notebooks/02_steer.html"):
+        page = (site / name).read_text()
         assert 'src="http' not in page, "something is fetched from elsewhere"
-    assert "capture_layers" in (tmp_path / "api" / "model.html").read_text()
+        assert "md-footer__link--" in page, "no way to the next page"
+    assert "capture_layers" in (site / "api" / "model.html").read_text()
+
+
+def test_the_reference_shows_values(site) -> None:
+    """Defaults are what they are, not the names of constants; the twins without await have their arguments."""
+    shown = {page.name: text_of(page.read_text()) for page in (site / "api").glob("*.html")}
+    assert "capture_bytes: int = 4 << 30" in shown["model.html"]
+    assert "slice(1, None)" in shown["vectors.html"]
+    assert not [(name, found) for name, text in shown.items() if (found := CONSTANT.findall(text))]
+    for name in ("generate", "read", "extract", "run_sweep"):
+        assert re.search(rf"\b{name}\(\s*(model|prompts)\b", shown["sync.html"]), name
+
+
+#: A default that is a name: of a module's constant, or of a field of Settings.
+CONSTANT = re.compile(r"= (?:[A-Z][A-Z_]{3,}\b(?<!FROM_CONTEXT)|Settings\.\w+)")
+
+
+def text_of(page: str) -> str:
+    """A page without its tags."""
+    return html.unescape(re.sub(r"<[^>]+>", "", page))
+
+
+def test_every_notebook_is_a_page(site) -> None:
+    """With its text, code, outputs and pictures, and in the navigation."""
+    start = (site / "index.html").read_text()
+    notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    assert notebooks
+    for notebook in notebooks:
+        page = (site / "notebooks" / f"{notebook.stem}.html").read_text()
+        pictures = re.findall(r'src="([^"]*_output_[^"]*)"', page)
+        assert pictures
+        assert all((site / "notebooks" / picture).stat().st_size > 1000 for picture in pictures)
+        assert f"notebooks/{notebook.stem}.html" in start
+
+
+def test_the_site_can_be_searched_from_a_file(site) -> None:
+    """The index is a script, and where a browser starts no worker from a file, a frame does its work."""
+    page = (site / "index.html").read_text()
+    assert (site / "search" / "search_index.js").read_text().startswith("var __index = {")
+    assert 'src="assets/iframe-worker.js"' in page
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no browser to search with; Debian: apt-get install chromium")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
+    for name in ("index.html", "api/model.html"):
+        place = f"{(site / name).as_uri()}?q=logit+lens"
+        found = subprocess.run([*command, place], capture_output=True, text=True, timeout=120, check=False).stdout
+        assert re.search(r"md-search-result__meta[^>]*>\s*\d+ matching document", found), name
+        assert "api/views.html" in found or "views.html" in found
 
 
 def test_no_block_is_passed_over() -> None:
@@ -140,3 +202,41 @@ def test_the_tables_are_complete() -> None:
     assert [edit.__name__ for edit in EDITS.values() if f"| `{edit.__name__}(" not in page] == []
     page = (ROOT / "docs" / "persona.md").read_text()
     assert [name for name in SCORERS if f"| `{name}`" not in page] == []
+
+
+def test_outputs_on_the_page_of_the_command_line_are_what_is_printed(tmp_path) -> None:
+    """The static ones are printed now and compared; every block with an output is marked as one from a run."""
+    script = runpy.run_path(str(ROOT / "scripts" / "docs_command_line.py"))
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    found = list(script["outputs"](page))
+    static = [one for one in found if one.kind == "static"]
+    assert static
+    for one in static:
+        assert script["printed"](one.command, tmp_path) == one.text, (
+            f"run scripts/docs_command_line.py for {one.command}"
+        )
+    marked = {(one.command, bool(one.text)) for one in found}
+    shown = [block for block in blocks(ROOT / "docs" / "command-line.md") if block.language == "console"]
+    for block in shown:
+        command, _, output = block.text.partition("\n")
+        assert not output or (command.removeprefix("$ "), True) in marked, f"{block.where} was written by hand"
+
+
+def test_the_install_says_how_far_it_is(tmp_path) -> None:
+    """From what pip says, packages are counted and named; what pip says is shown where it fails."""
+    script = runpy.run_path(str(ROOT / "scripts" / "install.py"))
+    packages = tmp_path / "some.txt"
+    packages.write_text("# a list\none==1\ntwo==2 ; python_version > '3'\n\n-e ./three\n")
+    assert script["counted"](["--no-deps", "-r", str(packages)]) == ("some", 2)
+    told = script["Told"](2)
+    for line in ("Collecting one==1 (from -r some.txt)", "  Downloading one-1-py3-none-any.whl (87 MB)"):
+        told.take(line)
+    assert told.line("some", 31.4) == "installing some: 1 of 2 packages, 31 s, one, 87 MB"
+    told.take("Requirement already satisfied: two in ./lib")
+    told.take("Installing collected packages: one")
+    assert told.line("some", 40) == "installing some: 2 of 2 packages, 40 s, unpacking"
+    written = io.StringIO()
+    packages.write_text("no package is called so\n")
+    assert script["install"](["-r", str(packages)], written) != 0
+    assert "could not install some" in written.getvalue()
+    assert "ERROR: Invalid requirement" in written.getvalue()

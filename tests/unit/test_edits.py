@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from steercap.core.slots import Slots
 from steercap.core.spec import Point
 from steercap.edits import EDITS
 from steercap.errors import InvalidEdit, InvalidSelection, InvalidSpec, InvalidVector, SteercapError, TooManyEdits
+from steercap.kernels.finite import EDITED_MOST
 from steercap.steering import lower, scopes_of
 from steercap.testing.edits import edited
 from steercap.testing.specs import OPERATIONS, VARIANTS, spec, vector
@@ -50,8 +52,10 @@ def run(
     layer: int,
     residual: torch.Tensor | None = None,
     kind: str = "host",
+    *,
+    cuts: tuple[int, ...] = (),
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor | None]:
-    """Each spec on its own sequence, all in one pass through the tap's kernel.
+    """Each spec on its own sequence, all in one pass through the tap's kernel, or in several, cut at these positions.
 
     Returns:
         The edited rows of each sequence, and what hidden and residual became.
@@ -73,19 +77,27 @@ def run(
         plan = SteeringPlan(grant.slot, grant.digest, b"", scopes, replaced)
         runtime.register(name, Plan(name, PROMPT, 99, steering=plan).encode(), 0)
     counts = [len(sequence) for sequence in rows]
-    positions = np.concatenate([np.arange(count) for count in counts])
-    runtime.begin_step(batch(kind, names, [0] * len(names), counts, positions, positions))
     device = device_of(kind)
     hidden = torch.cat(rows).clone().to(device)
     deferred = None if residual is None else residual.to(device)
-    for point in range(LAYERS):
-        scratch = (hidden, deferred) if point == layer else (torch.ones_like(hidden), None)
-        tap(runtime, *scratch, point)
-    runtime.end_step()
+    numbers = np.concatenate([np.arange(count) for count in counts])
+    for start, stop in pairwise([0, *cuts, max(counts)]):
+        of_pass = torch.from_numpy(np.flatnonzero((numbers >= start) & (numbers < stop))).to(device)
+        positions = numbers[of_pass.cpu().numpy()]
+        some = [max(min(count, stop) - start, 0) for count in counts]
+        runtime.begin_step(batch(kind, names, [start] * len(names), some, positions, positions))
+        part = hidden[of_pass], None if deferred is None else deferred[of_pass]
+        for point in range(LAYERS):
+            tap(runtime, *(part if point == layer else (torch.ones_like(part[0]), None)), point)
+        runtime.end_step()
+        hidden[of_pass] = part[0]
+        if deferred is not None:
+            deferred[of_pass] = part[1]
     wanted = tuple(Wanted(Owner(name, 0), count) for name, count in zip(names, counts, strict=True))
     settled = decode_answer(runtime.answer(encode(Call((), Settle(wanted, (True,) * len(wanted))))))
     assert isinstance(settled, Settled)
-    assert not [record for record in settled.records if record.failure]
+    failures = [record.failure for record in settled.records if record.failure]
+    assert not failures, failures
     hidden = hidden.cpu()
     if residual is not None:
         residual.copy_(deferred)
@@ -105,6 +117,7 @@ def close(left: torch.Tensor, right: torch.Tensor) -> None:
 names = st.sampled_from((*OPERATIONS, *VARIANTS))
 tokens = st.sampled_from(["all", "prompt", "generated", "last_prompt", slice(2, 8, 3), [0, -1, 6]])
 seeds = st.integers(0, 10_000)
+passes = st.sampled_from([(), (1,), (5,), (8,), (2, 6), (1, 2, 3, 4, 5, 6, 7, 8)])  # how 9 tokens are cut
 
 
 @st.composite
@@ -119,25 +132,34 @@ def specs(draw) -> SteeringSpec:
     return SteeringSpec([edit for part in built for edit in part.flat()], preserve_norm=draw(st.booleans()))
 
 
-@given(st.lists(specs(), min_size=1, max_size=5), seeds, st.booleans())
+@given(st.lists(specs(), min_size=1, max_size=5), seeds, st.booleans(), passes)
 @settings(max_examples=150, deadline=None)
-def test_one_kernel_does_what_each_formula_says(many, seed, deferred) -> None:
+def test_one_kernel_does_what_each_formula_says(many, seed, deferred, cuts) -> None:
     """Any edits in any order, several specs in one pass: the kernel equals the float64 formulas, row by row."""
-    hold_to_formulas("host", many, seed, deferred)
+    hold_to_formulas("host", many, seed, deferred, cuts)
 
 
-@given(st.lists(specs(), min_size=1, max_size=4), seeds, st.booleans())
+@given(st.lists(specs(), min_size=1, max_size=4), seeds, st.booleans(), passes)
 @settings(max_examples=150 if CUDA else 30, deadline=None)
-def test_the_kernel_of_a_device_does_too(many, seed, deferred) -> None:
+def test_the_kernel_of_a_device_does_too(many, seed, deferred, cuts) -> None:
     """The same for the kernel in Triton, on the device or interpreted."""
-    hold_to_formulas("cuda", many, seed, deferred)
+    hold_to_formulas("cuda", many, seed, deferred, cuts)
 
 
-def hold_to_formulas(kind: str, many: list[SteeringSpec], seed: int, deferred: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("repeated", OPERATIONS)
+def test_several_of_one_operation_reach_every_pass(kind, repeated) -> None:
+    """Three of each operation and one of another, also in passes none of whose tokens is replaced."""
+    edits = [edit for seed in (1, 2, 3) for edit in spec(repeated, WIDTH, seed=seed, layers=[1]).flat()]
+    steering = SteeringSpec([*edits, Add(vector(WIDTH, seed=4), layer=1)])
+    hold_to_formulas(kind, [steering], 5, True, (3, 6))
+
+
+def hold_to_formulas(kind: str, many: list[SteeringSpec], seed: int, deferred: bool, cuts: tuple[int, ...]) -> None:
     rows = [vector(9, WIDTH, seed=seed + number) for number in range(len(many))]
     residual = vector(9 * len(many), WIDTH, seed=seed + 77) if deferred else None
     kept = None if residual is None else residual.clone()
-    found, _, _ = run(many, rows, 1, residual, kind)
+    found, _, _ = run(many, rows, 1, residual, kind, cuts=cuts)
     streams = rows if kept is None else [row + part for row, part in zip(rows, kept.split(9), strict=True)]
     for steering, stream, got in zip(many, streams, found, strict=True):
         close(got, edited(steering, Point(1, "resid_post"), stream, PROMPT, LAYERS))
@@ -259,11 +281,11 @@ V = torch.ones(WIDTH)
         (lambda: Add(torch.full((WIDTH,), float("nan")), layer=1), InvalidVector, "24 values of 24 that are NaN"),
         (lambda: Add(torch.full((WIDTH,), float("inf")), layer=1), InvalidVector, "NaN or inf"),
         (lambda: Add([[1.0]], layer=1), InvalidVector, "expected [width]"),
-        (lambda: Add("evil", layer=1), InvalidVector, "no tensor"),
+        (lambda: Add("evil", layer=1), InvalidVector, "real numbers"),
         (lambda: Add(V, float("nan"), layer=1), InvalidEdit, "scale=nan"),
         (lambda: Add(V, 1e39, layer=1), InvalidEdit, "float32"),
         (lambda: Replace(torch.ones(2, WIDTH), {11, 2}, layer=1), InvalidEdit, "in the order of the rows"),
-        (lambda: Replace([[1.0], [1.0, 2.0]], [0, 1], layer=1), InvalidVector, "no tensor"),
+        (lambda: Replace([[1.0], [1.0, 2.0]], [0, 1], layer=1), InvalidVector, "real numbers"),
         (lambda: Add(0 * V, relative=True, layer=1), InvalidVector, "zero"),
         (lambda: Ablate(0 * V, layer=1), InvalidVector, "no direction"),
         (lambda: SetProjection(0 * V, 1.0, layer=1), InvalidVector, "no direction"),
@@ -286,7 +308,7 @@ V = torch.ones(WIDTH)
         (lambda: Add(V, layer=1, tokens=[]), InvalidSelection, "selects no token"),
         (lambda: Add(V, layer=1, tokens=[200]), InvalidSelection, "outside the sequence"),
         (lambda: SteeringSpec([]), InvalidSpec, "changes nothing"),
-        (lambda: SteeringSpec([V]), InvalidSpec, "no edit"),
+        (lambda: SteeringSpec([V]), InvalidSpec, "not an edit"),
         (lambda: SteeringSpec([Add(V, layer=1)] * 40), TooManyEdits, "edits_per_point"),
         (
             lambda: SteeringSpec([Add(V, layer=1, tokens=[n]) for n in range(32)], preserve_norm=True),
@@ -351,3 +373,27 @@ def test_equal_specs_share_a_configuration() -> None:
     moved = lowered(spec("cap", WIDTH, seed=3, layers=[0, 2])).configuration.digest
     assert same[0] == same[1]
     assert len({same[0], other, moved}) == 3
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")  # of Triton's interpreter
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e10, 1e20, 1e35])
+def test_norms_are_right_where_squares_are_out_of_range(kind, size) -> None:
+    """A norm that is kept, or is a measure: rows of any size that float32 holds."""
+    rows = vector(9, WIDTH, seed=1)
+    large = vector(WIDTH, seed=2).clamp(-2.5, 2.5) * size
+    put = Replace(large[None], [2], layer=1)
+    specs = [SteeringSpec([put], preserve_norm=True), SteeringSpec([Add(large, layer=1)], preserve_norm=True)]
+    if size < EDITED_MOST:
+        specs.append(SteeringSpec([put, Add(V, -0.5, relative=True, layer=1, tokens=2)]))
+    for steering in specs:
+        close(one(steering, rows, kind=kind), edited(steering, Point(1, "resid_post"), rows, PROMPT, LAYERS))
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gate_that_cannot_be_read_is_not_closed(kind) -> None:
+    """A projection of infinity less infinity says nothing: the row is an overflow, not one that needs no edit."""
+    probe = vector(WIDTH, seed=3).sign() * 3e38
+    with pytest.raises(AssertionError, match="overflows at"):
+        one(SteeringSpec([AddIf(V, probe, layer=1)]), vector(9, WIDTH, seed=4) * 10, kind=kind)

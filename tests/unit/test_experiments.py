@@ -199,10 +199,10 @@ def test_requests_of_one_condition_are_together_and_their_seeds_agree() -> None:
     ("changed", "says"),
     [
         ({"prompts": []}, "prompts"),
-        ({"prompts": "one"}, "several"),
+        ({"prompts": "one"}, "give a list or mapping"),
         ({"prompts": [3]}, "prompts hold 3"),
         ({"vectors": {"warm": torch.ones(3)}}, "LayerVectors"),
-        ({"vectors": vectors(1)}, "by|several"),
+        ({"vectors": vectors(1)}, "by|give a list or mapping"),
         ({"layers": (4,)}, r"no vectors for layers \[4\]"),
         ({"layers": (1, 1)}, "twice"),
         ({"layers": (-1,)}, "count from 0"),
@@ -228,9 +228,9 @@ def test_an_unknown_operation_or_measure_is_named() -> None:
         sweep(operations=("subtract",)).conditions()
     with pytest.raises(UnknownName, match=r"known: .*'perplexity'"):
         measures_of(["surprise"])
-    with pytest.raises(InvalidSpec, match="one label"):
+    with pytest.raises(InvalidSpec, match="the same label"):
         measures_of([Repetition(2), "repetition"])
-    with pytest.raises(InvalidSpec, match="no measure"):
+    with pytest.raises(InvalidSpec, match="not a measure"):
         measures_of([3])
 
 
@@ -514,7 +514,7 @@ def test_values_may_be_a_tensor_of_any_dtype() -> None:
 )
 def test_values_of_another_shape_are_refused(tokens, values, names) -> None:
     """They would colour the wrong tokens."""
-    with pytest.raises(InvalidRequest, match="one token at least"):
+    with pytest.raises(InvalidRequest, match="at least one token"):
         TokenHeatmap(tokens, values, names)
 
 

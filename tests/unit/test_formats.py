@@ -169,7 +169,7 @@ class Homemade(Add):
 @pytest.mark.parametrize(
     ("edit", "says"),
     [
-        (Homemade(torch.ones(WIDTH), layer=0), "no edit of steercap"),
+        (Homemade(torch.ones(WIDTH), layer=0), "not one of steercap's edits"),
     ],
 )
 def test_what_a_file_cannot_say_is_not_saved(edit, says, tmp_path) -> None:
@@ -183,7 +183,7 @@ def test_what_a_file_cannot_say_is_not_saved(edit, says, tmp_path) -> None:
 def test_a_file_that_is_not_ours_is_refused(load, tmp_path) -> None:
     """Missing, empty, foreign and truncated files are InvalidFile with the path."""
     path = tmp_path / "x.safetensors"
-    whole = some_vectors().save(tmp_path / "whole").read_bytes()
+    whole = some_vectors().save(tmp_path / "whole.safetensors").read_bytes()
     for content in (None, b"", b"not safetensors at all", whole[:40], whole[:-1]):
         if content is not None:
             path.write_bytes(content)
@@ -196,9 +196,9 @@ def test_a_file_that_is_not_ours_is_refused(load, tmp_path) -> None:
 
 def test_a_file_of_another_kind_says_how_to_read_it(tmp_path) -> None:
     """Steering, vectors and captures are told apart, each with the way to read it."""
-    spec = SteeringSpec([an_edit("add", layer=0)]).save(tmp_path / "spec")
+    spec = SteeringSpec([an_edit("add", layer=0)]).save(tmp_path / "spec.safetensors")
     with pytest.raises(InvalidFile, match=r"holds vectors, not steering.*LayerVectors\.load"):
-        SteeringSpec.load(some_vectors().save(tmp_path / "vectors"))
+        SteeringSpec.load(some_vectors().save(tmp_path / "vectors.safetensors"))
     with pytest.raises(InvalidFile, match=r"holds steering, not vectors.*SteeringSpec\.load"):
         LayerVectors.load(spec)
     with pytest.raises(InvalidFile, match="spec"):
@@ -278,7 +278,7 @@ def test_layer_vectors_are_a_mapping_of_copies() -> None:
         ({"1": torch.ones(2)}, {}, InvalidSpec, "integers"),
         ({1: torch.ones(2)}, {"site": "resid"}, UnknownName, "resid_post"),
         ({1: torch.ones(2)}, {"name": 3}, InvalidSpec, "name=3"),
-        ({1: "abc"}, {}, InvalidVector, "no tensor"),
+        ({1: "abc"}, {}, InvalidVector, "real numbers"),
         ({1: torch.ones(2, 2)}, {}, InvalidVector, r"\(2, 2\)"),
         ({1: torch.ones(0)}, {}, InvalidVector, r"\(0,\)"),
         ({1: torch.ones(2), 2: torch.ones(3)}, {}, InvalidVector, r"\{1: 2, 2: 3\}"),
@@ -518,19 +518,27 @@ def test_a_gguf_file_of_something_else_is_refused(directions, arch, says, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("save", "load"),
+    ("save", "load", "name"),
     [
-        (save_control_vector, load_control_vector),
-        (lambda vectors, path: save_layers_pt(vectors, path, base=1), lambda path: load_layers_pt(path, base=1)),
-        (lambda _, path: torch.save(experiments(), path), load_capping),
-        (lambda _, path: save_steering(SteeringSpec([an_edit("low_rank", layer=0)]), path), SteeringSpec.load),
+        (save_control_vector, load_control_vector, "whole.gguf"),
+        (
+            lambda vectors, path: save_layers_pt(vectors, path, base=1),
+            lambda path: load_layers_pt(path, base=1),
+            "whole.pt",
+        ),
+        (lambda _, path: torch.save(experiments(), path), load_capping, "whole.pt"),
+        (
+            lambda _, path: save_steering(SteeringSpec([an_edit("low_rank", layer=0)]), path),
+            SteeringSpec.load,
+            "whole.safetensors",
+        ),
     ],
 )
-def test_a_truncated_file_is_refused_wherever_it_ends(save, load, tmp_path) -> None:
+def test_a_truncated_file_is_refused_wherever_it_ends(save, load, name, tmp_path) -> None:
     """Missing, foreign and cut files are InvalidFile with the path, in every format."""
     layers = range(1 if load is load_control_vector else 0, 3)
-    save(LayerVectors({layer: torch.randn(WIDTH) for layer in layers}, model="tiny"), tmp_path / "whole")
-    content, path = (tmp_path / "whole").read_bytes(), tmp_path / "cut"
+    save(LayerVectors({layer: torch.randn(WIDTH) for layer in layers}, model="tiny"), tmp_path / name)
+    content, path = (tmp_path / name).read_bytes(), tmp_path / "cut"
     with pytest.raises(InvalidFile, match="cut cannot be read"):
         load(path)
     cuts = [content[:size] for size in range(0, len(content) * 9 // 10, max(len(content) // 60, 1))]

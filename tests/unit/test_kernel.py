@@ -44,7 +44,8 @@ width, dtype, deferred, together = json.loads(sys.argv[1])
 pointers = dict(hidden=dtype, residual=dtype, arena=dtype, responses="fp32", bank="fp32", evidence="i64")
 strides = ("hidden_stride", "residual_stride", "num_points", "num_entries", "num_tokens")
 block = 1 << (width - 1).bit_length()
-constants = dict(WIDTH=width, BLOCK=block, HAS_RESIDUAL=deferred, TOKENS=together, EARLY=True)
+most = 65504.0 if dtype == "fp16" else 2.0**40
+constants = dict(WIDTH=width, BLOCK=block, HAS_RESIDUAL=deferred, TOKENS=together, EARLY=True, MOST=most, LOOK=dtype == "fp16")
 names = _tap_kernel.arg_names
 kinds = {name: "*" + pointers.get(name, "i32") for name in names}
 signature = kinds | dict.fromkeys(strides, "i32") | dict.fromkeys(constants, "constexpr")

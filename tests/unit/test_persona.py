@@ -36,7 +36,6 @@ from steercap.persona import PersonaSettings, Progress, load_trait, run, traits
 from steercap.persona.flight import each_of
 from steercap.persona.folder import RunFolder
 from steercap.persona.outcomes import outcomes
-from steercap.persona.pictures import chance_band
 from steercap.persona.pipeline import PersonaResult
 from steercap.persona.records import SIGNS, Records, Response, Score, asks
 from steercap.persona.report import write_report
@@ -50,7 +49,7 @@ from steercap.persona.stages.keep import keep
 from steercap.persona.stages.score import score
 from steercap.tables import Parts, read_table
 from steercap.testing import smollm2
-from steercap.vectors import Contrast
+from steercap.vectors import Contrast, chance_band
 from steercap.vectors.contrast import directions_of
 
 SHIPPED = list(traits())
@@ -319,7 +318,7 @@ def made(**changes) -> PersonaSettings:
     ("changes", "error", "says"),
     [
         ({"traits": ("formal", "formel")}, InvalidSetting, r"unknown traits \['formel'\].*'formal'"),
-        ({"traits": ()}, InvalidSetting, "one at least"),
+        ({"traits": ()}, InvalidSetting, "at least one"),
         ({"traits": ("formal", traits()["formal"])}, InvalidSetting, "each once"),
         ({"n_samples": 0}, InvalidSetting, "n_samples=0; give 1"),
         ({"n_questions": 1}, InvalidSetting, "n_questions=1; give 2"),
@@ -802,5 +801,6 @@ def test_the_band_of_chance_is_that_of_random_scores() -> None:
     draw = np.random.default_rng(0)
     kinds = [1] * 12 + [0] * 20
     found = np.array([roc_auc_score(kinds, draw.normal(size=32)) for _ in range(1000)])
-    inside = np.mean(np.abs(found - 0.5) <= chance_band(12, 20))
+    low, high = chance_band(12, 20)
+    inside = np.mean((low <= found) & (found <= high))
     assert 0.92 < inside < 0.98  # four standard errors of a share of 1000

@@ -16,9 +16,9 @@ import steercap
 from steercap import SteerModel, errors
 from steercap.codecs import CODECS
 from steercap.codecs.base import Codec
-from steercap.config import Settings
+from steercap.config import CPU, Settings
 from steercap.edits import EDITS
-from steercap.errors import InvalidFile, UnknownName
+from steercap.errors import InvalidFile, InvalidSetting, UnknownName
 from steercap.experiments import MEASURES, OPERATIONS
 from steercap.families import FAMILIES, family_of
 from steercap.files import load_handle
@@ -260,3 +260,18 @@ def test_every_setting_is_an_argument() -> None:
     for field in dataclasses.fields(Settings):
         default = getattr(Settings, field.name)
         assert arguments[field.name].default == default
+
+
+def test_a_preset_stands_under_what_is_given() -> None:
+    """`preset="cpu"` brings engine arguments; those of the call count before them; another name is refused."""
+    bare, preset = SteerModel("m"), SteerModel("m", preset="cpu")
+    assert bare._engine_args == {}
+    assert preset._engine_args == dict(CPU)
+    given = SteerModel("m", preset="cpu", max_model_len=64, seed=3)._engine_args
+    assert given == {**CPU, "max_model_len": 64, "seed": 3}
+    with pytest.raises(InvalidSetting, match="preset='gpu'; use one of 'cpu'"):
+        SteerModel("m", preset="gpu")
+    documented = inspect.getdoc(SteerModel)
+    documented = documented.replace('"', "'")
+    assert all(f"`{name}={value!r}`" in documented for name, value in CPU.items() if name != "kv_cache_memory_bytes")
+    assert f"kv_cache_memory_bytes={CPU['kv_cache_memory_bytes'] >> 20} MiB" in documented

@@ -7,7 +7,7 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
-from steercap.cli.doctor.facts import Facts
+from steercap.cli.doctor.facts import Facts, is_offline
 from steercap.cli.doctor.gpus import Gpu
 from steercap.cli.engines import SMOLLM2
 from steercap.config import Settings
@@ -242,21 +242,23 @@ def check_threads(facts: Facts) -> Check:
 
 def check_hub(facts: Facts) -> Check:
     """A model that is not here must be fetched."""
-    offline = facts.environment.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "on", "yes"}
-    mode = "offline" if offline else "online"
-    if facts.model.folder or facts.model.name == SMOLLM2:
+    name = facts.model.name
+    if facts.model.folder or facts.model_error or name == SMOLLM2:
         return Check(
-            "model hub", "ok", f"{mode}; the model is on this machine" if facts.model.folder else f"{mode}, not needed"
+            "model hub", "ok", "not asked: the model is on this machine" if facts.model.folder else "not asked"
         )
-    if offline:
-        advice = f"{facts.model.name!r} is no folder and not in the cache: unset HF_HUB_OFFLINE, or give a path"
+    if is_offline(facts.environment):
+        advice = f"{name!r} is not a folder and not in the cache: unset HF_HUB_OFFLINE, or give a path"
         return Check("model hub", "problem", "offline (HF_HUB_OFFLINE)", advice)
-    return Check(
-        "model hub",
-        "warning",
-        f"online; {facts.model.name!r} is not in the cache",
-        "vLLM will fetch it when it starts, if there is such a model",
+    if facts.hub == "there":
+        return Check("model hub", "ok", f"reachable; vLLM fetches {name!r} when it starts")
+    if facts.hub == "unknown":
+        advice = "see how it is spelled; a model that one must be allowed to read needs HF_TOKEN"
+        return Check("model hub", "problem", f"reachable, and shows no model {name!r}", advice)
+    advice = (
+        f"{name!r} is not on this machine: give a path, or see why the hub cannot be reached (HF_ENDPOINT, a proxy)"
     )
+    return Check("model hub", "problem", f"not reachable: {facts.hub}", advice)
 
 
 def check_disk(facts: Facts) -> Check:
@@ -288,6 +290,8 @@ def check_extras(facts: Facts) -> Check:
 def check_model(facts: Facts) -> Check:
     """A model whose layers steercap knows, and what its rows take."""
     model = facts.model
+    if facts.model_error:
+        return Check("model", "problem", f"{model.name!r} cannot be loaded", facts.model_error)
     if not model.folder:
         state: State = "ok" if model.name == SMOLLM2 else "warning"
         found = (

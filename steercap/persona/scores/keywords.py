@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from steercap.core.values import number_of, shown
 from steercap.errors import InvalidSetting
 from steercap.persona.scores.base import Scored, Scorer
 from steercap.persona.trait import Trait
@@ -28,8 +29,10 @@ class Keywords(Scorer):
     density: float = 0.05
 
     def __post_init__(self) -> None:
-        if not 0 < self.density <= 1:
-            raise InvalidSetting(f"density={self.density!r}; give a share of the words, more than 0 and at most 1")
+        density = number_of(self.density)
+        if density is None or not 0 < density <= 1:
+            raise InvalidSetting(f"density={shown(self.density)}; give a share of the words, more than 0 and at most 1")
+        object.__setattr__(self, "density", density)
 
     async def score(self, trait: Trait, exchanges: Sequence[Scored]) -> list[float | None]:
         pattern = _pattern(trait)

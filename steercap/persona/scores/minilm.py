@@ -39,6 +39,10 @@ class MiniLM(Scorer):
         sentences: False embeds the whole answer at once, its first 256 tokens, and blurs its tone with its
             subject. On 240 answers of SmolLM2-135M to six questions of each shipped trait under opposite prompts, the
             AUC of the score for the kind of prompt is 0.67 by sentences and 0.64 whole, on the mean over traits.
+
+    Raises:
+        InvalidSetting: `sentences` is neither true nor false.
+        ModelNotLoaded: the package is not installed.
     """
 
     sentences: bool = True
@@ -46,6 +50,7 @@ class MiniLM(Scorer):
     def __post_init__(self) -> None:
         if not isinstance(self.sentences, bool):
             raise InvalidSetting(f"sentences={self.sentences!r}; give true or false")
+        _folder()  # before answers are generated that nothing could score
 
     async def score(self, trait: Trait, exchanges: Sequence[Scored]) -> list[float | None]:
         return await asyncio.to_thread(self._scores, trait, [exchange.answer for exchange in exchanges])

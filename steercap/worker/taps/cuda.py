@@ -26,6 +26,7 @@ from steercap.core.rows import BatchRows, Ints
 from steercap.kernels import triton_project as project
 from steercap.kernels import triton_tally as tally
 from steercap.kernels import triton_tap as kernel
+from steercap.kernels.bits import told_apart
 from steercap.worker.layouts import LAYOUTS
 from steercap.worker.programs import ENTRY_NUMBERS
 from steercap.worker.step import Step, Witness
@@ -295,8 +296,9 @@ class CudaTaps(Taps):
             said = self._said.numpy()[done.place : done.place + len(done.step)].copy()
             if done.step is through:
                 through = None
-            token_ids, positions, edits, copies = said.T
-            yield done.step, Witness(token_ids, positions, edits, copies, done.failure)
+            token_ids, positions, *evidence = said.T
+            (edits, overflowed), (copies, nonfinite) = map(told_apart, evidence)
+            yield done.step, Witness(token_ids, positions, edits, copies, overflowed, nonfinite, done.failure)
 
     def on_tap(
         self,

@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from steercap.core.program import NONE, RESPONSE_NUMBERS, Configuration, Response
 from steercap.core.rows import BatchRows, Ints, ends_of_runs
 from steercap.kernels.bits import JOINED, LAST, MAX, MEASURES, READS, RELATIVE, REPLACES, RESTORES, SUM, USED, weight
+from steercap.kernels.finite import overflows_later
 from steercap.kernels.reference import Column, copy_row, copy_rows, edit_stream
 from steercap.worker.arena import Arena
 from steercap.worker.layouts import Layouts
@@ -46,7 +47,7 @@ class HostTaps(Taps):
         # Zeroed pages are not resident until they are written.
         self._bank = torch.zeros((max(sizes.bank_rows, 1), width), dtype=torch.float32)
         self._edits = _Edits(self.programs)
-        self._before, self._after = _Copies(), _Copies()
+        self._copying = [_Copies(), _Copies()]  # of rows before their edits, and after
         self._projecting = [_Projections(), _Projections()]  # of rows before their edits, and after
         self._numbers = torch.zeros(0)  # the arena, as float32
         self._line_numbers = 0
@@ -55,6 +56,7 @@ class HostTaps(Taps):
         self._adding = [_Additions(), _Additions()]  # of rows before their edits, and after
         self._fired: Ints = np.zeros(len(self.points), dtype=np.int64)
         self._misfit: str | None = None
+        self._nonfinite: list[tuple[int, torch.Tensor]] = []  # points, and places in the batch of rows kept there
         self._num_tokens = 0
         self._labels: tuple[Ints, Ints] = (self._fired[:0], self._fired[:0])
         self._done: list[tuple[Step, Witness]] = []
@@ -76,13 +78,14 @@ class HostTaps(Taps):
     def open(self, step: Step, batch: BatchRows, moves: Moves | None) -> str | None:
         self._fired[:] = 0
         self._misfit = None
+        self._nonfinite = []
         self._num_tokens = int(batch.counts.sum())
         tokens = torch.from_numpy(step.tokens)
         self._labels = _host(batch.token_ids, tokens), _host(batch.positions, tokens)
         before = step.kept & self.layouts.before[step.layouts]
         drained = (step.lines != NONE) & (step.projections == NONE)
-        self._before.fill(step, np.flatnonzero(before & drained), self.layouts)
-        self._after.fill(step, np.flatnonzero(~before & drained), self.layouts)
+        for copying, chosen in zip(self._copying, (before, ~before), strict=True):
+            copying.fill(step, np.flatnonzero(chosen & drained), self.layouts)
         for projecting, chosen in zip(self._projecting, (before, ~before), strict=True):
             projecting.fill(step, chosen, self.layouts, self.programs, self._line_numbers)
         if moves is not None:
@@ -97,8 +100,14 @@ class HostTaps(Taps):
         step, self.open_step = self.open_step, None
         if step is not None:
             failure = failure or self._misfit or self._misfires()
-            token_ids, positions = self._labels
-            self._done.append((step, Witness(token_ids, positions, self._edits.made(step), step.copies, failure)))
+            self._done.append((step, self._witness(step, failure)))
+
+    def _witness(self, step: Step, failure: str | None) -> Witness:
+        nonfinite: Ints = np.full(len(step), NONE, dtype=np.int64)
+        for point, tokens in reversed(self._nonfinite):  # the first point is written last
+            nonfinite[np.searchsorted(step.tokens, tokens.numpy())] = point
+        edits, overflowed = self._edits.made(step)
+        return Witness(*self._labels, edits, step.copies, overflowed, nonfinite, failure)
 
     def _begin(self, moves: Moves) -> None:
         """Empty the tallies that begin, and add what was held of the others."""
@@ -154,16 +163,21 @@ class HostTaps(Taps):
         if len(hidden) < self._num_tokens or hidden.shape[-1] != self.width:
             self._misfit = f"tap {at} saw {tuple(hidden.shape)} for {self._num_tokens} tokens"
             return
-        if self.arena is not None:
-            self._before.copy(hidden, residual, at, self.arena.lines)
-            self._projecting[0].project(hidden, residual, at, self._bank, self._numbers)
-            self._adding[0].add(hidden, residual, at, self._sums, self._held)
-        if self._edits.wanted(at):
+        self._keep(0, hidden, residual, at)
+        if self._edits.wanted(at, hidden.dtype):
             self._edits.apply(hidden, residual, at, self._bank)
-        if self.arena is not None:
-            self._after.copy(hidden, residual, at, self.arena.lines)
-            self._projecting[1].project(hidden, residual, at, self._bank, self._numbers)
-            self._adding[1].add(hidden, residual, at, self._sums, self._held)
+        self._keep(1, hidden, residual, at)
+
+    def _keep(self, when: int, hidden: torch.Tensor, residual: torch.Tensor | None, point: int) -> None:
+        """Take the rows of one point that are wanted before its edits (0), or after them (1)."""
+        if self.arena is None:
+            return
+        for strays in (
+            self._copying[when].copy(hidden, residual, point, self.arena.lines),
+            self._projecting[when].project(hidden, residual, point, self._bank, self._numbers),
+            self._adding[when].add(hidden, residual, point, self._sums, self._held),
+        ):
+            self._nonfinite += [(point, tokens) for tokens in strays]
 
     def _misfires(self) -> str | None:
         wrong = np.flatnonzero(self._fired != 1)
@@ -201,15 +215,18 @@ class _Copies:
         residual: Float[torch.Tensor, "n width"] | None,
         point: int,
         lines: Float[torch.Tensor, "lines width"],
-    ) -> None:
-        """Copy the rows wanted at one point to their lines."""
+    ) -> Sequence[torch.Tensor]:
+        """Copy the rows wanted at one point to their lines; gives the tokens of those that are not finite."""
         if not len(self._tokens):
-            return
+            return ()
         tokens, targets = self._wanted(point)
+        if not len(tokens):
+            return ()
         if len(tokens) == 1:
-            copy_row(hidden, residual, int(tokens), lines[int(targets)])
-        elif len(tokens):
-            copy_rows(hidden, residual, tokens, targets, lines)
+            stray = copy_row(hidden, residual, int(tokens), lines[int(targets)])
+        else:
+            stray = copy_rows(hidden, residual, tokens, targets, lines)
+        return () if stray is None else (tokens[stray],)
 
     def _wanted(self, point: int) -> tuple[torch.Tensor, torch.Tensor]:
         offsets = self._offsets[point]
@@ -247,16 +264,20 @@ class _Projections:
         point: int,
         bank: Float[torch.Tensor, "vectors width"],
         numbers: Float[torch.Tensor, " numbers"],
-    ) -> None:
-        """Write down what the rows of one point are along its directions."""
+    ) -> Sequence[torch.Tensor]:
+        """Write down what the rows of one point are along its directions; gives the tokens of those not finite."""
+        strays = []
         for all_tokens, where, all_places in self._parts:
             wanted = where[point] != NONE
             tokens, first, places = all_tokens[wanted], where[point][wanted], torch.from_numpy(all_places[point])
             if not len(tokens):
                 continue
             rows = torch.empty((len(tokens), hidden.shape[-1]), dtype=hidden.dtype)
-            copy_rows(hidden, residual, tokens, torch.arange(len(tokens)), rows)
+            stray = copy_rows(hidden, residual, tokens, torch.arange(len(tokens)), rows)
             numbers[first[:, None] + torch.arange(len(places))] = rows.float() @ bank[places].T
+            if stray is not None:
+                strays.append(tokens[stray])
+        return strays
 
 
 class _Additions:
@@ -300,8 +321,9 @@ class _Additions:
         point: int,
         sums: Float[torch.Tensor, "lines width"],
         held: Float[torch.Tensor, "slots width"],
-    ) -> None:
-        """Add, or hold, the rows of one point."""
+    ) -> Sequence[torch.Tensor]:
+        """Add, or hold, the rows of one point; gives the tokens of those that are not finite."""
+        strays = []
         for kind, all_tokens, places, complete in self._parts:
             tokens, where = all_tokens, places[point]
             if not complete[point]:
@@ -310,11 +332,14 @@ class _Additions:
             if not len(tokens):
                 continue
             if kind is None:
-                copy_rows(hidden, residual, tokens, where, held)
-                continue
-            rows = torch.empty((len(tokens), hidden.shape[-1]), dtype=held.dtype)
-            copy_rows(hidden, residual, tokens, torch.arange(len(tokens)), rows)
-            _add(sums, where, rows, kind)
+                stray = copy_rows(hidden, residual, tokens, where, held)
+            else:
+                rows = torch.empty((len(tokens), hidden.shape[-1]), dtype=held.dtype)
+                stray = copy_rows(hidden, residual, tokens, torch.arange(len(tokens)), rows)
+                _add(sums, where, rows, kind)
+            if stray is not None:
+                strays.append(tokens[stray])
+        return strays
 
 
 def _add(sums: torch.Tensor, where: torch.Tensor, rows: torch.Tensor, kind: int) -> None:
@@ -346,6 +371,7 @@ class _Edits:
         self._masks = torch.zeros(0, dtype=torch.int32)
         self._replacements = torch.zeros((0, 1), dtype=torch.int64)
         self._evidence = torch.zeros(0, dtype=torch.int64)
+        self._overflowed = torch.zeros(0, dtype=torch.int64)
 
     def fill(self, step: Step) -> None:
         """Take in the tokens of a pass that are changed."""
@@ -355,8 +381,11 @@ class _Edits:
             return
         self._masks = torch.from_numpy(step.masks[self._chosen])
         self._evidence = torch.zeros(len(self._chosen), dtype=torch.int64)
-        self._replacements = torch.from_numpy(_replacements(step, self._chosen))
+        self._overflowed = torch.full_like(self._evidence, NONE)
         slots = step.slots[self._chosen]
+        self._replacements = torch.from_numpy(
+            _replacements(step, self._chosen, int(self._programs.replacements[slots].max()))
+        )
         layout = (self._programs.written, slots.tobytes())
         if layout != self._layout:
             self._lay_out(slots)
@@ -370,9 +399,9 @@ class _Edits:
         self._single_scope = bool((self._programs.scopes[distinct] == 1).all())
         self._columns = {}
 
-    def wanted(self, point: int) -> bool:
-        """Whether anybody edits at this point in this pass."""
-        return len(self._tokens) > 0 and self._used[point] > 0
+    def wanted(self, point: int, dtype: torch.dtype) -> bool:
+        """Whether anybody edits at this point in this pass, or edited rows must be looked at there."""
+        return len(self._tokens) > 0 and (self._used[point] > 0 or overflows_later(dtype))
 
     def apply(
         self,
@@ -385,15 +414,17 @@ class _Edits:
         columns = self._columns.get(point)
         if columns is None:
             columns = self._columns[point] = self._at(point)
-        applied = edit_stream(hidden, residual, self._tokens, columns, self._masks, self._replacements, bank)
+        applied, stray = edit_stream(hidden, residual, self._tokens, columns, self._masks, self._replacements, bank)
         self._evidence.add_(applied, alpha=weight(point))
+        if stray is not None:
+            self._overflowed[stray & (self._overflowed == NONE)] = point
 
-    def made(self, step: Step) -> Ints:
-        """What the edits of each token of the step add up to: int64 [tracked]."""
-        made = np.zeros(len(step), dtype=np.int64)
+    def made(self, step: Step) -> tuple[Ints, Ints]:
+        """What the edits of each token of the step add up to, and the first point where they left no finite row."""
+        made, overflowed = np.zeros(len(step), dtype=np.int64), np.full(len(step), NONE, dtype=np.int64)
         if len(self._chosen):
-            made[self._chosen] = self._evidence.numpy()
-        return made
+            made[self._chosen], overflowed[self._chosen] = self._evidence.numpy(), self._overflowed.numpy()
+        return made, overflowed
 
     def _at(self, point: int) -> tuple[Column, ...]:
         where = self._slots, point
@@ -426,10 +457,16 @@ def _column(
     return Column(kinds=int(np.bitwise_or.reduce(kind)), scope=scope, **fields)
 
 
-def _replacements(step: Step, chosen: Ints) -> Ints:
-    """Bank row that each replacement puts in the place of each chosen token, one column at least."""
-    width = max([1, *(len(rows) for rows in step.replaced.values())])
-    table: Ints = np.full((len(chosen), width), NONE, dtype=np.int64)
+def _replacements(step: Step, chosen: Ints, most: int) -> Ints:
+    """Bank row that each replacement puts in the place of each chosen token, one column at least.
+
+    Args:
+        step: the pass.
+        chosen: the tokens.
+        most: replacements of the slot that has most of them: entries name their columns also for tokens that none of
+            them replaces.
+    """
+    table: Ints = np.full((len(chosen), max(most, 1)), NONE, dtype=np.int64)
     for place, rows in step.replaced.items():
         table[np.searchsorted(chosen, place), : len(rows)] = rows
     return table

@@ -1,0 +1,43 @@
+"""msgspec's complaints about what a user gave, in the user's own names.
+
+Number 1 in the life of a request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+#: What msgspec says of a wrong value, then its path.
+_COMPLAINT: Final = re.compile(r"(?P<says>.*?) - at (?P<key>`key` in )?`\$(?P<path>.*)`", re.DOTALL)
+
+
+def named(complaint: str, given: Mapping[str, Any], places: tuple[str, ...] = ()) -> str:
+    """A complaint with the name and the value of what it is about.
+
+    Args:
+        complaint: msgspec's, or anybody's, which is given back as it is.
+        given: what the path starts in, by name.
+        places: names of what the path counts, where it starts with a number.
+    """
+    found = _COMPLAINT.fullmatch(complaint)
+    if found is None:
+        return complaint
+    path = found["path"]
+    if places and (numbered := re.match(r"\[(\d+)\]", path)):
+        path = places[int(numbered[1])] + path[numbered.end() :]
+    path = path.removeprefix("sampling_params").lstrip(".")
+    name = re.split(r"[.\[]", path)[0]
+    where = f"a key of {path}" if found["key"] else path
+    says = f"{where}: {found['says'][:1].lower()}{found['says'][1:]}"
+    return f"{says} ({name}={shown(given[name])})" if name in given else says
+
+
+def shown(value: Any, most: int = 80) -> str:
+    """A value as a message shows it: cut short, and whatever its own repr does."""
+    try:
+        text = repr(value)
+    except Exception as error:  # noqa: BLE001 -- the user's own code
+        text = f"a {type(value).__name__} ({type(error).__name__} in its repr)"
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -1,0 +1,80 @@
+"""What vLLM's CPU runner gets wrong, mended in the worker: seeds of chunked prompts, and requests without an adapter
+beside others with one.
+
+Number 5 in the life of a request. Each part says what it relies on, all of vLLM 0.32, and when it can go.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import torch
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper import punica_cpu
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from steercap.adapters.hooks import wrap
+
+#: Where a runner keeps the generators of requests whose sampled token will be thrown away.
+_WITHHELD: Final = "steercap_withheld_generators"
+#: vLLM's operators that pick an adapter's weights for each row by its index.
+_BY_INDEX: Final = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
+_MASKED: Final = "__steercap_masked__"
+
+
+def hook() -> None:
+    """Mend this process's classes and operators; a second call finds them mended."""
+    wrap(GPUModelRunner, "_sample", _sample)
+    wrap(GPUModelRunner, "_bookkeeping_sync", _bookkeeping_sync)
+    for name in _BY_INDEX:
+        operator = getattr(lora_ops, name)
+        if not hasattr(operator, _MASKED):
+            masked = _without_rows_of_none(operator)
+            for module in (lora_ops, punica_cpu):
+                setattr(module, name, masked)
+
+
+def _sample(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:
+    """Draw nothing from the generators of requests whose prompt goes on in the next step.
+
+    vLLM samples for them too, throws the token away, and turns their generators back by their offset, which a CPU
+    generator does not have: the worker dies. Relies on `_sample` and `_bookkeeping_sync` reading
+    `input_batch.generators` by index, and on `discard_request_mask`. Can go when vLLM turns CPU generators back.
+    """
+    if runner.device.type != "cpu":
+        return original()
+    batch = runner.input_batch
+    discarded = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
+    withheld = {index: batch.generators.pop(index) for index in discarded if index in batch.generators}
+    setattr(runner, _WITHHELD, withheld)
+    try:
+        return original()
+    except BaseException:
+        batch.generators.update(withheld)
+        raise
+
+
+def _bookkeeping_sync(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:
+    try:
+        return original()
+    finally:
+        runner.input_batch.generators.update(runner.__dict__.pop(_WITHHELD, {}))
+
+
+def _without_rows_of_none(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator of LoRA on CPU that adds nothing to rows whose index is -1, which is no adapter.
+
+    vLLM's takes the weights at index -1: those of the last slot. Relies on the arguments `inputs` first and
+    `lora_indices_tensor` fourth, in `lora_ops` and in `punica_cpu`, which imports them by name. Can go when vLLM's
+    operators leave such rows alone, as its GPU kernels do.
+    """
+
+    @functools.wraps(operator)
+    def masked(inputs: Any, weights: Any, output: Any, indices: torch.Tensor, *args: Any, **options: Any) -> Any:
+        return operator(torch.where(indices[:, None] < 0, 0, inputs), weights, output, indices, *args, **options)
+
+    setattr(masked, _MASKED, True)
+    return masked

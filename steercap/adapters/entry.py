@@ -1,0 +1,95 @@
+"""How processes of vLLM begin: quietly, whatever they import.
+
+Number 4 in the life of a request. A process that vLLM spawns unpickles first the function it is to run, then its
+arguments, and these import all of vLLM, which says what it has to say at once. So the function is one of ours, and
+being unpickled is what prepares the process. What it relies on, of vLLM 0.32: `EngineCoreProc.run_engine_core`,
+`DPCoordinatorProc.run_coordinator`, `WorkerProc.worker_main`, each the target of a `Process`. It imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Final
+
+#: What a user may have set, who then gets what vLLM makes of it.
+CHOICES: Final = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
+#: Loggers that say of a machine without CUDA that it cannot run Triton, which steercap does not need there.
+_TRITON: Final = ("vllm.triton_utils.importing", "vllm.platforms.cpu", "vllm.config.vllm")
+
+ENGINE_CORE: Final = ("vllm.v1.engine.core", "EngineCoreProc", "run_engine_core")
+COORDINATOR: Final = ("vllm.v1.engine.coordinator", "DPCoordinatorProc", "run_coordinator")
+WORKER: Final = ("vllm.v1.executor.multiproc_executor", "WorkerProc", "worker_main")
+
+
+def wants_quiet() -> bool:
+    """Whether the user has left vLLM's log to us; asked once, before `quieten` sets what it sets."""
+    return not any(name in os.environ for name in CHOICES)
+
+
+def quieten(*, log: bool) -> None:
+    """Keep vLLM's log off stdout, and let it say only what matters; called before vLLM is imported, in each process.
+
+    Args:
+        log: whether its level is ours to choose: warnings and errors, without those about Triton.
+    """
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    # vLLM's own look at every attribute of torch.distributed finds one that is deprecated.
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.reduce_op.*", category=FutureWarning)
+    if log:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if "VLLM_LOGGING_CONFIG_PATH" not in os.environ and os.environ.get("VLLM_CONFIGURE_LOGGING") != "0":
+        # vLLM configures its log long after it has begun to speak.
+        with contextlib.suppress(ValueError):  # a level that vLLM will refuse
+            logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper())
+    if log:
+        for name in _TRITON:
+            logger = logging.getLogger(name)
+            if _without_triton not in logger.filters:
+                logger.addFilter(_without_triton)
+
+
+def _without_triton(record: logging.LogRecord) -> bool:
+    return "Triton" not in record.getMessage() or record.levelno > logging.WARNING
+
+
+class Entry:
+    """The function that a process of vLLM begins with.
+
+    Args:
+        place: its module, class and name.
+        function: the function itself, for processes that are forked.
+        log: see `quieten`.
+    """
+
+    def __init__(
+        self, place: tuple[str, str, str], function: Callable[..., None] | None = None, *, log: bool = False
+    ) -> None:
+        self._place = place
+        self._function = function
+        self._log = log
+
+    def __reduce__(self) -> tuple[Callable[..., Entry], tuple[tuple[str, str, str], bool]]:
+        return _prepared, (self._place, self._log)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Run it, in its process."""
+        module, owner, name = self._place
+        function = self._function or getattr(getattr(import_module(module), owner), name)
+        if self._place == ENGINE_CORE:
+            module, owner, name = WORKER
+            worker = getattr(import_module(module), owner)
+            setattr(worker, name, Entry(WORKER, getattr(worker, name), log=self._log))
+            # Where its workers meet is a file, which they remove if they end in order; this folder is removed anyhow.
+            tempfile.tempdir = os.environ.get("VLLM_RPC_BASE_PATH")
+        function(*args, **kwargs)
+
+
+def _prepared(place: tuple[str, str, str], log: bool) -> Entry:
+    quieten(log=log)
+    return Entry(place, log=log)

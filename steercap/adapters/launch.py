@@ -1,0 +1,216 @@
+"""An engine's start, which can be given up at any moment, and the processes that come of it.
+
+Number 4 in the life of a request. What it relies on, of vLLM 0.32: `CoreEngineProcManager` and `DPCoordinator` of
+`v1.engine.utils` start all processes of an engine in their `__init__`, and hold them as `processes` and `proc`. It can
+go when vLLM takes an environment and an entry for its processes. It imports vLLM when a start runs, on its thread: that
+takes many seconds, and nobody who presses Ctrl+C waits for them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextvars import ContextVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
+
+from steercap.adapters.entry import COORDINATOR, ENGINE_CORE, Entry, quieten, wants_quiet
+from steercap.config import Settings
+from steercap.errors import EngineFailure, ModelClosed
+from steercap.loops import on_thread
+from steercap.reaper import Reaper
+
+if TYPE_CHECKING:
+    from steercap.adapters.engine import VllmEngine
+
+#: The start that the code of vLLM which runs now is part of.
+_CURRENT: Final[ContextVar[Launch | None]] = ContextVar("steercap_launch", default=None)
+#: The environment and vLLM's classes are the whole process's: one start at a time changes them, for some milliseconds.
+_SPAWNING: Final = threading.Lock()
+_LOG: Final = wants_quiet()
+#: Seconds that the interpreter's end waits for a start that is deep in an import.
+EXIT_SECONDS: Final = 2.0
+
+
+class Launch:
+    """One start of an engine, and what is known of its processes from then on.
+
+    Raises:
+        EngineFailure: the process that watches over the engine cannot be started.
+    """
+
+    def __init__(self) -> None:
+        try:
+            self.reaper: Final = Reaper()
+        except OSError as error:
+            raise EngineFailure(f"no process can be started beside the engine, to end it with us: {error}") from error
+        self._given_up = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._engine: VllmEngine | None = None
+        _LAUNCHES.add(self)
+
+    def begin(self, model: str, settings: Settings, engine_args: Mapping[str, Any]) -> Future[VllmEngine]:
+        """Start an engine, on a thread of its own. If that fails, nothing is left.
+
+        Returns:
+            The engine, or its error: ModelClosed if the start was given up, and those of `VllmEngine.start`.
+        """
+        return on_thread(lambda: self._run(model, settings, engine_args), "steercap start")
+
+    def _run(self, model: str, settings: Settings, engine_args: Mapping[str, Any]) -> VllmEngine:
+        self._thread = threading.current_thread()
+        _CURRENT.set(self)
+        try:
+            self.require_wanted()
+            quieten(log=_LOG)
+            from steercap.adapters.engine import VllmEngine
+
+            _hook_launchers()
+            self.require_wanted()
+            vllm = self._engine = VllmEngine.start(model, settings, engine_args, self)
+            self.reaper.note_files()
+            self.require_wanted()
+        except BaseException:
+            self.end()
+            self.require_wanted()
+            raise
+        return vllm
+
+    def give_up(self) -> None:
+        """Kill what was started, and have the start fail as soon as it can; from any thread."""
+        self._given_up.set()
+        self.reaper.end()
+
+    def end(self) -> None:
+        """Let go of the engine, and kill its processes; from any thread, blocks for a moment. Idempotent."""
+        engine, self._engine = self._engine, None
+        if engine is not None and self.reaper.is_ours:
+            engine.let_go()
+        self.reaper.end()
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the thread of the start still runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def stop_importing(self, deadline: float) -> None:
+        """Have the thread of the start end where it is; for the interpreter's end, when nobody will import again.
+
+        A thread that is stopped inside of a library's C++ when the interpreter is gone aborts the process.
+        """
+        while self._thread is not None and self.is_starting and time.monotonic() < deadline:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(SystemExit)
+            )
+            self._thread.join(0.05)
+
+    def require_wanted(self) -> None:
+        """See that the start was not given up.
+
+        Raises:
+            ModelClosed: it was.
+        """
+        if self._given_up.is_set():
+            raise ModelClosed("the model was closed, or its start cancelled, before it was up")
+
+    @contextlib.contextmanager
+    def spawning(self) -> Iterator[None]:
+        """While processes are started: they carry the mark, begin quietly, and never hear of Ctrl+C.
+
+        A terminal sends SIGINT to all of them. It is for the client to say what it means: an engine that took it for
+        itself would be gone while a notebook still wants it, with a traceback from each process. A blocked signal
+        stays blocked in whatever a process starts.
+        """
+        with _SPAWNING, _environment(self.reaper.environment), _entries():
+            self.require_wanted()
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                yield
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+#: Starts, and engines that came of them, as long as anybody holds them.
+_LAUNCHES: Final[WeakSet[Launch]] = WeakSet()
+
+
+def _end_all() -> None:
+    """The interpreter ends: so do engines that nobody closed, and starts that still import vLLM."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # who presses Ctrl+C now wants it at once, and no traceback
+    for launch in list(_LAUNCHES):
+        launch.give_up()
+        launch.end()
+    deadline, importing = time.monotonic() + EXIT_SECONDS, [launch for launch in _LAUNCHES if launch.is_starting]
+    for launch in importing:
+        launch.stop_importing(deadline)
+    if importing and getattr(sys, "last_type", None) is KeyboardInterrupt:
+        # CPython ends a script that was interrupted by the signal, so that a shell knows; it forgets that with the next
+        # text that is executed, on any thread, and dataclasses, which are many in an import, execute text.
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")  # noqa: S102
+
+
+atexit.register(_end_all)
+
+
+@contextlib.contextmanager
+def _environment(added: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in added}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _entries() -> Iterator[None]:
+    """The functions that vLLM's processes begin with are ours."""
+    with contextlib.ExitStack() as stack:
+        for place in (ENGINE_CORE, COORDINATOR):
+            owner, name = getattr(import_module(place[0]), place[1]), place[2]
+            stack.callback(setattr, owner, name, owner.__dict__[name])
+            setattr(owner, name, Entry(place, getattr(owner, name), log=_LOG))
+        yield
+
+
+def _hook_launchers() -> None:
+    """Have vLLM start processes inside of `Launch.spawning`, if it is one of our starts; safe to call again."""
+    from vllm.v1.engine.utils import CoreEngineProcManager, DPCoordinator
+
+    for launcher in (CoreEngineProcManager, DPCoordinator):
+        original = launcher.__init__
+        if getattr(original, "steercap_hook", False):
+            continue
+
+        @functools.wraps(original)
+        def start(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> None:
+            launch = _CURRENT.get()
+            if launch is None:
+                _original(self, *args, **kwargs)
+                return
+            with launch.spawning():
+                _original(self, *args, **kwargs)
+                processes = getattr(self, "processes", None) or [self.proc]
+                launch.reaper.adopt(process.pid for process in processes if process.pid)
+            if launch._given_up.is_set():  # the processes came after the killing
+                launch.give_up()
+                launch.require_wanted()
+
+        start.steercap_hook = True  # type: ignore[attr-defined]
+        launcher.__init__ = start

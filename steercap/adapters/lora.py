@@ -1,0 +1,211 @@
+"""LoRA adapters of requests, loaded before a request that uses them is sent.
+
+Number 2 in the life of a request. vLLM 0.32 loads an adapter within the first step that needs it: one that is missing,
+or does not fit, ends the engine; one whose weights are narrower than the model's is copied into a corner of its
+tables; one for layers that the model lacks does nothing; and two under one name or number are one to its caches. What
+it relies on: `LoRARequest`, `get_adapter_absolute_path`, `PEFTHelper`; in the worker `add_lora`, `remove_lora` and the
+manager behind `model_runner.lora_manager`. It can go when vLLM refuses such adapters by themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.lora.utils import get_adapter_absolute_path
+from vllm.sampling_params import SamplingParams
+
+from steercap.adapters.complaints import named, shown
+from steercap.errors import InvalidRequest
+
+_SETTINGS: Final = "adapter_config.json"
+_WEIGHTS: Final = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+
+
+class Known(NamedTuple):
+    """An adapter that the workers have loaded.
+
+    Args:
+        request: as vLLM is asked for it.
+        files: what its files were: size and time of last change.
+    """
+
+    request: LoRARequest
+    files: tuple[tuple[int, int], ...]
+
+
+class Adapters:
+    """The adapters that an engine has been asked for.
+
+    Args:
+        config: vLLM's configuration.
+        load: has every worker load an adapter, given its name, number and path, and gives back what each could not do.
+    """
+
+    def __init__(self, config: Any, load: Callable[[str, int, str], Awaitable[list[str]]]) -> None:
+        self._config = config
+        self._load = load
+        self._known: dict[int, Known] = {}
+        self._loading = asyncio.Lock()
+
+    async def ready(self, given: Any, params: SamplingParams) -> LoRARequest | None:
+        """A request's adapter, loaded once by every worker.
+
+        Raises:
+            InvalidRequest: it is not vLLM's LoRARequest, the engine was started without `enable_lora`, its files are
+                missing or do not fit the model, or its name or number is another adapter's; or the request wants
+                logprobs of its prompt, for which vLLM has no adapter by row (on CPU it dies of them).
+        """
+        if self._config.lora_config is not None and (
+            params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
+        ):
+            raise InvalidRequest(
+                "prompt_logprobs on an engine with enable_lora=True: vLLM cannot tell whose rows they are; "
+                "ask an engine without LoRA"
+            )
+        if given is None:
+            return None
+        request = self._read(given)
+        request.lora_path = await asyncio.to_thread(_found, request)
+        async with self._loading:
+            files = _files(request)
+            if not self._is_known(request, files):
+                await asyncio.to_thread(self._check, request)
+                if failures := [failure for failure in await self._load(*_names(request)) if failure]:
+                    raise InvalidRequest(f"{_told(request)} cannot be loaded: {failures[0]}")
+                self._known[request.lora_int_id] = Known(request, files)
+        return request
+
+    def _read(self, given: Any) -> LoRARequest:
+        """The user's LoRARequest, of the types that the engine expects."""
+        if not isinstance(given, LoRARequest):
+            raise InvalidRequest(f"lora_request={shown(given)}; give vLLM's LoRARequest")
+        if self._config.lora_config is None:
+            raise InvalidRequest("this engine was started without LoRA; use SteerModel(..., enable_lora=True)")
+        fields = msgspec.structs.asdict(given)
+        try:
+            request = msgspec.convert(tuple(fields.values()), LoRARequest)
+        except Exception as error:  # of any kind: its own checks compare before they look at types
+            complaint = named(str(error), fields, given.__struct_fields__)
+            raise InvalidRequest(f"lora_request: {complaint or type(error).__name__}") from error
+        if request.load_inplace:
+            raise InvalidRequest(
+                "lora_request: load_inplace=True would leave keys and values of the old weights in the prefix cache; "
+                "give the new weights another name and number"
+            )
+        return request
+
+    def _is_known(self, request: LoRARequest, files: tuple[tuple[int, int], ...]) -> bool:
+        """Whether the workers have loaded this adapter.
+
+        Raises:
+            InvalidRequest: they have another under its name or number, or its files have changed.
+        """
+        for known, then in self._known.values():
+            if _names(known) == _names(request):
+                if files != then:
+                    raise InvalidRequest(
+                        f"the files of {_told(request)} have changed since it was loaded; "
+                        "give it another name and number"
+                    )
+                return True
+            if request.lora_int_id == known.lora_int_id or request.lora_name == known.lora_name:
+                raise InvalidRequest(
+                    f"{_told(request)} has the name or number of {_told(known)}, and vLLM would take one for "
+                    "the other; give each adapter a name and number of its own"
+                )
+        return False
+
+    def _check(self, request: LoRARequest) -> None:
+        """What can be told without the model: its settings, against the engine's."""
+        text = self._config.model_config.hf_config.get_text_config()
+        try:
+            helper = PEFTHelper.from_local_dir(request.lora_path, getattr(text, "max_position_embeddings", None))
+            helper.validate_legal(self._config.lora_config)
+        except Exception as error:  # of any kind: it is whatever the file holds
+            raise InvalidRequest(f"{_told(request)} is not one that this engine can use: {error}") from error
+
+
+def _found(request: LoRARequest) -> str:
+    """Where an adapter's folder is, as it stays wherever the process goes.
+
+    Raises:
+        InvalidRequest: there is none.
+    """
+    try:
+        folder = Path(get_adapter_absolute_path(request.lora_path)).absolute()
+    except Exception as error:  # of any kind: it may ask a hub
+        raise InvalidRequest(f"{_told(request)} cannot be found: {error}") from error
+    if not (folder / _SETTINGS).is_file() or not any((folder / name).is_file() for name in _WEIGHTS):
+        raise InvalidRequest(f"{_told(request)} is not there: its folder must hold {_SETTINGS} and {_WEIGHTS[0]}")
+    return str(folder)
+
+
+def _files(request: LoRARequest) -> tuple[tuple[int, int], ...]:
+    found = []
+    for name in (_SETTINGS, *_WEIGHTS):
+        with suppress(FileNotFoundError):
+            stat = (Path(request.lora_path) / name).stat()
+            found.append((stat.st_size, stat.st_mtime_ns))
+    return tuple(found)
+
+
+def _names(request: LoRARequest) -> tuple[str, int, str]:
+    return request.lora_name, request.lora_int_id, request.lora_path
+
+
+def _told(request: LoRARequest) -> str:
+    return f"the LoRA adapter {request.lora_name!r} ({request.lora_int_id}, {request.lora_path})"
+
+
+def load_adapter(worker: Any, name: str, number: int, path: str) -> str:
+    """In a worker: load an adapter, and see that all of it fits the model.
+
+    Returns:
+        Why it cannot be used, and then it is not kept; "" if it can.
+    """
+    try:
+        worker.remove_lora(number)  # another that this rank alone has kept
+        worker.add_lora(LoRARequest(name, number, path))
+        stages = worker.vllm_config.parallel_config.pipeline_parallel_size
+        reason = _misfit(worker.model_runner.lora_manager._adapter_manager, number, whole=stages == 1)
+    except Exception as error:  # noqa: BLE001 -- at the RPC boundary: other ranks' answers would stay unread
+        reason = str(error) or type(error).__name__
+    if reason:
+        with suppress(Exception):  # it may have been refused before it was kept
+            worker.remove_lora(number)
+    return reason
+
+
+def _misfit(manager: Any, number: int, *, whole: bool) -> str:
+    """The first of an adapter's weights that do not belong to the model, or "".
+
+    Args:
+        manager: the worker's, which has loaded the adapter.
+        number: the adapter's.
+        whole: whether all layers are on this rank.
+    """
+    for name, weights in manager.get_adapter(number).loras.items():
+        module = manager.modules.get(name)
+        if module is None and whole:
+            return f"the model has no {name}"
+        if not hasattr(module, "lora_a_stacked") or not hasattr(module, "slice_lora_a"):
+            continue
+        given = [weights.lora_a, weights.lora_b]
+        if getattr(module, "tp_size", 1) > 1:
+            given = [module.slice_lora_a(given[0]), module.slice_lora_b(given[1])]
+        a, b = ([one] if not isinstance(one, (list, tuple)) else one for one in given)
+        for place, (down, up) in enumerate(zip(a, b, strict=True)):
+            if down is None or up is None:
+                continue
+            has = (down.shape[-1], up.shape[0])
+            wants = (module.lora_a_stacked[place].shape[-1], module.lora_b_stacked[place].shape[-2])
+            if has != wants:
+                return f"{name} of the adapter is {has[0]} to {has[1]} wide, and the model's {wants[0]} to {wants[1]}"
+    return ""

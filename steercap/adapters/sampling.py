@@ -1,0 +1,120 @@
+"""What a user gives as sampling parameters, as vLLM's own, each of its own type.
+
+Number 1 in the life of a request. vLLM 0.32 takes values of any type here and fails where they are used, in the
+engine. `msgspec` knows the types of `SamplingParams`. It can go when vLLM checks them.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from steercap.adapters.complaints import named, shown
+from steercap.core.plan import EXTRA_ARGS_KEY
+from steercap.errors import InvalidRequest
+
+#: Fields that vLLM fills in itself, and those it says are its own.
+_INTERNAL: Final = {"output_text_buffer_length", "skip_clone"}
+_PUBLIC: Final = tuple(
+    name for name in SamplingParams.__struct_fields__ if not name.startswith("_") and name not in _INTERNAL
+)
+#: Runners keep seeds as int64; each sample of `n > 1` adds its index.
+_SEEDS: Final = (-(2**63), 2**63 - 1)
+#: Levels of `extra_args`: far fewer than the frames in which Python copies and pickles on the way to the workers.
+_DEPTH: Final = 50
+_FLOAT32: Final = torch.finfo(torch.float32)
+
+
+def read_params(given: Any) -> SamplingParams:
+    """Sampling parameters as vLLM's, sharing nothing with what was given; vLLM's defaults for None.
+
+    Args:
+        given: SamplingParams, or a dict of their fields.
+
+    Raises:
+        InvalidRequest: an unknown name, a value of another type, one that vLLM refuses or cannot keep, or use of
+            steercap's own key in `extra_args`.
+    """
+    fields = _fields(given)
+    _check_plain(fields.get("extra_args"), "extra_args")  # before it is copied, which has its own bounds
+    try:
+        if isinstance(rows := fields.get("prompt_logprob_token_ids"), list):
+            fields["prompt_logprob_token_ids"] = np.asarray(rows)
+        params = msgspec.convert(copy.deepcopy(fields), SamplingParams)
+    except Exception as error:  # of any kind: vLLM computes with the values, and copies run the user's own code
+        raise InvalidRequest(f"sampling parameters: {named(str(error), fields)}") from error
+    _check_numbers(params)
+    if params.ignore_eos and params.structured_outputs is not None:
+        raise InvalidRequest(
+            "ignore_eos=True with structured_outputs: past the end of the structure nothing constrains the text; "
+            "leave ignore_eos out"
+        )
+    if EXTRA_ARGS_KEY in (params.extra_args or {}):
+        raise InvalidRequest(f"extra_args[{EXTRA_ARGS_KEY!r}] belongs to steercap; use capture= and steering=")
+    return params
+
+
+def _fields(given: Any) -> dict[str, Any]:
+    """The fields that were given, by name, NumPy's numbers as Python's."""
+    if given is None:
+        return {}
+    if isinstance(given, SamplingParams):
+        found = {name: getattr(given, name) for name in _PUBLIC}
+    elif isinstance(given, Mapping):
+        found = dict(given)
+    else:
+        raise InvalidRequest(f"sampling_params={shown(given)}; give vLLM's SamplingParams, or a dict of its fields")
+    for name, value in found.items():
+        if name not in _PUBLIC:
+            close = difflib.get_close_matches(str(name), _PUBLIC, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "see vLLM's SamplingParams"
+            raise InvalidRequest(f"there is no sampling parameter {name!r}; {hint}")
+        if isinstance(value, np.generic):
+            found[name] = value.item()
+    if isinstance(found.get("output_kind"), RequestOutputKind):
+        found["output_kind"] = found["output_kind"].value
+    return found
+
+
+def _check_numbers(params: SamplingParams) -> None:
+    """See that numbers fit where the runners keep them: vLLM checks some of them against other bounds, or none."""
+    low, high = _SEEDS[0], _SEEDS[1] - params.n + 1
+    if params.seed is not None and not low <= params.seed <= high:
+        raise InvalidRequest(f"seed={params.seed}; give a whole number of 64 bits, from {low} to {high}")
+    biases = params.logit_bias or {}
+    if params.allowed_token_ids and all(biases.get(token) == -math.inf for token in params.allowed_token_ids):
+        raise InvalidRequest("logit_bias is -inf for each of allowed_token_ids, so that no token could come")
+    for token, bias in biases.items():
+        if math.isnan(bias) or bias > _FLOAT32.max:
+            raise InvalidRequest(
+                f"logit_bias[{token}]={bias}; give a number that float32 holds, or -inf for a token that must not come"
+            )
+    if not _FLOAT32.tiny <= params.repetition_penalty <= _FLOAT32.max:
+        raise InvalidRequest(f"repetition_penalty={params.repetition_penalty}; give a number that float32 holds")
+
+
+def _check_plain(value: Any, where: str, depth: int = 0) -> None:
+    """See that a value reaches the workers as it is: vLLM sends arrays as references to memory that it leaves behind.
+
+    Raises:
+        InvalidRequest: something other than None, a bool, a number, text, bytes, or lists and dicts of these.
+    """
+    if depth > _DEPTH:
+        raise InvalidRequest(f"extra_args is nested deeper than {_DEPTH} levels, or holds itself; make it flatter")
+    if isinstance(value, dict):
+        for key, one in value.items():
+            _check_plain(key, f"a key of {where}", depth + 1)
+            _check_plain(one, f"{where}[{key!r}]", depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for place, one in enumerate(value):
+            _check_plain(one, f"{where}[{place}]", depth + 1)
+    elif value is not None and type(value) not in {bool, int, float, str, bytes}:
+        raise InvalidRequest(f"{where} is {shown(value)}; give plain numbers, text, bytes, lists or dicts")

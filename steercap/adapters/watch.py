@@ -1,0 +1,98 @@
+"""Whether the engine still listens and answers, whatever its process does.
+
+Number 4 in the life of a request. vLLM 0.32 looks at processes. In the engine's process a thread reads requests and
+another writes outputs; when one dies of an exception its sockets are closed, the process lives, `errored` stays False,
+and requests wait for ever. libzmq tells of the closed connection. What it relies on: `engine_core.resources`, its
+sockets and `engine_dead`, and `output_processor.propagate_error`. It can go when vLLM watches these threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+from uuid import uuid4
+
+import zmq
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+#: Seconds between looks while requests run: a look is two reads that find nothing.
+LOOK_SECONDS: Final = 1.0
+#: What stops when the connection of each socket is closed.
+_THREADS: Final = {
+    "input_socket": "the vLLM engine has died, or its thread that reads requests has; its log says why",
+    "output_socket": "the vLLM engine has died, or its thread that sends outputs has; its log says why",
+}
+
+
+class Watch:
+    """The connections to an engine; must be closed before the engine's sockets.
+
+    Args:
+        llm: the engine.
+    """
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._monitors = [(_monitor(llm, name), reason) for name, reason in _THREADS.items()]
+        self._running = 0
+        self._looking: asyncio.Task[None] | None = None
+        #: What has died, or None.
+        self.found: str | None = None
+
+    def look(self) -> str | None:
+        """What has died, if anything has; then every request that runs ends with EngineDeadError."""
+        for monitor, reason in self._monitors:
+            if self.found is None and _tells(monitor):
+                self._end(reason)
+        return self.found
+
+    def _end(self, reason: str) -> None:
+        self.found = reason
+        self._llm.engine_core.resources.engine_dead = True
+        self._llm.output_processor.propagate_error(EngineDeadError())
+
+    @contextmanager
+    def over(self) -> Iterator[None]:
+        """Look from time to time while a request runs."""
+        self._running += 1
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._keep_looking(), name="steercap watch")
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running and self._looking is not None:
+                self._looking.cancel()
+                self._looking = None
+
+    async def _keep_looking(self) -> None:
+        while not self.look():  # noqa: ASYNC110 -- libzmq sets no Event
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def close(self) -> None:
+        """Let go of the connections. Idempotent."""
+        for monitor, _ in self._monitors:
+            monitor.close(linger=0)
+        self._monitors = []
+        if self._looking is not None:
+            self._looking.cancel()
+
+
+def _tells(monitor: zmq.Socket[bytes]) -> bool:
+    with suppress(zmq.ZMQError):  # nothing to read, or the engine's context is gone, which others notice
+        return bool(monitor.recv_multipart(zmq.NOBLOCK))
+    return False
+
+
+def _monitor(llm: AsyncLLM, name: str) -> zmq.Socket[bytes]:
+    """A socket that tells when a peer of one of the engine's sockets is gone."""
+    watched = getattr(llm.engine_core.resources, name)
+    address = f"inproc://steercap-{name}-{uuid4().hex}"
+    watched.monitor(address, zmq.EVENT_DISCONNECTED)
+    # The engine's own context closes it too, should nobody else.
+    monitor: zmq.Socket[bytes] = llm.engine_core.resources.ctx.socket(zmq.PAIR)
+    monitor.connect(address)
+    return monitor

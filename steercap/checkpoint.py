@@ -1,0 +1,126 @@
+"""What can be known of a model without starting anything: where it lies, and what its config.json says.
+
+Neither torch nor vLLM is needed for it, so it is asked first. Number 1 in the life of a request, once for all requests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from steercap.errors import ModelNotLoaded
+
+#: By what a folder is known as a model, as vLLM looks for it: of transformers, or of Mistral's own format.
+CONFIGS: Final = ("config.json", "params.json")
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """What is known of a model.
+
+    Args:
+        name: as the user wrote it.
+        folder: where it lies, "" if it is not on this machine.
+        architectures: of its config.json.
+        layers: decoder layers, 0 if unknown.
+        width: elements of a row, 0 if unknown.
+        dtype: that its weights are kept in.
+        bytes: of its weights.
+        context: tokens that its positions are made for, 0 if unknown.
+    """
+
+    name: str
+    folder: str = ""
+    architectures: tuple[str, ...] = ()
+    layers: int = 0
+    width: int = 0
+    dtype: str = ""
+    bytes: int = 0
+    context: int = 0
+
+
+def is_path(name: str) -> bool:
+    """Whether a name of a model can only be a path: no name on a hub looks like it.
+
+    Names on a hub are "name" or "owner/name"; vLLM also takes "owner/name/file.gguf" and URLs.
+    """
+    if "://" in name:
+        return False
+    return name.startswith(("/", ".", "~")) or (name.count("/") > 1 and not name.endswith(".gguf"))
+
+
+def require_there(name: str) -> None:
+    """See that a model which can only be on this machine is there.
+
+    Raises:
+        ModelNotLoaded: a path where nothing is, or a folder without a model in it.
+    """
+    path = Path(name)
+    if path.is_dir() and not any((path / config).is_file() for config in CONFIGS):
+        raise ModelNotLoaded(f"the folder {path.absolute()} has no config.json; give the folder of a model")
+    if not path.exists() and is_path(name):
+        home = "; ~ is not expanded here: write the path in full" if name.startswith("~") else ""
+        raise ModelNotLoaded(
+            f"there is no model at {path.absolute()}{home}; give the folder of a model, or a name on the hub such as "
+            "Qwen/Qwen3-0.6B"
+        )
+
+
+def look_up(name: str, folder: Path | None = None) -> Checkpoint:
+    """What is known of a model, from its folder or the hub's cache; what is not known is left empty.
+
+    Args:
+        name: as the user wrote it.
+        folder: where it lies, if that is known otherwise.
+    """
+    found = folder or local_folder(name)
+    if found is None:
+        return Checkpoint(name)
+    try:
+        config = json.loads((found / "config.json").read_text())
+    except (OSError, ValueError):
+        return Checkpoint(name, str(found))
+    if not isinstance(config, dict):
+        return Checkpoint(name, str(found))
+    inner = config.get("text_config")
+    text = inner if isinstance(inner, dict) else config
+    return Checkpoint(
+        name,
+        str(found),
+        tuple(config.get("architectures") or ()),
+        _first(text, "num_hidden_layers", "n_layer"),
+        _first(text, "hidden_size", "n_embd"),
+        str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or ""),
+        weights_of(found),
+        _first(text, "max_position_embeddings", "n_positions"),
+    )
+
+
+def local_folder(name: str) -> Path | None:
+    """Where a model lies on this machine, in a folder or the hub's cache; None if it does not."""
+    if Path(name).is_dir():
+        return Path(name)
+    if is_path(name) or importlib.util.find_spec("huggingface_hub") is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def weights_of(folder: Path) -> int:
+    """Bytes of a model's weights; vLLM reads .bin files only where there is no .safetensors."""
+    files = list(folder.glob("*.safetensors")) or list(folder.glob("*.bin"))
+    return sum(path.stat().st_size for path in files)
+
+
+def _first(config: dict[str, Any], *names: str) -> int:
+    """The first of some settings that is there, 0 if none is."""
+    return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)

@@ -1,0 +1,206 @@
+"""What a folder is: a run of personas, a sweep, captures, or a model; by what is in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from steercap.cli.contents import kind_of
+from steercap.cli.tables import facts, span
+from steercap.errors import InvalidFile
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from steercap.experiments.grid import Definition
+
+#: What is found: as a document, and as tables.
+Found: TypeAlias = "tuple[dict[str, Any], list[RenderableType]]"
+#: Captures whose texts are shown.
+SHOWN: Final = 8
+
+
+def inspected_folder(path: Path) -> Found:
+    """What a folder is: as a document, and as tables.
+
+    Args:
+        path: a run of `steercap persona run`, of `steercap sweep`, of `steercap capture`, a model, or a folder with
+            other files that steercap knows.
+
+    Raises:
+        InvalidFile: there is nothing in it that steercap knows, or it cannot be read.
+    """
+    known: tuple[tuple[str, Callable[[Path], Found]], ...] = (
+        ("settings.json", _persona),
+        ("sweep.json", _sweep),
+        ("config.json", _model),
+    )
+    how = next((how for name, how in known if (path / name).is_file()), _files)
+    document, tables = how(path)
+    return {"folder": str(path), **document}, tables
+
+
+def _persona(path: Path) -> Found:
+    try:
+        state = msgspec.json.decode((path / "settings.json").read_bytes())
+        settings, done = state["settings"], list(state["done"])
+        known = {
+            "kind": "run of personas",
+            "model": state["model"].get("model", state["model"].get("name", "")),
+            "traits": ", ".join(settings["traits"]),
+            "scorer": settings["scorer"],
+            "layers": settings["layers"] if isinstance(settings["layers"], str) else span(_listed(settings["layers"])),
+            "site": settings["site"],
+            "done": ", ".join(dict.fromkeys(key.partition("/")[0] for key in done)) or "nothing yet",
+            **_tables_in(path, ("responses", "scores", "kept")),
+            "vectors": _there(path / "directions.safetensors"),
+            "report": _there(path / "report.md"),
+        }
+    except (OSError, msgspec.MsgspecError, LookupError, TypeError, AttributeError) as error:
+        raise InvalidFile(f"{path / 'settings.json'} is not of a run of personas: {error}") from error
+    return {**known, "stages_done": done}, [facts(str(path), known)]
+
+
+def _listed(layers: int | list[int]) -> list[int]:
+    return layers if isinstance(layers, list) else [layers]
+
+
+def _sweep(path: Path) -> Found:
+    from steercap.experiments.store import read_definition
+
+    definition = read_definition(path / "sweep.json")
+    answers = sum(_records(part) for part in (path / "answers").glob("*.parquet"))
+    asked = _asked(definition)
+    known = {
+        "kind": "sweep",
+        "model": definition.model.get("model", definition.model.get("name", "")),
+        "vectors": ", ".join(definition.vectors),
+        "operations": ", ".join(definition.operations),
+        "layers": ", ".join("+".join(map(str, together)) for together in definition.layers),
+        "scales": ", ".join(f"{scale:g}" for scale in definition.scales),
+        "controls": f"{definition.random} random vectors{', the other sign' if definition.reversed else ''}",
+        "prompts": len(definition.prompts),
+        "answers": f"{answers:,} of {asked:,}",
+        "measured": ", ".join(sorted(part.name.rpartition("-")[0] for part in (path / "values").glob("*"))),
+        "results": _there(path / "results.parquet"),
+        "pictures": ", ".join(sorted(picture.name for picture in path.glob("*.png"))),
+    }
+    document = {**known, "answers": answers, "asked": asked, "definition": msgspec.to_builtins(definition)}
+    return document, [facts(str(path), known)]
+
+
+def _asked(definition: Definition) -> int:
+    """How many answers a sweep asks for: what its vectors are does not matter for that."""
+    from steercap.experiments import Sweep
+    from steercap.vectors import LayerVectors
+
+    layers = {layer for together in definition.layers for layer in together}
+    sweep = Sweep(
+        vectors={name: LayerVectors({layer: [1.0] for layer in layers}) for name in definition.vectors},
+        layers=definition.layers,
+        scales=definition.scales,
+        prompts=definition.prompts,
+        operations=definition.operations,
+        relative=definition.relative,
+        random=definition.random,
+        reversed=definition.reversed,
+    )
+    return len(sweep.conditions()) * len(definition.prompts) * definition.samples
+
+
+def _model(path: Path) -> Found:
+    from steercap.checkpoint import look_up
+
+    found = look_up(str(path), path)
+    known = {
+        "kind": "model",
+        "architecture": ", ".join(found.architectures),
+        "layers": found.layers or "",
+        "width": found.width or "",
+        "dtype": found.dtype,
+        "weights": f"{found.bytes / 1e9:.2f} GB",
+    }
+    return {**known, "bytes": found.bytes}, [facts(str(path), known)]
+
+
+def _files(path: Path) -> Found:
+    files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+    kinds = {file: kind for file in files if (kind := _kind(file))}
+    if not kinds:
+        raise InvalidFile(
+            f"{path} has no file in it that steercap knows; it knows runs of personas, sweeps, captures and models, "
+            "and .safetensors, .gguf, .pt and .parquet files"
+        )
+    captures = [file for file, kind in kinds.items() if kind == "captures"]
+    if len(captures) == len(kinds):
+        return _captures(path, captures)
+    table = Table("file", "kind", title=str(path), title_justify="left", title_style="bold")
+    for file, kind in kinds.items():
+        table.add_row(Text(file.name, style="cyan"), kind)
+    return {"kind": "files", "files": {file.name: kind for file, kind in kinds.items()}}, [table]
+
+
+def _captures(path: Path, files: list[Path]) -> Found:
+    from steercap.files import read_header
+
+    headers = {file: read_header(file) for file in files}
+    points = Counter(point for header in headers.values() for point in header.points)
+    sites: dict[str, list[int]] = {}
+    for point in sorted(points):
+        sites.setdefault(point.site, []).append(point.layer)
+    known = {
+        "kind": "captures",
+        "files": len(files),
+        "model": ", ".join(dict.fromkeys(header.model for header in headers.values())),
+        "layers": "; ".join(f"{site}: {span(layers)}" for site, layers in sites.items()),
+        "size": f"{sum(file.stat().st_size for file in files) / 1e6:,.1f} MB",
+    }
+    table = Table()
+    table.add_column("file", style="cyan", no_wrap=True, min_width=max(len(file.name) for file in files[:SHOWN]))
+    table.add_column("answer", no_wrap=True)
+    for file in files[:SHOWN]:
+        table.add_row(file.name, Text(" ".join(headers[file].text.split())))
+    if len(files) > SHOWN:
+        table.caption = f"and {len(files) - SHOWN} more"
+    texts = {file.name: header.text for file, header in headers.items()}
+    return {**known, "texts": texts}, [facts(str(path), known), table]
+
+
+def _kind(path: Path) -> str:
+    """The kind of a file in a word, "" if it is none that steercap knows."""
+    from steercap.formats.base import read_tensors
+
+    try:
+        kind = kind_of(path)
+        if kind != "safetensors":
+            return {"gguf": "GGUF", "pt": ".pt of torch", "parquet": "Parquet table"}[kind]
+        says = msgspec.json.decode(read_tensors(path, tensors=False)[0])
+    except (InvalidFile, msgspec.MsgspecError):
+        return ""
+    return str(says.get("kind", "captures")) if isinstance(says, dict) else ""
+
+
+def _tables_in(path: Path, names: tuple[str, ...]) -> dict[str, str]:
+    """How many records the tables of a run have, of those that are there."""
+    files = {name: path / f"{name}.parquet" for name in names}
+    return {name: f"{_records(file):,}" for name, file in files.items() if file.exists()}
+
+
+def _records(path: Path) -> int:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        return int(parquet.read_metadata(path).num_rows)
+    except (OSError, pa.ArrowException) as error:
+        raise InvalidFile(f"{path} cannot be read as a Parquet table: {error}") from error
+
+
+def _there(path: Path) -> str:
+    return path.name if path.exists() else ""

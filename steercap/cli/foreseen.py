@@ -1,0 +1,139 @@
+"""The engine that a command will start, so far as it is known before: what does not fit it is an error at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from steercap.cli.engines import ModelOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from steercap.checkpoint import Checkpoint
+    from steercap.config import Settings
+    from steercap.core.spec import CaptureSpec, Point
+    from steercap.steering import SteeringSpec
+
+#: Arguments of vLLM that change what config.json says.
+OVERRIDES = ("hf_overrides", "hf_config_path")
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What is known of an engine before it is started.
+
+    Args:
+        model: of its config.json; layers and width are 0 where nothing is known, and nothing is checked then.
+        settings: of steercap's own.
+    """
+
+    model: Checkpoint
+    settings: Settings
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """The points that will be armed.
+
+        Raises:
+            LayerOutOfRange: a layer that the model does not have.
+        """
+        return self.settings.armed(self.model.layers)
+
+    def check_capture(self, spec: CaptureSpec) -> None:
+        """See that rows can be read where a spec wants them.
+
+        Raises:
+            UnknownName, LayerOutOfRange, PointNotArmed: they cannot.
+            InvalidSpec: no directions for a layer that is asked for.
+            InvalidVector: directions of another width than the rows.
+        """
+        if self.model.layers:
+            from steercap.core.spec import check_armed
+            from steercap.projection import points_of
+            from steercap.sites import SITES
+
+            wanted = spec.points if spec.project is None else partial(points_of, spec)
+            check_armed(wanted(self.model.layers), self.points, SITES)
+            if spec.project is not None:
+                self.check_width(spec.project.width, "--project")
+
+    def check_layers(self, layers: Iterable[int], site: str) -> None:
+        """See that there is a tap at a site of some layers.
+
+        Raises:
+            UnknownName, LayerOutOfRange, PointNotArmed: there is none.
+        """
+        from steercap.core.spec import CaptureSpec
+
+        self.check_capture(CaptureSpec(layers=tuple(layers), sites=site))
+
+    def check_steering(self, spec: SteeringSpec | None) -> None:
+        """See that edits fit.
+
+        Raises:
+            The errors of `steercap.steering.lower`.
+        """
+        if spec is not None and self.model.layers and self.model.width:
+            from steercap.steering import lower
+
+            lower(
+                spec,
+                armed={point: place for place, point in enumerate(self.points)},
+                num_layers=self.model.layers,
+                width=self.model.width,
+                edits_per_point=self.settings.edits_per_point,
+            )
+
+    def check_width(self, width: int, what: str) -> None:
+        """See that vectors are as wide as rows.
+
+        Raises:
+            InvalidVector: they are of another model.
+        """
+        from steercap.errors import InvalidVector
+
+        if self.model.width and width != self.model.width:
+            raise InvalidVector(
+                f"{what}: the vectors have width {width}, rows of {self.model.name} have {self.model.width}; they were "
+                "made for another model"
+            )
+
+
+def foreseen(options: ModelOptions, **settings: Any) -> Foreseen:
+    """What is known of the engine of `opened`, called alike.
+
+    Raises:
+        ModelNotLoaded: no such model on this machine, where it can only be on this machine.
+        InvalidSetting, UnknownName: settings that do not fit.
+    """
+    from steercap.config import Settings
+
+    arguments = {**settings, **options.arguments()}
+    names = {field.name for field in dataclasses.fields(Settings)}
+    ours = Settings(**{name: value for name, value in arguments.items() if name in names})
+    model = options.look_up()
+    if any(arguments.get(name) for name in OVERRIDES):
+        import msgspec
+
+        model = msgspec.structs.replace(model, layers=0, width=0)
+    return Foreseen(model, ours)
+
+
+def check_sampling(*, temperature: float, seed: int | None = None, max_tokens: int = 1) -> None:
+    """See that numbers of the sampling are some that vLLM takes.
+
+    Raises:
+        typer.BadParameter: one is not.
+    """
+    if not math.isfinite(temperature) or temperature < 0:
+        raise typer.BadParameter(f"{temperature}; give a finite number, 0 or above", param_hint="--temperature")
+    if seed is not None and not -(1 << 63) <= seed < 1 << 63:
+        raise typer.BadParameter(f"{seed}; give a whole number of 64 bits", param_hint="--seed")
+    if max_tokens < 1:
+        raise typer.BadParameter(f"{max_tokens}; give 1 or more", param_hint="--max-tokens")

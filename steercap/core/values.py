@@ -1,0 +1,174 @@
+"""What users write as an index, a number or a truth value, in any library's types, as plain values that cannot change.
+
+Number 1 in the life of a request. Tensors and arrays say what they hold by `tolist()`, so no library of theirs is
+needed here. A truth value is never an index: `operator.index(torch.tensor(True))` is 1.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+
+#: Most values of one selection, and what no position or layer reaches: beyond any context, within 64 bits.
+MOST_VALUES: Final = 1 << 20
+FAR: Final = 1 << 31
+
+
+@runtime_checkable
+class _Listing(Protocol):
+    """A tensor, an array, a series or a scalar of NumPy."""
+
+    def tolist(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A truth value for each of some places; of a type of its own, so that it is never taken for places 0 and 1.
+
+    Args:
+        bits: a byte for each place, 0 or 1.
+    """
+
+    bits: bytes
+
+    def __len__(self) -> int:
+        return len(self.bits)
+
+    def tolist(self) -> list[bool]:
+        """The truth values."""
+        return [bit == 1 for bit in self.bits]
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The places that are true, ascending."""
+        return tuple(np.flatnonzero(np.frombuffer(self.bits, dtype=np.uint8)).tolist())
+
+    @property
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """The stretches of places that are true, ascending: [start, stop) each."""
+        steps = np.diff(np.frombuffer(b"\0" + self.bits + b"\0", dtype=np.uint8).astype(np.int8))
+        starts, stops = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1)
+        return zip(starts.tolist(), stops.tolist(), strict=True)
+
+    def __repr__(self) -> str:
+        """All of it, in few words: what a sweep asked is told apart by it."""
+        return f"mask({len(self)}: {', '.join(f'{start}:{stop}' for start, stop in self.runs) or 'none'})"
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A tensor or an array that is not a line of numbers; it is not an index, a number or a truth value.
+
+    Args:
+        shown: it, in few words.
+    """
+
+    shown: str
+
+    def __repr__(self) -> str:
+        return self.shown
+
+
+def plain(value: Any) -> Any:
+    """A scalar of any library as Python's own, a tensor or an array as a list; anything else as it is.
+
+    Axes of length 1 do not count. What has two axes that do, or cannot be read, is `Unreadable`.
+    """
+    if type(value) in _OURS or isinstance(value, type) or not isinstance(value, _Listing):
+        return value
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind not in "biufcUO":
+        return Unreadable(shown(value))
+    try:
+        found = value.tolist()
+    except (RuntimeError, TypeError, ValueError):  # such as of a tensor on the meta device
+        return Unreadable(shown(value))
+    return _line(found) if isinstance(found, list) else found
+
+
+def parts_of(value: Any) -> list[Any] | None:
+    """The parts of something that holds several, plain; None of anything else, and of a set of truth values.
+
+    Raises:
+        OverflowError: more than `MOST_VALUES`, or no end.
+    """
+    value = plain(value)
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray, Mapping)):
+        return None
+    too_many = isinstance(value, range) and bool(value[MOST_VALUES:])
+    found = [] if too_many else [plain(part) for part in islice(value, MOST_VALUES + 1)]
+    if too_many or len(found) > MOST_VALUES:
+        raise OverflowError(f"more than {MOST_VALUES:,} values")
+    unordered = isinstance(value, AbstractSet) and any(isinstance(part, bool) for part in found)
+    return None if unordered else found
+
+
+def mask_of(parts: list[Any]) -> Mask | None:
+    """The mask that truth values alone make; None of anything else, and of none."""
+    if not parts or not all(isinstance(part, bool) for part in parts):
+        return None
+    return Mask(bytes(parts))
+
+
+def index_of(value: Any) -> int | None:
+    """An integer of any library; None of anything else, truth values included."""
+    value = plain(value)
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def flag_of(value: Any) -> bool | None:
+    """A truth value of any library; None of anything else."""
+    value = plain(value)
+    return value if isinstance(value, bool) else None
+
+
+def number_of(value: Any) -> float | None:
+    """A real number of any library, infinite beyond float64; None of anything else, truth values and text included."""
+    given, value = value, plain(value)
+    if value is not given and isinstance(value, list) and len(value) == 1:  # a tensor of one element
+        (value,) = value
+    if isinstance(value, (bool, str, bytes, bytearray)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+    except (TypeError, ValueError):
+        return None
+
+
+def shown(value: Any) -> str:
+    """A value in few words, for messages."""
+    text = " ".join(_short.repr(value).split())
+    return text if len(text) <= _short.maxother else f"{text[: _short.maxother - 3]}..."
+
+
+def _line(found: list[Any]) -> Any:
+    """A nested list of which one axis at most is longer than 1, as a list."""
+    while any(isinstance(part, list) for part in found):
+        if len(found) == 1:
+            found = found[0]
+        elif all(isinstance(part, list) and len(part) == 1 for part in found):
+            found = [part[0] for part in found]
+        else:
+            return Unreadable(f"{shown(found)} (of several axes)")
+    return found
+
+
+#: Types that are plain already.
+_OURS: Final = frozenset({bool, int, float, str, slice, range, list, tuple, Mask, type(None)})
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 120
+_short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 8

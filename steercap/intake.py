@@ -1,0 +1,91 @@
+"""Vectors and rows as users hand them over, as float32 copies of our own, or an error that says what is wrong.
+
+Number 1 in the life of a request. A copy, so that no later change of the user's tensor reaches what was checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from steercap.core.values import shown
+from steercap.errors import InvalidVector
+
+#: What a user may give as a vector, or as rows: a tensor, an array, or numbers; kept as a float32 copy.
+Vector: TypeAlias = "torch.Tensor | np.ndarray[Any, Any] | Sequence[float] | Sequence[Sequence[float]]"
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+
+def float32_copy(value: Any, what: str, *shapes: str) -> Float[torch.Tensor, ...]:
+    """A contiguous float32 copy on the CPU.
+
+    Args:
+        value: real numbers: a tensor of any dtype, device, layout or strides, with or without gradient, an array, or
+            (nested) lists. Integers are taken as they are; truth values and complex numbers are not numbers here.
+        what: what it is, for messages: "Add: vector".
+        shapes: what it may be: "width" for one vector, "rows width" for several.
+
+    Raises:
+        InvalidVector: no such numbers, another shape, empty, or NaN or inf in float32.
+    """
+    try:
+        given = _tensor(value)
+        dense = given.detach().to_dense()
+        kept = dense.to(device="cpu", dtype=torch.float32, copy=True).contiguous()
+        wrong = int((~kept.isfinite()).sum())
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InvalidVector(
+            f"{what} is not made of real numbers: {reason}; give a tensor, an array or a list of them, "
+            f"not {shown(value)}"
+        ) from error
+    if kept.dim() not in {len(shape.split()) for shape in shapes} or not kept.numel():
+        raise InvalidVector(f"{what} has shape {tuple(kept.shape)}; expected [{'] or ['.join(shapes)}]")
+    if wrong:
+        raise InvalidVector(
+            f"{what} holds {wrong} values of {kept.numel()} that are NaN or inf (in float32); "
+            "look at where it was computed"
+        )
+    return kept
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    """What a user gave, as a tensor.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: it holds something else than numbers, or rows of different lengths.
+    """
+    if isinstance(value, (list, tuple)) and value and all(isinstance(part, torch.Tensor) for part in value):
+        value = torch.stack([part.detach() for part in value])
+    if isinstance(value, torch.Tensor):
+        if value.is_complex() or value.dtype == torch.bool:
+            raise TypeError(f"its elements are {str(value.dtype).removeprefix('torch.')}")
+        return value
+    if isinstance(value, (bytes, bytearray, memoryview)) or _holds_truth(value):
+        raise TypeError("bytes and truth values are not numbers")
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise TypeError("some are masked")
+    array = np.asarray(value)
+    if array.dtype.kind not in "iuf" and not array.dtype.name.startswith(("bfloat16", "float8")):  # of ml_dtypes
+        raise TypeError(f"its elements are {array.dtype.name}")
+    return torch.from_numpy(_plain(array))
+
+
+def _plain(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A copy of a dtype, byte order and strides that torch knows."""
+    known = array.dtype.kind == "f" and array.dtype.itemsize in {2, 4, 8}
+    with np.errstate(over="ignore"):  # what becomes infinite is refused
+        return np.array(array, dtype=array.dtype.newbyteorder("=") if known else np.float64, order="C")
+
+
+def _holds_truth(value: Any) -> bool:
+    """Whether a truth value stands among numbers, where NumPy would make it one of them."""
+    if isinstance(value, (list, tuple)):
+        return any(_holds_truth(part) for part in value)
+    return isinstance(value, (bool, np.bool_))

@@ -1,0 +1,141 @@
+"""Which event loop a model lives in, and work on threads that no event loop and no interpreter waits for.
+
+An engine belongs to the event loop that it was started in: its sockets, tasks and futures are that loop's. From any
+other loop an await on them never ends, so it must not begin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, Final, TypeVar
+
+from steercap.errors import WrongEventLoop
+
+Value = TypeVar("Value")
+
+_ADVICE: Final = (
+    "use a model in one event loop from start to end: one asyncio.run(main()) around all that it does; "
+    "in threads, or without an event loop, use steercap.sync.SteerModel"
+)
+#: Seconds between looks at what another loop does for us.
+LOOK_SECONDS: Final = 0.01
+
+
+class Home:
+    """The event loop that something was made in; made inside of it.
+
+    Args:
+        what: what was made, for messages.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.loop: Final = asyncio.get_running_loop()
+        self._what: Final = what
+        self._process: Final = os.getpid()
+
+    def require(self) -> None:
+        """See that this is the loop.
+
+        Raises:
+            WrongEventLoop: it is another one, none, or one in another process.
+        """
+        if os.getpid() != self._process:
+            raise WrongEventLoop(
+                f"{self._what} was started in process {self._process}, and this is process {os.getpid()}, a fork of "
+                "it; start one in each process that needs one"
+            )
+        if not self.is_here:
+            state = "which has been closed since" if self.loop.is_closed() else "not in this one"
+            raise WrongEventLoop(f"{self._what} was started in another event loop, {state}; {_ADVICE}")
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the loop that runs now, in this thread, is the one."""
+        return running_loop() is self.loop
+
+    @property
+    def lives(self) -> bool:
+        """Whether the loop is running, in whatever thread."""
+        return self.loop.is_running() and os.getpid() == self._process
+
+    def call(self, work: Callable[[], object]) -> None:
+        """Have the loop call a function soon, from any thread; nothing happens if the loop is closed."""
+        with contextlib.suppress(RuntimeError):  # it is closed
+            self.loop.call_soon_threadsafe(work)
+
+    async def run(self, work: Callable[[], Coroutine[Any, Any, object]], *, patience: float) -> None:
+        """Run a coroutine in the loop, from any other loop; wait for it no longer than `patience` seconds.
+
+        A loop that does not run, or whose thread is blocked, perhaps by whoever waits here, does not hold us up.
+        """
+        if self.is_here:
+            await work()
+        elif self.lives:
+            began = asyncio.run_coroutine_threadsafe(work(), self.loop)
+            deadline = time.monotonic() + patience
+            # Looked at rather than called back: a callback would come to a loop that may be closed by then.
+            while not began.done() and time.monotonic() < deadline:  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_SECONDS)
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop that runs in this thread, or None."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def on_thread(work: Callable[[], Value], name: str, future: Future[Value] | None = None) -> Future[Value]:
+    """Begin a call on a thread of its own, which neither `asyncio.run` nor the interpreter waits for at its end.
+
+    Args:
+        work: what to call.
+        name: of the thread.
+        future: what becomes of it, a new one by default.
+    """
+    became: Future[Value] = Future() if future is None else future
+    became.set_running_or_notify_cancel()  # who stops waiting does not cancel it
+
+    def call() -> None:
+        try:
+            value = work()
+        except BaseException as error:  # noqa: BLE001 -- it is theirs who wait
+            became.set_exception(error)
+        else:
+            became.set_result(value)
+
+    threading.Thread(target=call, name=name, daemon=True).start()
+    return became
+
+
+async def finished(future: Future[Value]) -> Value:
+    """Wait for a call that must be seen to its end; a cancellation is raised when it has ended."""
+    waiting = asyncio.wrap_future(future)
+    cancelled: asyncio.CancelledError | None = None
+    while not waiting.done():
+        try:
+            await asyncio.wait([waiting])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        waiting.exception()  # or asyncio would say that nobody asked
+        raise cancelled
+    return waiting.result()
+
+
+async def over(future: Future[Any], *, patience: float) -> None:
+    """Wait some seconds for a call to end, however it does."""
+    waiting = asyncio.wrap_future(future)
+    try:
+        await asyncio.wait([waiting], timeout=patience)
+    finally:
+        if waiting.done() and not waiting.cancelled():
+            waiting.exception()
+        waiting.cancel()

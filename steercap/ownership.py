@@ -1,0 +1,20 @@
+"""What has one owner: an engine, or rows that wait in a worker. A copy would be a second one, that frees them twice.
+
+Number 8 in the life of a request.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, NoReturn, SupportsIndex
+
+from steercap.errors import InvalidRequest
+
+
+class Unshared:
+    """Cannot be copied or pickled: `copy`, `deepcopy` and `pickle` raise InvalidRequest, which says what to do."""
+
+    #: What to do in the place of it.
+    _instead: ClassVar[str]
+
+    def __reduce_ex__(self, _protocol: SupportsIndex) -> NoReturn:
+        raise InvalidRequest(f"a {type(self).__name__} cannot be copied or pickled: {self._instead}")

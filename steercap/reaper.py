@@ -1,0 +1,292 @@
+"""Ends every process of one engine, and removes what they leave in shared memory and among temporary files.
+
+An engine is a tree of processes that vLLM starts: engine cores, workers, compilers. While one is started, the
+environment carries a mark; whatever grows from it inherits the mark, whoever its parent is by then. The client ends
+its engine with `Reaper.end`. A client that was killed cannot: for this a small process beside the engine, in a session
+of its own, waits for the client's end and does the same. That process runs this file as a script, so nothing but the
+standard library is imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Final
+from uuid import uuid4
+
+#: The environment variable that marks processes of an engine.
+MARK: Final = "STEERCAP_ENGINE"
+#: Seconds that killed processes may take to be gone; a driver that frees much device memory takes some.
+PATIENCE: Final = 10.0
+#: Longest path of a folder for Unix sockets: 107 bytes, less a UUID.
+LONGEST_FOLDER: Final = 107 - 37
+_SHARED: Final = "/dev/shm/"  # noqa: S108 -- where Linux keeps shared memory
+_ENDED: Final = b"ended\n"
+#: The names that vLLM gives its sockets.
+_UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+class Reaper:
+    """What belongs to one engine outside of this process, and its end.
+
+    Attributes:
+        mark: the value of `MARK` in the engine's processes.
+        folder: for their sockets and other temporary files; removed at the end.
+    """
+
+    def __init__(self) -> None:
+        self._client: Final = os.getpid()
+        self.mark: Final = f"{self._client}-{uuid4().hex[:12]}"
+        self.folder: Final = Path(tempfile.mkdtemp(prefix="steercap-", dir=_short_folder()))
+        self._roots: dict[int, str] = {}
+        self._lock = threading.Lock()
+        resource_tracker.ensure_running()  # or it would be marked, and killed with them
+        self._process = subprocess.Popen(  # noqa: S603 -- this very file
+            [sys.executable, "-I", "-S", __file__, str(os.getpid()), self.mark, str(self.folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl+C in a terminal is for the client
+            cwd="/",
+        )
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What the environment must carry while processes of the engine are started."""
+        # SPT_NOENV: setproctitle, which vLLM uses, would write its titles over the mark.
+        return {MARK: self.mark, "SPT_NOENV": "1", "VLLM_RPC_BASE_PATH": str(self.folder)}
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process started the engine, rather than being a fork of the one that did."""
+        return os.getpid() == self._client
+
+    def adopt(self, pids: Iterable[int]) -> None:
+        """Take note of processes that were started: forked ones do not show the mark. And of this process's sockets."""
+        self._roots |= {pid: began for pid in pids if (began := _began(pid))}
+        lines = [f"root {pid} {began}" for pid, began in self._roots.items()]
+        lines += [f"file {path}" for path in _listening(os.getpid())]
+        self._tell("".join(f"{line}\n" for line in lines).encode())
+
+    def note_files(self) -> set[str]:
+        """Take note of the shared memory that the engine has now: who is killed together with it can tell nothing.
+
+        Returns:
+            The files.
+        """
+        found = _processes(self.mark, self._roots)
+        files = _mapped(found) | _named(found)
+        self._tell("".join(f"shared {path}\n" for path in files).encode())
+        return files
+
+    def end(self) -> bool:
+        """Kill what is left of the engine, and remove what it leaves; from any thread, as often as you like.
+
+        Returns:
+            Whether all of it is gone; if not, the process beside it goes on trying. In a fork of the client, False:
+            the engine is its parent's.
+        """
+        if not self.is_ours:
+            return False
+        with self._lock:
+            gone, files = reap(self.mark, self._roots)
+            for file in files:
+                _forget(file)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if gone:
+                self._tell(_ENDED)
+            if self._process.stdin is not None and not self._process.stdin.closed:
+                with contextlib.suppress(BrokenPipeError):
+                    self._process.stdin.close()
+            if gone:
+                self._process.wait()
+            return gone
+
+    def _tell(self, message: bytes) -> None:
+        stdin = self._process.stdin
+        if stdin is not None and not stdin.closed:
+            with contextlib.suppress(BrokenPipeError):  # it was killed; this process can still end its engine itself
+                stdin.write(message)
+                stdin.flush()
+
+
+def reap(mark: str, roots: Mapping[int, str], patience: float = PATIENCE) -> tuple[bool, set[str]]:
+    """Kill every process of an engine, until there is none, and remove the shared memory that they alone had mapped.
+
+    Args:
+        mark: what its processes carry.
+        roots: process ids known to be its own, and when each began.
+        patience: seconds to wait for them.
+
+    Returns:
+        Whether all are gone, and the files that were removed.
+    """
+    deadline = time.monotonic() + patience
+    left: set[str] = set()
+    killed = dict(roots)  # a dying process shows its mark no longer
+    while found := _processes(mark, killed):
+        for pid in found - killed.keys():
+            if began := _began(pid):
+                killed[pid] = began
+        left |= _mapped(found) | _named(found)
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # or who outlives the others for a moment complains of it
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        if time.monotonic() > deadline:
+            return False, set()
+        time.sleep(0.005)
+    if left:
+        left -= _mapped(_pids())
+    removed = set()
+    for path in left:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # noqa: PTH108
+            removed.add(path)
+    return True, removed
+
+
+def _processes(mark: str, roots: Mapping[int, str]) -> set[int]:
+    """Living processes that carry the mark, the roots, and all that descend from them; never this one."""
+    needle = f"{MARK}={mark}".encode()
+    found = {pid for pid, began in roots.items() if _began(pid) == began}
+    parents: dict[int, int] = {}
+    for pid in _pids():
+        status = _status(pid)
+        if status is None:
+            continue
+        parents[pid] = int(status[1])
+        if needle in _read(f"/proc/{pid}/environ").split(b"\0"):
+            found.add(pid)
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {os.getpid()}
+
+
+def _pids() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
+
+
+def _status(pid: int) -> list[str] | None:
+    """Fields of /proc/PID/stat from the state on; None for a process that has ended.
+
+    A process whose first thread has ended counts as a zombie, while others of its threads may still be about to end.
+    """
+    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].decode().split()
+    return fields if fields and (fields[0] not in "ZX" or int(fields[17]) > 1) else None
+
+
+def _began(pid: int) -> str | None:
+    """When a process began, which tells it from another of the same id; None if it has ended."""
+    status = _status(pid)
+    return status[19] if status else None
+
+
+def _mapped(pids: Iterable[int]) -> set[str]:
+    """Files of shared memory that processes map."""
+    found = set()
+    for pid in pids:
+        lines = _read(f"/proc/{pid}/maps").decode(errors="replace").splitlines()
+        found |= {line[line.index(_SHARED) :] for line in lines if _SHARED in line}
+    return {path for path in found if not path.endswith(" (deleted)")}
+
+
+def _named(pids: Iterable[int]) -> set[str]:
+    """Files of shared memory that carry the id of their process in the name, as loky's semaphores do."""
+    names = os.listdir(_SHARED) if os.path.isdir(_SHARED) else []  # noqa: PTH112, PTH208
+    return {f"{_SHARED}{name}" for pid in pids for name in names if f"-{pid}-" in name}
+
+
+def _listening(pid: int) -> set[str]:
+    """Files of vLLM's Unix sockets that a process has bound."""
+    inodes = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"/proc/{pid}/fd/{name}")  # noqa: PTH115
+                if target.startswith("socket:["):
+                    inodes.add(target[len("socket:[") : -1])
+    found = set()
+    for line in _read("/proc/net/unix").decode(errors="replace").splitlines()[1:]:
+        fields = line.split()
+        if len(fields) == 8 and fields[6] in inodes and _UUID.fullmatch(Path(fields[7]).name):
+            found.add(fields[7])
+    return found
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123
+            return file.read()
+    except OSError:  # it has ended, or it is another user's
+        return b""
+
+
+def _forget(path: str) -> None:
+    """Tell Python's resource tracker, which removes at exit what nobody has removed, that this is done."""
+    name = Path(path).name
+    kind, known = ("semaphore", name[len("sem.") :]) if name.startswith("sem.") else ("shared_memory", name)
+    resource_tracker.register(f"/{known}", kind)  # or what was not registered is an error to unregister
+    resource_tracker.unregister(f"/{known}", kind)
+
+
+def _short_folder() -> str:
+    folder = tempfile.gettempdir()
+    return folder if len(folder) + len("/steercap-12345678") <= LONGEST_FOLDER else "/tmp"  # noqa: S108
+
+
+def _client_ended(client: int, pipe: int) -> bytes:
+    """Wait for the end of the client, or of the pipe that it holds.
+
+    Returns:
+        What it said before.
+    """
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    with contextlib.suppress(OSError):  # it has ended, or the kernel is older than 5.3 and the pipe alone must do
+        # A child that the user forked may hold the pipe: the client's own end is told by its process.
+        poll.register(os.pidfd_open(client), select.POLLIN)
+    said = b""
+    while os.getppid() == client:
+        ready = [descriptor for descriptor, _ in poll.poll()]
+        if pipe in ready:
+            some = os.read(pipe, 1 << 16)
+            said += some
+            if not some:
+                break
+    return said
+
+
+def main() -> None:
+    """Stay until the client has ended or has closed the engine; `python reaper.py CLIENT MARK FOLDER`."""
+    client, mark, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    said = _client_ended(client, sys.stdin.fileno())
+    if said.endswith(_ENDED):
+        return
+    lines = [line.split(" ", 1) for line in said.decode(errors="replace").splitlines()]
+    roots = dict(rest.split() for kind, rest in lines if kind == "root")
+    reap(mark, {int(pid): began for pid, began in roots.items()}, patience=10 * PATIENCE)
+    shutil.rmtree(folder, ignore_errors=True)
+    shared = {path for kind, path in lines if kind == "shared"} - _mapped(_pids())
+    sockets = {path for kind, path in lines if kind == "file" and os.getppid() != client}  # a client closes its own
+    for path in shared | sockets:
+        with contextlib.suppress(OSError):
+            os.unlink(path)  # noqa: PTH108
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The same names for people who do not await: `steercap.sync` instead of `steercap`, and no `await`.
+
+    from steercap.sync import SteerModel
+    from steercap.sync.vectors import extract
+
+    with SteerModel("Qwen/Qwen3-0.6B") as model:
+        text, handle = model.generate("Hello", capture_layers=[4])
+        rows = handle.fetch().captures[4]
+        found = extract(model, ["It was lovely"], ["It was awful"], name="joy", held_out=0)
+
+`steercap.sync.vectors`, `steercap.sync.experiments` and `steercap.sync.persona` hold the functions that take an open
+model; all but `persona.run` are names of `steercap.sync` too. What is not awaited, such as edits and specs, is
+`steercap`'s own. In a notebook `await` works at the top level, and `steercap.SteerModel` is the better choice.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from steercap.sync import experiments, persona, vectors
+    from steercap.sync.experiments import run_sweep
+    from steercap.sync.model import CaptureHandle, SteerModel
+    from steercap.sync.vectors import extract, mean_rows
+
+__all__ = ["CaptureHandle", "SteerModel", "experiments", "extract", "mean_rows", "persona", "run_sweep", "vectors"]
+
+_HOMES = {
+    "CaptureHandle": "model",
+    "SteerModel": "model",
+    "extract": "vectors",
+    "mean_rows": "vectors",
+    "run_sweep": "experiments",
+}
+_PACKAGES = frozenset({"experiments", "persona", "vectors"})
+
+
+def __getattr__(name: str) -> object:
+    if name in _PACKAGES:
+        return import_module(f"steercap.sync.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'steercap.sync' has no attribute {name!r}")
+    return getattr(import_module(f"steercap.sync.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """What completion offers: names that are not loaded yet included."""
+    return sorted({*__all__, "__doc__", "__file__", "__name__", "__path__"})

@@ -1,0 +1,33 @@
+"""Handles with known rows, for tests of what is done with them."""
+
+from __future__ import annotations
+
+import torch
+
+from steercap import CaptureHandle
+from steercap.captures import Captures
+from steercap.core.receipt import Receipt
+from steercap.core.spec import Point
+
+
+def a_handle(layers=(0, 1), *, prompt=(5, 6, 7), output=(8, 9), reduce=None, dtype=torch.float32, model="m", **others):
+    """A fetched handle whose rows are `100 layer + position` of width 2."""
+    points = [Point(layer, "resid_post") for layer in layers]
+    handle = CaptureHandle(
+        request_id="r",
+        model=model,
+        text="",
+        prompt_token_ids=prompt,
+        output_token_ids=output,
+        points=points,
+        num_layers=4,
+        **others,
+    )
+    total = len(prompt) + max(len(output) - 1, 0)
+    rows = 1 if reduce else total
+    positions = torch.arange(total).numpy()
+    token_ids = torch.tensor([*prompt, *output][:total]).numpy()
+    values = {p: (100.0 * p.layer + torch.arange(rows))[:, None].repeat(1, 2).to(dtype) for p in points}
+    handle._captures = Captures(values, 4)
+    handle._receipt = Receipt(tuple(points), positions, token_ids, total * len(points), reduce)
+    return handle

@@ -1,0 +1,487 @@
+"""What commands see to before an engine is started, and that results are not lost where they cannot be written."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import pty
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import typer
+from cli_calls import call, captured, directions, shell, vectors
+from rich.console import Console
+from rich.progress import Progress
+
+from steercap.checkpoint import is_path, require_there
+from steercap.cli.app import app
+from steercap.cli.capture import Store
+from steercap.cli.engines import ModelOptions
+from steercap.cli.generate import Answer, report
+from steercap.cli.onward import folded, sweeps_of
+from steercap.cli.sweep import measure_of, read_settings
+from steercap.cli.terminal import Output, Terminal
+from steercap.cli.vectors import report as extracted
+from steercap.errors import InvalidFile, ModelNotLoaded
+from steercap.experiments.grid import Definition
+from steercap.formats.base import write_whole
+from steercap.handle import CaptureHandle
+from steercap.heartbeat import heartbeat, line_of
+from steercap.persona import PersonaResult, PersonaSettings, traits
+from steercap.persona.folder import RunFolder
+from steercap.persona.outcomes import Outcome
+from steercap.persona.settings import described
+from steercap.vectors import DirectionSet
+
+__all__ = ["directions"]  # a fixture
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 8}
+
+
+@pytest.fixture
+def here(tmp_path, directions, monkeypatch) -> Path:  # noqa: ARG001 -- makes a file
+    """A folder with vectors, texts, and a model that has no weights: an engine for it could not be started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TERMINAL_WIDTH", "300")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("one text\nanother text\n")
+    (tmp_path / "single.txt").write_text("one text\n")
+    vectors(layers=[2, 9]).save(tmp_path / "deep.safetensors")
+    vectors(width=16).save(tmp_path / "wide.safetensors")
+    captured(tmp_path / "rows" / "0000.safetensors")
+    (tmp_path / "taken.jsonl").write_text("kept")
+    return tmp_path
+
+
+SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "word"),
+    [
+        ("generate hi -m /no/such", 1, "there is no model at /no/such"),
+        ("generate hi -m rows", 1, "has no config.json"),
+        ("capture hi --out x -m ./nothing", 1, "there is no model at"),
+        ("vectors extract a.txt b.txt --out x.safetensors -m some/other/model", 1, "there is no model at"),
+        ("persona run poetic --out x -m ~/nothing", 1, "there is no model at"),
+        ("sweep --out x -m /no/such", 1, "there is no model at /no/such"),
+        ("generate hi -m model --out x.txt", 2, "ends in .jsonl"),
+        ("generate hi -m model --out a.txt/x.jsonl", 2, "a.txt cannot be written to"),
+        ("generate hi -m model --out /proc/nothing/x.jsonl", 2, "cannot be written to"),
+        ("generate hi -m model --out taken.jsonl", 2, "there already; give another name, or --force"),
+        ("generate hi -m model --temperature nan", 2, "greater than or equal to 0"),
+        ("generate hi -m model --seed 99999999999999999999", 2, "64 bits"),
+        ("generate hi -m model --steer deep.safetensors --layer 9", 1, "layer 9 is outside this model of 4 layers"),
+        ("generate hi -m model --steer wide.safetensors --layer 1", 1, "width 16, the model's rows have 8"),
+        ("generate hi -m model --steer deep.safetensors --layer 2 --engine-arg layers=[1]", 1, "has no tap"),
+        ("capture hi -m model --out x --layers 4", 1, "layer 4 is outside this model of 4 layers"),
+        ("capture hi -m model --out x --sites nowhere", 1, "nowhere"),
+        ("capture hi -m model --out x --tokens 1:2:0", 1, "step"),
+        ("capture hi -m model --out a.txt", 2, "is a file"),
+        ("capture hi -m model --out rows", 2, "already; give another name, or --force"),
+        ("capture hi -m model --out x --project wide.safetensors", 1, "width 16"),
+        ("capture hi -m model --out x --project traits.safetensors --heat 7", 2, "layer 7 is not captured"),
+        ("vectors extract a.txt b.txt -m model --out x.gguf", 2, "ends in .safetensors; steercap vectors convert"),
+        ("vectors extract a.txt b.txt -m model --out wide.safetensors", 2, "there already"),
+        ("vectors extract a.txt b.txt -m model --out x.safetensors --layers 7", 1, "outside this model of 4 layers"),
+        ("vectors extract a.txt b.txt -m model --out x.safetensors --method guess", 1, "unknown method 'guess'"),
+        ("vectors extract single.txt b.txt -m model --out x.safetensors", 1, "to hold some out, at least 2"),
+        ("vectors convert traits.safetensors wide.safetensors", 2, "there already"),
+        ("persona run poetic -m model --out a.txt", 2, "is a file"),
+        ("persona run poetic -m model --out x --layers 9", 1, "outside this model of 4 layers"),
+        ("persona run poetical -m model --out x", 1, "unknown traits"),
+        ("persona run mine.yaml -m model --out x", 1, "mine.yaml holds no trait"),
+        ("persona run poetic -m model --out x --temperature inf", 2, "finite number"),
+        (f"{SWEEP} wide.safetensors --layers 1", 1, "width 16"),
+        (f"{SWEEP} deep.safetensors --layers 9", 1, "outside this model"),
+        (f"{SWEEP} deep.safetensors --layers 2 --measures score:mine.yaml", 1, "mine.yaml holds no trait"),
+        (f"{SWEEP} deep.safetensors --layers 2 --measures length,length", 1, "have the same label"),
+        (f"{SWEEP} deep.safetensors --layers 2 --temperature inf", 2, "finite number"),
+        ("demo --out a.txt", 2, "is a file"),
+        ("demo --out a.txt/folder", 2, "cannot be written to"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_an_engine_starts(here, line, code, word) -> None:
+    """Of a model without weights any start would fail otherwise; nothing is written, and what is there stays."""
+    before = {path: path.read_bytes() for path in here.rglob("*") if path.is_file()}
+    done = call(*shlex.split(line))
+    assert done.exit_code == code, done.output
+    assert word in " ".join(done.stderr.replace("│", " ").split()), done.stderr
+    assert done.stdout == ""
+    assert {path: path.read_bytes() for path in here.rglob("*") if path.is_file()} == before
+    assert not (here / "x").exists()
+
+
+def test_a_missing_model_is_said_before_anything_heavy_is_imported() -> None:
+    """Neither torch nor vLLM is needed to see that a folder is not there."""
+    code = (
+        "import sys; from steercap.cli.app import app\n"
+        "try: app(['generate', 'hi', '-m', '/no/such'])\n"
+        "except SystemExit as end: print(end.code, sorted({'torch', 'vllm', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1 []"
+    assert "Repo id" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("Qwen/Qwen3-8B", False),
+        ("gpt2", False),
+        ("a/b:Q4_K", False),
+        ("a/b/c.gguf", False),
+        ("s3://bucket/models/x", False),
+        ("/models/x", True),
+        ("./x", True),
+        ("../x", True),
+        ("~/x", True),
+        (".", True),
+        ("models/x/", True),
+        ("a/b/c", True),
+    ],
+)
+def test_a_name_that_no_hub_knows_is_a_path(name, path, tmp_path, monkeypatch) -> None:
+    """And must be there; what may be a name on the hub is left to vLLM."""
+    monkeypatch.chdir(tmp_path)
+    assert is_path(name) == path
+    if path:
+        with pytest.raises(ModelNotLoaded, match=r"no model at|has no config\.json"):
+            require_there(name)
+    else:
+        require_there(name)
+
+
+async def test_a_missing_path_is_said_in_python_too() -> None:
+    """Before vLLM is imported, and not as a malformed name on a hub."""
+    from steercap import SteerModel
+
+    with pytest.raises(ModelNotLoaded, match="there is no model at /no/such"):
+        await SteerModel("/no/such").start()
+
+
+def test_a_folder_that_holds_another_run_is_refused_first(here) -> None:
+    """Of a sweep and of personas: what differs is known from the folder, whatever the model."""
+    other = Definition(
+        model={"model": "m"},
+        vectors={"deep": "0"},
+        layers=[[2]],
+        scales=[3.0],
+        operations=["add"],
+        tokens="'generated'",
+        relative=False,
+        random=20,
+        reversed=True,
+        seed=0,
+        prompts=["one text"],
+        sampling={},
+        samples=1,
+    )
+    (here / "s").mkdir()
+    (here / "s" / "sweep.json").write_bytes(msgspec.json.encode(other))
+    done = call(*shlex.split(f"{SWEEP} deep.safetensors --layers 2"))
+    assert (done.exit_code, "RunDiffers" in done.stderr) == (1, True), done.output
+    RunFolder(here / "p", {"model": "m"}, described(PersonaSettings.small("poetic", seed=5)))
+    done = call("persona", "run", "poetic", "--small", "-m", "model", "--out", "p")
+    assert (done.exit_code, "RunDiffers" in done.stderr, "seed: 5, not 0" in done.stderr) == (1, True, True), (
+        done.output
+    )
+
+
+# Where results go
+
+
+def at_a_terminal(*arguments: str, says: str) -> tuple[int, str]:
+    """Call the command at a terminal, and answer what it asks."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "steercap", *arguments], stdin=theirs, stdout=theirs, stderr=theirs, close_fds=True
+    ) as process:
+        os.close(theirs)
+        os.write(ours, says.encode())
+        said = b""
+        try:
+            while part := os.read(ours, 4096):
+                said += part
+        except OSError:  # the other end is closed
+            pass
+        process.wait(timeout=60)
+    os.close(ours)
+    return process.returncode, said.decode()
+
+
+@pytest.mark.parametrize(("says", "code"), [("n\n", 1), ("y\n", 0)])
+def test_at_a_terminal_it_is_asked_whether_a_file_may_go(here, says, code) -> None:
+    """And done as is answered."""
+    before = (here / "wide.safetensors").read_bytes()
+    found, said = at_a_terminal("vectors", "convert", "traits.safetensors", "wide.safetensors", says=says)
+    assert "is there already. Write over it?" in said
+    assert found == code, said
+    assert ((here / "wide.safetensors").read_bytes() == before) == bool(code)
+
+
+@pytest.mark.usefixtures("here")
+def test_force_writes_over_a_file() -> None:
+    """Without a question."""
+    assert call("vectors", "convert", "traits.safetensors", "wide.safetensors", "--force").exit_code == 0
+    assert list(DirectionSet.load("wide.safetensors")) == ["kind", "formal"]
+
+
+@pytest.mark.parametrize("how", [False, True])
+@pytest.mark.usefixtures("here")
+def test_answers_that_cannot_be_written_are_printed(how, capfd) -> None:
+    """All of what was to be in the file, a line an answer, or the document with --json; and the error is raised."""
+    found = [Answer("hi", 0, clean="there\n  you are"), Answer("hi", 1, clean="again")]
+    with pytest.raises(OSError, match=r"a\.txt"):
+        report("m", found, Path("a.txt/folder/out.jsonl"), Terminal(Output(json=how)))
+    out = capfd.readouterr().out
+    told = json.loads(out)["answers"] if how else [json.loads(line) for line in out.splitlines()]
+    assert [msgspec.convert(one, Answer) for one in told] == found
+
+
+@pytest.mark.parametrize("how", [False, True])
+def test_vectors_that_cannot_be_written_are_elsewhere_or_printed(here, how, monkeypatch, capfd) -> None:
+    """Beneath the temporary folder, which is named; where that fails too, every number is on stdout."""
+    known, terminal = DirectionSet.load("traits.safetensors").select("kind"), Terminal(Output(json=how))
+    spare = here / "spare"
+    spare.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(spare))
+    with pytest.raises(OSError, match=r"a\.txt"):
+        extracted(known, "kind", Path("a.txt/x.safetensors"), terminal)
+    (rescued,) = spare.rglob("*.safetensors")
+    assert DirectionSet.load(rescued) == known
+    assert str(rescued) in capfd.readouterr().err.replace("\n", "")
+    with monkeypatch.context() as patch:  # pytest needs the folder when the test ends
+        patch.setattr("tempfile.tempdir", str(here / "a.txt"))
+        with pytest.raises(OSError, match=r"a\.txt"):
+            extracted(known, "kind", Path("a.txt/x.safetensors"), terminal)
+    out = capfd.readouterr().out
+    numbers = json.loads(out)["vectors"] if how else json.loads(out.splitlines()[-1])["kind"]
+    assert torch.tensor(numbers["2"]).equal(known["kind"][2])
+    extracted(known, "kind", here / "fine.safetensors", terminal)
+    assert DirectionSet.load(here / "fine.safetensors") == known
+
+
+def test_captures_go_on_elsewhere_when_their_folder_cannot_be_written_to(here, monkeypatch, capfd) -> None:
+    """The rows that are there, and those to come, are kept; the error is told at the end."""
+    spare = here / "spare"
+    spare.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(spare))
+    handle = CaptureHandle.load(here / "rows" / "0000.safetensors")
+    store = Store(here / "a.txt" / "rows", Terminal(Output()))
+    paths = [store.save(handle, f"{number:04}.safetensors") for number in range(2)]
+    assert isinstance(store.error, OSError)
+    assert all(CaptureHandle.load(path).text == "there" and spare in path.parents for path in paths)
+    assert "captures go on in" in capfd.readouterr().err
+
+
+def test_a_full_disk_is_an_oserror_in_every_format(tmp_path) -> None:
+    """safetensors and torch have errors of their own for it, which would pass as faults of ours; nothing is left."""
+    code = """
+import resource, sys, torch
+from steercap.formats import save_control_vector, save_layers_pt
+from steercap.vectors import LayerVectors
+found = LayerVectors({1: torch.randn(9000), 0: torch.randn(9000)}, model="m")
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+for save in (lambda: found.save("a.safetensors"), lambda: save_layers_pt(found, "a.pt", base=0),
+             lambda: save_control_vector(LayerVectors({1: found[1]}, model="m"), "a.gguf")):
+    try:
+        save()
+    except OSError as error:
+        print("OSError")
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment, check=False
+    )
+    assert done.stdout.split() == ["OSError"] * 3, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path) -> None:
+    """What was there stays until the new one is complete."""
+    path = tmp_path / "x.txt"
+    path.write_text("old")
+
+    def half() -> None:
+        with write_whole(path) as scratch:
+            scratch.write_text("half")
+            raise ModelNotLoaded("ours")
+
+    with pytest.raises(ModelNotLoaded, match="ours"):
+        half()
+    assert (path.read_text(), len(list(tmp_path.iterdir()))) == ("old", 1)
+
+
+# Traits of one's own, and what comes after a run
+
+
+def own_trait(path: Path, name: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(msgspec.yaml.encode(msgspec.structs.replace(traits()["poetic"], name=name)))
+    return path
+
+
+def test_a_trait_of_ones_own_is_a_measure(tmp_path, monkeypatch) -> None:
+    """A file in the place of its name, with a scorer or without, in flags and in the YAML file of a sweep."""
+    own = own_trait(tmp_path / "o:n" / "mine.yaml", "mine")
+    assert measure_of(f"score:{own}").trait.name == "mine"
+    scored = measure_of(f"score:{own}:keywords")
+    assert (scored.label, type(scored.scorer).__name__) == ("mine", "Keywords")
+    with pytest.raises(InvalidFile, match=r"other\.yaml holds no trait"):
+        measure_of("score:other.yaml")
+    config = own.parent / "sweep.yaml"
+    config.write_text(
+        "vectors: v\nlayers: [1]\nscales: [1]\nprompts: [a]\nmeasures: [length, 'score:mine.yaml:keywords', 'score:evil']"
+    )
+    monkeypatch.chdir("/")
+    found = read_settings(config, {}).measures
+    assert found == ("length", f"score:{own}:keywords", "score:evil")
+    assert measure_of(found[1]).label == "mine"
+
+
+def test_a_run_of_personas_ends_with_the_sweep_to_go_on_with(here, tmp_path) -> None:
+    """A command that parses, whose files are there and whose measure is the trait's, own or shipped."""
+    own = own_trait(tmp_path / "my -x trait.yaml", "mine")
+    settings = PersonaSettings.small(msgspec.yaml.decode(own.read_bytes(), type=type(traits()["poetic"])), "formal")
+    outcome = Outcome((6, 6), (0, 0), (6, 6), (80.0, 20.0), best_layer=2, auc=1.0)
+    run = here / "run"
+    run.mkdir()
+    directions = DirectionSet({"mine": vectors(0), "formal": vectors(1)})
+    directions.save(run / "directions.safetensors")
+    left_out = Outcome((6, 6), (6, 6), (0, 0), (0.0, 0.0), left_out="too few")
+    result = PersonaResult(directions, {"mine": outcome, "formal": left_out}, run, run / "report.md")
+    options = ModelOptions(model="model", eager=True, engine_arg=["seed=3"])
+    (line,) = sweeps_of(result, settings, {"mine": str(own), "formal": "formal"}, options)
+    words = shlex.split(line)
+    pasted = folded(line)
+    assert len(pasted.splitlines()) > 3
+    assert subprocess.check_output(["bash", "-c", f"steercap() {{ printf '%s\\n' \"$@\"; }}; {pasted}"], text=True) == (
+        "".join(f"{word}\n" for word in words[1:])
+    )
+    assert words[:2] == ["steercap", "sweep"]
+    command: Any = typer.main.get_command(app).get_command(None, "sweep")  # type: ignore[attr-defined,arg-type]
+    said = command.make_context("sweep", words[2:]).params
+    assert (said["layers"], said["names"], said["chat"], said["eager"], said["model"]) == (
+        "2",
+        "mine",
+        True,
+        True,
+        "model",
+    )
+    assert measure_of(said["measures"].split(",")[1]).label == "mine"
+    prompts = [json.loads(text)["prompt"] for text in said["prompts"].read_text().splitlines()]
+    assert prompts == list(traits()["poetic"].questions)
+
+
+# What a folder is, and tables at 80 columns
+
+
+def test_a_table_shows_its_columns_at_80_columns(tmp_path, monkeypatch) -> None:
+    """Names and types in full, values cut; on a terminal of 80 columns and in a pipe."""
+    from steercap.experiments.store import Record
+    from steercap.tables import write_table
+
+    one = Record(
+        number=0,
+        vector="v",
+        operation="add",
+        layers=(18,),
+        scale=1.0,
+        control="",
+        prompt_index=0,
+        sample=0,
+        prompt="a prompt " * 20,
+        prompt_token_ids=tuple(range(50)),
+        text="an answer " * 20,
+        output_token_ids=tuple(range(50)),
+        finish_reason="length",
+    )
+    file = write_table(tmp_path / "x.parquet", [one] * 3)
+    monkeypatch.setenv("COLUMNS", "80")
+    done = shell("inspect", file, env={**os.environ, "COLUMNS": "80"})
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    for name in Record.__struct_fields__:
+        assert f" {name} " in done.stdout
+    assert "list<int64>" in done.stdout
+
+
+def test_inspect_says_what_a_folder_is(here) -> None:
+    """Runs of personas, sweeps, captures, models and other files; one with nothing known is an error."""
+    RunFolder(here / "p", {"model": "m"}, described(PersonaSettings.small("poetic", "evil")))
+    definition = Definition(
+        model={"model": "m"},
+        vectors={"praise": "0"},
+        layers=[[2]],
+        scales=[1.0, 2.0],
+        operations=["add"],
+        tokens="'generated'",
+        relative=False,
+        random=3,
+        reversed=True,
+        seed=0,
+        prompts=["a", "b"],
+        sampling={},
+        samples=2,
+    )
+    (here / "s").mkdir()
+    (here / "s" / "sweep.json").write_bytes(msgspec.json.encode(definition))
+    (here / "mixed").mkdir()
+    vectors().save(here / "mixed" / "v.safetensors")
+    torch.save(torch.ones(2, 2), here / "mixed" / "v.pt")
+    found = {
+        name: json.loads(call("inspect", here / name, "--json").stdout) for name in ("p", "s", "rows", "model", "mixed")
+    }
+    assert (found["p"]["kind"], found["p"]["traits"]) == ("run of personas", "poetic, evil")
+    assert (found["s"]["kind"], found["s"]["answers"], found["s"]["asked"]) == ("sweep", 0, (1 + 2 * 5) * 2 * 2)
+    assert (found["rows"]["kind"], found["rows"]["texts"]) == ("captures", {"0000.safetensors": "there"})
+    assert (found["model"]["kind"], found["model"]["layers"], found["model"]["width"]) == ("model", 4, 8)
+    assert found["mixed"]["files"] == {"v.safetensors": "vectors", "v.pt": ".pt of torch"}
+    for name in found:
+        assert call("inspect", here / name).exit_code == 0
+    (here / "empty").mkdir()
+    done = call("inspect", here / "empty")
+    assert (done.exit_code, "no file in it that steercap knows" in done.stderr) == (1, True)
+    for name in ("p/settings.json", "s/sweep.json"):
+        (here / name).write_text("{}")
+        assert "InvalidFile" in call("inspect", (here / name).parent).stderr
+
+
+# Off a terminal, and the help
+
+
+def test_off_a_terminal_what_is_under_way_is_said_now_and_then() -> None:
+    """A line with the seconds and how far it is; none of what is over, and none on a terminal."""
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=False, width=80)
+    with Progress(console=console, disable=True) as bar, heartbeat(bar, console, seconds=0.01):
+        bar.add_task("reading", total=4, completed=1)
+        for _ in itertools.takewhile(lambda _: "reading" not in written.getvalue(), itertools.count()):
+            pass
+    assert "s, 1 of 4" in written.getvalue()
+    bar.update(bar.tasks[0].id, completed=4)
+    assert line_of(bar.tasks) == ""
+    loud = Console(file=io.StringIO(), force_terminal=True)
+    with Progress(console=loud, disable=True) as bar, heartbeat(bar, loud, seconds=0.01):
+        bar.add_task("reading", total=4)
+    assert loud.file.getvalue() == ""  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["vectors"], ["persona", "run"]], ids=" ".join)
+def test_help_is_short_and_shows_no_type_of_a_flag(command, monkeypatch) -> None:
+    """-h is --help, and a flag takes nothing."""
+    monkeypatch.setenv("TERMINAL_WIDTH", "100")
+    short, long = call(*command, "-h"), call(*command, "--help")
+    assert short.exit_code == 0
+    assert short.stdout == long.stdout
+    assert "bool" not in short.stdout

@@ -1,0 +1,58 @@
+"""vLLM's processes begin quietly, and what a user says of vLLM's log is done."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from steercap.adapters.entry import ENGINE_CORE, Entry
+
+#: What a process says that comes to life as vLLM's do: it unpickles its entry, then imports vLLM and speaks.
+SPEAKS = """
+import logging, pickle, sys, warnings
+entry = pickle.loads(bytes.fromhex(sys.argv[1]))
+from vllm.config.logging import LoggingConfig
+from vllm.logger import configure_logging, init_logger
+import vllm.triton_utils
+init_logger("vllm.triton_utils.importing").warning("Triton is installed, but")
+configure_logging(LoggingConfig())
+logger = init_logger("vllm.steercap_test")
+logger.info("an info")
+logger.warning("a warning")
+logger.error("an error")
+warnings.warn("`torch.distributed.reduce_op` is deprecated", FutureWarning)
+print("a result")
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "log", "heard"),
+    [
+        ({}, True, {"a warning", "an error"}),
+        ({"VLLM_LOGGING_LEVEL": "ERROR"}, False, {"an error"}),
+        ({"VLLM_LOGGING_LEVEL": "INFO"}, False, {"an info", "a warning", "an error", "Triton is installed, but"}),
+    ],
+)
+def test_a_process_of_vllm_says_what_was_asked_for(monkeypatch, chosen, log, heard) -> None:
+    """Results alone on stdout; on stderr warnings and errors, or what the user's level lets through."""
+    for name in ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_STREAM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    entry = pickle.dumps(Entry(ENGINE_CORE, print, log=log)).hex()
+    process = subprocess.run(
+        [sys.executable, "-c", SPEAKS, entry], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert process.stdout == "a result\n"
+    said = {"an info", "a warning", "an error", "Triton is installed, but", "reduce_op"}
+    assert {line for line in said if line in process.stderr} == heard
+
+
+def test_an_entry_that_is_forked_runs_the_function_it_was_made_with() -> None:
+    """Where nothing is unpickled nothing is looked up, or the entry would find itself."""
+    ran = []
+    Entry(("os", "path", "join"), lambda *args, **kwargs: ran.append((args, kwargs)))(1, two=2)
+    assert ran == [((1,), {"two": 2})]

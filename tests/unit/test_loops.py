@@ -1,0 +1,162 @@
+"""What belongs to one event loop is not awaited in another, and calls from threads end, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from steercap.errors import ModelClosed, WrongEventLoop
+from steercap.loops import Home, finished, on_thread, over, running_loop
+from steercap.sync.loop import LoopThread
+
+
+def made() -> tuple[Home, asyncio.AbstractEventLoop]:
+    """A home in a loop that does not run now."""
+    loop = asyncio.new_event_loop()
+
+    async def make() -> Home:
+        return Home("this model")
+
+    return loop.run_until_complete(make()), loop
+
+
+def test_a_home_is_known_from_inside_alone() -> None:
+    """Inside: nothing. In another loop, in none, after its end, in a fork: an error that says which."""
+    home, loop = made()
+
+    async def require() -> bool:
+        home.require()
+        return home.is_here
+
+    assert loop.run_until_complete(require())
+    with pytest.raises(WrongEventLoop, match=r"not in this one; use a model in one event loop.*steercap\.sync"):
+        asyncio.run(require())
+    with pytest.raises(WrongEventLoop, match="in another event loop"):
+        home.require()
+    assert not home.lives
+    child = os.fork()
+    if child == 0:
+        try:
+            loop.run_until_complete(require())
+        except WrongEventLoop as error:
+            os._exit(0 if "a fork of it" in str(error) else 1)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    loop.close()
+    with pytest.raises(WrongEventLoop, match="has been closed since"):
+        home.require()
+    home.call(lambda: None)  # nobody is there to hear it
+    assert running_loop() is None
+
+
+async def test_a_loop_that_does_not_answer_holds_nobody_up() -> None:
+    """`Home.run` runs in the loop where it lives, and waits for no loop that is blocked or does not run."""
+    ran = []
+
+    async def work() -> None:
+        ran.append(running_loop())
+
+    thread = LoopThread()
+
+    async def make() -> Home:
+        return Home("this model")
+
+    home = thread.run(make())
+    await home.run(work, patience=30)
+    assert ran == [thread.loop]
+    free = threading.Event()
+    thread.loop.call_soon_threadsafe(free.wait)
+    began = time.monotonic()
+    await home.run(work, patience=0.2)
+    assert 0.2 <= time.monotonic() - began < 20
+    assert len(ran) == 1
+    free.set()
+    thread.stop()
+    late = len(ran)
+    await home.run(work, patience=30)
+    assert len(ran) == late
+
+
+async def test_what_must_be_seen_to_its_end_is() -> None:
+    """`finished` raises a cancellation when the call has ended, not before; `over` waits no longer than it is told."""
+    go = threading.Event()
+    call = on_thread(lambda: go.wait(60), "steercap test")
+    waiting = asyncio.create_task(finished(call))
+    await asyncio.sleep(0)
+    for _ in range(3):
+        waiting.cancel()
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+    await over(call, patience=0.01)
+    assert not call.done()
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert await finished(call) is True
+
+    def fail() -> None:
+        raise ModelClosed("it failed")
+
+    with pytest.raises(ModelClosed, match="it failed"):
+        await finished(on_thread(fail, "steercap test"))
+    await over(on_thread(fail, "steercap test"), patience=30)
+
+
+def test_calls_from_many_threads_end_when_the_loop_is_stopped() -> None:
+    """Whoever calls while it stops has an answer or ModelClosed; nobody waits for ever."""
+    for _ in range(20):
+        thread = LoopThread()
+
+        def call(seconds: float, thread: LoopThread = thread) -> str:
+            try:
+                for _ in range(200):
+                    thread.run(asyncio.sleep(seconds))
+            except ModelClosed:
+                return "closed"
+            return "done"
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            calls = [pool.submit(call, seconds) for seconds in (0, 0, 0.001, 0.001, 600, 600, 600, 600)]
+            time.sleep(0.01)
+            stops = [pool.submit(thread.stop) for _ in range(2)]
+            # 600 s would be the calls' own end.
+            found = [call.result(timeout=60) for call in calls]
+            for stop in stops:
+                stop.result(timeout=60)
+        assert found[4:] == ["closed"] * 4
+        assert thread.loop.is_closed()
+        assert not thread._thread.is_alive()
+        with pytest.raises(ModelClosed, match="rows that were not fetched are gone"):
+            thread.run(asyncio.sleep(0))
+
+
+def test_a_call_from_within_the_loop_does_not_wait_for_itself() -> None:
+    """A callback that calls the synchronous facade is told so."""
+    thread = LoopThread()
+
+    async def call() -> None:
+        thread.run(asyncio.sleep(0))
+
+    with pytest.raises(WrongEventLoop, match="would wait for itself"):
+        thread.run(call())
+    thread.stop()
+
+
+def test_an_interpreter_ends_although_a_loop_still_runs() -> None:
+    """A script that forgets to stop it ends at once, and quietly."""
+    script = (
+        "import asyncio, threading\n"
+        "from steercap.sync.loop import LoopThread\n"
+        "thread = LoopThread()\n"
+        "asyncio.run_coroutine_threadsafe(asyncio.sleep(600), thread.loop)\n"
+        "print(thread.run(asyncio.sleep(0, 'done')))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert (ended.stdout, ended.stderr) == ("done\n", "")

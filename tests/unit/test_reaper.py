@@ -1,0 +1,140 @@
+"""An engine's processes end with their client, however it ends, and leave nothing; nobody else's are touched."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from steercap.reaper import MARK, Reaper
+
+#: A client with an "engine": a process that maps shared memory, has a child, and says who it is.
+CLIENT = """
+import os, subprocess, sys, time
+from steercap.reaper import Reaper
+
+if __name__ == "__main__":
+    reaper = Reaper()
+    engine = '''
+import os, subprocess, sys, time
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=4096)
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print(os.getpid(), child.pid, memory.name, flush=True)
+time.sleep(600)
+'''
+    other = subprocess.Popen(["sleep", "600"])
+    process = subprocess.Popen([sys.executable, "-c", engine], env={**os.environ, **reaper.environment})
+    if "adopt" in sys.argv:
+        reaper.adopt([process.pid])
+    while "note" in sys.argv and not any("psm_" in path for path in reaper.note_files()):
+        time.sleep(0.01)
+    print(os.getpid(), reaper._process.pid, other.pid, reaper.folder, flush=True)
+    if "end" in sys.argv:
+        time.sleep(float(sys.argv[-1]))
+        reaper.end()
+    elif "leave" in sys.argv:
+        time.sleep(float(sys.argv[-1]))
+        os._exit(0)
+    time.sleep(600)
+"""
+
+
+def gone(pids: list[int], seconds: float) -> list[int]:
+    """Those of some processes that are still there after so many seconds, zombies aside."""
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if psutil.pid_exists(pid) and state(pid) != psutil.STATUS_ZOMBIE]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return left
+
+
+def state(pid: int) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status()
+    return psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("way", "number"),
+    [
+        (["wait"], signal.SIGKILL),
+        (["adopt"], signal.SIGKILL),
+        (["wait"], signal.SIGTERM),
+        (["leave", "0.5"], None),
+        (["note", "all"], signal.SIGKILL),
+    ],
+)
+def test_an_engine_ends_with_its_client(way, number) -> None:
+    """Killed, alone or with its engine, terminated or gone without a word: nothing stays but another child of its."""
+    client = subprocess.Popen(
+        [sys.executable, "-c", CLIENT, *way], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    lines = sorted((client.stdout.readline().split() for _ in range(2)), key=len)
+    engine, child, memory = int(lines[0][0]), int(lines[0][1]), Path("/dev/shm") / lines[0][2]
+    watcher, other, folder = int(lines[1][1]), int(lines[1][2]), Path(lines[1][3])
+    try:
+        assert memory.exists()
+        assert folder.is_dir()
+        if "all" in way:  # who dies together can tell nobody what was mapped
+            os.killpg(client.pid, number)
+        elif number is not None:
+            client.send_signal(number)
+        client.wait(30)
+        # Idle, it takes 0.05 s; this machine may be shared by many.
+        assert gone([engine, child, watcher], 15) == []
+        assert not memory.exists()
+        assert not folder.exists()
+        assert "all" in way or gone([other], 0) == [other]
+    finally:
+        for pid in (engine, child, other, watcher, client.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        client.stdout.close()
+        client.wait()
+
+
+def test_a_client_ends_its_engine_without_a_complaint_of_python() -> None:
+    """`end` leaves the process beside it nothing to do, and the resource tracker nothing to warn of."""
+    client = subprocess.Popen(
+        [sys.executable, "-c", CLIENT.replace('time.sleep(600)\n"', '"'), "end", "1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    lines = sorted((client.stdout.readline().split() for _ in range(2)), key=len)
+    engine, child, watcher, other = int(lines[0][0]), int(lines[0][1]), int(lines[1][1]), int(lines[1][2])
+    try:
+        assert gone([engine, child, watcher], 15) == []
+        assert not (Path("/dev/shm") / lines[0][2]).exists()
+        assert gone([other], 0) == [other]
+    finally:
+        client.terminate()
+        os.kill(other, signal.SIGKILL)
+        _, said = client.communicate()
+    assert said == ""
+
+
+def test_ending_twice_is_ending_once_and_a_fork_ends_nothing() -> None:
+    """What a fork of the client does with the engine of its parent is nothing."""
+    reaper = Reaper()
+    sleeper = subprocess.Popen(["sleep", "600"], env={**os.environ, **reaper.environment})
+    assert reaper.environment[MARK] == reaper.mark
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if reaper.end() is False else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert sleeper.poll() is None
+    assert reaper.end()
+    assert reaper.end()
+    assert sleeper.wait(5) == -signal.SIGKILL
+    assert reaper._process.poll() is not None
+    assert not reaper.folder.exists()

@@ -1,0 +1,159 @@
+"""What is sent to vLLM is what its engine can read, or an error that names the argument; no engine is started.
+
+The oracle is vLLM's own encoder and typed decoder, and for texts and adapters a computation of our own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper import punica_cpu
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from steercap.adapters import cpu, detokenizer
+from steercap.adapters.sampling import read_params
+from steercap.adapters.wire import prompt_dict
+from steercap.errors import InvalidPrompt, InvalidRequest
+from steercap.testing import tiny_checkpoint
+from steercap.testing.wrong import ANYTHING, WRONG_PARAMS, WRONG_PROMPTS
+
+
+def request_of(params: SamplingParams, prompt: list[int] | None = None) -> EngineCoreRequest:
+    return EngineCoreRequest("a", prompt or [1], None, params, None, 0.0, None, None, None)
+
+
+@pytest.mark.parametrize("wrong", WRONG_PARAMS, ids=lambda wrong: next(iter(wrong)))
+def test_a_wrong_sampling_parameter_is_named(wrong) -> None:
+    """The message has the name of the parameter that is wrong, whatever is right beside it."""
+    with pytest.raises(InvalidRequest, match=next(iter(wrong))):
+        read_params({"max_tokens": 4, "temperature": 1.0, **wrong})
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]),
+        st.one_of(
+            st.none(),
+            st.booleans(),
+            st.integers(),
+            st.floats(),
+            st.text(max_size=3),
+            st.lists(st.integers(), max_size=2),
+            st.lists(st.floats(), max_size=2),
+            st.lists(st.text(max_size=3), max_size=2),
+            st.dictionaries(st.integers(), st.floats(), max_size=2),
+            st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+            st.sampled_from(ANYTHING),
+        ),
+        max_size=4,
+    )
+)
+def test_whatever_passes_can_be_read(fields) -> None:
+    """Of any values, those that are let through come out of the engine's decoder as they went in, or cannot even be
+    encoded, which the client hears of.
+    """
+    try:
+        params = read_params(fields)
+        frames = MsgpackEncoder().encode(request_of(params))
+    except (InvalidRequest, OverflowError, UnicodeEncodeError):
+        return
+    read = MsgpackDecoder(EngineCoreRequest).decode(frames).sampling_params
+    assert repr(read) == repr(params)
+
+
+def test_params_are_our_own() -> None:
+    """Nothing is shared with what was given, `skip_clone` or not; what vLLM derives is derived again."""
+    stop, extra = ["a"], {"mine": [1]}
+    theirs = SamplingParams(stop=stop, extra_args=extra, stop_token_ids=[5], skip_clone=True)
+    theirs._all_stop_token_ids.add(10**9)
+    ours = read_params(theirs)
+    theirs.stop.append("b")
+    extra["mine"].append(2)
+    assert ours.stop == ["a"]
+    assert ours.extra_args == {"mine": [1]}
+    assert ours._all_stop_token_ids == {5}
+    assert not ours.skip_clone
+
+
+def test_sensible_forms_are_taken() -> None:
+    """NumPy's numbers, tuples, whole numbers for floats, and structured outputs as a dict."""
+    params = read_params(
+        {
+            "max_tokens": np.int64(4),
+            "temperature": 1,
+            "top_p": np.float32(0.5),
+            "stop": ("a", "b"),
+            "structured_outputs": {"choice": ["x"]},
+            "output_kind": RequestOutputKind.DELTA,
+            "seed": -1,
+            "prompt_logprob_token_ids": [[1, 2], [3, 4]],
+        }
+    )
+    assert (params.max_tokens, params.temperature, params.top_p, params.stop) == (4, 1.0, 0.5, ["a", "b"])
+    assert params.structured_outputs.choice == ["x"]
+    assert params.seed is None
+    assert params.prompt_logprob_token_ids.tolist() == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("wrong", WRONG_PROMPTS, ids=lambda wrong: repr(wrong)[:60])
+def test_a_wrong_prompt_dict_says_what_is_wrong(wrong) -> None:
+    """Keys that would be ignored, and ids that are not whole numbers, bools among them."""
+    with pytest.raises(InvalidPrompt, match=r"give|would be ignored"):
+        prompt_dict(wrong)
+
+
+@pytest.mark.parametrize("ids", [(3, 4), np.array([3, 4]), torch.tensor([3, 4]), [np.int32(3), 4], range(3, 5)])
+def test_whole_numbers_of_any_kind_are_token_ids(ids) -> None:
+    """They become plain ints in a list of their own."""
+    found = prompt_dict({"prompt_token_ids": ids, "cache_salt": "a"})
+    assert found == {"prompt_token_ids": [3, 4], "cache_salt": "a"}
+    assert all(type(one) is int for one in found["prompt_token_ids"])
+
+
+@given(st.binary(max_size=12), st.text(max_size=6))
+def test_a_prompt_that_ends_within_a_character_stays_out_of_the_text(tail, reply) -> None:
+    """Whatever bytes a prompt ends with, the text is what the generated tokens say by themselves."""
+    detokenizer.mend()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint("qwen3"))
+    prompt = tokenizer.encode("Hello ") + [byte_ids(tokenizer)[byte] for byte in tail]
+    generated = tokenizer.encode(reply)
+    stream = FastIncrementalDetokenizer(tokenizer, request_of(SamplingParams(max_tokens=99), prompt))
+    stream.update(generated, False)
+    assert stream.get_next_output_text(finished=True, delta=False) == reply
+
+
+def byte_ids(tokenizer) -> list[int]:
+    """The token id of each byte of a byte-level tokenizer."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    characters = bytes_to_unicode()
+    return [tokenizer.convert_tokens_to_ids(characters[byte]) for byte in range(256)]
+
+
+@pytest.mark.parametrize("module", [lora_ops, punica_cpu])
+@pytest.mark.parametrize("indices", [[-1, 0, 1, -1], [-1, -1], [1, 1, 0]])
+def test_a_row_without_adapter_has_none_added(module, indices) -> None:
+    """On CPU, index -1 is no adapter, not the last one: by shrinking, and by expanding as embeddings do."""
+    cpu.hook()
+    draw = torch.Generator().manual_seed(1)
+    rows, rank, wide, where = len(indices), 3, 5, torch.tensor(indices)
+    down, up = (torch.randn(2, 1, *shape, generator=draw) for shape in ((rank, wide), (wide, rank)))
+    given = torch.randn(rows, wide, generator=draw)
+    narrow, output = torch.ones(rows, rank), torch.zeros(rows, wide)
+    module.bgmv_shrink(given, down, narrow, where, 2.0)
+    module.bgmv_expand(narrow, up, output, where, add_inputs=True)
+    expected = [
+        torch.zeros(wide) if index < 0 else up[index, 0] @ (2.0 * down[index, 0] @ row)
+        for index, row in zip(indices, given, strict=True)
+    ]
+    torch.testing.assert_close(output, torch.stack(expected))
+    module.bgmv_expand(torch.ones(rows, rank), up, embedded := torch.zeros(rows, wide), where, add_inputs=True)
+    assert [bool(row.any()) for row in embedded] == [index >= 0 for index in indices]

@@ -1,0 +1,105 @@
+"""`steercap.stack`: one row of each handle at each layer, or an error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from handles import a_handle
+
+from steercap import errors, stack
+
+
+def test_the_last_prompt_token_is_the_default() -> None:
+    """[prompt, layer, hidden], of prompts of any length; generated tokens do not count."""
+    found = stack([a_handle(), a_handle(prompt=(1,)), a_handle(prompt=range(6), output=())])
+    assert found.shape == (3, 2, 2)
+    assert found[..., 0].tolist() == [[2, 102], [0, 100], [5, 105]]
+    assert torch.equal(found[..., 0], found[..., 1])
+
+
+@pytest.mark.parametrize(("tokens", "row"), [(0, 0), (-1, 2), (-3, 0), (3, 3), (slice(3, None), 3), ([1, 1], 1)])
+def test_a_token_is_chosen_as_in_a_capture(tokens, row) -> None:
+    """Every selection of one token; negative ones count from the end of the prompt."""
+    assert stack([a_handle()], tokens)[0, :, 0].tolist() == [row, 100 + row]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_dtype_is_kept(dtype) -> None:
+    """Rows are not converted."""
+    assert stack([a_handle(dtype=dtype)] * 2).dtype == dtype
+
+
+def test_layers_are_ascending_and_may_be_chosen() -> None:
+    """As in `CaptureSpec(layers=)`; handles may then hold others beside them."""
+    handles = [a_handle((0, 1, 3)), a_handle((1, 2, 3))]
+    assert stack(handles, layers=[-1, 1])[:, :, 0].tolist() == [[102, 302]] * 2
+    with pytest.raises(errors.InvalidRequest, match=r"differ in their layers.*\[0, 1, 3\].*handle 1.*layers="):
+        stack(handles)
+    with pytest.raises(errors.LayerOutOfRange, match=r"layers \[2\] were not captured"):
+        stack(handles, layers=2)
+    with pytest.raises(errors.LayerOutOfRange):
+        stack(handles, layers=[0])
+
+
+def test_a_reduction_is_its_one_row() -> None:
+    """And has no tokens to choose among."""
+    handles = [a_handle(reduce="mean"), a_handle(reduce="mean", prompt=(1, 2))]
+    assert stack(handles)[..., 0].tolist() == [[0, 100], [0, 100]]
+    with pytest.raises(errors.InvalidSelection, match="leave tokens= out"):
+        stack(handles, "last_prompt")
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        ({"dtype": torch.bfloat16}, "width and dtype.*bfloat16"),
+        ({"reduce": "mean"}, "reduction"),
+        ({"directions": ("joy",)}, "directions"),
+        ({"model": "n"}, "model"),
+    ],
+)
+def test_handles_that_differ_are_refused(other, says) -> None:
+    """No tensor of two kinds of rows."""
+    with pytest.raises(errors.InvalidRequest, match=f"differ in their {says}"):
+        stack([a_handle(), a_handle(**other)])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        ("all", "selects 4 tokens of handle 0"),
+        ("generated", "handle 1"),
+        (7, "outside the sequence"),
+        ("last", "known"),
+    ],
+)
+def test_a_choice_of_other_than_one_token_is_refused(tokens, says) -> None:
+    """Several tokens, none, or one beyond the end."""
+    with pytest.raises(errors.InvalidSelection, match=says):
+        stack([a_handle(), a_handle(output=(1, 2, 3))], tokens)
+
+
+def test_a_row_that_was_not_captured_is_refused() -> None:
+    """A capture of some tokens does not stand in for another token."""
+    handle = a_handle()
+    handle._receipt = type(handle.receipt)(
+        handle.points, handle.receipt.positions[:2], handle.receipt.token_ids[:2], 4, None
+    )
+    assert stack([handle], 1)[0, 0, 0] == 1
+    with pytest.raises(errors.InvalidSelection, match="no row of position 2"):
+        stack([handle])
+
+
+@pytest.mark.parametrize("handles", [[], None, [None], [[a_handle()]], a_handle()])
+def test_what_is_no_list_of_handles_is_refused(handles) -> None:
+    """Nested lists are of n > 1, and None of prompts of which nothing was kept."""
+    with pytest.raises(errors.InvalidRequest, match="stack"):
+        stack(handles)
+
+
+def test_what_was_not_fetched_is_refused() -> None:
+    """As by reading `captures`."""
+    handle = a_handle()
+    handle._captures = None
+    with pytest.raises(errors.CaptureNotFetched):
+        stack([handle])

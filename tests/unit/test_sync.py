@@ -1,0 +1,178 @@
+"""`steercap.sync` has every name that is awaited, under its own signature, and never speaks of `await`."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from handles import a_handle
+
+import steercap
+import steercap.sync
+from steercap import SteerModel, errors
+
+ROOT = Path(steercap.__file__).parent
+#: Packages that are no part of what a user imports for work of their own.
+INTERNAL = (
+    "steercap.cli",
+    "steercap.testing",
+    "steercap.sync",
+    "steercap.demo",
+    "steercap.worker",
+    "steercap.adapters",
+)
+
+
+def public_coroutine_functions() -> dict[str, object]:
+    """Coroutine functions of public packages' `__all__` whose first argument is an open model, by `package.name`."""
+    found = {}
+    for module in pkgutil.walk_packages(steercap.__path__, "steercap."):
+        if module.ispkg and not module.name.startswith(INTERNAL):
+            package = importlib.import_module(module.name)
+            for name in getattr(package, "__all__", ()):
+                function = getattr(package, name)
+                if inspect.iscoroutinefunction(function) and "model" in inspect.signature(function).parameters:
+                    found[f"{module.name.removeprefix('steercap.')}.{name}"] = function
+    return found
+
+
+def test_the_functions_that_need_a_twin_are_found() -> None:
+    """The search below cannot come to nothing."""
+    assert set(public_coroutine_functions()) >= {
+        "vectors.extract",
+        "vectors.mean_rows",
+        "persona.run",
+        "experiments.run_sweep",
+    }
+
+
+@pytest.mark.parametrize("name", public_coroutine_functions())
+def test_a_coroutine_function_has_a_twin(name) -> None:
+    """`steercap.sync.PACKAGE.NAME` takes the same arguments, says the same, and is not awaited."""
+    package, _, function = name.rpartition(".")
+    twin = getattr(importlib.import_module(f"steercap.sync.{package}"), function)
+    there = public_coroutine_functions()[name]
+    assert inspect.signature(twin) == inspect.signature(there)
+    assert twin.__doc__ == there.__doc__
+    assert twin.__name__ == there.__name__
+    assert not inspect.iscoroutinefunction(twin)
+    assert "await" not in (twin.__doc__ or "")
+    with pytest.raises(errors.InvalidRequest, match=r"takes a steercap\.sync\.SteerModel, not SteerModel"):
+        twin(SteerModel("nothing"), [])
+    assert function == "run" or getattr(steercap.sync, function) is twin
+
+
+OTHERWISE_NAMED = {"aclose": "close"}
+
+
+@pytest.mark.parametrize("name", [name for name in vars(SteerModel) if not name.startswith("_")])
+def test_a_method_of_the_model_has_a_twin(name) -> None:
+    """Every public name of SteerModel, with its arguments; nothing of them is a coroutine function."""
+    there, here = getattr(SteerModel, name), getattr(steercap.sync.SteerModel, OTHERWISE_NAMED.get(name, name))
+    assert here.__doc__
+    if not isinstance(there, property):
+        assert list(inspect.signature(here).parameters) == list(inspect.signature(there).parameters)
+        assert not inspect.iscoroutinefunction(inspect.unwrap(here)) or here.__wrapped__ is there
+        assert not inspect.iscoroutinefunction(here)
+
+
+def test_the_model_takes_the_same_arguments() -> None:
+    """`inspect.signature`, and with it completion, shows them; public attributes are there too."""
+    assert inspect.signature(steercap.sync.SteerModel) == inspect.signature(SteerModel)
+    there, here = SteerModel("nothing"), steercap.sync.SteerModel("nothing")
+    public = {name for name in dir(there) if not name.startswith("_")} - {"aclose"}
+    assert public <= set(dir(here))
+    assert (here.model, here.settings) == (there.model, there.settings)
+
+
+def test_completion_shows_what_a_handle_has() -> None:
+    """`dir()` of a handle of `steercap.sync` names all that the handle behind it has, and each can be had."""
+    there = a_handle()
+    here = steercap.sync.model.CaptureHandle(there, None)
+    public = {name for name in dir(there) if not name.startswith("_")}
+    assert public <= set(dir(here))
+    assert all(getattr(here, name) is not None for name in public)
+    assert set(vars(steercap.sync.CaptureHandle)["__annotations__"]) <= public
+    with pytest.raises(AttributeError, match="no attribute '_nothing'"):
+        _ = here._nothing
+    with pytest.raises(errors.InvalidRequest, match="cannot be copied"):
+        copy.copy(object.__new__(steercap.sync.CaptureHandle))
+
+
+def test_a_loaded_handle_is_read_without_await(tmp_path) -> None:
+    """`steercap.sync.CaptureHandle.load` gives its own kind, whose `fetch` and `with` need no engine."""
+    path = a_handle().save(tmp_path / "rows.safetensors")
+    with steercap.sync.CaptureHandle.load(path) as handle:
+        assert isinstance(handle, steercap.sync.CaptureHandle)
+        assert handle.fetch() is handle
+        assert steercap.stack([handle]).shape == (1, 2, 2)
+    with pytest.raises(errors.CaptureReleased):
+        _ = handle.captures
+
+
+@pytest.mark.parametrize("module", [steercap, steercap.sync])
+def test_dir_names_what_is_loaded_on_use(module) -> None:
+    """Completion offers every public name, each can be had, and no name of the machinery is offered."""
+    offered = dir(module)
+    assert set(module.__all__) <= set(offered)
+    assert all(getattr(module, name) is not None for name in offered)
+    assert not [name for name in offered if name.startswith("_") and not name.startswith("__")]
+    assert not {"import_module", "TYPE_CHECKING"} & set(offered)
+
+
+def test_packages_are_reached_from_the_top() -> None:
+    """After `import steercap` alone, `steercap.vectors.extract` is there, and in `dir`."""
+    code = "import steercap; assert 'vectors' in dir(steercap) and 'stack' in dir(steercap); steercap.vectors.extract"
+    subprocess.run([sys.executable, "-c", code + "; import steercap.sync as s; s.persona.run"], check=True)
+
+
+def test_messages_without_await(tmp_path) -> None:
+    """What is raised through the facade shows code that runs there."""
+    model = steercap.sync.SteerModel("nothing")
+    with pytest.raises(errors.ModelClosed, match=r"never started; use it inside `with SteerModel") as raised:
+        model.generate("x")
+    assert "async" not in str(raised.value)
+    for name in ("num_layers", "tokenizer", "engine", "points"):
+        with pytest.raises(errors.ModelClosed) as raised:
+            getattr(model, name)
+        assert "async" not in str(raised.value)
+    unfetched = a_handle()
+    unfetched._captures = None
+    with pytest.raises(errors.CaptureNotFetched, match=r"`await handle\.fetch"):
+        _ = unfetched.captures
+    here = steercap.sync.model.CaptureHandle(unfetched, None)
+    with pytest.raises(errors.CaptureNotFetched, match=r"not fetched; `handle\.fetch") as raised:
+        _ = here.captures
+    assert "await" not in str(raised.value)
+    script = tmp_path / "script.py"
+    script.write_text("from steercap.sync import SteerModel\nSteerModel('nothing').start()\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert "MainGuardMissing" in done.stderr
+    assert "with SteerModel(...) as model" in done.stderr
+    assert "async" not in done.stderr
+
+
+def test_no_message_of_the_library_says_await_itself() -> None:
+    """`await` and `async with` come into messages from `steercap.idiom` alone, which the facade sets."""
+    guilty = []
+    for path in ROOT.rglob("*.py"):
+        if path.relative_to(ROOT).parts[0] in {"cli", "testing", "idiom.py"}:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise):
+                said = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+                guilty += [f"{path.name}: {text}" for text in said if isinstance(text, str) and mentions(text)]
+    assert guilty == []
+    assert mentions("`await handle.fetch()`")
+
+
+def mentions(text: str) -> bool:
+    """Whether a text shows code that awaits."""
+    return any(word in text for word in ("await ", "async with", "asyncio.run"))

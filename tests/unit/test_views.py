@@ -1,0 +1,156 @@
+"""Views wrap long texts, show white space, and say what a layer would say next."""
+
+from __future__ import annotations
+
+import io
+
+import matplotlib.image
+import pytest
+import torch
+from handles import a_handle
+from rich.cells import cell_len
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from steercap import errors
+from steercap.captures import Captures
+from steercap.core.spec import Point
+from steercap.testing import Reference, tiny_checkpoint
+from steercap.views import LogitLens, TokenHeatmap, Unembedding, logit_lens
+from steercap.views.texts import drawn, shortened, visible
+
+IDS = [72, 101, 32, 10, 9, 33]
+
+
+def printed(view, width=80) -> list[str]:
+    """What a terminal of some width shows, without colours."""
+    console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    console.print(view)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (" the", "·the"),
+        ("\n\n", "↵↵"),
+        ("\t", "⇥"),
+        ("\r\n", "␍↵"),
+        ("\u00a0", "⍽"),
+        ("\u3000", "␣"),
+        ("", "∅"),
+        ("\x1b", "�"),
+    ],
+)
+def test_white_space_is_seen(text, shown) -> None:
+    """Each kind has its sign, in every view."""
+    assert visible(text) == shown
+    assert drawn("$x$") == r"\$x\$"
+    assert shortened(" abcdef", 4) == "·ab…"
+    html = TokenHeatmap([text or "", "x"], [1.0, 2.0])._repr_html_()
+    assert shown.replace("↵", "↵<br>") in html
+
+
+def test_a_long_heat_map_wraps_between_tokens() -> None:
+    """In a terminal no token is cut, and in HTML the browser may break before each."""
+    tokens = [f" token{number}" for number in range(60)]
+    view = TokenHeatmap(tokens, torch.randn(60), title="title")
+    for width in (30, 80, 200):
+        lines = [line for line in printed(view, width) if "token" in line]
+        assert all(cell_len(line) <= width for line in lines)
+        assert [word for line in lines for word in line.replace("·", " ").split()] == [t.strip() for t in tokens]
+        assert len(lines) < 60 * 9 / (width - 8) + 1
+    assert view._repr_html_().count("<wbr>") == 60
+    assert "".join(printed(TokenHeatmap(["x" * 50], [1.0]), 20)[:3]) == "x" * 50
+
+
+def test_a_long_picture_has_several_lines(tmp_path) -> None:
+    """A picture grows downwards: 400 tokens are no wider than 48."""
+    sizes = [
+        matplotlib.image.imread(
+            TokenHeatmap([" word"] * count, torch.linspace(-1, 1, 2 * count).reshape(-1, 2), ("a", "b")).plot(
+                tmp_path / "x.png"
+            )
+        ).shape
+        for count in (48, 400)
+    ]
+    assert abs(sizes[1][1] - sizes[0][1]) < 10
+    assert sizes[1][0] > 4 * sizes[0][0]
+    with pytest.raises(errors.InvalidRequest, match="do not fit one picture"):
+        TokenHeatmap(["x"] * 9601, torch.zeros(9601)).plot(tmp_path / "y.png")
+
+
+@pytest.fixture(scope="module")
+def lensed():
+    """A handle with the rows of a tiny model, and the logits that model has for them."""
+    reference = Reference(tiny_checkpoint("qwen3"))
+    points = [Point(layer, site) for layer in range(4) for site in ("resid_post", "mlp_out")]
+    handle = a_handle(range(4), prompt=IDS, output=())
+    handle.points = tuple(points)
+    handle._captures = Captures(reference.rows(IDS, points), 4)
+    with torch.inference_mode():
+        return handle, reference.model(torch.tensor([IDS]), use_cache=False).logits[0].softmax(-1)
+
+
+def test_the_lens_of_the_last_layer_is_the_model(lensed) -> None:
+    """Tokens and probabilities, most probable first; those of earlier layers are others."""
+    handle, known = lensed
+    lens = logit_lens(handle, tiny_checkpoint("qwen3"), top=3)
+    assert (lens.layers, lens.positions, lens.token_ids.shape) == ((0, 1, 2, 3), tuple(range(6)), (4, 6, 3))
+    expected = known.topk(3, -1)
+    assert torch.equal(lens.token_ids[-1], expected.indices)
+    assert torch.allclose(lens.probabilities[-1], expected.values, atol=1e-5)
+    assert not torch.equal(lens.token_ids[0], expected.indices)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint("qwen3"))
+    assert lens.words[3][5][0] == tokenizer.decode([int(lens.token_ids[3, 5, 0])])
+    again = logit_lens(handle, tiny_checkpoint("qwen3"), top=3, unembedding=Unembedding.load(tiny_checkpoint("qwen3")))
+    assert torch.equal(again.token_ids, lens.token_ids)
+
+
+def test_a_lens_is_shown_everywhere(lensed, tmp_path) -> None:
+    """HTML, terminal and picture hold every layer and token; wide ones wrap; text is escaped."""
+    lens = logit_lens(lensed[0], tiny_checkpoint("qwen3"))
+    html = lens._repr_html_()
+    assert html.count("<td") == 4 * 6
+    for width in (40, 200):
+        lines = printed(lens, width)
+        assert all(cell_len(line) <= width for line in lines)
+        assert sum(line.split()[:1] == ["3"] for line in lines) == (2 if width == 40 else 1)
+    long = LogitLens(
+        lens.layers,
+        lens.read * 10,
+        tuple(range(60)),
+        lens.token_ids.repeat(1, 10, 1),
+        lens.probabilities.repeat(1, 10, 1),
+        tuple(words * 10 for words in lens.words),
+        "<script>",
+    )
+    assert "<script>" not in long._repr_html_()
+    wide, high = (matplotlib.image.imread(one.plot(tmp_path / "x.png")).shape for one in (lens, long))
+    assert high[1] < 3 * wide[1]
+    assert high[0] > 3 * wide[0]
+
+
+def test_a_lens_needs_rows_of_the_stream(lensed) -> None:
+    """Projections, reductions, blocks and other widths are refused."""
+    handle, _ = lensed
+    path = tiny_checkpoint("qwen3")
+    for arguments, says in (
+        ({"site": "mlp_out"}, "residual stream"),
+        ({"site": "resid_pre"}, "no row of 'resid_pre'"),
+        ({"top": 0}, "top=0"),
+        ({"top": 513}, "to 512"),
+    ):
+        with pytest.raises(errors.InvalidRequest, match=says):
+            logit_lens(handle, path, **arguments)
+    for other, says in (
+        (a_handle(reduce="mean"), "the mean"),
+        (a_handle(directions=("joy",)), "projections"),
+        (a_handle(), "width 2"),
+    ):
+        with pytest.raises(errors.InvalidRequest, match=says):
+            logit_lens(other, path)
+    with pytest.raises(errors.ModelNotLoaded, match="no configuration"):
+        logit_lens(handle, "/no/such")
+    with pytest.raises(errors.ModelNotLoaded, match="no tokenizer"):
+        logit_lens(handle, "/no/such", unembedding=Unembedding.load(path))
