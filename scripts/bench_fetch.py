@@ -16,7 +16,7 @@ import torch
 
 from steercap.core.messages import Attached, LineRange, Owner, Parcel
 from steercap.core.rows import page_shape
-from steercap.delivery import Courier, Rank
+from steercap.engine.fetching import Fetcher, Rank
 from steercap.transport.reader import SharedReader
 from steercap.transport.shared import HEADER_BYTES, SharedSegment
 
@@ -91,12 +91,12 @@ async def main() -> None:
     rank = Rank(0, attached, reader)
     lines = (await reader.read(())).lines
     for threads in args.threads:
-        courier = Courier(threads or None)
+        fetcher = Fetcher(threads or None)
         seconds, seen = [], []
         for _ in range(args.repeat):
             watch = asyncio.create_task(stalls(seen))
             start = time.perf_counter()
-            deliveries = await courier.deliver([[rank]], [[[parcel]] for parcel in found])
+            deliveries = await fetcher.deliver([[rank]], [[[parcel]] for parcel in found])
             seconds.append(time.perf_counter() - start)
             watch.cancel()
             assert all(delivery.failure is None for delivery in deliveries)
@@ -106,9 +106,9 @@ async def main() -> None:
             del deliveries
         rates = ", ".join(f"{moved / 1e9 / second:.2f}" for second in seconds)
         print(
-            f"{moved / 1e9:.2f} GB, {courier.threads} threads: {rates} GB/s; the loop was late by {np.quantile(seen, 0.99) * 1e3:.2f} ms (99 %), {max(seen) * 1e3:.2f} ms at most"
+            f"{moved / 1e9:.2f} GB, {fetcher.threads} threads: {rates} GB/s; the loop was late by {np.quantile(seen, 0.99) * 1e3:.2f} ms (99 %), {max(seen) * 1e3:.2f} ms at most"
         )
-        await courier.aclose()
+        await fetcher.aclose()
 
 
 asyncio.run(main())

@@ -110,9 +110,9 @@ def kernel_times() -> dict[str, float]:
     import numpy as np
     import torch
 
-    from steercap.core.rows import BatchRows
     from steercap.core.spec import Point
-    from steercap.steering import lower
+    from steercap.steering.lowering import lower
+    from steercap.worker.batch import BatchRows
     from steercap.worker.step import Step
     from steercap.worker.taps.base import TapSizes
     from steercap.worker.taps.host import HostTaps

@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 from steercap import Add, LowRank, SteeringSpec
-from steercap.core.rows import BatchRows
 from steercap.core.spec import Point
 from steercap.kernels import triton_tap
-from steercap.steering import lower
+from steercap.steering.lowering import lower
+from steercap.worker.batch import BatchRows
 from steercap.worker.step import Step
 from steercap.worker.taps.base import TapSizes
 from steercap.worker.taps.cuda import CudaTaps

@@ -215,7 +215,7 @@ async def work(job: Job, tell: Callable[[dict[str, Any]], None]) -> None:
     from steercap.cli.engines import SMOLLM2, located
     from steercap.cli.persona import trait_of
     from steercap.config import CPU
-    from steercap.formats.base import write_whole
+    from steercap.files.base import write_whole
     from steercap.persona import PersonaSettings, run
 
     said = {**job.settings, "traits": tuple(trait_of(text) for text in job.settings["traits"])}

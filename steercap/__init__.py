@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from steercap.edits.replace import Replace
     from steercap.edits.sae_feature import SAEFeature
     from steercap.edits.set_projection import SetProjection
-    from steercap.handle import CaptureHandle
     from steercap.model import SteerModel
-    from steercap.stacking import stack
-    from steercap.steering import SteeringSpec
-    from steercap.stream import Chunk
+    from steercap.requests.handle import CaptureHandle
+    from steercap.requests.stacking import stack
+    from steercap.requests.stream import Chunk
+    from steercap.steering.spec import SteeringSpec
 
 __version__ = "0.1.0"
 
@@ -41,9 +41,9 @@ _HOMES = {
     "Add": "steercap.edits.add",
     "AddIf": "steercap.edits.add_if",
     "Cap": "steercap.edits.cap",
-    "CaptureHandle": "steercap.handle",
+    "CaptureHandle": "steercap.requests.handle",
     "CaptureSpec": "steercap.core.spec",
-    "Chunk": "steercap.stream",
+    "Chunk": "steercap.requests.stream",
     "LowRank": "steercap.edits.low_rank",
     "Point": "steercap.core.spec",
     "Receipt": "steercap.core.receipt",
@@ -53,8 +53,8 @@ _HOMES = {
     "Settings": "steercap.config",
     "SteerModel": "steercap.model",
     "SteeringReceipt": "steercap.core.receipt",
-    "SteeringSpec": "steercap.steering",
-    "stack": "steercap.stacking",
+    "SteeringSpec": "steercap.steering.spec",
+    "stack": "steercap.requests.stacking",
 }
 #: Packages that `import steercap` makes reachable, each loaded when it is first named.
 _PACKAGES = frozenset({"edits", "errors", "experiments", "formats", "persona", "sync", "testing", "vectors", "views"})

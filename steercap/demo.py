@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from steercap.handle import CaptureHandle
     from steercap.model import SteerModel
+    from steercap.requests.handle import CaptureHandle
 
 QUESTIONS: Final = (
     "What is the capital of France?",
@@ -56,7 +56,7 @@ async def run(out: Path, console: Console | None = None) -> Path:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from steercap import SteerModel
-    from steercap.heartbeat import heartbeat
+    from steercap.runs.heartbeat import heartbeat
     from steercap.testing import smollm2
 
     console = console or Console()

@@ -12,32 +12,29 @@ from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, S
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from steercap.checkpoint import look_up, require_there
+from steercap.concurrency.loops import Home, finished, on_thread
 from steercap.config import Overflow, Preset, Settings, Transport, with_preset
-from steercap.context import FROM_CONTEXT, FromContext, by_word_or_context, steered
 from steercap.core.chat import MessageSpan
+from steercap.core.idiom import AWAITED
+from steercap.core.ownership import Unshared
+from steercap.core.prompts import Ask, conversations_in, each, flag_asked, listed, template_arguments, templated
 from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.core.values import shown
-from steercap.engine import Engine
+from steercap.engine.checkpoint import look_up, require_there
+from steercap.engine.engine import Engine
+from steercap.engine.guard import require_main_guard
+from steercap.engine.stats import Stats, stats_of
 from steercap.errors import InvalidRequest, ModelClosed
-from steercap.guard import require_main_guard
-from steercap.handle import CaptureHandle, fetch_all
-from steercap.idiom import AWAITED
-from steercap.job import Done, Job, prepare, run_all
-from steercap.loops import Home, finished, on_thread
-from steercap.ownership import Unshared
-from steercap.probe import probe
-from steercap.prompts import Ask, conversations_in, each, flag_asked, listed, template_arguments, templated
-from steercap.stats import Stats, stats_of
-from steercap.steering import SteeringSpec
-from steercap.stream import Chunk, stream
+from steercap.requests.context import FROM_CONTEXT, FromContext, by_word_or_context, steered
+from steercap.requests.handle import CaptureHandle, fetch_all
+from steercap.requests.job import Done, Job, prepare, run_all
+from steercap.requests.probe import probe
+from steercap.requests.stream import Chunk, stream
+from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
-    from vllm.sampling_params import SamplingParams
-    from vllm.v1.engine.async_llm import AsyncLLM
-
     from steercap.adapters.launch import Launch
+    from steercap.adapters.types import AsyncLLM, RequestOutput, SamplingParams
     from steercap.edits.base import Edit
 
 #: Sampling parameters of `read`: vLLM runs no prompt without sampling one token, which has no row.

@@ -11,11 +11,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from steercap.captures import Captures
 from steercap.cli.app import app
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
-from steercap.handle import CaptureHandle
+from steercap.requests.captures import Captures
+from steercap.requests.handle import CaptureHandle
 from steercap.vectors import DirectionSet, LayerVectors, Provenance
 
 

@@ -26,9 +26,9 @@ assert "triton" not in sys.modules, "a plugin of pytest has imported Triton, who
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from steercap import SteerModel
-from steercap.testing import Reference, smollm2, tiny_checkpoint
-from steercap.testing.rows import ALL_SITES, CRAMPED, TINY_ENGINE
+from steercap import SteerModel  # noqa: E402
+from steercap.testing import Reference, smollm2, tiny_checkpoint  # noqa: E402
+from steercap.testing.rows import ALL_SITES, CRAMPED, TINY_ENGINE  # noqa: E402
 
 settings.register_profile("steercap", deadline=None)  # examples differ in what they compile
 settings.load_profile("steercap")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from steercap import CaptureHandle
-from steercap.captures import Captures
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
+from steercap.requests.captures import Captures
 
 
 def a_handle(layers=(0, 1), *, prompt=(5, 6, 7), output=(8, 9), reduce=None, dtype=torch.float32, model="m", **others):

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from steercap.core.rows import BatchRows, Ints
+from steercap.core.rows import Ints
+from steercap.worker.batch import BatchRows
 from steercap.worker.runtime import Runtime
 from steercap.worker.taps.base import Taps, TapSizes
 from steercap.worker.taps.cuda import CudaTaps

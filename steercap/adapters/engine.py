@@ -14,7 +14,7 @@ import os
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
@@ -26,6 +26,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from steercap.adapters import detokenizer
 from steercap.adapters.lora import Adapters
+from steercap.adapters.reaper import Reaper
 from steercap.adapters.sampling import read_params
 from steercap.adapters.settings import CONFIG_KEY, overshoot, worker_config
 from steercap.adapters.watch import Watch
@@ -47,10 +48,7 @@ from steercap.errors import (
 from steercap.families import family_of
 from steercap.kernels.finite import overflows_later
 
-if TYPE_CHECKING:
-    from steercap.adapters.launch import Launch
-
-EXTENSION: Final = "steercap.worker.extension.WorkerExtension"
+EXTENSION: Final = "steercap.adapters.extension.WorkerExtension"
 RPC: Final = "steercap_answer"
 #: Seconds between looks at whether the engine that owes an answer still lives.
 LIVENESS_SECONDS: Final = 1.0
@@ -70,6 +68,20 @@ class Rendered:
     token_ids: tuple[int, ...]
 
 
+class Starting(Protocol):
+    """What an engine asks of the start that it came of; see `adapters.launch.Launch`."""
+
+    @property
+    def reaper(self) -> Reaper:
+        """Of its processes."""
+
+    def require_wanted(self) -> None:
+        """See that it was not given up."""
+
+    def end(self) -> None:
+        """End its processes."""
+
+
 class VllmEngine:
     """One running AsyncLLM.
 
@@ -79,7 +91,7 @@ class VllmEngine:
         launch: the start that it came of.
     """
 
-    def __init__(self, llm: AsyncLLM, points: tuple[Point, ...], launch: Launch) -> None:
+    def __init__(self, llm: AsyncLLM, points: tuple[Point, ...], launch: Starting) -> None:
         self._llm: AsyncLLM | None = llm
         self._wire = Wire(llm)
         self._watch = Watch(llm)
@@ -96,7 +108,7 @@ class VllmEngine:
         self.overshoot = overshoot(llm.vllm_config)
 
     @classmethod
-    def start(cls, model: str, settings: Settings, engine_args: Mapping[str, Any], launch: Launch) -> VllmEngine:
+    def start(cls, model: str, settings: Settings, engine_args: Mapping[str, Any], launch: Starting) -> VllmEngine:
         """Start an engine with taps; blocks until it is up. For `Launch` alone to call.
 
         Args:

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
 from steercap.adapters.entry import COORDINATOR, ENGINE_CORE, Entry, quieten, wants_quiet
+from steercap.adapters.reaper import Reaper
+from steercap.concurrency.loops import on_thread
 from steercap.config import Settings
 from steercap.errors import EngineFailure, ModelClosed
-from steercap.loops import on_thread
-from steercap.reaper import Reaper
 
 if TYPE_CHECKING:
     from steercap.adapters.engine import VllmEngine

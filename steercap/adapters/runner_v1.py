@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
 from steercap.adapters.hooks import attach, step_of, wrap
-from steercap.core.rows import BatchRows
+from steercap.worker.batch import BatchRows
 from steercap.worker.runtime import Runtime
 
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from steercap.core.spec import CaptureSpec, Layers
-    from steercap.handle import CaptureHandle
     from steercap.model import SteerModel
-    from steercap.steering import SteeringSpec
+    from steercap.requests.handle import CaptureHandle
+    from steercap.steering.spec import SteeringSpec
     from steercap.vectors.directions import DirectionSet
     from steercap.views.heatmap import TokenHeatmap
 
@@ -171,7 +171,7 @@ def heatmaps_of(found: list[Captured], directions: DirectionSet, layer: int, tok
     Raises:
         InvalidSpec, LayerOutOfRange: the directions have none for this layer, or it was not captured.
     """
-    from steercap.handle import CaptureHandle
+    from steercap.requests.handle import CaptureHandle
     from steercap.views.heatmap import heatmap_of
 
     handles = [CaptureHandle.load(one.file) for one in found[:HEATMAPS]]

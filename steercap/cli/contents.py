@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from steercap.errors import InvalidFile, InvalidSpec
 
 if TYPE_CHECKING:
-    from steercap.steering import SteeringSpec
+    from steercap.steering.spec import SteeringSpec
     from steercap.vectors.directions import DirectionSet
     from steercap.vectors.layers import LayerVectors
 
@@ -69,8 +69,8 @@ def kind_of(path: Path) -> str:
 def _load_pt(path: Path, base: Literal[0, 1] | None, bound: Literal["high", "low"]) -> Content:
     import torch
 
+    from steercap.files.base import read_pt
     from steercap.formats import load_capping, load_layers_pt
-    from steercap.formats.base import read_pt
 
     if not isinstance(read_pt(path), torch.Tensor):
         return load_capping(path, bound=bound)
@@ -83,10 +83,16 @@ def _load_pt(path: Path, base: Literal[0, 1] | None, bound: Literal["high", "low
 
 
 def _load_native(path: Path) -> Content:
-    from steercap.formats import load_steering, load_vectors, read_header
-    from steercap.formats.native import load_directions
+    from steercap.files.native import read_header
+    from steercap.steering.spec import SteeringSpec
+    from steercap.vectors.directions import DirectionSet
+    from steercap.vectors.layers import LayerVectors
 
-    readers: dict[str, Any] = {"steering": load_steering, "vectors": load_vectors, "directions": load_directions}
+    readers: dict[str, Any] = {
+        "steering": SteeringSpec.load,
+        "vectors": LayerVectors.load,
+        "directions": DirectionSet.load,
+    }
     content: Content = readers[read_header(path).kind](path)
     return content
 

@@ -12,7 +12,7 @@ from steercap.errors import InvalidSpec
 
 if TYPE_CHECKING:
     from steercap.core.spec import Layers
-    from steercap.steering import SteeringSpec
+    from steercap.steering.spec import SteeringSpec
     from steercap.vectors.directions import DirectionSet
 
 
@@ -54,7 +54,7 @@ def write(
     form = _by_extension(target)
     if isinstance(content, dict):
         return _write_steering(chosen(content, source, name), target, form)
-    from steercap.steering import SteeringSpec
+    from steercap.steering.spec import SteeringSpec
 
     if isinstance(content, SteeringSpec):
         return _write_steering(content, target, form)

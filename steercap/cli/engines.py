@@ -16,7 +16,7 @@ from steercap.cli.terminal import Terminal
 from steercap.config import CPU, with_preset
 
 if TYPE_CHECKING:
-    from steercap.checkpoint import Checkpoint
+    from steercap.engine.checkpoint import Checkpoint
     from steercap.model import SteerModel
 
 PANEL: Final = "Model"
@@ -71,7 +71,7 @@ class ModelOptions:
             ModelNotLoaded: it is not.
         """
         if self.model != SMOLLM2:
-            from steercap.checkpoint import require_there
+            from steercap.engine.checkpoint import require_there
 
             require_there(self.model)
 
@@ -81,7 +81,7 @@ class ModelOptions:
         Raises:
             ModelNotLoaded: it can only be on this machine, and is not.
         """
-        from steercap.checkpoint import look_up
+        from steercap.engine.checkpoint import look_up
         from steercap.testing.cache import DONE, cache_root
         from steercap.testing.smollm2 import NAME
 

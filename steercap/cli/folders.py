@@ -115,7 +115,7 @@ def _asked(definition: Definition) -> int:
 
 
 def _model(path: Path) -> Found:
-    from steercap.checkpoint import look_up
+    from steercap.engine.checkpoint import look_up
 
     found = look_up(str(path), path)
     known = {
@@ -147,7 +147,7 @@ def _files(path: Path) -> Found:
 
 
 def _captures(path: Path, files: list[Path]) -> Found:
-    from steercap.files import read_header
+    from steercap.requests.files import read_header
 
     headers = {file: read_header(file) for file in files}
     points = Counter(point for header in headers.values() for point in header.points)
@@ -174,7 +174,7 @@ def _captures(path: Path, files: list[Path]) -> Found:
 
 def _kind(path: Path) -> str:
     """The kind of a file in a word, "" if it is none that steercap knows."""
-    from steercap.formats.base import read_tensors
+    from steercap.files.base import read_tensors
 
     try:
         kind = kind_of(path)

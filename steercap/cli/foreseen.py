@@ -15,10 +15,10 @@ from steercap.cli.engines import ModelOptions
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from steercap.checkpoint import Checkpoint
     from steercap.config import Settings
     from steercap.core.spec import CaptureSpec, Point
-    from steercap.steering import SteeringSpec
+    from steercap.engine.checkpoint import Checkpoint
+    from steercap.steering.spec import SteeringSpec
 
 #: Arguments of vLLM that change what config.json says.
 OVERRIDES = ("hf_overrides", "hf_config_path")
@@ -55,8 +55,8 @@ class Foreseen:
         """
         if self.model.layers:
             from steercap.core.spec import check_armed
-            from steercap.projection import points_of
             from steercap.sites import SITES
+            from steercap.steering.projection import points_of
 
             wanted = spec.points if spec.project is None else partial(points_of, spec)
             check_armed(wanted(self.model.layers), self.points, SITES)
@@ -77,10 +77,10 @@ class Foreseen:
         """See that edits fit.
 
         Raises:
-            The errors of `steercap.steering.lower`.
+            The errors of `steercap.steering.spec.lower`.
         """
         if spec is not None and self.model.layers and self.model.width:
-            from steercap.steering import lower
+            from steercap.steering.lowering import lower
 
             lower(
                 spec,

@@ -23,7 +23,7 @@ from steercap.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
-    from steercap.steering import SteeringSpec
+    from steercap.steering.spec import SteeringSpec
 
 PANEL: Final = "Sampling"
 
@@ -142,7 +142,7 @@ def report(model: str, answers: list[Answer], out: Path | None, terminal: Termin
     Raises:
         OSError: the file cannot be written; all that was to be in it is on stdout.
     """
-    from steercap.formats.base import write_whole
+    from steercap.files.base import write_whole
 
     document = {"model": model, "answers": answers}
     if out is not None:

@@ -44,7 +44,7 @@ def inspected(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
 def _safetensors(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
     import msgspec
 
-    from steercap.formats.base import read_tensors
+    from steercap.files.base import read_tensors
 
     text, _ = read_tensors(path, tensors=False)
     try:
@@ -62,7 +62,7 @@ def _captures(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
     import msgspec
     from safetensors import safe_open
 
-    from steercap.files import read_header
+    from steercap.requests.files import read_header
 
     header = read_header(path)
     with safe_open(path, framework="pt") as file:
@@ -131,8 +131,8 @@ def _gguf(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
 def _pt(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
     import torch
 
+    from steercap.files.base import read_pt
     from steercap.formats import load_capping
-    from steercap.formats.base import read_pt
 
     content = read_pt(path)
     if isinstance(content, torch.Tensor):

@@ -31,7 +31,7 @@ def sweeps_of(
     Raises:
         OSError: the questions cannot be written.
     """
-    from steercap.formats.base import write_whole
+    from steercap.files.base import write_whole
 
     found: list[str] = []
     for trait in settings.resolved():

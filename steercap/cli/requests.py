@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from steercap.cli.prompts import Prompt
     from steercap.core.spec import CaptureSpec
-    from steercap.handle import CaptureHandle
     from steercap.model import SteerModel
-    from steercap.steering import SteeringSpec
+    from steercap.requests.handle import CaptureHandle
+    from steercap.steering.spec import SteeringSpec
 
 #: Requests under way: more than vLLM runs at once by default, so that its batch is full.
 UNDER_WAY: Final = 512

@@ -14,7 +14,7 @@ from steercap.cli.tables import span
 from steercap.errors import InvalidSpec
 
 if TYPE_CHECKING:
-    from steercap.steering import SteeringSpec
+    from steercap.steering.spec import SteeringSpec
     from steercap.vectors.layers import LayerVectors
 
 PANEL: Final = "Steering"
@@ -76,7 +76,7 @@ class SteerOptions:
         content = load(self.steer, base=base_of(self.base))
         if isinstance(content, dict):
             return _experiment(content, self.steer, self.name, said)
-        from steercap.steering import SteeringSpec
+        from steercap.steering.spec import SteeringSpec
 
         if isinstance(content, SteeringSpec):
             _refuse(said, f"{self.steer} holds edits that say so themselves")
@@ -85,7 +85,7 @@ class SteerOptions:
 
     def _added(self, vectors: LayerVectors) -> SteeringSpec:
         from steercap.edits.add import Add
-        from steercap.steering import SteeringSpec
+        from steercap.steering.spec import SteeringSpec
 
         if self.layer is None and len(vectors) > 1:
             raise typer.BadParameter(

@@ -26,7 +26,7 @@ from steercap.errors import InvalidFile
 
 if TYPE_CHECKING:
     from steercap.experiments import Effect, Measure, Sweep, SweepResults
-    from steercap.experiments.results import Mean
+    from steercap.experiments.summaries import Mean
     from steercap.model import SteerModel
 
 
@@ -269,7 +269,7 @@ def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Fores
         RunDiffers, InvalidFile: the folder holds another sweep.
         PointNotArmed, InvalidVector: the vectors do not fit the model.
     """
-    from steercap.experiments.measures import measures_of
+    from steercap.experiments.running import measures_of
     from steercap.experiments.store import check_same
 
     measures_of(measures)

@@ -30,7 +30,7 @@ from rich.progress import (
 from rich.text import Text
 
 from steercap.errors import CaptureError, EngineFailure, SteeringError
-from steercap.heartbeat import heartbeat
+from steercap.runs.heartbeat import heartbeat
 
 PANEL: Final = "Output"
 

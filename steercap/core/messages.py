@@ -74,7 +74,7 @@ class Attach(Message, frozen=True):
     capture_bytes: int
 
 
-class Equip(Message, frozen=True):
+class Configure(Message, frozen=True):
     """Write vectors, then configurations, for requests about to come; every rank does what it can."""
 
     vectors: tuple[Vectors, ...]
@@ -109,7 +109,7 @@ class Census(Message, frozen=True):
     """Count what the worker holds."""
 
 
-Question: TypeAlias = Attach | Collect | Read | Census | Equip | Settle
+Question: TypeAlias = Attach | Collect | Read | Census | Configure | Settle
 
 
 class Call(Message, frozen=True):
@@ -122,7 +122,7 @@ class Call(Message, frozen=True):
 # Answers of a worker
 
 
-class Bystander(Message, frozen=True):
+class NotCapturing(Message, frozen=True):
     """A rank whose rows another rank captures."""
 
 
@@ -217,8 +217,8 @@ class Counted(Message, frozen=True):
     steps: int
 
 
-class Equipped(Message, frozen=True):
-    """Answer to Equip.
+class Configured(Message, frozen=True):
+    """Answer to Configure.
 
     Args:
         refused: digests of the configurations that are not in place, because a request that has ended for the
@@ -258,7 +258,7 @@ class Failed(Message, frozen=True):
     reason: str
 
 
-Answer: TypeAlias = Bystander | Attached | Collected | Lines | Counted | Equipped | Settled | Failed
+Answer: TypeAlias = NotCapturing | Attached | Collected | Lines | Counted | Configured | Settled | Failed
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _CALLS: Final = msgspec.msgpack.Decoder(Call)

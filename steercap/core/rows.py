@@ -9,39 +9,16 @@ drafts) overwrites what was there: last write wins, and no row can be kept twice
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from steercap.core.tokens import Range, selected
 
-if TYPE_CHECKING:
-    import torch
-
 Ints: TypeAlias = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class BatchRows:
-    """One forward pass as the runner lays it out: request by request, tokens of a request consecutive.
-
-    Args:
-        request_ids: the runner's ids, in batch order.
-        starts: position of each request's first token in this pass: int64 [requests].
-        counts: tokens of each request in this pass: int64 [requests].
-        token_ids: the ids the model reads, [tokens] at least, on the model's device.
-        positions: the positions the model reads, [tokens] at least, on the model's device.
-    """
-
-    request_ids: Sequence[str]
-    starts: Ints
-    counts: Ints
-    token_ids: torch.Tensor
-    positions: torch.Tensor
 
 
 @lru_cache(maxsize=256)

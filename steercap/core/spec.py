@@ -7,15 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import Mask, flag_of, index_of, mask_of, parts_of, plain, shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, PointNotArmed, UnknownName
-
-if TYPE_CHECKING:
-    from steercap.vectors.directions import DirectionSet
-    from steercap.vectors.layers import LayerVectors
 
 #: Layers as a user writes them; negative indices count from the last layer, and a mask says it of each.
 Layers: TypeAlias = "int | slice | range | Sequence[int] | Sequence[bool] | Mask | Literal['all']"
@@ -32,6 +28,18 @@ class Point(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.site}[{self.layer}]"
+
+
+class Projectable(Protocol):
+    """What rows can be projected on: a `DirectionSet`, or `LayerVectors` for one direction."""
+
+    @property
+    def site(self) -> str:
+        """The site of the rows."""
+
+    @property
+    def width(self) -> int:
+        """Elements of a direction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +76,7 @@ class CaptureSpec:
     reduce: Reduction | None = None
     codec: str = "raw"
     before_edits: bool = False
-    project: DirectionSet | LayerVectors | None = None
+    project: Projectable | None = None
     allow_nonfinite: bool = False
 
     def __post_init__(self) -> None:

@@ -16,8 +16,8 @@ from steercap.core.program import Response
 from steercap.core.spec import Layers, Point, parse_layers, resolve_layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import flag_of, index_of, number_of, shown
+from steercap.edits.inputs import Vector, float32_copy
 from steercap.errors import InvalidEdit, InvalidVector
-from steercap.intake import Vector, float32_copy
 
 __all__ = ["Edit", "RankOne", "Vector", "unit"]
 

@@ -4,8 +4,9 @@ from steercap.experiments.grid import Condition, Sweep
 from steercap.experiments.measures import MEASURES
 from steercap.experiments.measures.base import Answered, Measure
 from steercap.experiments.operations import OPERATIONS
-from steercap.experiments.results import Effect, Summary, SweepResults
+from steercap.experiments.results import SweepResults
 from steercap.experiments.running import run_sweep
+from steercap.experiments.summaries import Effect, Summary
 
 __all__ = [
     "MEASURES",

@@ -17,7 +17,7 @@ from steercap.core.values import flag_of, index_of, number_of, parts_of, plain, 
 from steercap.errors import InvalidSpec
 from steercap.experiments.controls import derived_seed, random_like
 from steercap.experiments.operations import OPERATIONS
-from steercap.steering import SteeringSpec
+from steercap.steering.spec import SteeringSpec
 from steercap.vectors.layers import LayerVectors
 
 
@@ -61,7 +61,7 @@ class Definition(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         vectors: SHA-256 of the vectors at the layers swept, by name.
-        model: what the model is; see `steercap.fingerprint`.
+        model: what the model is; see `steercap.runs.fingerprint`.
     """
 
     model: dict[str, str]
@@ -239,7 +239,7 @@ class Sweep:
         """What the answers depend on.
 
         Args:
-            model: what the model is; see `steercap.fingerprint`.
+            model: what the model is; see `steercap.runs.fingerprint`.
 
         Raises:
             InvalidSpec: sampling parameters or prompts that JSON cannot say.

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
 from steercap.errors import InvalidSpec
-from steercap.experiments.grid import Condition
+from steercap.experiments.grid import Condition, Sweep
+from steercap.experiments.measures.base import Measure
 from steercap.experiments.operations import OPERATIONS
-from steercap.formats.base import write_whole
+from steercap.experiments.summaries import Mean, Summary
+from steercap.files.base import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from steercap.experiments.results import Mean, SweepResults
 
 #: Of the palette of Okabe and Ito, which the colour-blind tell apart.
 STEERED, REVERSED, RANDOM, PLAIN = "#0072B2", "#D55E00", "#999999", "#000000"
@@ -25,8 +26,30 @@ PANEL: Final = (4.2, 2.9)
 DPI: Final = 110
 
 
+class Plotted(Protocol):
+    """What is drawn: `SweepResults`."""
+
+    @property
+    def sweep(self) -> Sweep:
+        """What was asked."""
+
+    @property
+    def values(self) -> Mapping[str, Sequence[float]]:
+        """A number for each answer, by measure."""
+
+    @property
+    def measures(self) -> Mapping[str, Measure]:
+        """The measures by label."""
+
+    def summary(self) -> Sequence[Summary]:
+        """Means by condition."""
+
+    def check(self, *measures: str) -> None:
+        """See that measures are known."""
+
+
 def plot_doses(
-    results: SweepResults, path: str | Path, *, vector: str | None = None, measures: Sequence[str] | None = None
+    results: Plotted, path: str | Path, *, vector: str | None = None, measures: Sequence[str] | None = None
 ) -> Path:
     """Draw each measure against the scale of one vector: a row a measure, a column an operation and its layers.
 
@@ -49,7 +72,7 @@ def plot_doses(
     return Path(path)
 
 
-def _figure(results: SweepResults, vector: str, labels: Sequence[str]) -> Figure:
+def _figure(results: Plotted, vector: str, labels: Sequence[str]) -> Figure:
     from matplotlib.figure import Figure
 
     summary = results.summary()
@@ -89,7 +112,7 @@ def _figure(results: SweepResults, vector: str, labels: Sequence[str]) -> Figure
     return figure
 
 
-def _chosen(results: SweepResults, vector: str | None, measures: Sequence[str] | None) -> tuple[str, list[str]]:
+def _chosen(results: Plotted, vector: str | None, measures: Sequence[str] | None) -> tuple[str, list[str]]:
     """The vector and the measures to draw."""
     labels = list(results.values) if measures is None else list(measures)
     results.check(*labels)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap.core.spec import Point
-from steercap.errors import InvalidVector, PointNotArmed, first_error
+from steercap.core.values import shown
+from steercap.errors import InvalidSpec, InvalidVector, PointNotArmed, first_error
 from steercap.experiments.grid import Request, Sweep
-from steercap.experiments.measures import measures_of
+from steercap.experiments.measures import MEASURES
 from steercap.experiments.measures.base import Measure
 from steercap.experiments.results import SweepResults
 from steercap.experiments.store import Folder, Kept, Record, Value
-from steercap.fingerprint import identity
-from steercap.steering import SteeringSpec
+from steercap.runs.fingerprint import identity
+from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
@@ -144,3 +146,38 @@ async def _measured(model: SteerModel, measure: Measure, records: Sequence[Recor
         kept.flush()
     kept.join()
     return [kept.rows[record.number].value for record in records]
+
+
+def measures_of(given: Iterable[str | Measure]) -> tuple[Measure, ...]:
+    """Measures by name, or made with arguments of their own.
+
+    Raises:
+        UnknownName: a name that no measure has.
+        InvalidSpec: something that is not a measure, one that needs arguments, two of one label, or a label that is a
+            column of every sweep's table, such as "text".
+    """
+    columns = Record.__struct_fields__
+    found: dict[str, Measure] = {}
+    for one in given:
+        measure = _named(one) if isinstance(one, str) else one
+        if not isinstance(measure, Measure):
+            raise InvalidSpec(f"{shown(one)} is not a measure; give a name from {list(MEASURES)}, or a Measure")
+        if measure.label in columns:
+            raise InvalidSpec(
+                f"{measure!r} would be column {measure.label!r} of the table, which says something else; "
+                f"name it otherwise than {', '.join(columns)}"
+            )
+        if measure.label in found:
+            raise InvalidSpec(f"{measure!r} and {found[measure.label]!r} have the same label; leave one out")
+        found[measure.label] = measure
+    return tuple(found.values())
+
+
+def _named(name: str) -> Measure:
+    kind = MEASURES[name]
+    missing = [key for key, one in inspect.signature(kind).parameters.items() if one.default is one.empty]
+    if missing:
+        example = ", ".join(f"{key}=..." for key in missing)
+        raise InvalidSpec(f"measure {name!r} must be told its {' and '.join(missing)}; give {kind.__name__}({example})")
+    measure: Measure = kind()
+    return measure

@@ -18,8 +18,8 @@ import msgspec
 from steercap.errors import InvalidFile, RunDiffers
 from steercap.experiments.grid import Condition, Definition, Request, Sweep
 from steercap.experiments.measures.base import Answered, Measure
-from steercap.formats.base import write_whole
-from steercap.tables import Parts
+from steercap.files.base import write_whole
+from steercap.files.tables import Parts
 
 #: Seconds between parts: what a killed process loses at most. A part takes some milliseconds to write.
 FLUSH_SECONDS: Final = 2.0

@@ -1,9 +1,10 @@
 """Files of steering, our own and those people have: one module a format, each read into our own types."""
 
+from steercap.files.native import read_header
 from steercap.formats.capping import load_capping
 from steercap.formats.control_vector import load_control_vector, save_control_vector
 from steercap.formats.layers_pt import load_layers_pt, save_layers_pt
-from steercap.formats.native import load_steering, load_vectors, read_header, save_steering, save_vectors
+from steercap.formats.ours import load_steering, load_vectors, save_steering, save_vectors
 
 __all__ = [
     "load_capping",

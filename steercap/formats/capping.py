@@ -15,8 +15,8 @@ import torch
 
 from steercap.edits.cap import Cap
 from steercap.errors import InvalidFile, InvalidSpec, UnknownName
-from steercap.formats.base import blame, read_pt
-from steercap.steering import SteeringSpec
+from steercap.files.base import blame, read_pt
+from steercap.steering.spec import SteeringSpec
 
 
 def load_capping(

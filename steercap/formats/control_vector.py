@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from steercap.errors import InvalidFile, InvalidSpec
-from steercap.formats.base import blame, check_extension, write_whole
+from steercap.files.base import blame, check_extension, write_whole
 from steercap.vectors import LayerVectors
 
 ARCHITECTURE: Final = "controlvector"

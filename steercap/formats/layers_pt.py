@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from steercap.errors import InvalidFile, InvalidSpec
-from steercap.formats.base import blame, check_extension, read_pt, write_whole
+from steercap.files.base import blame, check_extension, read_pt, write_whole
 from steercap.vectors import LayerVectors
 
 

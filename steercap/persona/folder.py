@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from steercap.errors import InvalidFile, RunDiffers
-from steercap.formats.base import write_whole
+from steercap.files.base import write_whole
 from steercap.persona.settings import JOINT, STAGES, other_answers, stage_hashes, trait_hashes
 
 VERSION: Final = 1

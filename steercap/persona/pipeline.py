@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from steercap.core.spec import CaptureSpec, check_armed
-from steercap.fingerprint import identity
+from steercap.files.tables import write_table
 from steercap.persona.folder import RunFolder
 from steercap.persona.outcomes import Outcome, outcomes
 from steercap.persona.progress import Count, Report
@@ -20,8 +20,8 @@ from steercap.persona.stages.generate import generate
 from steercap.persona.stages.keep import keep
 from steercap.persona.stages.score import score
 from steercap.persona.stages.vectors import vectors
+from steercap.runs.fingerprint import identity
 from steercap.sites import SITES
-from steercap.tables import write_table
 from steercap.vectors import DirectionSet
 
 if TYPE_CHECKING:

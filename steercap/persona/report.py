@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import msgspec
 
-from steercap.formats.base import write_whole
+from steercap.files.base import write_whole
 from steercap.persona.outcomes import Outcome
 from steercap.persona.pictures import draw_all
 from steercap.persona.records import SIGNS, Records

@@ -13,27 +13,27 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
-from steercap import handle as _handle
 from steercap import model as _model
 from steercap.config import Settings
-from steercap.context import steered
+from steercap.core.idiom import BLOCKING
+from steercap.core.ownership import Unshared
 from steercap.core.spec import Point
+from steercap.engine.guard import require_main_guard
+from steercap.engine.stats import Stats
 from steercap.errors import InvalidRequest, ModelClosed
-from steercap.guard import require_main_guard
-from steercap.idiom import BLOCKING
-from steercap.ownership import Unshared
-from steercap.stats import Stats
-from steercap.steering import SteeringSpec
+from steercap.requests import handle as _handle
+from steercap.requests.context import steered
+from steercap.steering.spec import SteeringSpec
 from steercap.sync.loop import LoopThread
 
 if TYPE_CHECKING:
     import torch
-    from vllm.v1.engine.async_llm import AsyncLLM
 
-    from steercap.captures import Captures
+    from steercap.adapters.types import AsyncLLM
     from steercap.core.chat import MessageSpan
     from steercap.core.receipt import Receipt
     from steercap.edits.base import Edit
+    from steercap.requests.captures import Captures
     from steercap.vectors.directions import Mark
 
 Value = TypeVar("Value")

@@ -11,10 +11,10 @@ from typing import Any, Final
 import torch
 
 from steercap.core.spec import CaptureSpec
-from steercap.handle import CaptureHandle
 from steercap.model import SteerModel
+from steercap.requests.handle import CaptureHandle
 from steercap.sites import SITES
-from steercap.steering import SteeringSpec
+from steercap.steering.spec import SteeringSpec
 from steercap.testing.bad import BAD_REQUESTS, PROMPT, SIX, Bad
 from steercap.testing.parity import PERFECT, Parity
 from steercap.testing.reference import Reference

@@ -13,7 +13,7 @@ import torch
 from steercap import errors
 from steercap.core.spec import CaptureSpec
 from steercap.edits.add import Add
-from steercap.steering import SteeringSpec
+from steercap.steering.spec import SteeringSpec
 from steercap.testing.rows import GREEDY, random_prompt
 
 PROMPT: Final = random_prompt(10, 1)

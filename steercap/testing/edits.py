@@ -21,7 +21,7 @@ from steercap.edits.low_rank import LowRank
 from steercap.edits.replace import Replace
 from steercap.edits.sae_feature import SAEFeature
 from steercap.edits.set_projection import SetProjection
-from steercap.steering import SteeringSpec
+from steercap.steering.spec import SteeringSpec
 
 Rows = Float[torch.Tensor, "rows hidden"]
 

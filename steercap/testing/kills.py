@@ -232,7 +232,7 @@ def _command() -> list[str]:
 
 async def _live() -> None:
     """A client's life, said aloud."""
-    from steercap import SteerModel
+    from steercap.model import SteerModel
     from steercap.testing.rows import TINY_ENGINE, random_prompt
     from steercap.testing.tiny import tiny_checkpoint
 

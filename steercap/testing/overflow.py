@@ -16,9 +16,9 @@ from steercap.edits.replace import Replace
 from steercap.edits.sae_feature import SAEFeature
 from steercap.edits.set_projection import SetProjection
 from steercap.errors import SteeringNotApplied
-from steercap.handle import CaptureHandle
 from steercap.model import SteerModel
-from steercap.steering import SteeringSpec
+from steercap.requests.handle import CaptureHandle
+from steercap.steering.spec import SteeringSpec
 from steercap.testing.parity import compare_rows
 from steercap.testing.rows import GREEDY, flattened, random_prompt
 from steercap.testing.specs import vector

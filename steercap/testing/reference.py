@@ -18,7 +18,7 @@ from torch import nn
 from steercap.core.spec import Point
 from steercap.families import family_of
 from steercap.families.base import Family
-from steercap.steering import SteeringSpec
+from steercap.steering.spec import SteeringSpec
 from steercap.testing.edits import edited
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from steercap.core.spec import Point
-from steercap.handle import CaptureHandle
-from steercap.steering import SteeringSpec
+from steercap.requests.handle import CaptureHandle
+from steercap.steering.spec import SteeringSpec
 from steercap.testing.parity import PERFECT, Parity, compare_rows
 from steercap.testing.reference import Reference
 

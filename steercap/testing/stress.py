@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from steercap.core.spec import REDUCTIONS, CaptureSpec
-from steercap.handle import CaptureHandle
 from steercap.model import SteerModel
-from steercap.steering import SteeringSpec
+from steercap.requests.handle import CaptureHandle
+from steercap.steering.spec import SteeringSpec
 from steercap.testing.parity import Parity
 from steercap.testing.reference import Reference
 from steercap.testing.rows import ALL_SITES, GREEDY, counter, flattened, hold, random_prompt, settled

@@ -17,9 +17,9 @@ from typing import Final
 import numpy as np
 import torch
 
-from steercap.codecs import CODECS
 from steercap.core.messages import LineRange, Parcel
 from steercap.core.rows import Ints
+from steercap.encodings import ENCODINGS
 from steercap.errors import CaptureIncomplete
 from steercap.transport.reader import Readable
 
@@ -71,7 +71,7 @@ class Assembly:
             numbers = torch.from_numpy(self._result.reshape(rows, -1)).view(dtype)
             return numbers[:, : points * directions].view(rows, points, directions).transpose(0, 1).contiguous()
         stored = torch.from_numpy(self._result).view(points, rows, -1)
-        return CODECS[self._parcel.codec].decode(stored, dtype, self._width)
+        return ENCODINGS[self._parcel.codec].decode(stored, dtype, self._width)
 
 
 def parcel_bytes(parcel: Parcel, width: int) -> int:

@@ -13,6 +13,8 @@ from jaxtyping import Float
 
 from steercap.core.values import index_of, parts_of, shown
 from steercap.errors import InvalidSpec, InvalidVector, UnknownName
+from steercap.files import native
+from steercap.files.native import Kind
 from steercap.vectors.layers import Kept, LayerVectors
 
 #: What a direction of one layer is known by.
@@ -192,10 +194,8 @@ class DirectionSet(Mapping[str, LayerVectors]):
         return DirectionSet({**self, **other}, _joined(self.provenance, other.provenance))
 
     def save(self, path: str | Path) -> Path:
-        """Write directions and provenance to one safetensors file; see `steercap.formats.native`."""
-        from steercap.formats.native import save_directions
-
-        return save_directions(self, path)
+        """Write directions and provenance to one safetensors file; see `steercap.files.native`."""
+        return native.save(self, path, _kind(), model=self.model)
 
     @staticmethod
     def load(path: str | Path) -> DirectionSet:
@@ -204,9 +204,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
         Raises:
             InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
         """
-        from steercap.formats.native import load_directions
-
-        return load_directions(path)
+        return native.load(path, _kind(), DirectionSet)
 
     @property
     def _first(self) -> LayerVectors:
@@ -289,3 +287,7 @@ def _joined(first: Provenance, second: Provenance) -> Provenance:
         auc={**first.auc, **second.auc},
         row_norms={**first.row_norms, **second.row_norms},
     )
+
+
+def _kind() -> Kind:
+    return Kind("directions", {kind.__name__: kind for kind in (DirectionSet, LayerVectors, Provenance)})

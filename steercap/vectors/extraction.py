@@ -6,23 +6,21 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float
 
+from steercap.core.prompts import listed, templated
+from steercap.core.protocols import ReadingModel
 from steercap.core.spec import CaptureSpec, Layers, Reduction
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
-from steercap.prompts import listed, templated
+from steercap.runs.fingerprint import model_name
 from steercap.vectors.contrast import Contrast, check_groups, directions_of
 from steercap.vectors.directions import DirectionSet, Provenance
 from steercap.vectors.layers import LayerVectors
-
-if TYPE_CHECKING:
-    from steercap.model import SteerModel
 
 #: The tokens of a text that are read by default.
 BUT_THE_FIRST: Final = slice(1, None)
@@ -65,7 +63,7 @@ class Rows:
 
 
 async def extract(
-    model: SteerModel,
+    model: ReadingModel,
     positive: Sequence[Text],
     negative: Sequence[Text],
     *,
@@ -132,7 +130,7 @@ async def extract(
 
 
 async def mean_rows(
-    model: SteerModel,
+    model: ReadingModel,
     texts: Sequence[Text],
     *,
     layers: Layers = "all",
@@ -190,7 +188,7 @@ def _check_texts(*several: Sequence[Text]) -> None:
             raise InvalidSpec(f"texts={shown(texts)}; give several in a list: str, token ids, or Exchange")
 
 
-def labelled(found: DirectionSet, model: SteerModel, **known: Any) -> DirectionSet:
+def labelled(found: DirectionSet, model: ReadingModel, **known: Any) -> DirectionSet:
     """Directions that say which model they are of, and what else is known of their origin.
 
     Args:
@@ -206,11 +204,6 @@ def labelled(found: DirectionSet, model: SteerModel, **known: Any) -> DirectionS
     }
     provenance = {field: getattr(found.provenance, field) for field in Provenance.__dataclass_fields__}
     return DirectionSet(vectors, Provenance(**{**provenance, **known}))
-
-
-def model_name(model: str) -> str:
-    """What a model is called wherever it lies: the name on the hub, or that of its folder."""
-    return Path(model).name if Path(model).is_dir() else model
 
 
 def digest_of(prompts: Sequence[bytes]) -> str:

@@ -18,8 +18,10 @@ import torch
 from jaxtyping import Float
 
 from steercap.core.values import FAR, index_of, number_of, shown
+from steercap.edits.inputs import Vector, float32_copy
 from steercap.errors import InvalidSpec, InvalidVector, LayerOutOfRange
-from steercap.intake import Vector, float32_copy
+from steercap.files import native
+from steercap.files.native import Kind
 from steercap.sites import SITES
 
 Key = TypeVar("Key")
@@ -203,10 +205,8 @@ class LayerVectors(Mapping[int, torch.Tensor]):
             raise InvalidSpec(f"{self!r} has layers {list(self)}, {other!r} has {list(other)}; take those of both")
 
     def save(self, path: str | Path) -> Path:
-        """Write vectors and labels to one safetensors file; see `steercap.formats.native`."""
-        from steercap.formats.native import save_vectors
-
-        return save_vectors(self, path)
+        """Write vectors and labels to one safetensors file; see `steercap.files.native`."""
+        return native.save(self, path, _kind(), model=self.model)
 
     @staticmethod
     def load(path: str | Path) -> LayerVectors:
@@ -215,9 +215,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         Raises:
             InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
         """
-        from steercap.formats.native import load_vectors
-
-        return load_vectors(path)
+        return native.load(path, _kind(), LayerVectors)
 
     def __getitem__(self, layer: int) -> Float[torch.Tensor, " hidden"]:
         """A copy of the vector of one layer: float32 [hidden].
@@ -270,3 +268,7 @@ def _layer(layer: object) -> int:
 def _vector(layer: object, vector: Vector) -> Float[torch.Tensor, " hidden"]:
     """A float32 copy that no later change of the user's tensor reaches: [hidden]."""
     return float32_copy(vector, f"LayerVectors: the vector of layer {shown(layer)}", "hidden")
+
+
+def _kind() -> Kind:
+    return Kind("vectors", {"LayerVectors": LayerVectors})

@@ -1,7 +1,7 @@
 """Views: numbers by token, in notebooks, terminals and files."""
 
-from steercap.unembedding import Unembedding
 from steercap.views.heatmap import TokenHeatmap, heatmap_of, heatmap_of_layers
 from steercap.views.lens import LogitLens, logit_lens
+from steercap.views.unembedding import Unembedding
 
 __all__ = ["LogitLens", "TokenHeatmap", "Unembedding", "heatmap_of", "heatmap_of_layers", "logit_lens"]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from steercap.core.values import index_of, number_of, shown
 from steercap.errors import InvalidRequest
-from steercap.formats.base import write_whole
+from steercap.files.base import write_whole
 from steercap.views.colours import ABOVE, BELOW, CENTRE, UNKNOWN, colour, ink
 from steercap.views.texts import FONT, drawn, lines_of, texts_of, visible
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.text import Text
 
-    from steercap.handle import CaptureHandle
+    from steercap.requests.handle import CaptureHandle
     from steercap.vectors import DirectionSet, LayerVectors
 
 #: Times the median distance from the centre beyond which a value does not count for the limit: the first token of most

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 
 from steercap.errors import InvalidRequest, ModelNotLoaded, UnsupportedModel
-from steercap.formats.base import write_whole
-from steercap.unembedding import Unembedding
+from steercap.files.base import write_whole
 from steercap.views.colours import ABOVE, CENTRE, colour, ink
 from steercap.views.texts import FONT, drawn, lines_of, shortened, texts_of
+from steercap.views.unembedding import Unembedding
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
     from steercap import sync
-    from steercap.handle import CaptureHandle
     from steercap.model import SteerModel
+    from steercap.requests.handle import CaptureHandle
 
     #: Whose weights and tokens: an open model, or its checkpoint.
     Source: TypeAlias = SteerModel | sync.SteerModel | str | os.PathLike[str]

@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from steercap.core.messages import Owner, Wanted
 from steercap.core.program import NONE
-from steercap.core.rows import BatchRows, Ints
+from steercap.core.rows import Ints
+from steercap.worker.batch import BatchRows
 from steercap.worker.outbox import Outbox, Record
 from steercap.worker.programs import Programs
 from steercap.worker.steering import Slot, Steered

@@ -15,16 +15,16 @@ from steercap.core.messages import (
     Answer,
     Attach,
     Attached,
-    Bystander,
     Call,
     Census,
     Collect,
     Collected,
+    Configure,
     Counted,
-    Equip,
     Failed,
     LineRange,
     Lines,
+    NotCapturing,
     Owner,
     Parcel,
     Read,
@@ -36,10 +36,11 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
-from steercap.core.rows import BatchRows, Ints, ends_of_runs, page_shape
+from steercap.core.rows import Ints, ends_of_runs, page_shape
 from steercap.errors import WorkerFailure
 from steercap.kernels.finite import edited_most
 from steercap.worker.arena import Arena
+from steercap.worker.batch import BatchRows
 from steercap.worker.ledger import Ledger, Tracked
 from steercap.worker.outbox import Outbox, RowsOutbox, TallyOutbox, finish, tally_records
 from steercap.worker.steering import Steering
@@ -223,13 +224,13 @@ class Runtime:
         match call.question:
             case Attach():
                 return self._attach(call.question)
-            case Equip():
-                return self._steering.equip(call.question, self._ledger.slots())
+            case Configure():
+                return self._steering.configure(call.question, self._ledger.slots())
             case Settle(wanted):
                 self._hear_of(wanted)
                 return self._steering.settle(call.question)
             case _ if not self.captures:
-                return Bystander()
+                return NotCapturing()
             case Collect(wanted):
                 self._hear_of(wanted)
                 boxes = ((self._kept.get(item.owner), item.total) for item in wanted)
@@ -256,7 +257,7 @@ class Runtime:
 
     def _attach(self, asked: Attach) -> Answer:
         if not self.captures:
-            return Bystander()
+            return NotCapturing()
         if self._arena is None:
             with torch.inference_mode(mode=False):  # or its lines could be written in inference mode alone
                 self._arena = Arena(self._shape, self.taps.width, self.dtype, asked.capture_bytes, self.device)

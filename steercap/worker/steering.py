@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 
 from steercap.core.messages import (
-    Equip,
-    Equipped,
+    Configure,
+    Configured,
     Owner,
     Settle,
     Settled,
@@ -155,7 +155,7 @@ class Steering:
 
     # The client's calls
 
-    def equip(self, question: Equip, held: Mapping[int, Slot]) -> Equipped:
+    def configure(self, question: Configure, held: Mapping[int, Slot]) -> Configured:
         """Write vectors and configurations where no request that runs uses what they would displace.
 
         Args:
@@ -180,7 +180,7 @@ class Steering:
                 continue
             self.taps.configure(placed.slot, placed.configuration, placed.places)
             self._slots[placed.slot] = slot
-        return Equipped(tuple(refused))
+        return Configured(tuple(refused))
 
     def _put(self, vectors: Vectors) -> None:
         """Write vectors; configurations that used what was there before are gone."""

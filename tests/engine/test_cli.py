@@ -22,7 +22,7 @@ from steercap.cli.sweep import SweepFile, document_of, drawn, sweep_of, swept, t
 from steercap.cli.terminal import Output, Terminal
 from steercap.cli.vectors import extract_from, texts_between
 from steercap.errors import InvalidFile, InvalidSpec
-from steercap.handle import CaptureHandle
+from steercap.requests.handle import CaptureHandle
 from steercap.testing import smollm2
 from steercap.testing.specs import vector
 from steercap.vectors import DirectionSet, LayerVectors, extract

@@ -19,11 +19,11 @@ import pytest
 from persona_run import SETTINGS
 
 from steercap.errors import RunDiffers
+from steercap.files.tables import PART_RECORDS, read_table
 from steercap.persona import PersonaResult, Progress, run, traits
 from steercap.persona.records import SIGNS, Kept, Response, Score
 from steercap.persona.scores import Scored, make_scorer
 from steercap.persona.stages.capture import load_rows
-from steercap.tables import PART_RECORDS, read_table
 from steercap.testing import smollm2
 from steercap.vectors import DirectionSet, Exchange, extract
 

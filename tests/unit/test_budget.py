@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from steercap.admission import Admission
 from steercap.config import Settings
 from steercap.core.budget import Budget, Ticket
+from steercap.engine.admission import Admission
 from steercap.errors import CaptureMemoryFull
 
 PAGES, ENGINES, TALLIES = 20, 3, 4
@@ -125,7 +125,7 @@ def test_a_finished_request_pays_for_what_ran_past_its_end() -> None:
 
     from steercap.core.plan import CapturePlan, Plan
     from steercap.core.tokens import Range
-    from steercap.job import _pages_kept
+    from steercap.requests.job import _pages_kept
 
     def kept(generated: int, overshoot: int, stop: list[str] | None = None) -> int:
         engine = SimpleNamespace(vllm=SimpleNamespace(overshoot=overshoot), pages_needed=lambda _plan, rows: rows)

@@ -19,7 +19,6 @@ from cli_calls import call, captured, directions, shell, vectors
 
 import steercap
 from steercap import Add, Cap, SteeringSpec
-from steercap.checkpoint import Checkpoint, weights_of
 from steercap.cli.doctor.checks import CHECKS, Check, examine
 from steercap.cli.doctor.facts import Facts, free_memory, gather
 from steercap.cli.doctor.gpus import Gpu, gpu_of, visible_of
@@ -32,10 +31,11 @@ from steercap.cli.sweep import measure_of, read_settings, sweep_of
 from steercap.cli.vectors import texts_in
 from steercap.config import CPU
 from steercap.core.spec import CaptureSpec, resolve_layers
+from steercap.engine.checkpoint import Checkpoint, weights_of
 from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec, UnknownName
+from steercap.files.tables import write_table
 from steercap.formats import load_control_vector, load_layers_pt
 from steercap.persona import PersonaSettings, traits
-from steercap.tables import write_table
 from steercap.vectors import DirectionSet, LayerVectors
 
 __all__ = ["directions"]  # a fixture

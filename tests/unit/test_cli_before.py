@@ -21,7 +21,6 @@ from cli_calls import call, captured, directions, shell, vectors
 from rich.console import Console
 from rich.progress import Progress
 
-from steercap.checkpoint import is_path, require_there
 from steercap.cli.app import app
 from steercap.cli.capture import Store
 from steercap.cli.engines import ModelOptions
@@ -30,15 +29,16 @@ from steercap.cli.onward import folded, sweeps_of
 from steercap.cli.sweep import measure_of, read_settings
 from steercap.cli.terminal import Output, Terminal
 from steercap.cli.vectors import report as extracted
+from steercap.engine.checkpoint import is_path, require_there
 from steercap.errors import InvalidFile, ModelNotLoaded
 from steercap.experiments.grid import Definition
-from steercap.formats.base import write_whole
-from steercap.handle import CaptureHandle
-from steercap.heartbeat import heartbeat, line_of
+from steercap.files.base import write_whole
 from steercap.persona import PersonaResult, PersonaSettings, traits
 from steercap.persona.folder import RunFolder
 from steercap.persona.outcomes import Outcome
 from steercap.persona.settings import described
+from steercap.requests.handle import CaptureHandle
+from steercap.runs.heartbeat import heartbeat, line_of
 from steercap.vectors import DirectionSet
 
 __all__ = ["directions"]  # a fixture
@@ -390,7 +390,7 @@ def test_a_run_of_personas_ends_with_the_sweep_to_go_on_with(here, tmp_path) -> 
 def test_a_table_shows_its_columns_at_80_columns(tmp_path, monkeypatch) -> None:
     """Names and types in full, values cut; on a terminal of 80 columns and in a pipe."""
     from steercap.experiments.store import Record
-    from steercap.tables import write_table
+    from steercap.files.tables import write_table
 
     one = Record(
         number=0,

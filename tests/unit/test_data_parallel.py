@@ -21,11 +21,12 @@ from steercap.core.receipt import check_edits
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.edits.add import Add
-from steercap.engine import Engine
+from steercap.engine.engine import Engine
+from steercap.engine.stats import stats_of
 from steercap.errors import SteeringNotApplied, WorkerFailure
-from steercap.job import prepare, run_all
-from steercap.stats import stats_of
-from steercap.steering import SteeringSpec, scopes_of
+from steercap.requests.job import prepare, run_all
+from steercap.steering.lowering import scopes_of
+from steercap.steering.spec import SteeringSpec
 
 ENGINES, STAGES, POINTS, WIDTH = 2, 2, 4, 16
 ALL = CapturePlan(tuple(range(POINTS)), (Range(0, None),), None, "raw")
@@ -145,7 +146,7 @@ async def test_edits_are_those_of_the_engine_that_ran_the_request() -> None:
     async with engine_of(cluster) as engine:
         lowered = engine.lowered(SPEC)
         scopes, replaced = scopes_of(lowered, 3, 5)
-        async with engine.equipment.holding(lowered) as (grant,):
+        async with engine.configurations.holding(lowered) as (grant,):
             name = identity(grant.digest, scopes, replaced, 0)
             steering = SteeringPlan(grant.slot, grant.digest, name, scopes, replaced)
             good, half, never, twice = (Plan(engine.new_key(), 3, 5, steering=steering) for _ in range(4))

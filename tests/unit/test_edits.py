@@ -15,8 +15,8 @@ from workers import CUDA, KINDS, batch, device_of, some_runtime, tap
 from steercap import Ablate, Add, AddIf, Cap, LowRank, Replace, SAEFeature, SetProjection, SteeringSpec
 from steercap.core.messages import (
     Call,
-    Equip,
-    Equipped,
+    Configure,
+    Configured,
     Owner,
     Placed,
     Settle,
@@ -33,7 +33,7 @@ from steercap.core.spec import Point
 from steercap.edits import EDITS
 from steercap.errors import InvalidEdit, InvalidSelection, InvalidSpec, InvalidVector, SteercapError, TooManyEdits
 from steercap.kernels.finite import EDITED_MOST
-from steercap.steering import lower, scopes_of
+from steercap.steering.lowering import lower, scopes_of
 from steercap.testing.edits import edited
 from steercap.testing.specs import OPERATIONS, VARIANTS, spec, vector
 
@@ -72,7 +72,7 @@ def run(
         blobs = zip(ready.configuration.blobs, grant.places, strict=True)
         vectors = tuple(Vectors(b.digest, p, ready.vectors[b.digest]) for b, p in blobs)
         placed = (Placed(grant.slot, grant.configuration, grant.places),)
-        assert decode_answer(runtime.answer(encode(Call((), Equip(vectors, placed))))) == Equipped(())
+        assert decode_answer(runtime.answer(encode(Call((), Configure(vectors, placed))))) == Configured(())
         scopes, replaced = scopes_of(ready, PROMPT, 99)
         plan = SteeringPlan(grant.slot, grant.digest, b"", scopes, replaced)
         runtime.register(name, Plan(name, PROMPT, 99, steering=plan).encode(), 0)

@@ -15,19 +15,19 @@ import torch
 from rich.console import Console
 
 from steercap import Ablate, Add, Cap, CaptureHandle, Point, SetProjection, SteeringSpec
-from steercap.captures import Captures
 from steercap.core.receipt import Receipt
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec, RunDiffers, UnknownName, WorkerFailure
 from steercap.experiments import MEASURES, OPERATIONS, Answered, Condition, Sweep, SweepResults
 from steercap.experiments.controls import random_like
-from steercap.experiments.measures import measures_of
 from steercap.experiments.measures.base import Measure
 from steercap.experiments.measures.length import Length
 from steercap.experiments.measures.perplexity import Perplexity, _perplexity
 from steercap.experiments.measures.repetition import Repetition
 from steercap.experiments.plots import _figure
 from steercap.experiments.results import mean_of
+from steercap.experiments.running import measures_of
 from steercap.experiments.store import Folder, Record, Value
+from steercap.requests.captures import Captures
 from steercap.vectors import DirectionSet, LayerVectors
 from steercap.vectors.directions import alike, marks_of
 from steercap.views import TokenHeatmap, heatmap_of, heatmap_of_layers

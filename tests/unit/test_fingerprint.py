@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from steercap.errors import RunDiffers
 from steercap.experiments import Sweep
 from steercap.experiments.store import Folder
-from steercap.fingerprint import ENDS, identity_of, weights_of
 from steercap.persona import PersonaSettings
 from steercap.persona.folder import RunFolder
 from steercap.persona.settings import described
+from steercap.runs.fingerprint import ENDS, identity_of, weights_of
 from steercap.testing import smollm2
 from steercap.vectors import LayerVectors
 

@@ -16,8 +16,8 @@ from steercap.core.messages import (
     Attach,
     Call,
     Collect,
-    Equip,
-    Equipped,
+    Configure,
+    Configured,
     Owner,
     Placed,
     Settle,
@@ -57,7 +57,7 @@ class Bench:
         entry = Entry(0, points, 0, 0, response=Response(offset=1.0))
         configuration = Configuration((entry,), (Blob(digest, 1),), 1, 0)
         placed = (Placed(slot, configuration, ((slot,),)),)
-        assert self.ask(Equip((Vectors(digest, (slot,), data),), placed)) == Equipped(())
+        assert self.ask(Configure((Vectors(digest, (slot,), data),), placed)) == Configured(())
         return SteeringPlan(slot, configuration.digest, bytes([slot]), ((Range(1, None),),), ())
 
     def run(self, requests: int, points: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:

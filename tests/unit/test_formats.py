@@ -26,7 +26,7 @@ from steercap.edits.base import Edit
 from steercap.edits.cap import Cap
 from steercap.edits.replace import Replace
 from steercap.errors import InvalidFile, InvalidSpec, InvalidVector, UnknownName
-from steercap.files import load_handle
+from steercap.files.native import Header, _signed
 from steercap.formats import (
     load_capping,
     load_control_vector,
@@ -36,8 +36,9 @@ from steercap.formats import (
     save_layers_pt,
     save_steering,
 )
-from steercap.formats.native import Header, _signed
-from steercap.steering import SteeringSpec, lower
+from steercap.requests.handle import CaptureHandle
+from steercap.steering.lowering import lower
+from steercap.steering.spec import SteeringSpec
 from steercap.vectors import LayerVectors
 
 WIDTH, LAYERS = 8, 6
@@ -154,7 +155,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch) -> None:
         scratch.write_bytes(b"half of it")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("steercap.formats.base.save_file", full)
+    monkeypatch.setattr("steercap.files.base.save_file", full)
     with pytest.raises(OSError, match="no space"):
         some_vectors().save(path)
     assert path.read_bytes() == old
@@ -202,7 +203,7 @@ def test_a_file_of_another_kind_says_how_to_read_it(tmp_path) -> None:
     with pytest.raises(InvalidFile, match=r"holds steering, not vectors.*SteeringSpec\.load"):
         LayerVectors.load(spec)
     with pytest.raises(InvalidFile, match="spec"):
-        load_handle(spec)
+        CaptureHandle.load(spec)
     save_file({"a": torch.zeros(2)}, tmp_path / "captures", {"steercap": '{"version": 1, "request_id": "0"}'})
     with pytest.raises(InvalidFile, match=r"captures.*CaptureHandle\.load"):
         SteeringSpec.load(tmp_path / "captures")

@@ -26,14 +26,13 @@ from steercap import (
     SteeringSpec,
     SteerModel,
 )
-from steercap.captures import Captures
-from steercap.codecs import CODECS
 from steercap.config import Settings
 from steercap.core.chat import MessageSpan
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point, check_armed
 from steercap.edits.cap import Cap
 from steercap.edits.low_rank import LowRank
+from steercap.encodings import ENCODINGS
 from steercap.errors import (
     InvalidRequest,
     InvalidSelection,
@@ -44,17 +43,18 @@ from steercap.errors import (
     SteercapError,
 )
 from steercap.experiments import Sweep
-from steercap.experiments.measures import measures_of
 from steercap.experiments.measures.repetition import Repetition
 from steercap.experiments.measures.score import Score
+from steercap.experiments.running import measures_of
 from steercap.model import _flat
 from steercap.persona import PersonaSettings
 from steercap.persona.scores import make_scorer
 from steercap.persona.scores.judge import Judge
 from steercap.persona.scores.keywords import Keywords
-from steercap.projection import compile_projection
+from steercap.requests.captures import Captures
 from steercap.sites import SITES
-from steercap.steering import lower, scopes_of
+from steercap.steering.lowering import lower, scopes_of
+from steercap.steering.projection import compile_projection
 from steercap.vectors import DirectionSet, LayerVectors
 from steercap.vectors.contrast import Contrast, directions_of
 from steercap.views import TokenHeatmap
@@ -217,7 +217,7 @@ def steer(edit: Any) -> None:
 
 def capture(**arguments: Any) -> None:
     spec = CaptureSpec(**arguments)
-    _ = hash(spec), repr(spec), CODECS[spec.codec]
+    _ = hash(spec), repr(spec), ENCODINGS[spec.codec]
     check_armed(spec.points(LAYERS), ARMED, SITES)
     spec.selection.ranges(PROMPT, LIMIT)
     if spec.project is not None:
@@ -396,7 +396,7 @@ FURTHER: dict[str, Callable[[Any], Any]] = {
     "Captures[, site]": lambda value: captures()[0, value],
     "in Captures": lambda value: value in captures(),
     "CaptureHandle.rows_of": lambda value: handle().rows_of(value),
-    "CODECS[]": lambda value: CODECS[value],
+    "ENCODINGS[]": lambda value: ENCODINGS[value],
     "fetch_captures_batch": _flat,
     "make_scorer": make_scorer,
     "make_scorer arguments": lambda value: make_scorer("keywords", value),
@@ -583,7 +583,7 @@ def test_what_is_looked_up_in_vain_is_a_key_error_too() -> None:
         (vectors(), 7),
         (directions(), "w"),
         (captures(), 1),
-        (CODECS, "zip"),
+        (ENCODINGS, "zip"),
         (captures(), "resid_post"),
     ):
         assert mapping.get(key, "nothing") == "nothing" if key != "resid_post" else True

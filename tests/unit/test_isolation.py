@@ -18,16 +18,16 @@ import torch
 from workers import CUDA, batch, device_of, some_runtime, tap
 
 from steercap import Add, Replace, SteeringSpec
-from steercap.batching import Batcher
 from steercap.config import Settings
-from steercap.core.messages import Attach, Call, Census, Equip, Failed, Owner, Settle, Wanted, decode_answer, encode
+from steercap.core.messages import Attach, Call, Census, Configure, Failed, Owner, Settle, Wanted, decode_answer, encode
 from steercap.core.plan import Plan
 from steercap.core.program import SteeringPlan, identity
 from steercap.core.receipt import check_edits
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
-from steercap.equipment import Equipment
-from steercap.steering import lower, scopes_of
+from steercap.engine.batching import Batcher
+from steercap.engine.configurations import Configurations
+from steercap.steering.lowering import lower, scopes_of
 
 WIDTH, POINTS, SLOTS, ROWS, AT_ONCE = 4, 3, 3, 6, 4
 ARMED = {Point(layer, "resid_post"): layer for layer in range(POINTS)}
@@ -180,12 +180,12 @@ class Client:
 
     def __init__(self, engine: FifoEngine) -> None:
         self.engine = engine
-        self.equipment = Equipment(SLOTS, ROWS, Settings(), self.equip)
+        self.configurations = Configurations(SLOTS, ROWS, Settings(), self.configure)
         self.settling: Batcher[Wanted, list[Any]] = Batcher(self.settle)
         self.released: list[Owner] = []
         self.refused = self.settled = 0
 
-    async def equip(self, question: Equip) -> list[Any]:
+    async def configure(self, question: Configure) -> list[Any]:
         released, self.released = self.released, []
         answers = await self.engine.rpc(Call(tuple(released), question))
         self.refused += any(answer.refused for answer in answers)
@@ -215,8 +215,8 @@ class Client:
         scopes, replaced = scopes_of(ready, request.prompt_len, request.total)
         settled = False
         try:
-            async with self.equipment.holding(ready) as (grant,):
-                name = identity(grant.digest, scopes, replaced, self.equipment.epoch)
+            async with self.configurations.holding(ready) as (grant,):
+                name = identity(grant.digest, scopes, replaced, self.configurations.epoch)
                 request.salt = name if ready.changes_kv else None
                 steering = SteeringPlan(grant.slot, grant.digest, name, scopes, replaced)
                 request.plan = Plan(request.key, request.prompt_len, request.total, steering=steering)
@@ -268,6 +268,6 @@ async def test_every_row_is_that_of_its_own_spec_whatever_happens(kind, seed, re
     await asyncio.sleep(0.02)  # the last late aborts
     await engine.rpc(Call(tuple(client.released), Census()))
     assert all(rank._steering.held == 0 and not list(rank._ledger) for rank in engine.ranks)
-    slots = client.equipment.slots
-    assert (slots.slots_in_use, slots.rows_in_use, client.equipment.waiting) == (0, 0, 0)
+    slots = client.configurations.slots
+    assert (slots.slots_in_use, slots.rows_in_use, client.configurations.waiting) == (0, 0, 0)
     running.cancel()

@@ -17,8 +17,8 @@ from steercap.core.messages import (
     Attached,
     Call,
     Collect,
-    Equip,
-    Equipped,
+    Configure,
+    Configured,
     Owner,
     Placed,
     Vectors,
@@ -30,7 +30,7 @@ from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import SteeringPlan
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
-from steercap.steering import lower, scopes_of
+from steercap.steering.lowering import lower, scopes_of
 from steercap.testing.edits import edited
 from steercap.testing.specs import vector
 
@@ -158,7 +158,7 @@ def test_rows_of_every_width_are_edited_and_copied(width, dtype) -> None:
         Vectors(b.digest, p, ready.vectors[b.digest]) for b, p in zip(ready.configuration.blobs, places, strict=True)
     )
     placed = (Placed(0, ready.configuration, places),)
-    assert decode_answer(runtime.answer(encode(Call((), Equip(vectors, placed))))) == Equipped(())
+    assert decode_answer(runtime.answer(encode(Call((), Configure(vectors, placed))))) == Configured(())
     scopes, replaced = scopes_of(ready, 3, 3)
     steering = SteeringPlan(0, ready.configuration.digest, b"", scopes, replaced)
     capture = CapturePlan((0,), (Range(0, None),), None, "raw")

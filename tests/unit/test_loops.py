@@ -12,8 +12,8 @@ import time
 
 import pytest
 
+from steercap.concurrency.loops import Home, finished, on_thread, over, running_loop
 from steercap.errors import ModelClosed, WrongEventLoop
-from steercap.loops import Home, finished, on_thread, over, running_loop
 from steercap.sync.loop import LoopThread
 
 

@@ -20,6 +20,7 @@ import yaml
 from rich.console import Console
 
 from steercap.cli.persona import left_out_of, table_of
+from steercap.concurrency.bounded import each_of
 from steercap.core.spec import Point
 from steercap.errors import (
     InvalidFile,
@@ -31,9 +32,9 @@ from steercap.errors import (
     TooFewKept,
     UnknownName,
 )
-from steercap.formats.base import write_tensors
+from steercap.files.base import write_tensors
+from steercap.files.tables import Parts, read_table
 from steercap.persona import PersonaSettings, Progress, load_trait, run, traits
-from steercap.persona.flight import each_of
 from steercap.persona.folder import RunFolder
 from steercap.persona.outcomes import outcomes
 from steercap.persona.pipeline import PersonaResult
@@ -47,7 +48,6 @@ from steercap.persona.stages.capture import VERSION, RowsHeader, capture, load_r
 from steercap.persona.stages.generate import ends_of, generate, said
 from steercap.persona.stages.keep import keep
 from steercap.persona.stages.score import score
-from steercap.tables import Parts, read_table
 from steercap.testing import smollm2
 from steercap.vectors import Contrast, chance_band
 from steercap.vectors.contrast import directions_of

@@ -17,8 +17,8 @@ from steercap.core.messages import (
     Call,
     Census,
     Collect,
-    Equip,
-    Equipped,
+    Configure,
+    Configured,
     Owner,
     Parcel,
     Placed,
@@ -32,11 +32,11 @@ from steercap.core.program import Blob, Configuration, SteeringPlan
 from steercap.core.rows import rows_selected
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
-from steercap.equipment import Equipment
+from steercap.engine.configurations import Configurations
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.kernels.triton_project import LARGE, launch_project
-from steercap.projection import compile_projection, points_of
-from steercap.steering import Lowered, lower, scopes_of
+from steercap.steering.lowering import Lowered, lower, scopes_of
+from steercap.steering.projection import compile_projection, points_of
 from steercap.transport.assemble import assemble
 from steercap.transport.reader import Readable
 from steercap.vectors import DirectionSet, LayerVectors
@@ -70,8 +70,8 @@ class Worker:
     def put(self, configuration: Configuration, data, slot: int, place: int) -> None:
         (blob,) = configuration.blobs
         places = tuple(range(place, place + blob.rows))
-        frame = Equip((Vectors(blob.digest, places, data[blob.digest]),), (Placed(slot, configuration, (places,)),))
-        assert self.ask(frame) == Equipped(())
+        frame = Configure((Vectors(blob.digest, places, data[blob.digest]),), (Placed(slot, configuration, (places,)),))
+        assert self.ask(frame) == Configured(())
 
     def _vectors(self, points: int, directions: int) -> torch.Tensor:
         return torch.from_numpy(self.rng.standard_normal((points, directions, self.width))).float()
@@ -205,15 +205,15 @@ def test_directions_in_use_are_not_displaced(kind) -> None:
     data = torch.ones(5, worker.width).numpy().tobytes()
     blob = Blob(hashlib.sha256(data).digest(), 5)
     taken = Configuration((), (blob,), 0, 0, (1,))
-    frame = Equip((Vectors(blob.digest, (20, 21, 22, 23, 24), data),), (Placed(1, taken, ((20, 21, 22, 23, 24),)),))
-    assert worker.ask(frame) == Equipped((taken.digest,))
-    overwritten = Equip((Vectors(blob.digest, (1, 2, 3, 4, 5), data),), (Placed(3, taken, ((1, 2, 3, 4, 5),)),))
-    assert worker.ask(overwritten) == Equipped((taken.digest,))
+    frame = Configure((Vectors(blob.digest, (20, 21, 22, 23, 24), data),), (Placed(1, taken, ((20, 21, 22, 23, 24),)),))
+    assert worker.ask(frame) == Configured((taken.digest,))
+    overwritten = Configure((Vectors(blob.digest, (1, 2, 3, 4, 5), data),), (Placed(3, taken, ((1, 2, 3, 4, 5),)),))
+    assert worker.ask(overwritten) == Configured((taken.digest,))
     worker.step([(request, 1, request.total - 1)])
     _, rows = worker.collected(request)
     torch.testing.assert_close(rows, request.expected(worker), rtol=1e-5, atol=1e-4)
     worker.runtime.forget([request.key])
-    assert worker.ask(frame) == Equipped(())
+    assert worker.ask(frame) == Configured(())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -273,11 +273,11 @@ def test_equal_directions_share_a_slot_and_their_length_does_not_count() -> None
 async def test_two_slots_are_taken_together_or_not_at_all() -> None:
     """Requests that need two each, of an engine with two: who held one and waited for another would wait for ever."""
 
-    async def ask(_question: Equip) -> list[Equipped]:
+    async def ask(_question: Configure) -> list[Configured]:
         await asyncio.sleep(0)
-        return [Equipped(())]
+        return [Configured(())]
 
-    owner = Equipment(2, 16, Settings(), ask)
+    owner = Configurations(2, 16, Settings(), ask)
     done = []
 
     def lowered(seed: int) -> Lowered:

@@ -14,15 +14,15 @@ import pytest
 
 import steercap
 from steercap import SteerModel, errors
-from steercap.codecs import CODECS
-from steercap.codecs.base import Codec
 from steercap.config import CPU, Settings
 from steercap.edits import EDITS
+from steercap.encodings import ENCODINGS
+from steercap.encodings.base import Encoding
 from steercap.errors import InvalidFile, InvalidSetting, UnknownName
 from steercap.experiments import MEASURES, OPERATIONS
 from steercap.families import FAMILIES, family_of
-from steercap.files import load_handle
 from steercap.persona.scores import SCORERS
+from steercap.requests.handle import CaptureHandle
 from steercap.sites import SITES
 from steercap.vectors import METHODS
 
@@ -56,7 +56,7 @@ def test_the_tree_of_errors_is_the_one_drawn() -> None:
     }
 
 
-@pytest.mark.parametrize("registry", [SITES, FAMILIES, CODECS, METHODS])
+@pytest.mark.parametrize("registry", [SITES, FAMILIES, ENCODINGS, METHODS])
 def test_a_registry_names_what_it_knows(registry) -> None:
     """An unknown name is an error that lists the known ones; each member is a file."""
     with pytest.raises(UnknownName, match=f"known: .*'{next(iter(registry))}'"):
@@ -74,12 +74,12 @@ def test_no_architecture_is_claimed_twice() -> None:
     assert all(family_of([name]) for name in names)
 
 
-@pytest.mark.parametrize("codec", list(CODECS))
+@pytest.mark.parametrize("codec", list(ENCODINGS))
 def test_a_codec_gives_back_what_it_took(codec) -> None:
     """decode(encode(rows)) is rows, for every dtype of a model."""
     import torch
 
-    member: Codec = CODECS[codec]
+    member: Encoding = ENCODINGS[codec]
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         rows = torch.randn(5, 3, 16).to(dtype)
         assert torch.equal(member.decode(member.encode(rows), dtype, 16), rows)
@@ -87,7 +87,7 @@ def test_a_codec_gives_back_what_it_took(codec) -> None:
 
 SCRIPT = """
 import asyncio
-from steercap.guard import require_main_guard
+from steercap.engine.guard import require_main_guard
 
 async def main():
     require_main_guard()
@@ -129,7 +129,7 @@ def test_a_script_needs_the_main_guard(run, starts, tmp_path) -> None:
 
 def test_the_guard_lets_interactive_sessions_be() -> None:
     """There is nothing to import again."""
-    code = "from steercap.guard import require_main_guard\nrequire_main_guard()\nprint('started')"
+    code = "from steercap.engine.guard import require_main_guard\nrequire_main_guard()\nprint('started')"
     assert "started" in subprocess.check_output([sys.executable, "-c", code], text=True)
 
 
@@ -145,7 +145,7 @@ def test_every_module_is_on_the_map() -> None:
         for axis, found in (
             ("sites", SITES),
             ("families", FAMILIES),
-            ("codecs", CODECS),
+            ("encodings", ENCODINGS),
             ("edits", EDITS),
             ("vectors/methods", METHODS),
             ("experiments/operations", OPERATIONS),
@@ -205,7 +205,7 @@ def test_a_message_is_found_wherever_the_template_puts_it(template) -> None:
     """Decorated, trimmed, moved or alike: each span is its own message's words, and no other's."""
     from transformers import AutoTokenizer
 
-    from steercap.prompts import templated
+    from steercap.core.prompts import templated
     from steercap.testing import tiny_checkpoint
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint("qwen3"))
@@ -222,7 +222,7 @@ def test_a_message_that_the_template_leaves_out_has_no_span() -> None:
     """What is not in the prompt is nobody's row."""
     from transformers import AutoTokenizer
 
-    from steercap.prompts import templated
+    from steercap.core.prompts import templated
     from steercap.testing import tiny_checkpoint
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint("qwen3"))
@@ -237,7 +237,7 @@ def test_a_file_that_is_no_capture_is_refused(content, tmp_path) -> None:
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(InvalidFile, match=r"x\.safetensors"):
-        load_handle(path)
+        CaptureHandle.load(path)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_a_foreign_or_newer_header_is_refused(metadata, says, tmp_path) -> None:
 
     save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors", metadata)
     with pytest.raises(InvalidFile, match=says):
-        load_handle(tmp_path / "x.safetensors")
+        CaptureHandle.load(tmp_path / "x.safetensors")
 
 
 def test_every_setting_is_an_argument() -> None:

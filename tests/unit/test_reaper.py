@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from steercap.reaper import MARK, Reaper
+from steercap.adapters.reaper import MARK, Reaper
 
 #: A client with an "engine": a process that maps shared memory, has a child, and says who it is.
 CLIENT = """
 import os, subprocess, sys, time
-from steercap.reaper import Reaper
+from steercap.adapters.reaper import Reaper
 
 if __name__ == "__main__":
     reaper = Reaper()

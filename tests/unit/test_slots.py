@@ -26,7 +26,7 @@ KNOWN = [
 
 
 class Model(RuleBasedStateMachine):
-    """Claims and releases in any order, against what a worker would hold after each Equip."""
+    """Claims and releases in any order, against what a worker would hold after each Configure."""
 
     def __init__(self) -> None:
         super().__init__()

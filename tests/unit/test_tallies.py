@@ -13,8 +13,8 @@ from steercap.core.messages import (
     Call,
     Census,
     Collect,
-    Equip,
-    Equipped,
+    Configure,
+    Configured,
     Owner,
     Parcel,
     Placed,
@@ -30,7 +30,7 @@ from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.kernels.bits import SUM
 from steercap.kernels.triton_tally import launch_tally
-from steercap.steering import lower, scopes_of
+from steercap.steering.lowering import lower, scopes_of
 from steercap.worker.reduce import Accumulator
 from steercap.worker.taps import cuda
 
@@ -88,7 +88,7 @@ class Engine:
         self.ready = lower(spec, armed=armed, num_layers=POINTS, width=width, edits_per_point=8)
         (blob,) = self.ready.configuration.blobs
         vectors = (Vectors(blob.digest, (0,), self.ready.vectors[blob.digest]),)
-        assert self.ask(Equip(vectors, (Placed(0, self.ready.configuration, ((0,),)),))) == Equipped(())
+        assert self.ask(Configure(vectors, (Placed(0, self.ready.configuration, ((0,),)),))) == Configured(())
 
     def ask(self, question, released: tuple[Owner, ...] = ()):
         return decode_answer(self.runtime.answer(encode(Call(released, question))))

@@ -13,8 +13,8 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from steercap import errors
-from steercap.captures import Captures
 from steercap.core.spec import Point
+from steercap.requests.captures import Captures
 from steercap.testing import Reference, tiny_checkpoint
 from steercap.views import LogitLens, TokenHeatmap, Unembedding, logit_lens
 from steercap.views.texts import drawn, shortened, visible

@@ -12,16 +12,16 @@ from workers import CUDA, KINDS, batch, device_of, some_runtime, tap
 from steercap.core.messages import (
     Attach,
     Attached,
-    Bystander,
     Call,
     Census,
     Collect,
     Collected,
+    Configure,
+    Configured,
     Counted,
-    Equip,
-    Equipped,
     Failed,
     Lines,
+    NotCapturing,
     Owner,
     Parcel,
     Placed,
@@ -455,8 +455,8 @@ def adding(value: float, points=(0, 2), row: int = 5) -> tuple[Configuration, Ve
     return configuration, Vectors(digest, (row,), data)
 
 
-def equip(bench: Bench, configuration: Configuration, vectors: Vectors, slot: int = 0):
-    return bench.ask(Equip((vectors,), (Placed(slot, configuration, (vectors.places,)),)))
+def configure(bench: Bench, configuration: Configuration, vectors: Vectors, slot: int = 0):
+    return bench.ask(Configure((vectors,), (Placed(slot, configuration, (vectors.places,)),)))
 
 
 def steer(bench: Bench, key: str, steering: SteeringPlan, capture: bool = True) -> None:
@@ -473,7 +473,7 @@ async def test_edits_reach_their_rows_and_are_counted() -> None:
     """Beside a clean request in one batch: captured rows are those after the edit, at its points and positions alone."""
     bench = Bench()
     configuration, vectors = adding(500.0)
-    assert equip(bench, configuration, vectors) == Equipped(())
+    assert configure(bench, configuration, vectors) == Configured(())
     steer(bench, "r1", steering_plan(configuration, ranges=((Range(1, 3),),)))
     bench.plan("r2")
     bench.step(("r2", 0, 3), ("r1", 0, 4), padding=2)
@@ -495,7 +495,7 @@ async def test_positions_read_from_the_cache_do_not_count_as_computed() -> None:
     """A first pass that starts late, and one that resumes: what lies before was in the prefix cache."""
     bench = Bench()
     configuration, vectors = adding(1.0)
-    equip(bench, configuration, vectors)
+    configure(bench, configuration, vectors)
     steer(bench, "r1", steering_plan(configuration))
     bench.step(("r1", 4, 2))
     bench.step(("r1", 0, 3))  # preempted, and nothing in the cache
@@ -510,7 +510,7 @@ async def test_a_tap_that_does_not_edit_is_found_out(kind) -> None:
     """A silent tap fails the requests of its pass that it should have edited, and taints what they wrote."""
     bench = Bench()
     configuration, vectors = adding(1.0)
-    equip(bench, configuration, vectors)
+    configure(bench, configuration, vectors)
     steer(bench, "r1", steering_plan(configuration), capture=False)
     bench.step(("r1", 0, 4), skip_point=2)
     why = {"host": "fired [0] times", "cuda": "4 of 4 tokens of a pass did not get their edits"}[kind]
@@ -528,7 +528,7 @@ async def test_an_edit_lost_inside_the_kernel_is_found_out(monkeypatch) -> None:
     """The kernel counts what it applied, token by token; fewer than the plan demands is a failure."""
     bench = Bench()
     configuration, vectors = adding(1.0)
-    equip(bench, configuration, vectors)
+    configure(bench, configuration, vectors)
     steer(bench, "r1", steering_plan(configuration), capture=False)
     monkeypatch.setattr(bench.runtime.taps._edits, "apply", lambda *_: None)
     bench.step(("r1", 0, 4))
@@ -539,7 +539,7 @@ async def test_a_slot_with_something_else_is_found_out() -> None:
     """An empty slot, or another configuration in it: the request fails, unedited as it is."""
     bench = Bench()
     configuration, vectors = adding(1.0)
-    equip(bench, configuration, vectors)
+    configure(bench, configuration, vectors)
     other, _ = adding(1.0, points=(1,))
     for key, plan in (("r1", steering_plan(configuration, slot=1)), ("r2", steering_plan(other, identity=b"2"))):
         steer(bench, key, plan, capture=False)
@@ -551,26 +551,26 @@ async def test_nothing_in_use_is_overwritten() -> None:
     """Places of a request that has not left the engine are refused; what is there already is welcome; afterwards all is."""
     bench = Bench()
     configuration, vectors = adding(1.0)
-    equip(bench, configuration, vectors)
+    configure(bench, configuration, vectors)
     steer(bench, "r1", steering_plan(configuration), capture=False)
     other, same_row = adding(2.0)
     _, elsewhere = adding(2.0, row=6)
-    refused = Equipped((other.digest,))
-    assert equip(bench, other, same_row, slot=1) == refused
-    assert equip(bench, other, elsewhere, slot=0) == refused
-    assert equip(bench, other, elsewhere, slot=1) == Equipped(())
-    assert equip(bench, configuration, vectors) == Equipped(())
+    refused = Configured((other.digest,))
+    assert configure(bench, other, same_row, slot=1) == refused
+    assert configure(bench, other, elsewhere, slot=0) == refused
+    assert configure(bench, other, elsewhere, slot=1) == Configured(())
+    assert configure(bench, configuration, vectors) == Configured(())
     bench.runtime.forget(["r1"])
-    assert equip(bench, other, same_row, slot=0) == Equipped(())
+    assert configure(bench, other, same_row, slot=0) == Configured(())
 
 
 async def test_a_configuration_whose_vectors_are_gone_is_gone() -> None:
     """Rows written over take with them every configuration that used them."""
     bench = Bench()
     configuration, vectors = adding(1.0)
-    equip(bench, configuration, vectors)
+    configure(bench, configuration, vectors)
     _, other = adding(-777.0)
-    bench.ask(Equip((other,), ()))
+    bench.ask(Configure((other,), ()))
     steer(bench, "r1", steering_plan(configuration), capture=False)
     bench.step(("r1", 0, 4))
     assert "does not hold this request's configuration" in settled(bench, "r1", 4).failure
@@ -580,7 +580,7 @@ async def test_vectors_that_are_not_what_they_say_are_refused() -> None:
     """The worker hashes what arrives."""
     bench = Bench()
     _, vectors = adding(1.0)
-    answer = bench.ask(Equip((Vectors(vectors.digest, (5,), bytes(WIDTH * 4)),), ()))
+    answer = bench.ask(Configure((Vectors(vectors.digest, (5,), bytes(WIDTH * 4)),), ()))
     assert isinstance(answer, Failed)
     assert "SHA-256" in answer.reason
 
@@ -589,7 +589,7 @@ async def test_a_plan_that_fits_nothing_fails_alone() -> None:
     """A slot with another configuration, and a plan that replaces rows: no exception reaches the engine."""
     bench = Bench()
     configuration, vectors = adding(1.0)
-    equip(bench, configuration, vectors)
+    configure(bench, configuration, vectors)
     steer(bench, "r1", SteeringPlan(0, b"another", b"id", ((Range(0, 1),),), ((0,),)), capture=False)
     bench.step(("r1", 0, 4))
     assert "does not hold" in settled(bench, "r1", 4).failure
@@ -599,7 +599,7 @@ async def test_drafts_beyond_the_end_are_no_failure() -> None:
     """Positions past all that the request can keep are computed and thrown away by speculation; the rest counts."""
     bench = Bench()
     configuration, vectors = adding(1.0)
-    equip(bench, configuration, vectors)
+    configure(bench, configuration, vectors)
     bench.runtime.register("r1", Plan("r1", 4, 6, steering=steering_plan(configuration)).encode(), 0)
     bench.step(("r1", 0, 9))
     record = settled(bench, "r1", 6)
@@ -610,7 +610,7 @@ async def test_edits_can_be_looked_at_before_the_end() -> None:
     """A record is given as often as asked while its request runs, and forgotten with the last time."""
     bench = Bench()
     configuration, vectors = adding(1.0)
-    equip(bench, configuration, vectors)
+    configure(bench, configuration, vectors)
     steer(bench, "r1", steering_plan(configuration), capture=False)
     bench.step(("r1", 0, 4))
     for _ in range(2):
@@ -625,7 +625,7 @@ async def test_rows_are_kept_before_or_after_their_edits() -> None:
     """Two requests of one slot and one pass, one keeps rows before the edits, the other after."""
     bench = Bench()
     configuration, vectors = adding(500.0)
-    equip(bench, configuration, vectors)
+    configure(bench, configuration, vectors)
     for key, before in (("r1", True), ("r2", False)):
         kept = CapturePlan((0, 1, 2), (Range(0, None),), None, "raw", before)
         plan = Plan(key, 10, 100, capture=kept, steering=steering_plan(configuration))
@@ -640,11 +640,11 @@ async def test_a_rank_without_rows_steers_all_the_same(kind) -> None:
     """Rank 1 of a tensor-parallel group captures nothing and edits everything; its rows are not counted twice."""
     bench = Bench.__new__(Bench)
     bench.runtime = some_runtime(kind, captures=False)
-    assert isinstance(bench.ask(Attach(1 << 20)), Bystander)
+    assert isinstance(bench.ask(Attach(1 << 20)), NotCapturing)
     configuration, vectors = adding(500.0)
-    assert equip(bench, configuration, vectors) == Equipped(())
+    assert configure(bench, configuration, vectors) == Configured(())
     steer(bench, "r1", steering_plan(configuration))
     bench.step(("r1", 0, 4))
     record = settled(bench, "r1", 4)
     assert (record.failure, record.witness, record.rows) == (None, False, (8,))
-    assert isinstance(bench.ask(Census()), Bystander)
+    assert isinstance(bench.ask(Census()), NotCapturing)

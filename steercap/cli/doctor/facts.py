@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import msgspec
 
-from steercap.checkpoint import Checkpoint
 from steercap.cli.doctor.gpus import Gpu, gather_gpus, visible_of
 from steercap.cli.engines import SMOLLM2, ModelOptions
+from steercap.engine.checkpoint import Checkpoint
 from steercap.errors import InvalidSetting, ModelNotLoaded
 
 #: What vLLM asks for and a CPU build of torch has no partner of; a wrong one breaks `import transformers`.

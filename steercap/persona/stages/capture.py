@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import torch
 
+from steercap.concurrency.bounded import each_of
+from steercap.core.prompts import templated
 from steercap.errors import InvalidFile
-from steercap.formats.base import read_tensors, write_tensors
-from steercap.persona.flight import each_of
+from steercap.files.base import read_tensors, write_tensors
+from steercap.files.tables import PART_RECORDS
 from steercap.persona.folder import RunFolder
 from steercap.persona.progress import Count, Report
 from steercap.persona.records import Records, Response
 from steercap.persona.settings import PersonaSettings
-from steercap.prompts import templated
-from steercap.tables import PART_RECORDS
 from steercap.vectors import Exchange, mean_rows
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from steercap.persona.flight import each_of
+from steercap.concurrency.bounded import each_of
+from steercap.files.tables import Parts, read_table, write_table
 from steercap.persona.folder import RunFolder
 from steercap.persona.progress import Count, Report
 from steercap.persona.records import Ask, Response, asks
 from steercap.persona.settings import PersonaSettings
-from steercap.tables import Parts, read_table, write_table
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from steercap.files.tables import PART_RECORDS, Parts, read_table, write_table
 from steercap.persona.folder import RunFolder
 from steercap.persona.progress import Count, Report
 from steercap.persona.records import Response, Score
 from steercap.persona.scores import Scored, make_scorer
 from steercap.persona.settings import PersonaSettings
 from steercap.persona.trait import Trait
-from steercap.tables import PART_RECORDS, Parts, read_table, write_table
 
 
 async def score(

@@ -16,8 +16,9 @@ import torch
 from jaxtyping import Float, Int
 
 from steercap.core.program import Configuration
-from steercap.core.rows import BatchRows, Ints
+from steercap.core.rows import Ints
 from steercap.worker.arena import Arena
+from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import Layouts
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step, Witness

@@ -22,11 +22,12 @@ import torch
 from jaxtyping import Float, Int
 
 from steercap.core.program import MAX_REPLACEMENTS, NONE, RESPONSE_NUMBERS, Configuration
-from steercap.core.rows import BatchRows, Ints
+from steercap.core.rows import Ints
 from steercap.kernels import triton_project as project
 from steercap.kernels import triton_tally as tally
 from steercap.kernels import triton_tap as kernel
 from steercap.kernels.bits import told_apart
+from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import LAYOUTS
 from steercap.worker.programs import ENTRY_NUMBERS
 from steercap.worker.step import Step, Witness

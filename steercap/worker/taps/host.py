@@ -16,11 +16,12 @@ import torch
 from jaxtyping import Float, Int
 
 from steercap.core.program import NONE, RESPONSE_NUMBERS, Configuration, Response
-from steercap.core.rows import BatchRows, Ints, ends_of_runs
+from steercap.core.rows import Ints, ends_of_runs
 from steercap.kernels.bits import JOINED, LAST, MAX, MEASURES, READS, RELATIVE, REPLACES, RESTORES, SUM, USED, weight
 from steercap.kernels.finite import overflows_later
 from steercap.kernels.reference import Column, copy_row, copy_rows, edit_stream
 from steercap.worker.arena import Arena
+from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import Layouts
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step, Witness

@@ -5,14 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
-from steercap.vectors.extraction import model_name
-
-if TYPE_CHECKING:
-    from steercap.model import SteerModel
+from steercap.core.protocols import OpenModel
 
 #: Files of weights, by what vLLM loads.
 WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -22,7 +19,7 @@ CONFIGS: Final = ("config.json", "generation_config.json")
 ENDS: Final = 64 << 10
 
 
-def identity(model: SteerModel) -> dict[str, str]:
+def identity(model: OpenModel) -> dict[str, str]:
     """What answers depend on, besides what is asked.
 
     Args:
@@ -122,3 +119,8 @@ def _digest(value: Any) -> str:
     if value is None:
         return ""
     return hashlib.sha256(msgspec.json.encode(value, order="deterministic", enc_hook=str)).hexdigest()
+
+
+def model_name(model: str) -> str:
+    """What a model is called wherever it lies: the name on the hub, or that of its folder."""
+    return Path(model).name if Path(model).is_dir() else model

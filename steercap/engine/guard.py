@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
+from steercap.core.idiom import AWAITED, Idiom
 from steercap.errors import MainGuardMissing
-from steercap.idiom import AWAITED, Idiom
 
 _ADVICE = "put the code that starts the engine behind the usual guard:\n"
 

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from steercap.errors import InvalidFile
-from steercap.formats.base import check_extension, write_whole
+from steercap.files.base import check_extension, write_whole
 
 Record = TypeVar("Record", bound=msgspec.Struct)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from steercap.engine import Engine
+    from steercap.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ async def stats_of(engine: Engine) -> Stats:
     engines = await engine.census()
     counts = [count for workers in engines for count in workers]
     budget, page_bytes = engine.admission.budget, engine.admission.page_bytes
-    slots, vector_bytes = engine.equipment.slots, engine.vllm.hidden_size * 4
+    slots, vector_bytes = engine.configurations.slots, engine.vllm.hidden_size * 4
     return Stats(
         capture_bytes=budget.pages * page_bytes,
         capture_bytes_claimed=budget.reserved * page_bytes,
         capture_bytes_in_use=max(count.pages_in_use * count.page_bytes for count in counts),
         reductions=budget.tallies,
         reductions_running=budget.tallying,
-        requests_waiting=budget.waiting + engine.equipment.waiting,
+        requests_waiting=budget.waiting + engine.configurations.waiting,
         handles_held=sum(max(count.requests for count in workers) for workers in engines),
         rows_captured=sum(count.rows_written for count in counts),
         steps=sum(max(count.steps for count in workers) for workers in engines),
@@ -66,5 +66,5 @@ async def stats_of(engine: Engine) -> Stats:
         steering_slots_in_use=slots.slots_in_use,
         vector_bytes=slots.rows * vector_bytes,
         vector_bytes_in_use=slots.rows_in_use * vector_bytes,
-        vector_bytes_sent=engine.equipment.bytes_sent,
+        vector_bytes_sent=engine.configurations.bytes_sent,
     )

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
 
-from steercap.steering import SteeringSpec, spec_of
+from steercap.steering.spec import SteeringSpec, spec_of
 
 
 class FromContext(enum.Enum):

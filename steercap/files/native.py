@@ -3,7 +3,7 @@
 The header is the metadata entry `steercap`: format version, kind, model, layer convention, SHA-256 of it all, and
 the content: the dataclass as `{"type": ..., "fields": ...}`, down to tensors by name. What JSON lacks has one key that
 says what it is: `{"tensor": name}`, `{"slice": [...]}`, `{"tokens": [...]}`. Every field is written, whatever its
-default, so that a later default changes no file.
+default, so that a later default changes no file. What may be in a file is said by those who write it: a `Kind`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import dataclasses
 import hashlib
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Final, SupportsIndex
+from typing import Any, Final, SupportsIndex, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,13 +22,10 @@ import torch
 
 from steercap.core.tokens import TokenSelection
 from steercap.core.values import Mask
-from steercap.edits import EDITS
-from steercap.edits.base import Edit
 from steercap.errors import InvalidFile, InvalidSpec
-from steercap.formats.base import blame, read_tensors, write_tensors
-from steercap.steering import SteeringSpec
-from steercap.vectors.directions import DirectionSet, Provenance
-from steercap.vectors.layers import LayerVectors
+from steercap.files.base import blame, read_tensors, write_tensors
+
+Value = TypeVar("Value")
 
 VERSION: Final = 1
 #: What the numbers of layers in every file mean.
@@ -40,9 +37,23 @@ READERS: Final = {
     "directions": "DirectionSet.load",
     "captures": "CaptureHandle.load",
 }
-_TYPES: Final[Mapping[str, type]] = {
-    kind.__name__: kind for kind in (SteeringSpec, LayerVectors, DirectionSet, Provenance)
-}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a file of one kind may hold.
+
+    Args:
+        name: of the kind, as the header says it; one of `READERS`.
+        types: dataclasses that may occur in it, by the names they have there.
+        left_out: fields of a value that are not written, since they follow from others.
+        noun: what its parts are called in messages.
+    """
+
+    name: str
+    types: Mapping[str, type]
+    left_out: Callable[[object], Collection[str]] = lambda _: ()
+    noun: str = "type"
 
 
 class _Preface(msgspec.Struct, frozen=True):
@@ -72,70 +83,51 @@ class Header(msgspec.Struct, frozen=True):
     content: Any
 
 
-def save_steering(spec: SteeringSpec, path: str | Path, *, model: str = "") -> Path:
-    """Write a whole spec: its edits with all their fields, the specs inside it, what preserves the norm.
+def save(value: object, path: str | Path, kind: Kind, *, model: str = "") -> Path:
+    """Write a value, all its fields and what is in them; the file appears whole or not at all.
 
     Args:
-        spec: the spec.
-        path: the file, which appears whole or not at all.
+        value: one of the kind's types.
+        path: the file.
+        kind: what may be in it.
         model: the model it was made for, for those who read the header.
 
     Raises:
-        InvalidSpec: an edit that is not in `EDITS`, or a field that cannot be written.
+        InvalidSpec: a part that is none of the kind's types, or a field that cannot be written.
         InvalidFile: the name ends in something other than .safetensors.
     """
-    return _save(spec, Path(path), "steering", model)
+    store = _Store(kind)
+    content = _pack(value, "", store)
+    header = _signed(Header(VERSION, kind.name, model, CONVENTION, "", content), store.tensors)
+    return write_tensors(Path(path), header, store.tensors)
 
 
-def load_steering(path: str | Path) -> SteeringSpec:
-    """Read what `save_steering` wrote; it compiles to the same configuration.
+def load(path: str | Path, kind: Kind, expected: type[Value]) -> Value:
+    """Read what `save` wrote.
 
-    Raises:
-        InvalidFile: truncated, changed, of another kind or a newer version, or with an edit or field not known here.
-    """
-    spec = _load(Path(path), "steering", SteeringSpec)
-    assert isinstance(spec, SteeringSpec)
-    return spec
-
-
-def save_vectors(vectors: LayerVectors, path: str | Path) -> Path:
-    """Write vectors and labels; the file appears whole or not at all.
+    Args:
+        path: the file.
+        kind: what may be in it.
+        expected: the type of the whole.
 
     Raises:
-        InvalidFile: the name ends in something other than .safetensors.
+        InvalidFile: truncated, changed, of another kind or a newer version, or with a part or field not known here.
     """
-    return _save(vectors, Path(path), "vectors", vectors.model)
-
-
-def load_vectors(path: str | Path) -> LayerVectors:
-    """Read what `save_vectors` wrote.
-
-    Raises:
-        InvalidFile: truncated, changed, of another kind or a newer version.
-    """
-    vectors = _load(Path(path), "vectors", LayerVectors)
-    assert isinstance(vectors, LayerVectors)
-    return vectors
-
-
-def save_directions(directions: DirectionSet, path: str | Path) -> Path:
-    """Write directions and their provenance; the file appears whole or not at all.
-
-    Raises:
-        InvalidFile: the name ends in something other than .safetensors.
-    """
-    return _save(directions, Path(path), "directions", directions.model)
-
-
-def load_directions(path: str | Path) -> DirectionSet:
-    """Read what `save_directions` wrote.
-
-    Raises:
-        InvalidFile: truncated, changed, of another kind or a newer version.
-    """
-    directions = _load(Path(path), "directions", DirectionSet)
-    assert isinstance(directions, DirectionSet)
-    return directions
+    path = Path(path)
+    header, tensors = _read(path)
+    if header.kind != kind.name:
+        raise InvalidFile(f"{path} holds {header.kind}, not {kind.name}; read it with {READERS[header.kind]}")
+    found = _signed(header, tensors).sha256
+    if found != header.sha256:
+        raise InvalidFile(
+            f"{path} was changed after it was saved: it has SHA-256 {found}, its header says "
+            f"{header.sha256}; copy or save it again"
+        )
+    with blame(path):
+        value = _unpack(header.content, tensors, kind)
+    if not isinstance(value, expected):
+        raise InvalidFile(f"{path} says that it holds {kind.name}, but holds a {type(value).__name__}; save it again")
+    return value
 
 
 def read_header(path: str | Path) -> Header:
@@ -145,30 +137,6 @@ def read_header(path: str | Path) -> Header:
         InvalidFile: no such file, truncated, or of a newer version.
     """
     return _read(Path(path), tensors=False)[0]
-
-
-def _save(value: SteeringSpec | LayerVectors | DirectionSet, path: Path, kind: str, model: str) -> Path:
-    store = _Store()
-    content = _pack(value, "", store)
-    header = _signed(Header(VERSION, kind, model, CONVENTION, "", content), store.tensors)
-    return write_tensors(path, header, store.tensors)
-
-
-def _load(path: Path, kind: str, expected: type) -> object:
-    header, tensors = _read(path)
-    if header.kind != kind:
-        raise InvalidFile(f"{path} holds {header.kind}, not {kind}; read it with {READERS[header.kind]}")
-    found = _signed(header, tensors).sha256
-    if found != header.sha256:
-        raise InvalidFile(
-            f"{path} was changed after it was saved: it has SHA-256 {found}, its header says "
-            f"{header.sha256}; copy or save it again"
-        )
-    with blame(path):
-        value = _unpack(header.content, tensors)
-    if not isinstance(value, expected):
-        raise InvalidFile(f"{path} says that it holds {kind}, but holds a {type(value).__name__}; save it again")
-    return value
 
 
 def _read(path: Path, *, tensors: bool = True) -> tuple[Header, dict[str, torch.Tensor]]:
@@ -203,7 +171,8 @@ def _check_preface(path: Path, preface: _Preface) -> None:
 class _Store:
     """Tensors on their way into a file, equal ones once."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[str, str] = {}
 
@@ -247,8 +216,8 @@ def _pack(value: object, at: str, store: _Store) -> Any:  # noqa: C901 -- one ca
             packed = value
         case torch.Tensor():
             packed = {"tensor": store.put(value, at)}
-        case SteeringSpec() | Edit() | LayerVectors() | DirectionSet() | Provenance():
-            packed = {"type": _type_name(value), "fields": _pack_fields(value, at, store)}
+        case _ if dataclasses.is_dataclass(value) and not isinstance(value, (TokenSelection, Mask)):
+            packed = {"type": _type_name(value, store.kind), "fields": _pack_fields(value, at, store)}
         case TokenSelection(terms):
             packed = {"tokens": [_pack(slice(*t) if isinstance(t, tuple) else t, at, store) for t in terms]}
         case slice() | range():
@@ -271,13 +240,11 @@ def _pack(value: object, at: str, store: _Store) -> Any:  # noqa: C901 -- one ca
 
 
 def _pack_fields(value: Any, at: str, store: _Store) -> dict[str, Any]:
-    names = _fields(type(value))
-    if isinstance(value, Edit) and value.replaced:
-        names.pop("tokens")  # it follows from the positions, and is refused beside them
-    return {name: _pack(getattr(value, name), _join(at, name), store) for name in names}
+    names = _fields(type(value)).keys() - set(store.kind.left_out(value))
+    return {name: _pack(getattr(value, name), _join(at, name), store) for name in _fields(type(value)) if name in names}
 
 
-def _unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _unpack(value: Any, tensors: Mapping[str, torch.Tensor], kind: Kind) -> Any:
     """What `_pack` was given, sequences as tuples.
 
     Raises:
@@ -287,13 +254,13 @@ def _unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     found: Any
     match value:
         case list():
-            found = tuple(_unpack(part, tensors) for part in value)
+            found = tuple(_unpack(part, tensors, kind) for part in value)
         case {"type": str(name), "fields": dict(fields)}:
-            found = _make(name, {field: _unpack(part, tensors) for field, part in fields.items()})
+            found = _make(kind, name, {field: _unpack(part, tensors, kind) for field, part in fields.items()})
         case {"tensor": str(name)} if name in tensors:
             found = tensors[name]
         case {"tokens": terms}:
-            found = TokenSelection.parse(_unpack(terms, tensors))
+            found = TokenSelection.parse(_unpack(terms, tensors, kind))
         case {"slice": [start, stop, step]}:
             found = slice(start, stop, step)
         case {"range": [start, stop, step]}:
@@ -301,7 +268,7 @@ def _unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         case {"float": str(text)}:
             found = float(text)
         case {"map": pairs}:
-            found = dict(_unpack(pairs, tensors))
+            found = dict(_unpack(pairs, tensors, kind))
         case dict():
             raise InvalidSpec(f"{value!r} is nothing that this steercap knows; upgrade it, or save the file again")
         case _:
@@ -309,12 +276,14 @@ def _unpack(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return found
 
 
-def _make(name: str, values: dict[str, Any]) -> object:
+def _make(kind: Kind, name: str, values: dict[str, Any]) -> object:
     """A dataclass from its fields."""
-    if name not in _TYPES and name not in EDITS:
-        known = ", ".join(map(repr, EDITS))
-        raise InvalidSpec(f"unknown edit {name!r}; known: {known}; upgrade steercap if the file is of a newer one")
-    made = _TYPES[name] if name in _TYPES else EDITS[name]
+    if name not in kind.types:
+        known = ", ".join(map(repr, kind.types))
+        raise InvalidSpec(
+            f"unknown {kind.noun} {name!r}; known: {known}; upgrade steercap if the file is of a newer one"
+        )
+    made = kind.types[name]
     required = _fields(made)
     unknown = values.keys() - required.keys()
     if unknown:
@@ -335,11 +304,13 @@ def _fields(kind: type) -> dict[str, bool]:
     }
 
 
-def _type_name(value: object) -> str:
-    for name, kind in (*_TYPES.items(), *EDITS.items()):
-        if type(value) is kind:
+def _type_name(value: object, kind: Kind) -> str:
+    for name, known in kind.types.items():
+        if type(value) is known:
             return name
-    raise InvalidSpec(f"{value} is not one of steercap's edits, so a file cannot describe it; save its parts instead")
+    raise InvalidSpec(
+        f"{value} is not one of steercap's {kind.noun}s, so a file cannot describe it; save its parts instead"
+    )
 
 
 def _join(at: str, part: object) -> str:

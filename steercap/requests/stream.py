@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from steercap.captures import Captures
 from steercap.core.budget import Ticket
 from steercap.core.messages import Owner, Wanted
 from steercap.core.receipt import SteeringReceipt
-from steercap.handle import Expected, received
-from steercap.job import Job, memory_for, outputs_of, planned, receipts_of
+from steercap.requests.captures import Captures
+from steercap.requests.handle import Expected, received
+from steercap.requests.job import Job, memory_for, outputs_of, planned, receipts_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from steercap.codecs import CODECS
 from steercap.core.chat import MessageSpan
 from steercap.core.messages import Owner, Wanted
 from steercap.core.plan import Plan, compile_capture
@@ -22,17 +21,16 @@ from steercap.core.receipt import SteeringReceipt, check_edits
 from steercap.core.rows import rows_selected
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import Range, selected
+from steercap.encodings import ENCODINGS
 from steercap.errors import InvalidSpec, ModelClosed, SteeringNotApplied, first_error
-from steercap.handle import CaptureHandle
-from steercap.steering import Lowered, scopes_of
+from steercap.requests.handle import CaptureHandle
+from steercap.steering.lowering import Lowered, scopes_of
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
-    from vllm.sampling_params import SamplingParams
-
     from steercap.adapters.engine import Rendered
+    from steercap.adapters.types import RequestOutput, SamplingParams
     from steercap.core.budget import Ticket
-    from steercap.engine import Engine
+    from steercap.engine.engine import Engine
     from steercap.vectors.directions import Mark
 
 
@@ -133,7 +131,7 @@ async def prepare(
         raise InvalidSpec(f"capture={spec!r}; give a CaptureSpec, or capture_layers= for layers alone")
     if spec is not None:
         points, indices = engine.captured(spec)
-        CODECS[spec.codec]  # an unknown one is an error here, not in the worker
+        ENCODINGS[spec.codec]  # an unknown one is an error here, not in the worker
     projected = None if spec is None else engine.projected(spec)
     lowered = None if steering is None else engine.lowered(steering)
     sampling = vllm.sampling(params)
@@ -227,7 +225,7 @@ async def planned(job: Job) -> AsyncIterator[Planned]:
     if job.plan is None or not wanted:
         yield Planned(job.plan, "")
         return
-    async with job.engine.equipment.holding(*wanted) as grants:
+    async with job.engine.configurations.holding(*wanted) as grants:
         slots = {grant.digest: grant.slot for grant in grants}
         plan, salt = job.plan, ""
         if (capture := plan.capture) is not None and (projection := capture.projection) is not None:
@@ -235,7 +233,7 @@ async def planned(job: Job) -> AsyncIterator[Planned]:
             plan = msgspec.structs.replace(plan, capture=msgspec.structs.replace(capture, projection=placed))
         if (change := job.change) is not None:
             digest = change.lowered.digest
-            name = identity(digest, change.scopes, change.replaced, job.engine.equipment.epoch)
+            name = identity(digest, change.scopes, change.replaced, job.engine.configurations.epoch)
             steering = SteeringPlan(slots[digest], digest, name, change.scopes, change.replaced)
             plan = msgspec.structs.replace(plan, steering=steering)
             salt = name.hex() if change.lowered.changes_kv else ""
@@ -279,7 +277,7 @@ async def receipts_of(
             for item, said in zip(wanted, found, strict=True)
         ]
     except SteeringNotApplied:
-        job.engine.equipment.epoch += 1
+        job.engine.configurations.epoch += 1
         raise
 
 

@@ -18,25 +18,24 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from steercap.admission import Admission
-from steercap.batching import Batcher
+from steercap.concurrency.loops import Home, finished, on_thread, over
 from steercap.config import Settings
 from steercap.core.budget import Ticket
 from steercap.core.messages import (
     Answer,
     Attach,
     Attached,
-    Bystander,
     Call,
     Census,
     Collect,
     Collected,
+    Configure,
+    Configured,
     Counted,
-    Equip,
-    Equipped,
     Failed,
     LineRange,
     Lines,
+    NotCapturing,
     Owner,
     Parcel,
     Question,
@@ -52,21 +51,21 @@ from steercap.core.messages import (
 from steercap.core.plan import PROJECTED_BYTES, CapturePlan, Plan
 from steercap.core.rows import PageShape
 from steercap.core.spec import CaptureSpec, Point, check_armed
-from steercap.delivery import Courier, Delivery, Rank
-from steercap.equipment import Equipment
+from steercap.engine.admission import Admission
+from steercap.engine.batching import Batcher
+from steercap.engine.configurations import Configurations
+from steercap.engine.fetching import Delivery, Fetcher, Rank
 from steercap.errors import EngineFailure, InvalidSpec, ModelClosed, WorkerFailure
-from steercap.loops import Home, finished, on_thread, over
-from steercap.projection import Projected, compile_projection, points_of
 from steercap.sites import SITES
-from steercap.steering import Lowered, SteeringSpec, lower, spec_of
+from steercap.steering.lowering import Lowered, lower
+from steercap.steering.projection import Projected, compile_projection, points_of
+from steercap.steering.spec import SteeringSpec, spec_of
 from steercap.transport.reader import open_reader
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
-    from vllm.sampling_params import SamplingParams
-
     from steercap.adapters.engine import Rendered, VllmEngine
     from steercap.adapters.launch import Launch
+    from steercap.adapters.types import RequestOutput, SamplingParams
     from steercap.edits.base import Edit
 
 #: Seconds that rows given back may wait for company before an RPC of their own.
@@ -94,11 +93,11 @@ class Engine:
         self._ranks: tuple[tuple[Rank, ...], ...] = ()  # engine by engine
         self.tallies = 0  # reductions that can run along at once in each engine
         self.admission = Admission(0, 0, settings)
-        self.equipment = Equipment(0, 0, settings, self._equip)
+        self.configurations = Configurations(0, 0, settings, self._configure)
         self._captured: tuple[CaptureSpec, tuple[Point, ...], tuple[int, ...]] | None = None  # the last one
         # Directions, and what they were compiled to for some of their points: to hash megabytes takes milliseconds.
         self._projected: WeakKeyDictionary[Any, dict[tuple[Point, ...], Projected]] = WeakKeyDictionary()
-        self._courier = Courier()
+        self._fetcher = Fetcher()
         self._lowered: WeakKeyDictionary[SteeringSpec | Edit, Lowered] = WeakKeyDictionary()
         self._settling: Batcher[tuple[Sequence[Wanted], bool], list[list[list[SteeringRecord | Unknown]]]] = Batcher(
             self._settle
@@ -156,7 +155,7 @@ class Engine:
     async def _wind_up(self) -> None:
         """What belongs to the event loop of the engine."""
         self.admission.close()
-        await self.equipment.aclose()
+        await self.configurations.aclose()
         await self._settling.aclose()
         if self._flush:
             self._flush.cancel()
@@ -166,7 +165,7 @@ class Engine:
     def _end(self) -> None:
         """What any thread can do, and must."""
         try:
-            self._courier.close()
+            self._fetcher.close()
             for rank in self._all_ranks:
                 rank.reader.close()
         finally:
@@ -337,7 +336,7 @@ class Engine:
         Raises:
             EngineFailure: the engine has died, or a worker cannot answer.
         """
-        return await self._courier.deliver(self._ranks, await self.locate(wanted))
+        return await self._fetcher.deliver(self._ranks, await self.locate(wanted))
 
     async def locate(self, wanted: Sequence[Wanted]) -> list[list[list[Parcel | Unknown]]]:
         """Have finished requests' rows readable, and say where they are; one RPC for all.
@@ -373,8 +372,8 @@ class Engine:
         )
         return [[next(records) for _ in items] for items, _ in asked]
 
-    async def _equip(self, question: Equip) -> list[Equipped]:
-        return [answer for answers in await self._ask(question, Equipped) for answer in answers]
+    async def _configure(self, question: Configure) -> list[Configured]:
+        return [answer for answers in await self._ask(question, Configured) for answer in answers]
 
     async def census(self) -> list[list[Counted]]:
         """Engine by engine, what each capturing worker holds."""
@@ -418,8 +417,8 @@ class Engine:
         pages = min(rank.attached.pages for rank in self._all_ranks)
         self.tallies = min(rank.attached.tallies for rank in self._all_ranks)
         self.admission = Admission(pages, page_bytes, settings, self.engines, self.tallies)
-        self.equipment = Equipment(
-            settings.steering_slots, min(rank.attached.bank_rows for rank in self._all_ranks), settings, self._equip
+        self.configurations = Configurations(
+            settings.steering_slots, min(rank.attached.bank_rows for rank in self._all_ranks), settings, self._configure
         )
 
     @property
@@ -473,7 +472,7 @@ def _answers(engines: Sequence[Sequence[bytes]], kind: type[Kind]) -> list[list[
         for worker, answer in enumerate(answers):
             if isinstance(answer, Failed):
                 raise WorkerFailure(f"worker {worker} of engine {engine}: {answer.reason}")
-        capturing = [answer for answer in answers if not isinstance(answer, Bystander)]
+        capturing = [answer for answer in answers if not isinstance(answer, NotCapturing)]
         found.append([answer for answer in capturing if isinstance(answer, kind)])
         if found[-1] != capturing:
             raise WorkerFailure(f"expected {kind.__name__}, got {', '.join(type(one).__name__ for one in capturing)}")

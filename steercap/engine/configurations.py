@@ -10,15 +10,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from steercap.batching import Batcher
-from steercap.core.messages import Equip, Equipped, Placed, Vectors
+from steercap.core.messages import Configure, Configured, Placed, Vectors
 from steercap.core.program import Configuration
 from steercap.core.slots import Grant, Slots
+from steercap.engine.batching import Batcher
 from steercap.errors import ModelClosed, SteeringSlotsFull, TooManyEdits, WorkerFailure
 
 if TYPE_CHECKING:
     from steercap.config import Settings
-    from steercap.steering import Lowered
+    from steercap.steering.lowering import Lowered
 
 #: Most bytes of vectors in one frame: vLLM's broadcast ring takes 16 MiB, and the engine stands still meanwhile.
 FRAME_BYTES: Final = 8 << 20
@@ -31,7 +31,7 @@ PATIENCE_SECONDS: Final = 60.0
 Wanted: TypeAlias = "Mapping[bytes, Configuration]"
 
 
-class Equipment:
+class Configurations:
     """The slots and the vector bank of an engine, with the queue before them.
 
     Args:
@@ -46,7 +46,7 @@ class Equipment:
         slots: int,
         rows: int,
         settings: Settings,
-        ask: Callable[[Equip], Awaitable[Sequence[Equipped]]],
+        ask: Callable[[Configure], Awaitable[Sequence[Configured]]],
     ) -> None:
         self.slots = Slots(slots, rows)
         #: Raised when steering failed: keys and values written until then are not asked for again.
@@ -169,10 +169,10 @@ class Equipment:
         """Send what the workers lack; whether each configuration is in place afterwards."""
         vectors = {vector.digest: vector for load in loads for vector in self._unsent(*load)}
         for batch in _batches(list(vectors.values())):
-            await self._ask(Equip(batch, ()))
+            await self._ask(Configure(batch, ()))
         self.bytes_sent += sum(len(vector.data) for vector in vectors.values())
         placed = (Placed(grant.slot, grant.configuration, grant.places) for grant, _ in loads)
-        answers = await self._ask(Equip((), tuple(placed)))
+        answers = await self._ask(Configure((), tuple(placed)))
         refused = {digest for answer in answers for digest in answer.refused}
         for grant, _ in loads:
             if grant.digest not in refused:

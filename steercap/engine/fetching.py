@@ -92,7 +92,7 @@ class _Order:
         return Delivery(parcels, rows, self.failure)
 
 
-class Courier:
+class Fetcher:
     """Delivers rows of one engine, on a bounded number of threads; none is started before rows are fetched.
 
     Args:
@@ -101,7 +101,7 @@ class Courier:
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads: Final = threads or max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) - 1))
-        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="steercap courier")
+        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="steercap fetcher")
         self._closed = False
 
     async def deliver(self, ranks: Ranks, found: Sequence[Found]) -> list[Delivery]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from steercap.codecs.base import Codec
+from steercap.encodings.base import Encoding
 
 if TYPE_CHECKING:
     import torch
 
 
-class Raw(Codec):
+class Raw(Encoding):
     """The bytes of the row, nothing else."""
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Codec(ABC):
+class Encoding(ABC):
     """A reversible (or bounded-loss) form of rows between arena and client."""
 
     @abstractmethod

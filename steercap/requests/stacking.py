@@ -15,7 +15,7 @@ from steercap.core.tokens import Tokens, TokenSelection, selected
 from steercap.errors import InvalidRequest, InvalidSelection, LayerOutOfRange
 
 if TYPE_CHECKING:
-    from steercap.handle import CaptureHandle
+    from steercap.requests.handle import CaptureHandle
 
 
 def stack(

@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from steercap.core.messages import Attached, LineRange, Owner, Parcel, Unknown
-from steercap.delivery import Courier, Rank
+from steercap.engine.fetching import Fetcher, Rank
 from steercap.errors import ModelClosed
 from steercap.transport import assemble, reader
 from steercap.transport.reader import LineReader, Readable, WireReader
@@ -83,18 +83,18 @@ def by_hand(one: Parcel) -> torch.Tensor:
 
 
 @asynccontextmanager
-async def courier(threads: int = 2) -> Iterator[Courier]:
+async def fetcher(threads: int = 2) -> Iterator[Fetcher]:
     before = set(threading.enumerate())  # other models of this process have couriers too
-    made = Courier(threads)
+    made = Fetcher(threads)
     try:
         yield made
     finally:
         await asyncio.to_thread(made.close)
-        assert not [thread for thread in set(threading.enumerate()) - before if "steercap courier" in thread.name]
+        assert not [thread for thread in set(threading.enumerate()) - before if "steercap fetcher" in thread.name]
 
 
 @asynccontextmanager
-async def busy(made: Courier) -> Iterator[threading.Event]:
+async def busy(made: Fetcher) -> Iterator[threading.Event]:
     """All its threads are occupied until the event is set."""
     go = threading.Event()
     for _ in range(made.threads):
@@ -115,8 +115,8 @@ async def test_rows_come_bit_for_bit(threads, part_bytes, monkeypatch) -> None:
     asked = [paged(f"r{seed}", 1 + seed % 7, 1 + 37 * seed % 150, seed) for seed in range(40)]
     asked.append(parcel("pairs", 3, [(10, 6), (700, 6)], 2, "float32"))  # float32 rows take two lines each
     asked.append(parcel("none", 3, [], 0))
-    monkeypatch.setattr("steercap.delivery.THREAD_BYTES", 20_000)  # both ways
-    async with courier(threads) as made:
+    monkeypatch.setattr("steercap.engine.fetching.THREAD_BYTES", 20_000)  # both ways
+    async with fetcher(threads) as made:
         deliveries = await made.deliver([[rank()]], [[[one]] for one in asked])
     for one, delivery in zip(asked, deliveries, strict=True):
         assert delivery.failure is None
@@ -141,7 +141,7 @@ async def test_rows_come_bit_for_bit(threads, part_bytes, monkeypatch) -> None:
 async def test_lines_that_cannot_be_the_rows_fail_their_request_alone(lying, message) -> None:
     """Too few lines, torn records, lines beyond the arena: no tensor, and the neighbours get theirs."""
     good = paged("r1", 3, 50, 1)
-    async with courier() as made:
+    async with fetcher() as made:
         first, bad, last = await made.deliver([[rank()]], [[[good]], [[lying]], [[good]]])
     assert message in bad.failure
     assert bad.rows == ()
@@ -161,7 +161,7 @@ async def test_a_worker_that_failed_or_knows_nothing_fails_its_request_alone() -
         "engines 0, 1 all have rows of this request": [[good, good], [none, good]],
         "out of cheese": [[good, spoilt], [none, none]],
     }
-    async with courier() as made:
+    async with fetcher() as made:
         deliveries = await made.deliver(ranks, list(cases.values()))
     for failure, delivery in zip(cases, deliveries, strict=True):
         assert delivery.failure == failure
@@ -171,7 +171,7 @@ async def test_a_worker_that_failed_or_knows_nothing_fails_its_request_alone() -
 async def test_the_loop_goes_on_while_rows_are_gathered() -> None:
     """Large rows wait for threads, not the loop for them; small ones are not worth the trip."""
     large, small = paged("large", 2, 1500, 1), paged("small", 2, 10, 2)
-    async with courier() as made, busy(made) as go:
+    async with fetcher() as made, busy(made) as go:
         waiting = asyncio.create_task(made.deliver([[rank()]], [[[large]]]))
         (at_once,) = await made.deliver([[rank()]], [[[small]]])
         assert torch.equal(at_once.rows[0].view(torch.uint8), by_hand(small))
@@ -188,7 +188,7 @@ def go_on() -> None:
 async def test_who_is_cancelled_leaves_nothing_in_the_queue() -> None:
     """A fetch given up before its turn is not gathered for nobody."""
     large = paged("large", 2, 1500, 1)
-    async with courier() as made, busy(made):
+    async with fetcher() as made, busy(made):
         for waiting in (made.deliver([[rank()]], [[[large]]] * 5), made._all([go_on] * 5)):
             task = asyncio.create_task(waiting)
             before = made._pool._work_queue.qsize()
@@ -205,7 +205,7 @@ async def test_who_is_cancelled_leaves_nothing_in_the_queue() -> None:
 async def test_closing_ends_a_delivery_as_closed() -> None:
     """Whoever waits for rows while the model closes is told so, and so is who comes later."""
     large = paged("large", 2, 1500, 1)
-    async with courier() as made, busy(made) as go:
+    async with fetcher() as made, busy(made) as go:
         waiting = asyncio.create_task(made.deliver([[rank()]], [[[large]]] * 5))
         while not made._pool._work_queue.qsize():
             await asyncio.sleep(0)
@@ -221,7 +221,7 @@ async def test_closing_ends_a_delivery_as_closed() -> None:
 async def test_the_wire_gives_the_same_rows_one_call_at_a_time(monkeypatch) -> None:
     """Bytes over RPC are bounded: one request's calls at a time, none above the limit, and the rows are the same."""
     monkeypatch.setattr(reader, "WIRE_BYTES", 100 * LINE_BYTES)
-    monkeypatch.setattr("steercap.delivery.LOAD_REQUESTS", 1)  # or few requests would not be several at once
+    monkeypatch.setattr("steercap.engine.fetching.LOAD_REQUESTS", 1)  # or few requests would not be several at once
     under_way = most = 0
 
     async def ask(ranges: tuple[LineRange, ...]) -> bytes:
@@ -235,7 +235,7 @@ async def test_the_wire_gives_the_same_rows_one_call_at_a_time(monkeypatch) -> N
         return sent.numpy().tobytes()
 
     asked = [paged(f"r{seed}", 1 + seed % 5, 300, seed) for seed in range(8)]
-    async with courier() as made:
+    async with fetcher() as made:
         deliveries = await made.deliver([[rank(of=WireReader(attached(), ask))]], [[[one]] for one in asked])
     assert most == 1
     for one, delivery in zip(asked, deliveries, strict=True):

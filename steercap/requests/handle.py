@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from steercap.captures import Captures
 from steercap.core.chat import MessageSpan
+from steercap.core.idiom import AWAITED
 from steercap.core.messages import Owner, Wanted
+from steercap.core.ownership import Unshared
 from steercap.core.plan import Plan
 from steercap.core.receipt import Receipt, SteeringReceipt, check_labels, check_points
 from steercap.core.rows import rows_selected
@@ -33,13 +34,13 @@ from steercap.errors import (
     InvalidRequest,
     InvalidSpec,
 )
-from steercap.idiom import AWAITED
-from steercap.ownership import Unshared
+from steercap.requests import files
+from steercap.requests.captures import Captures
 
 if TYPE_CHECKING:
     from steercap.core.budget import Ticket
-    from steercap.delivery import Delivery
-    from steercap.engine import Engine
+    from steercap.engine.engine import Engine
+    from steercap.engine.fetching import Delivery
     from steercap.vectors.directions import Mark
 
 
@@ -201,14 +202,28 @@ class CaptureHandle(Unshared):
         }
 
     def save(self, path: str | Path) -> Path:
-        """Write rows, labels and texts to one safetensors file; see `steercap.files`.
+        """Write rows, labels and texts to one safetensors file; see `steercap.requests.files`.
 
         Raises:
             CaptureNotFetched: before `fetch()`.
         """
-        from steercap.files import save_handle
-
-        return save_handle(self, Path(path))
+        receipt = self.receipt
+        header = files.Header(
+            version=files.VERSION,
+            model=self.model,
+            request_id=self.request_id,
+            text=self.text,
+            num_layers=self.num_layers,
+            points=self.points,
+            messages=self.messages,
+            reduce=receipt.reduce,
+            writes=receipt.writes,
+            steering=receipt.steering,
+            directions=self.directions,
+            marks=self.marks,
+        )
+        labels = self.positions, self.token_ids, self.prompt_token_ids, self.output_token_ids
+        return files.write(files.Saved(header, self.captures, *labels), Path(path))
 
     @staticmethod
     def load(path: str | Path) -> CaptureHandle:
@@ -217,9 +232,23 @@ class CaptureHandle(Unshared):
         Raises:
             InvalidFile: the file is truncated, of another kind, or of a newer version.
         """
-        from steercap.files import load_handle
-
-        return load_handle(Path(path))
+        header, rows, positions, token_ids, prompt_token_ids, output_token_ids = files.read(Path(path))
+        handle = CaptureHandle(
+            request_id=header.request_id,
+            model=header.model,
+            text=header.text,
+            prompt_token_ids=prompt_token_ids,
+            output_token_ids=output_token_ids,
+            points=header.points,
+            num_layers=header.num_layers,
+            messages=header.messages,
+            directions=header.directions,
+            marks=header.marks,
+        )
+        labels = positions.numpy(), token_ids.numpy()
+        handle._receipt = Receipt(header.points, *labels, header.writes, header.reduce, header.steering)
+        handle._captures = Captures(rows, header.num_layers)
+        return handle
 
     def release(self) -> None:
         """Drop the rows, here and in the worker. Idempotent; nothing can be read afterwards."""

@@ -7,14 +7,14 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from steercap.batching import Batcher
 from steercap.config import Settings
-from steercap.context import FROM_CONTEXT, by_word_or_context, in_force, steered
-from steercap.core.messages import Equip, Equipped
+from steercap.core.messages import Configure, Configured
 from steercap.core.spec import Point
-from steercap.equipment import Equipment
+from steercap.engine.batching import Batcher
+from steercap.engine.configurations import Configurations
 from steercap.errors import ModelClosed, SteeringSlotsFull, TooManyEdits, WorkerFailure
-from steercap.steering import lower
+from steercap.requests.context import FROM_CONTEXT, by_word_or_context, in_force, steered
+from steercap.steering.lowering import lower
 from steercap.testing.specs import spec
 
 WIDTH = 8
@@ -34,11 +34,11 @@ class Workers:
     """Answers every question, refusing each configuration so many times."""
 
     def __init__(self, refusals: int = 0) -> None:
-        self.asked: list[Equip] = []
+        self.asked: list[Configure] = []
         self.refusals = refusals
         self.times: dict[bytes, int] = {}
 
-    async def __call__(self, question: Equip) -> list[Equipped]:
+    async def __call__(self, question: Configure) -> list[Configured]:
         self.asked.append(question)
         await asyncio.sleep(0)
         refused = []
@@ -47,15 +47,17 @@ class Workers:
             self.times[digest] = self.times.get(digest, 0) + 1
             if self.times[digest] <= self.refusals:
                 refused.append(digest)
-        return [Equipped(tuple(refused))]
+        return [Configured(tuple(refused))]
 
 
-def equipment(slots: int = 2, rows: int = 4, overflow: str = "wait", refusals: int = 0) -> tuple[Equipment, Workers]:
+def configurations(
+    slots: int = 2, rows: int = 4, overflow: str = "wait", refusals: int = 0
+) -> tuple[Configurations, Workers]:
     workers = Workers(refusals)
-    return Equipment(slots, rows, Settings(overflow=overflow), workers), workers
+    return Configurations(slots, rows, Settings(overflow=overflow), workers), workers
 
 
-async def hold(owner: Equipment, ready, done: list[int], number: int) -> None:
+async def hold(owner: Configurations, ready, done: list[int], number: int) -> None:
     async with owner.holding(ready):
         done.append(number)
         await asyncio.sleep(0.01)
@@ -63,7 +65,7 @@ async def hold(owner: Equipment, ready, done: list[int], number: int) -> None:
 
 async def test_requests_wait_in_order_and_all_finish() -> None:
     """More configurations than slots: first come, first served, and nothing is held afterwards."""
-    owner, _ = equipment()
+    owner, _ = configurations()
     done: list[int] = []
     await asyncio.gather(*(hold(owner, lowered(number), done, number) for number in range(9)))
     assert done == list(range(9))
@@ -72,7 +74,7 @@ async def test_requests_wait_in_order_and_all_finish() -> None:
 
 async def test_whoever_gives_up_leaves_the_queue_to_the_others() -> None:
     """Cancelled waiters, equal ones among them, vanish; those behind go on."""
-    owner, _ = equipment(slots=1)
+    owner, _ = configurations(slots=1)
     done: list[int] = []
     async with owner.holding(lowered(0)):
         # Equal in content, not the same object: an edit given to two calls.
@@ -90,7 +92,7 @@ async def test_whoever_gives_up_leaves_the_queue_to_the_others() -> None:
 
 async def test_closing_fails_those_who_wait_and_those_who_come() -> None:
     """ModelClosed for both; nobody hangs."""
-    owner, _ = equipment(slots=1)
+    owner, _ = configurations(slots=1)
     async with AsyncExitStack() as held:
         await held.enter_async_context(owner.holding(lowered(0)))
         waiting = asyncio.create_task(hold(owner, lowered(1), [], 0))
@@ -104,7 +106,7 @@ async def test_closing_fails_those_who_wait_and_those_who_come() -> None:
 
 async def test_what_can_never_fit_and_what_must_not_wait_is_said() -> None:
     """A spec larger than the bank, and overflow='error' with everything in use."""
-    owner, _ = equipment(slots=1, rows=2, overflow="error")
+    owner, _ = configurations(slots=1, rows=2, overflow="error")
     with pytest.raises(TooManyEdits, match="vector_bytes"):
         await hold(owner, lowered(0, "low_rank"), [], 0)
     async with owner.holding(lowered(0)):
@@ -115,7 +117,7 @@ async def test_what_can_never_fit_and_what_must_not_wait_is_said() -> None:
 
 async def test_requests_of_one_tick_are_equipped_by_one_call() -> None:
     """64 new configurations: their vectors in one frame, and they in another; used again, nothing is sent."""
-    owner, workers = equipment(slots=64, rows=64)
+    owner, workers = configurations(slots=64, rows=64)
     ready = [lowered(seed) for seed in range(64)]
     await asyncio.gather(*(hold(owner, one, [], 0) for one in ready))
     assert [(len(call.vectors), len(call.configurations)) for call in workers.asked] == [(64, 0), (0, 64)]
@@ -126,7 +128,7 @@ async def test_requests_of_one_tick_are_equipped_by_one_call() -> None:
 
 async def test_a_busy_worker_is_asked_again() -> None:
     """A configuration that is refused for a while holds up nobody but itself, and gets there."""
-    owner, workers = equipment(refusals=5)
+    owner, workers = configurations(refusals=5)
     done: list[int] = []
     await hold(owner, lowered(0), done, 0)
     assert done == [0]
@@ -135,10 +137,10 @@ async def test_a_busy_worker_is_asked_again() -> None:
 
 async def test_a_call_that_fails_fails_those_who_need_it_and_is_made_again() -> None:
     """Nobody is told that a configuration is in place when it is not."""
-    owner, workers = equipment()
+    owner, workers = configurations()
     fail = True
 
-    async def ask(question: Equip) -> list[Equipped]:
+    async def ask(question: Configure) -> list[Configured]:
         if fail:
             raise WorkerFailure("out of cheese")
         return await workers(question)
@@ -155,7 +157,7 @@ async def test_a_call_that_fails_fails_those_who_need_it_and_is_made_again() -> 
 
 async def test_one_vector_at_many_scales_leaves_no_trace() -> None:
     """Configurations come and go; what is kept is bounded by the slots and the bank."""
-    owner, _ = equipment(slots=4, rows=4)
+    owner, _ = configurations(slots=4, rows=4)
     for seed in range(300):
         await hold(owner, lowered(seed), [], 0)
     assert len(owner.slots._slots.held) <= 4

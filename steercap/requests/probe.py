@@ -17,14 +17,13 @@ from steercap.core.plan import CapturePlan, Plan
 from steercap.core.tokens import Range
 from steercap.edits.add import Add
 from steercap.errors import SteeringNotApplied, TapsNotInstalled
-from steercap.job import prepare, run_all
-from steercap.steering import SteeringSpec
+from steercap.requests.job import prepare, run_all
+from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
-    from vllm.outputs import RequestOutput
-
-    from steercap.delivery import Delivery
-    from steercap.engine import Engine
+    from steercap.adapters.types import RequestOutput
+    from steercap.engine.engine import Engine
+    from steercap.engine.fetching import Delivery
 
 #: Prompt tokens and generated tokens: a prefill pass, then a decode pass.
 _PROMPT, _GENERATED = 3, 2

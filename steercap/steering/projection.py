@@ -16,7 +16,7 @@ from steercap.core.plan import Projection
 from steercap.core.program import NONE, Blob, Configuration
 from steercap.core.spec import CaptureSpec, Point, resolve_layers
 from steercap.errors import InvalidSpec, InvalidVector
-from steercap.steering import Lowered
+from steercap.steering.lowering import Lowered
 from steercap.vectors.directions import DirectionSet, Mark, marks_of
 from steercap.vectors.layers import LayerVectors
 

@@ -1,0 +1,1 @@
+"""Event loops, threads, and many things at once but not too many."""

@@ -1,0 +1,36 @@
+"""What functions of the library ask of an open model, so that they need not know which it is: a `SteerModel` has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+
+class OpenModel(Protocol):
+    """A model that was opened."""
+
+    @property
+    def model(self) -> str:
+        """Its name on the hub, or path."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """transformers' tokenizer."""
+
+    @property
+    def engine(self) -> Any:
+        """vLLM's engine that serves it."""
+
+
+class ReadingModel(OpenModel, Protocol):
+    """An open model that reads texts and hands over rows."""
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+
+    async def read(self, prompts: Any, *, capture: Any, steering: Any) -> Any:
+        """See `SteerModel.read`."""
+
+    async def fetch_captures_batch(self, handles: Sequence[Any]) -> Any:
+        """See `SteerModel.fetch_captures_batch`."""

@@ -1,0 +1,1 @@
+"""Files, each of which appears whole or not at all."""

@@ -1,0 +1,1 @@
+"""One request on the client: from what was asked to its handles."""

@@ -1,0 +1,113 @@
+"""Captures on disk: one safetensors file a handle, its labels as tensors, its words as a JSON header.
+
+The header is the metadata entry `steercap`: format version, model, request id, text, points in order, messages,
+reduction; of projections the directions' names and marks. Tensors are named `rows.<site>.<layer>`, `positions`,
+`token_ids`, `prompt_token_ids`, `output_token_ids`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+import torch
+
+from steercap.core.chat import MessageSpan
+from steercap.core.receipt import SteeringReceipt
+from steercap.core.spec import Point
+from steercap.errors import InvalidFile
+from steercap.files.base import read_tensors, write_tensors
+
+VERSION: Final = 1
+
+
+class Header(msgspec.Struct, frozen=True):
+    """The JSON header of a capture file."""
+
+    version: int
+    model: str
+    request_id: str
+    text: str
+    num_layers: int
+    points: tuple[Point, ...]
+    messages: tuple[MessageSpan, ...]
+    reduce: str | None
+    writes: int
+    steering: SteeringReceipt | None = None
+    directions: tuple[str, ...] = ()
+    marks: dict[int, tuple[tuple[float, ...], ...]] = {}
+
+
+class Saved(NamedTuple):
+    """A handle as a file holds it.
+
+    Args:
+        header: its words.
+        rows: by point.
+        positions, token_ids: of the rows, int64 [rows].
+        prompt_token_ids, output_token_ids: of the request.
+    """
+
+    header: Header
+    rows: Mapping[Point, torch.Tensor]
+    positions: torch.Tensor
+    token_ids: torch.Tensor
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+
+
+def write(saved: Saved, path: Path) -> Path:
+    """Write a handle; the file appears whole or not at all.
+
+    Raises:
+        InvalidFile: the name ends in something other than .safetensors.
+    """
+    tensors = {_name(point): rows.contiguous() for point, rows in saved.rows.items()}
+    tensors["positions"] = saved.positions
+    tensors["token_ids"] = saved.token_ids
+    tensors["prompt_token_ids"] = torch.tensor(saved.prompt_token_ids, dtype=torch.int64)
+    tensors["output_token_ids"] = torch.tensor(saved.output_token_ids, dtype=torch.int64)
+    return write_tensors(path, saved.header, tensors)
+
+
+def read(path: Path) -> Saved:
+    """Read what `write` wrote.
+
+    Raises:
+        InvalidFile: not such a file, truncated, or of a newer version.
+    """
+    text, tensors = read_tensors(path)
+    header = _header(path, text)
+    return Saved(
+        header,
+        {point: tensors[_name(point)] for point in header.points},
+        tensors["positions"],
+        tensors["token_ids"],
+        tensors["prompt_token_ids"].tolist(),
+        tensors["output_token_ids"].tolist(),
+    )
+
+
+def read_header(path: Path) -> Header:
+    """What a file of captures says of itself; tensors are not read.
+
+    Raises:
+        InvalidFile: not such a file, truncated, or of a newer version.
+    """
+    return _header(path, read_tensors(path, tensors=False)[0])
+
+
+def _header(path: Path, text: str) -> Header:
+    try:
+        version = msgspec.json.decode(text)["version"]
+        if version != VERSION:
+            raise InvalidFile(f"{path} has format version {version}; this steercap reads version {VERSION}")
+        return msgspec.json.decode(text, type=Header)
+    except (msgspec.MsgspecError, KeyError, TypeError) as error:
+        raise InvalidFile(f"{path} has a steercap header that cannot be read: {error}") from error
+
+
+def _name(point: Point) -> str:
+    return f"rows.{point.site}.{point.layer}"

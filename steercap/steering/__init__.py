@@ -1,0 +1,1 @@
+"""What a user asks to change, checked against the model and compiled."""

@@ -1,0 +1,119 @@
+"""What a user asks to change: edits in order, checked against the model and compiled before anything runs.
+
+Number 1 and 2 in the life of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from steercap.core.values import flag_of, parts_of, shown
+from steercap.edits import EDITS
+from steercap.edits.base import Edit
+from steercap.errors import InvalidSpec
+from steercap.files import native
+from steercap.files.native import Kind
+
+
+@dataclass(frozen=True, eq=False)
+class SteeringSpec:
+    """Edits, applied in the order given.
+
+    Args:
+        edits: edits, or specs whose edits take their place in the order.
+        preserve_norm: rescale each row, at each point, to the norm it had before these edits.
+
+    Raises:
+        InvalidSpec: no edit, something that is not an edit, or `preserve_norm` inside `preserve_norm`.
+
+    `a + b` is both, one after the other.
+    """
+
+    edits: Sequence[Edit | SteeringSpec]
+    preserve_norm: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            edits = [self.edits] if isinstance(self.edits, (Edit, SteeringSpec)) else parts_of(self.edits)
+        except OverflowError as error:
+            raise InvalidSpec(f"SteeringSpec holds {error}") from error
+        if edits is None:
+            raise InvalidSpec(f"SteeringSpec({shown(self.edits)}); give a list of edits")
+        object.__setattr__(self, "edits", tuple(edits))
+        keeps = flag_of(self.preserve_norm)
+        if keeps is None:
+            raise InvalidSpec(f"SteeringSpec: preserve_norm={shown(self.preserve_norm)}; give True or False")
+        object.__setattr__(self, "preserve_norm", keeps)
+        for edit in self.edits:
+            if not isinstance(edit, (Edit, SteeringSpec)):
+                raise InvalidSpec(f"SteeringSpec: {shown(edit)} is not an edit; give steercap's Add, Cap, Ablate, ...")
+            if self.preserve_norm and isinstance(edit, SteeringSpec) and edit._keeps_norm():
+                raise InvalidSpec("SteeringSpec: preserve_norm inside preserve_norm; set it once, outside or inside")
+        if not self.edits:
+            raise InvalidSpec("SteeringSpec([]) changes nothing; give at least one edit, or steering=None")
+
+    def __add__(self, other: SteeringSpec) -> SteeringSpec:
+        return SteeringSpec([self, other])
+
+    def flat(self) -> tuple[Edit, ...]:
+        """Every edit in order, those of specs inside included."""
+        return tuple(edit for edit, _ in self.segments())
+
+    def save(self, path: str | Path, *, model: str = "") -> Path:
+        """Write the spec to one safetensors file; see `steercap.files.native`.
+
+        Args:
+            path: the file, which appears whole or not at all.
+            model: the model it was made for, for those who read the header.
+        """
+        return native.save(self, path, _kind(), model=model)
+
+    @staticmethod
+    def load(path: str | Path) -> SteeringSpec:
+        """Read what `save` wrote; it compiles to the same configuration.
+
+        Raises:
+            InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
+        """
+        return native.load(path, _kind(), SteeringSpec)
+
+    def _keeps_norm(self) -> bool:
+        return self.preserve_norm or any(isinstance(edit, SteeringSpec) and edit._keeps_norm() for edit in self.edits)
+
+    def segments(self, path: tuple[int, ...] = ()) -> Iterator[tuple[Edit, tuple[int, ...] | None]]:
+        """Every edit, with the place of the spec that preserves the norm around it; None where none does.
+
+        A place is a path of indices: a spec that occurs twice is two places.
+        """
+        for place, edit in enumerate(self.edits):
+            if isinstance(edit, Edit):
+                yield edit, path if self.preserve_norm else None
+            else:
+                for inner, keeper in edit.segments((*path, place)):
+                    yield inner, path if self.preserve_norm else keeper
+
+
+def spec_of(steering: Any) -> SteeringSpec:
+    """The spec a user gave: one, or a single edit.
+
+    Raises:
+        InvalidSpec: something else.
+    """
+    if isinstance(steering, Edit):
+        return SteeringSpec([steering])
+    if isinstance(steering, SteeringSpec):
+        return steering
+    raise InvalidSpec(f"steering={shown(steering)}; give a SteeringSpec, an edit, or None for no steering")
+
+
+def _kind() -> Kind:
+    """What a file of steering holds: positions of a Replace say its tokens, and are refused beside them."""
+    return Kind(
+        "steering",
+        {"SteeringSpec": SteeringSpec, **EDITS},
+        left_out=lambda value: ("tokens",) if isinstance(value, Edit) and value.replaced else (),
+        noun="edit",
+    )
