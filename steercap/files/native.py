@@ -279,7 +279,7 @@ def _unpack(value: Any, tensors: Mapping[str, torch.Tensor], kind: Kind) -> Any:
 def _make(kind: Kind, name: str, values: dict[str, Any]) -> object:
     """A dataclass from its fields."""
     if name not in kind.types:
-        known = ", ".join(map(repr, kind.types))
+        known = ", ".join(map(repr, sorted(kind.types, key=str.swapcase)))  # edits are written small, and come first
         raise InvalidSpec(
             f"unknown {kind.noun} {name!r}; known: {known}; upgrade steercap if the file is of a newer one"
         )
