@@ -187,7 +187,7 @@ class Bench:
 
 async def rows_readable(model: Any, handles: Sequence[Any]) -> list[list[Any]]:
     """Wait until every row is readable by this process: each handle's parcels, one a capturing worker."""
-    located = await model._open_engine().locate([handle._wanted() for handle in handles])
+    located = await model._open_engine().locate([handle.lifecycle.source.wanted for handle in handles])
     return [[parcel for engine in engines for parcel in engine] for engines in located]
 
 

@@ -26,7 +26,8 @@ from steercap.engine.guard import require_main_guard
 from steercap.engine.stats import Stats, stats_of
 from steercap.errors import InvalidRequest, ModelClosed
 from steercap.requests.context import FROM_CONTEXT, FromContext, by_word_or_context, steered
-from steercap.requests.handle import CaptureHandle, fetch_all
+from steercap.requests.fetching import fetch_all
+from steercap.requests.handle import CaptureHandle
 from steercap.requests.job import Done, Job, prepare, run_all
 from steercap.requests.probe import probe
 from steercap.requests.stream import Chunk, stream
@@ -380,7 +381,7 @@ class SteerModel(Unshared):
             CaptureIncomplete: some rows are missing or wrong; the other handles are still fetched.
             CaptureReleased: one of the handles was released.
         """
-        await fetch_all(_flat(handles))
+        await fetch_all([handle.lifecycle for handle in _flat(handles)])
 
     async def stats(self) -> Stats:
         """What the model holds now, and its limits."""

@@ -16,6 +16,7 @@ from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
 from steercap.requests.captures import Captures
 from steercap.requests.handle import CaptureHandle
+from steercap.requests.lifecycle import Found, Lifecycle
 from steercap.vectors import DirectionSet, LayerVectors, Provenance
 
 
@@ -49,6 +50,8 @@ def directions(tmp_path) -> Path:
 
 def captured(path: Path) -> Path:
     points = (Point(1, "resid_post"), Point(3, "resid_post"))
+    captures = Captures({point: torch.randn(4, 8) for point in points}, 4)
+    receipt = Receipt(points, torch.arange(4).numpy(), torch.tensor([5, 6, 7, 8]).numpy(), 4, None)
     handle = CaptureHandle(
         request_id="r-1",
         model="tiny",
@@ -57,9 +60,6 @@ def captured(path: Path) -> Path:
         output_token_ids=[8, 9],
         points=points,
         num_layers=4,
+        lifecycle=Lifecycle("r-1", found=Found(captures, receipt)),
     )
-    rows = torch.randn(4, 8)
-    handle._captures = Captures({point: rows.clone() for point in points}, 4)
-    positions = torch.arange(4).numpy()
-    handle._receipt = Receipt(points, positions, torch.tensor([5, 6, 7, 8]).numpy(), 4, None)
     return handle.save(path)

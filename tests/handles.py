@@ -8,12 +8,19 @@ from steercap import CaptureHandle
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
 from steercap.requests.captures import Captures
+from steercap.requests.lifecycle import Found, Lifecycle
 
 
 def a_handle(layers=(0, 1), *, prompt=(5, 6, 7), output=(8, 9), reduce=None, dtype=torch.float32, model="m", **others):
     """A fetched handle whose rows are `100 layer + position` of width 2."""
     points = [Point(layer, "resid_post") for layer in layers]
-    handle = CaptureHandle(
+    total = len(prompt) + max(len(output) - 1, 0)
+    rows = 1 if reduce else total
+    positions = torch.arange(total).numpy()
+    token_ids = torch.tensor([*prompt, *output][:total]).numpy()
+    values = {p: (100.0 * p.layer + torch.arange(rows))[:, None].repeat(1, 2).to(dtype) for p in points}
+    receipt = Receipt(tuple(points), positions, token_ids, total * len(points), reduce)
+    return CaptureHandle(
         request_id="r",
         model=model,
         text="",
@@ -21,13 +28,6 @@ def a_handle(layers=(0, 1), *, prompt=(5, 6, 7), output=(8, 9), reduce=None, dty
         output_token_ids=output,
         points=points,
         num_layers=4,
+        lifecycle=Lifecycle("r", found=Found(Captures(values, 4), receipt)),
         **others,
     )
-    total = len(prompt) + max(len(output) - 1, 0)
-    rows = 1 if reduce else total
-    positions = torch.arange(total).numpy()
-    token_ids = torch.tensor([*prompt, *output][:total]).numpy()
-    values = {p: (100.0 * p.layer + torch.arange(rows))[:, None].repeat(1, 2).to(dtype) for p in points}
-    handle._captures = Captures(values, 4)
-    handle._receipt = Receipt(tuple(points), positions, token_ids, total * len(points), reduce)
-    return handle

@@ -23,7 +23,9 @@ from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import Range, selected
 from steercap.encodings import ENCODINGS
 from steercap.errors import InvalidSpec, ModelClosed, SteeringNotApplied, first_error
+from steercap.requests.checks import Expected
 from steercap.requests.handle import CaptureHandle
+from steercap.requests.lifecycle import Lifecycle, Source
 from steercap.steering.lowering import Lowered, scopes_of
 
 if TYPE_CHECKING:
@@ -292,22 +294,23 @@ def _handles(
     for place, (sample, own) in enumerate(zip(output.outputs, tickets, strict=True)):
         stop = plan.prompt_len + len(sample.token_ids)
         reply = (MessageSpan("assistant", None, plan.prompt_len, stop),) if job.spans else ()
+        name = plan.key if plan.samples == 1 else f"{plan.key}/{sample.index}"
+        tokens = (*job.prompt.token_ids, *sample.token_ids)
+        expected = Expected(name, plan, job.points, tokens, steering=receipts[place] if receipts else None)
         handle = CaptureHandle(
-            request_id=plan.key if plan.samples == 1 else f"{plan.key}/{sample.index}",
+            request_id=name,
             model=engine.vllm.model_name,
             text="" if job.reading else sample.text,
             prompt_token_ids=job.prompt.token_ids,
             output_token_ids=() if job.reading else sample.token_ids,
             points=job.points,
             num_layers=engine.vllm.num_layers,
+            lifecycle=Lifecycle(name, source=Source(engine, Owner(plan.key, sample.index), own, expected)),
             messages=job.spans + reply,
             directions=job.directions,
             marks=job.marks,
         )
-        owner = Owner(plan.key, sample.index)
-        tokens = (*job.prompt.token_ids, *sample.token_ids)
-        steering = receipts[place] if receipts else None
-        handles.append(handle._attach(engine, owner, plan, own, steering=steering, tokens=tokens))
+        handles.append(handle)
     return handles
 
 

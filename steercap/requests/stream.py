@@ -16,7 +16,7 @@ from steercap.core.budget import Ticket
 from steercap.core.messages import Owner, Wanted
 from steercap.core.receipt import SteeringReceipt
 from steercap.requests.captures import Captures
-from steercap.requests.handle import Expected, received
+from steercap.requests.checks import Expected, received
 from steercap.requests.job import Job, memory_for, outputs_of, planned, receipts_of
 
 

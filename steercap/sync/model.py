@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from steercap.core.receipt import Receipt
     from steercap.edits.base import Edit
     from steercap.requests.captures import Captures
+    from steercap.requests.lifecycle import Lifecycle
     from steercap.vectors.directions import Mark
 
 Value = TypeVar("Value")
@@ -108,6 +109,7 @@ class CaptureHandle(Unshared):
     num_layers: int
     directions: tuple[str, ...]
     marks: dict[int, tuple[Mark, ...]]
+    lifecycle: Lifecycle
     fetched: bool
     captures: Captures
     receipt: Receipt
@@ -115,7 +117,7 @@ class CaptureHandle(Unshared):
     token_ids: torch.Tensor
 
     def __init__(self, handle: _handle.CaptureHandle, thread: LoopThread | None) -> None:
-        handle._idiom = BLOCKING
+        handle.lifecycle.idiom = BLOCKING
         self._handle = handle
         self._thread = thread
 

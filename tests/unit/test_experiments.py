@@ -28,6 +28,7 @@ from steercap.experiments.results import mean_of
 from steercap.experiments.running import measures_of
 from steercap.experiments.store import Folder, Record, Value
 from steercap.requests.captures import Captures
+from steercap.requests.lifecycle import Found, Lifecycle
 from steercap.vectors import DirectionSet, LayerVectors
 from steercap.vectors.directions import alike, marks_of
 from steercap.views import TokenHeatmap, heatmap_of, heatmap_of_layers
@@ -528,7 +529,9 @@ class Words:
 def handle_of(rows, directions=(), marks=None) -> CaptureHandle:
     """A handle with rows of three tokens by layer, as one that was read from a file."""
     points = tuple(Point(layer, "resid_post") for layer in rows)
-    handle = CaptureHandle(
+    receipt = Receipt(points, np.arange(3), np.array([4, 5, 6]), 0, None, None)
+    captures = Captures(dict(zip(points, rows.values(), strict=True)), 2)
+    return CaptureHandle(
         request_id="",
         model="",
         text="",
@@ -536,13 +539,10 @@ def handle_of(rows, directions=(), marks=None) -> CaptureHandle:
         output_token_ids=(6, 7),
         points=points,
         num_layers=2,
+        lifecycle=Lifecycle("", found=Found(captures, receipt)),
         directions=directions,
         marks=marks or {},
     )
-    labels = np.arange(3), np.array([4, 5, 6])
-    handle._receipt = Receipt(points, *labels, 0, None, None)
-    handle._captures = Captures(dict(zip(points, rows.values(), strict=True)), 2)
-    return handle
 
 
 def test_a_heat_map_of_a_handle_projects_rows_or_takes_projections() -> None:

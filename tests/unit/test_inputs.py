@@ -52,6 +52,7 @@ from steercap.persona.scores import make_scorer
 from steercap.persona.scores.judge import Judge
 from steercap.persona.scores.keywords import Keywords
 from steercap.requests.captures import Captures
+from steercap.requests.lifecycle import Found, Lifecycle
 from steercap.sites import SITES
 from steercap.steering.lowering import lower, scopes_of
 from steercap.steering.projection import compile_projection
@@ -350,23 +351,24 @@ CONTRAST = {
 
 def handle() -> CaptureHandle:
     """A fetched handle of a chat of two messages and a reply."""
-    made = CaptureHandle(
+    points = (Point(0, "resid_post"), Point(2, "resid_post"))
+    captures = Captures({point: torch.ones(5, WIDTH) for point in points}, LAYERS)
+    receipt = Receipt(points, np.arange(5), np.array([0, 1, 2, 3, 7]), 5, None)
+    return CaptureHandle(
         request_id="r",
         model="m",
         text="",
         prompt_token_ids=range(4),
         output_token_ids=[7, 8],
-        points=[Point(0, "resid_post"), Point(2, "resid_post")],
+        points=points,
         num_layers=LAYERS,
+        lifecycle=Lifecycle("r", found=Found(captures, receipt)),
         messages=[
             MessageSpan("user", 0, 0, 1),
             MessageSpan("assistant", 1, 1, 3),
             MessageSpan("assistant", None, 4, 5),
         ],
     )
-    made._captures = Captures({point: torch.ones(5, WIDTH) for point in made.points}, LAYERS)
-    made._receipt = Receipt(made.points, np.arange(5), np.array([0, 1, 2, 3, 7]), 5, None)
-    return made
 
 
 #: What else takes a value from a user: no other error than steercap's comes out, whatever is done with what was made.

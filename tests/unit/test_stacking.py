@@ -7,6 +7,8 @@ import torch
 from handles import a_handle
 
 from steercap import errors, stack
+from steercap.core.receipt import Receipt
+from steercap.requests.lifecycle import Found, Lifecycle
 
 
 def test_the_last_prompt_token_is_the_default() -> None:
@@ -82,9 +84,8 @@ def test_a_choice_of_other_than_one_token_is_refused(tokens, says) -> None:
 def test_a_row_that_was_not_captured_is_refused() -> None:
     """A capture of some tokens does not stand in for another token."""
     handle = a_handle()
-    handle._receipt = type(handle.receipt)(
-        handle.points, handle.receipt.positions[:2], handle.receipt.token_ids[:2], 4, None
-    )
+    two = Receipt(handle.points, handle.receipt.positions[:2], handle.receipt.token_ids[:2], 4, None)
+    handle.lifecycle = Lifecycle("r", found=Found(handle.captures, two))
     assert stack([handle], 1)[0, 0, 0] == 1
     with pytest.raises(errors.InvalidSelection, match="no row of position 2"):
         stack([handle])
@@ -100,6 +101,6 @@ def test_what_is_no_list_of_handles_is_refused(handles) -> None:
 def test_what_was_not_fetched_is_refused() -> None:
     """As by reading `captures`."""
     handle = a_handle()
-    handle._captures = None
+    handle.lifecycle = Lifecycle("r")
     with pytest.raises(errors.CaptureNotFetched):
         stack([handle])

@@ -17,6 +17,7 @@ from handles import a_handle
 import steercap
 import steercap.sync
 from steercap import SteerModel, errors
+from steercap.requests.lifecycle import Lifecycle
 
 ROOT = Path(steercap.__file__).parent
 #: Packages that are no part of what a user imports for work of their own.
@@ -144,7 +145,7 @@ def test_messages_without_await(tmp_path) -> None:
             getattr(model, name)
         assert "async" not in str(raised.value)
     unfetched = a_handle()
-    unfetched._captures = None
+    unfetched.lifecycle = Lifecycle("r")
     with pytest.raises(errors.CaptureNotFetched, match=r"`await handle\.fetch"):
         _ = unfetched.captures
     here = steercap.sync.model.CaptureHandle(unfetched, None)

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from steercap import errors
 from steercap.core.spec import Point
 from steercap.requests.captures import Captures
+from steercap.requests.lifecycle import Found
 from steercap.testing import Reference, tiny_checkpoint
 from steercap.views import LogitLens, TokenHeatmap, Unembedding, logit_lens
 from steercap.views.texts import drawn, shortened, visible
@@ -87,7 +88,7 @@ def lensed():
     points = [Point(layer, site) for layer in range(4) for site in ("resid_post", "mlp_out")]
     handle = a_handle(range(4), prompt=IDS, output=())
     handle.points = tuple(points)
-    handle._captures = Captures(reference.rows(IDS, points), 4)
+    handle.lifecycle.found = Found(Captures(reference.rows(IDS, points), 4), handle.receipt)
     with torch.inference_mode():
         return handle, reference.model(torch.tensor([IDS]), use_cache=False).logits[0].softmax(-1)
 

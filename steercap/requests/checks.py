@@ -1,0 +1,99 @@
+"""What came of a request's rows, against what must be.
+
+Number 8 in the life of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from steercap.core.plan import Plan
+from steercap.core.receipt import Receipt, SteeringReceipt, check_labels, check_points
+from steercap.core.rows import rows_selected
+from steercap.core.spec import Point
+from steercap.errors import CaptureIncomplete, CaptureNotFinite
+
+if TYPE_CHECKING:
+    from steercap.engine.fetching import Delivery
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What must come.
+
+    Args:
+        name: name of the request, for messages.
+        plan: what was asked.
+        points: the points of the plan.
+        tokens: prompt and generated token ids, the last sampled one included.
+        first: rows that have come before.
+        steering: what is known to have been edited.
+    """
+
+    name: str
+    plan: Plan
+    points: tuple[Point, ...]
+    tokens: tuple[int, ...]
+    first: int = 0
+    steering: SteeringReceipt | None = None
+
+
+def received(
+    expected: Expected, delivery: Delivery, armed: Sequence[Point]
+) -> tuple[dict[Point, torch.Tensor], Receipt]:
+    """Check a delivery against what must be.
+
+    Returns:
+        Rows by point, layer by layer, and the receipt.
+
+    Raises:
+        CaptureIncomplete: a worker failed, a row or a point is missing, or a label differs.
+        CaptureNotFinite: a row holds NaN or infinity, and that was not asked for.
+    """
+    if delivery.failure:
+        raise CaptureIncomplete(f"{expected.name}: {delivery.failure}")
+    capture = expected.plan.capture
+    assert capture is not None
+    known = rows_selected(capture.ranges, expected.plan.limit, len(expected.tokens) - 1)[expected.first :]
+    rows: dict[Point, torch.Tensor] = {}
+    writes = 0
+    for parcel, values in zip(delivery.parcels, delivery.rows, strict=True):
+        positions = np.frombuffer(parcel.positions, dtype=np.int64)
+        token_ids = np.frombuffer(parcel.token_ids, dtype=np.int64)
+        check_labels(expected.name, known, expected.tokens, positions, token_ids)
+        rows |= zip((armed[point] for point in parcel.points), values, strict=True)
+        writes += parcel.writes
+    check_points(expected.name, expected.points, list(rows))
+    if not capture.allow_nonfinite:
+        check_finite(expected, delivery, rows, armed)
+    token_ids = np.asarray(expected.tokens, dtype=np.int64)[known]
+    receipt = Receipt(expected.points, known, token_ids, writes, capture.reduce, expected.steering)
+    return {point: rows[point] for point in expected.points}, receipt
+
+
+def check_finite(
+    expected: Expected, delivery: Delivery, rows: Mapping[Point, torch.Tensor], armed: Sequence[Point]
+) -> None:
+    """See that every row is finite.
+
+    Raises:
+        CaptureNotFinite: one of the rows kept, or what was computed from them.
+    """
+    capture = expected.plan.capture
+    assert capture is not None
+    remedy = "CaptureSpec(..., allow_nonfinite=True) hands such rows over"
+    found = [parcel.nonfinite for parcel in delivery.parcels if parcel.nonfinite]
+    if found:
+        position, point = min(found)
+        raise CaptureNotFinite(
+            f"{expected.name}: the row of position {position} at {armed[point]} holds NaN or infinity; {remedy}"
+        )
+    if capture.reduce or capture.projection:  # rows that are finite may have sums that are not
+        for at, values in rows.items():
+            if not values.isfinite().all():
+                raise CaptureNotFinite(f"{expected.name}: what was computed of rows at {at} overflows; {remedy}")

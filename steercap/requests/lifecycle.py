@@ -1,0 +1,188 @@
+"""The life of one handle's rows: in the worker, on their way, here, gone.
+
+Number 8 in the life of a request. `NEXT` is the whole of it. Whoever fetches holds the rows' turn, so that a second
+fetch waits for the first; a release waits for nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from steercap.core.idiom import AWAITED
+from steercap.core.messages import Owner, Wanted
+from steercap.core.ownership import Unshared
+from steercap.core.receipt import Receipt
+from steercap.errors import CaptureNotFetched, CaptureReleased
+from steercap.requests.captures import Captures
+from steercap.requests.checks import Expected, received
+
+if TYPE_CHECKING:
+    from steercap.core.budget import Ticket
+    from steercap.engine.engine import Engine
+    from steercap.engine.fetching import Delivery
+
+
+class Stage(enum.Enum):
+    """Where rows are."""
+
+    KEPT = "in the worker"
+    COMING = "on their way"
+    HERE = "here"
+    LEAVING = "on their way, and released meanwhile"
+    GONE = "released"
+
+
+class Event(enum.Enum):
+    """What happens to rows."""
+
+    FETCH = "they are asked for"
+    ARRIVE = "they came, and are right"
+    FAIL = "they did not come, or are wrong"
+    RELEASE = "nobody wants them"
+
+
+#: What follows on what. Other events cannot happen there.
+NEXT: Final[Mapping[tuple[Stage, Event], Stage]] = MappingProxyType(
+    {
+        (Stage.KEPT, Event.FETCH): Stage.COMING,
+        (Stage.KEPT, Event.RELEASE): Stage.GONE,
+        (Stage.COMING, Event.ARRIVE): Stage.HERE,
+        (Stage.COMING, Event.FAIL): Stage.KEPT,
+        (Stage.COMING, Event.RELEASE): Stage.LEAVING,
+        (Stage.LEAVING, Event.FAIL): Stage.GONE,
+        (Stage.LEAVING, Event.RELEASE): Stage.LEAVING,
+        (Stage.HERE, Event.RELEASE): Stage.GONE,
+        (Stage.GONE, Event.RELEASE): Stage.GONE,
+    }
+)
+#: Where the worker holds rows no more.
+_FREED: Final = frozenset({Stage.HERE, Stage.GONE})
+
+
+class Found(NamedTuple):
+    """Rows that are here, and what the workers recorded of them."""
+
+    captures: Captures
+    receipt: Receipt
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where rows come from.
+
+    Args:
+        engine: whose workers hold them.
+        owner: whose they are there.
+        ticket: the memory they take.
+        expected: what must come; its last token has no row, since it was never an input.
+    """
+
+    engine: Engine
+    owner: Owner
+    ticket: Ticket
+    expected: Expected
+
+    @property
+    def wanted(self) -> Wanted:
+        """What to ask the workers for."""
+        return Wanted(self.owner, len(self.expected.tokens) - 1)
+
+
+class Lifecycle(Unshared):
+    """Where the rows of one handle are, and what may become of them.
+
+    Dropped with its handle, it frees what the worker holds.
+
+    Args:
+        name: of the request, for messages.
+        source: where the rows come from, None for those that are here.
+        found: the rows, if they are here.
+
+    Attributes:
+        stage: where they are now.
+        turn: held by who fetches.
+        idiom: how messages show code.
+    """
+
+    _instead = "its rows have one owner"
+
+    def __init__(self, name: str, *, source: Source | None = None, found: Found | None = None) -> None:
+        self.name = name
+        self.source = source
+        self.found = found
+        self.stage = Stage.KEPT if found is None else Stage.HERE
+        self.turn = asyncio.Lock()
+        self.idiom = AWAITED
+        self._finalizer: weakref.finalize[..., Lifecycle] | None = None
+        if source is not None:
+            self._finalizer = weakref.finalize(
+                self, source.engine.give_back_from_any_thread, source.owner, source.ticket
+            )
+            self._finalizer.atexit = False
+
+    def require_here(self) -> Found:
+        """The rows.
+
+        Raises:
+            CaptureNotFetched: they have not come yet.
+            CaptureReleased: they are gone.
+        """
+        self.require_wanted()
+        if self.found is None:
+            raise CaptureNotFetched(
+                f"{self.name} is not fetched; `{self.idiom.call}handle.fetch()`, or "
+                f"`{self.idiom.call}model.fetch_captures_batch(handles)` for many at once"
+            )
+        return self.found
+
+    def require_wanted(self) -> None:
+        """See that nobody has released them.
+
+        Raises:
+            CaptureReleased: somebody has.
+        """
+        if self.stage in {Stage.LEAVING, Stage.GONE}:
+            raise CaptureReleased(f"{self.name} was released; its rows are gone. Fetch and read before releasing")
+
+    def fetch(self) -> None:
+        """They are asked for."""
+        self._advance(Event.FETCH)
+
+    def arrive(self, delivery: Delivery) -> None:
+        """Check what came against what must be, and take it; what was released meanwhile is nobody's.
+
+        Raises:
+            CaptureIncomplete, CaptureNotFinite: see `received`; they stay with the worker.
+        """
+        if self.stage is not Stage.COMING:
+            return
+        assert self.source is not None
+        vllm = self.source.engine.vllm
+        rows, receipt = received(self.source.expected, delivery, vllm.points)
+        self.found = Found(Captures(rows, vllm.num_layers), receipt)
+        self._advance(Event.ARRIVE)
+
+    def end_fetch(self) -> None:
+        """Whoever fetched is done: what did not come stays with the worker, or is freed there if it was released."""
+        if self.stage in {Stage.COMING, Stage.LEAVING}:
+            self._advance(Event.FAIL)
+
+    def release(self) -> None:
+        """Nobody wants them; a fetch under way still reads them, and frees them when it is done."""
+        self.found = None
+        self._advance(Event.RELEASE)
+
+    def _advance(self, event: Event) -> None:
+        self.stage = NEXT[self.stage, event]
+        if self.stage in _FREED and self._finalizer is not None and self.source is not None:
+            self._finalizer.detach()
+            self._finalizer = None
+            engine = self.source.engine
+            give_back = engine.give_back if engine.home.is_here else engine.give_back_from_any_thread
+            give_back(self.source.owner, self.source.ticket)
