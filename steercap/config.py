@@ -5,14 +5,14 @@ Number 1 in the life of a request, once for all requests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal, get_args
 
 from steercap.core.spec import Layers, Point, parse_layers, parse_sites, resolve_layers
 from steercap.core.values import index_of, number_of, shown
-from steercap.errors import InvalidSetting
+from steercap.errors import InvalidSetting, UnsupportedModel
 from steercap.sites import SITES
 
 Overflow = Literal["wait", "error"]
@@ -103,19 +103,28 @@ class Settings:
             raise InvalidSetting(f"overflow_timeout={shown(self.overflow_timeout)}; give seconds above 0")
         keep(self, "overflow_timeout", seconds)
 
-    def armed(self, num_layers: int, *, overflows_later: bool = False) -> tuple[Point, ...]:
+    def armed(
+        self, num_layers: int, *, overflows_later: bool = False, exists: Callable[[Point], bool] = lambda _: True
+    ) -> tuple[Point, ...]:
         """Every point to arm, layer by layer.
 
         Args:
             num_layers: layers of the model.
             overflows_later: whether an edited row can overflow layers later, as in float16. Then the end of every layer
                 from the first armed one on is armed too, so that no key or value is computed from such a row.
+            exists: whether the model has a point: a layer with experts has no neurons, one without has no router.
 
         Raises:
             LayerOutOfRange: a layer the model does not have.
+            UnsupportedModel: a site that none of these layers has.
         """
         layers = resolve_layers(self.layers, num_layers)
-        points = [Point(layer, site) for layer in layers for site in self.sites]
+        points = [point for layer in layers for site in self.sites if exists(point := Point(layer, site))]
+        if missing := set(self.sites) - {point.site for point in points}:
+            raise UnsupportedModel(
+                f"this model has no {', '.join(sorted(missing))} at any of the layers {list(layers)}; leave it out of "
+                "SteerModel(..., sites=)"
+            )
         if overflows_later:
             points += [Point(layer, LAYER_END) for layer in range(layers[0], num_layers)]
         return tuple(sorted(dict.fromkeys(points), key=lambda point: point.layer))

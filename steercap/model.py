@@ -18,6 +18,7 @@ from steercap.core.chat import MessageSpan
 from steercap.core.idiom import AWAITED
 from steercap.core.ownership import Unshared
 from steercap.core.prompts import Ask, conversations_in, each, flag_asked, listed, template_arguments, templated
+from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.core.values import shown
 from steercap.engine.checkpoint import look_up, require_there
@@ -410,9 +411,9 @@ class SteerModel(Unshared):
         return self._open_engine().vllm.hidden_size
 
     @property
-    def points(self) -> tuple[Point, ...]:
-        """Points that have a tap, layer by layer."""
-        return self._open_engine().vllm.points
+    def points(self) -> Mapping[Point, PointSchema]:
+        """Points that have a tap, layer by layer, and what the tensor at each of them is."""
+        return self._open_engine().schemas
 
     async def _generate(self, prompts: Any, ask: Ask) -> Any:
         self._engine_here()

@@ -7,16 +7,18 @@ kernels run by Triton's interpreter over host memory.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from steercap.core.rows import Ints
+from steercap.core.schema import PointSchema
+from steercap.core.spec import Point
 from steercap.worker.batch import BatchRows
 from steercap.worker.runtime import Runtime
-from steercap.worker.taps.base import Taps, TapSizes
+from steercap.worker.taps.base import Installed, Taps, TapSizes
 from steercap.worker.taps.cuda import CudaTaps
 from steercap.worker.taps.host import HostTaps
 from steercap.worker.taps.transfers import CudaTransfers
@@ -66,13 +68,10 @@ class LateTransfers:
         self.wait(mark)
 
 
-def some_taps(  # noqa: PLR0917 -- as for `Taps`
-    kind: str, points: Sequence[int], width: int, sizes: TapSizes, dtype: torch.dtype, captures: bool
-) -> Taps:
+def some_taps(kind: str, installed: Installed, sizes: TapSizes) -> Taps:
     if kind == "host":
-        return HostTaps(points, width, sizes)
-    transfers = CudaTransfers(DEVICE) if CUDA else LateTransfers()
-    return CudaTaps(points, width, sizes, dtype, transfers, captures=captures)
+        return HostTaps(installed, sizes)
+    return CudaTaps(installed, sizes, CudaTransfers(DEVICE) if CUDA else LateTransfers())
 
 
 def some_runtime(
@@ -91,11 +90,30 @@ def some_runtime(
     tallies: int = 8,
     lag: int = 1,
     held: int = 1,
+    schemas: Sequence[PointSchema] | None = None,
+    shard: int = 0,
 ) -> Runtime:
-    """One rank of `points` points, those of `local` on it, or all."""
+    """One rank of `points` points, those of `local` on it, or all; alike, or of `schemas`."""
     sizes = TapSizes(slots, bank_rows, entries, tokens, arena_bytes, tallies, lag, held)
-    taps = some_taps(kind, range(points) if local is None else local, width, sizes, dtype, captures=captures)
-    return Runtime(taps, [f"resid_post[{point}]" for point in range(points)], dtype, device_of(kind), captures=captures)
+    own = tuple(range(points) if local is None else local)
+    if schemas is None:
+        schemas = schemas_of(len(own), width, dtype)
+    kept = tuple(captures and (shard == 0 or schema.shards > 1) for schema in schemas)
+    taps = some_taps(kind, Installed(own, tuple(schemas), kept, shard), sizes)
+    return Runtime(taps, [f"resid_post[{point}]" for point in range(points)], dtype, device_of(kind))
+
+
+def schemas_of(points: int, width: int, dtype: torch.dtype = torch.float32) -> list[PointSchema]:
+    """Points of a residual stream."""
+    return [PointSchema((width,), str(dtype).removeprefix("torch."))] * points
+
+
+def known_schemas(armed: Mapping[Point, int], width: int, layers: int) -> dict[Point, PointSchema]:
+    """What points of a residual stream are, by their names."""
+    return {
+        point: PointSchema((width,), "float32", changes_kv=point.layer < layers - 1 or point.site == "resid_pre")
+        for point in armed
+    }
 
 
 def device_of(kind: str) -> torch.device:
@@ -117,4 +135,6 @@ def batch(  # noqa: PLR0917 -- as for `BatchRows`
 
 def tap(runtime: Runtime, hidden: torch.Tensor, residual: torch.Tensor | None, point: int) -> None:
     """Call a tap as the operator does."""
-    runtime.taps.on_tap(hidden, residual, torch.tensor([point], dtype=torch.int32, device=hidden.device))
+    installed = runtime.taps.installed
+    kind = installed.kinds.index(installed.kind_of(installed.schemas[point]))
+    runtime.taps.on_tap(hidden, residual, torch.tensor([point], dtype=torch.int32, device=hidden.device), kind)

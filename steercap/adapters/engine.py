@@ -47,6 +47,7 @@ from steercap.errors import (
 )
 from steercap.families import family_of
 from steercap.kernels.finite import overflows_later
+from steercap.sites import SITES
 
 EXTENSION: Final = "steercap.adapters.extension.WorkerExtension"
 RPC: Final = "steercap_answer"
@@ -130,11 +131,12 @@ class VllmEngine:
             config = args.create_engine_config()
         except Exception as error:
             raise ModelNotLoaded(f"vLLM cannot load {model!r}: {error}") from error
-        family_of(config.model_config.architectures)
+        family, hf_config = family_of(config.model_config.architectures), config.model_config.hf_text_config
         _check_supported(config)
         points = settings.armed(
             config.model_config.get_total_num_hidden_layers(),
             overflows_later=overflows_later(config.model_config.dtype),
+            exists=lambda point: SITES[point.site].exists(family, hf_config, point.layer),
         )
         config.additional_config[CONFIG_KEY] = worker_config(points, settings)
         launch.require_wanted()

@@ -20,6 +20,7 @@ from steercap.adapters.settings import armed_points, tap_sizes
 from steercap.core.plan import EXTRA_ARGS_KEY
 from steercap.families import family_of
 from steercap.kernels.tap import bind
+from steercap.sites.base import Sizes
 from steercap.worker.install import install_taps
 from steercap.worker.runtime import Runtime
 from steercap.worker.taps.base import Taps
@@ -54,10 +55,18 @@ def attach(runner: Any) -> None:
     armed = armed_points(config.additional_config)
     family = family_of(model_config.architectures)
     start, stop = model_config.get_layers_start_end_indices(config.parallel_config)
-    points = install_taps(runner.get_model(), family, armed, range(start, stop), runner.device)
-    width = model_config.get_hidden_size()
-    sizes = tap_sizes(config, width, len(points), runner.max_num_tokens + _PADDING)
-    captures = get_tensor_model_parallel_rank() == 0
+    installed = install_taps(
+        runner.get_model(),
+        family,
+        armed,
+        range(start, stop),
+        Sizes(model_config.get_hidden_size(), model_config.get_head_size()),
+        runner.dtype,
+        shard=get_tensor_model_parallel_rank(),
+        num_layers=model_config.get_total_num_hidden_layers(),
+        device=runner.device,
+    )
+    sizes = tap_sizes(config, installed, runner.max_num_tokens + _PADDING)
     with torch.inference_mode(mode=False):  # or the tables could be written in inference mode alone
         taps: Taps
         if runner.device.type == "cuda":
@@ -66,13 +75,13 @@ def attach(runner: Any) -> None:
 
             streams = (getattr(runner, name, None) for name in _OUTPUT_STREAMS)
             transfers = CudaTransfers(runner.device, next((stream for stream in streams if stream), None))
-            taps = CudaTaps(points, width, sizes, runner.dtype, transfers, captures=captures)
+            taps = CudaTaps(installed, sizes, transfers)
         else:
             from steercap.worker.taps.host import HostTaps
 
-            taps = HostTaps(points, width, sizes)
+            taps = HostTaps(installed, sizes)
     names = [str(point) for point in armed]
-    setattr(runner, RUNTIME_ATTRIBUTE, Runtime(taps, names, runner.dtype, runner.device, captures=captures))
+    setattr(runner, RUNTIME_ATTRIBUTE, Runtime(taps, names, runner.dtype, runner.device))
     bind(taps)
 
 

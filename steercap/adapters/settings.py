@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from steercap.core.records import LINE_BYTES
 from steercap.core.spec import Point
-from steercap.worker.taps.base import TapSizes
+from steercap.encodings import ENCODINGS
+from steercap.worker.taps.base import Installed, TapSizes
 
 if TYPE_CHECKING:
     from steercap.config import Settings
@@ -42,22 +44,22 @@ def armed_points(additional_config: Mapping[str, Any]) -> tuple[Point, ...]:
     return tuple(Point(layer, site) for layer, site in additional_config[CONFIG_KEY]["points"])
 
 
-def tap_sizes(config: Any, width: int, points: int, tokens: int) -> TapSizes:
+def tap_sizes(config: Any, installed: Installed, tokens: int) -> TapSizes:
     """How large a worker's tables are.
 
     Args:
         config: vLLM's.
-        width: elements of a row.
-        points: points on the worker.
+        installed: the worker's points.
         tokens: most tokens of a pass.
     """
     found = config.additional_config[CONFIG_KEY]
     lag = overshoot(config)
     held = max(lag, 1)
-    tally_bytes = points * width * (torch.float32.itemsize + held * config.model_config.dtype.itemsize)
+    raw, reduced = ENCODINGS["raw"].record(installed.schemas), ENCODINGS["reduced"].record(installed.schemas)
+    tally_bytes = (reduced.lines + held * raw.lines) * LINE_BYTES
     return TapSizes(
         slots=found["slots"],
-        bank_rows=found["vector_bytes"] // (width * torch.float32.itemsize),
+        bank_rows=found["vector_bytes"] // (installed.bank_width * torch.float32.itemsize),
         entries=found["edits_per_point"],
         tokens=tokens,
         arena_bytes=found["arena_bytes"],

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from steercap.engine.checkpoint import Checkpoint
     from steercap.steering.spec import SteeringSpec
 
+#: Sites whose rows are as wide as the residual stream, which config.json says.
+STREAM = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 #: Arguments of vLLM that change what config.json says.
 OVERRIDES = ("hf_overrides", "hf_config_path")
 
@@ -60,7 +62,7 @@ class Foreseen:
 
             wanted = spec.points if spec.project is None else partial(points_of, spec)
             check_armed(wanted(self.model.layers), self.points, SITES)
-            if spec.project is not None:
+            if spec.project is not None and spec.project.site in STREAM:
                 self.check_width(spec.project.width, "--project")
 
     def check_layers(self, layers: Iterable[int], site: str) -> None:
@@ -80,13 +82,17 @@ class Foreseen:
             The errors of `steercap.steering.spec.lower`.
         """
         if spec is not None and self.model.layers and self.model.width:
+            from steercap.core.schema import PointSchema
             from steercap.steering.lowering import lower
 
+            if any(edit.site not in STREAM for edit in spec.flat()):
+                return  # how wide other rows are is known when the model is loaded
+            schema = PointSchema((self.model.width,), self.model.dtype or "float32")
             lower(
                 spec,
                 armed={point: place for place, point in enumerate(self.points)},
+                schemas=dict.fromkeys(self.points, schema),
                 num_layers=self.model.layers,
-                width=self.model.width,
                 edits_per_point=self.settings.edits_per_point,
             )
 

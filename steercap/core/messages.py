@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 import msgspec
 
 from steercap.core.program import Configuration
+from steercap.core.schema import PointSchema
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -43,7 +44,7 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
     """Rows for the vector bank.
 
     Args:
-        digest: SHA-256 of the float32 bytes.
+        digest: see `core.program.blob_digest`.
         places: the bank row of each.
         data: the float32 bytes.
     """
@@ -123,33 +124,35 @@ class Call(Message, frozen=True):
 
 
 class NotCapturing(Message, frozen=True):
-    """A rank whose rows another rank captures."""
+    """A rank all of whose rows another rank captures."""
 
 
 class Attached(Message, frozen=True):
     """What one capturing rank holds.
 
     Args:
-        points: indices into the engine's armed points of those on this rank.
-        width: elements of a row.
-        dtype: the model's dtype, by its torch name.
+        points: indices into the engine's armed points of those that this rank keeps.
+        schemas: of these points.
+        shard: which shard of a point that is split this rank has.
         page_lines: lines of a page.
         pages: pages of the arena.
         bank_rows: rows of the vector bank.
+        bank_width: elements of such a row: of the widest point on this rank that can be steered.
         tallies: reductions that can run along at once.
-        tally_records: records that such a reduction takes in the arena once its request has ended.
+        held: rows that such a reduction holds apart, which go to the arena with it once its request has ended.
         path: where a process of the same machine can open the arena.
         nonce: first bytes of the arena, to know it by.
     """
 
     points: tuple[int, ...]
-    width: int
-    dtype: str
+    schemas: tuple[PointSchema, ...]
+    shard: int
     page_lines: int
     pages: int
     bank_rows: int
+    bank_width: int
     tallies: int
-    tally_records: int
+    held: int
     path: str
     nonce: bytes
 
@@ -159,30 +162,28 @@ class Parcel(Message, frozen=True):
 
     Args:
         owner: whose rows.
-        codec: how the rows are stored.
-        points: indices into the engine's armed points, in the order of the lines of a record.
+        encoding: how the rows are stored: a name in `ENCODINGS`.
+        numbers: how many numbers stand for a row, where the encoding leaves that open; else 0.
+        points: indices into the engine's armed points, in the order of a record.
         lines: where the records are, in the order of the rows.
         stored_rows: records in these lines: the rows, or one for a reduction.
-        dtype: dtype of the stored rows.
         positions: int64 bytes, position of each row, -1 where none was written.
         token_ids: int64 bytes, token the model read there.
         writes: rows written, recomputed ones counted again.
         failure: why the rows cannot be trusted, or None.
-        directions: directions that each row was projected on, 0 for whole rows.
         nonfinite: the first position with a row that is not finite, and the index of its point; None if all are.
     """
 
     owner: Owner
-    codec: str
+    encoding: str
+    numbers: int
     points: tuple[int, ...]
     lines: tuple[LineRange, ...]
     stored_rows: int
-    dtype: str
     positions: bytes
     token_ids: bytes
     writes: int
     failure: str | None
-    directions: int = 0
     nonfinite: tuple[int, int] | None = None
 
 

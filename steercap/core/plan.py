@@ -13,8 +13,6 @@ from steercap.core.program import SteeringPlan
 from steercap.core.spec import CaptureSpec, Reduction
 from steercap.core.tokens import Range
 
-#: Bytes of a projection: float32.
-PROJECTED_BYTES: Final = 4
 #: The key of steercap's plan in `SamplingParams.extra_args`.
 EXTRA_ARGS_KEY: Final = "steercap"
 
@@ -40,12 +38,13 @@ class CapturePlan(msgspec.Struct, frozen=True):
         points: indices into the engine's list of armed points, ascending.
         ranges: positions selected.
         reduce: how selected rows become one, or None.
-        codec: name of the codec of the parcel.
+        codec: how rows are stored, unless they are reduced or projected.
         before_edits: whether rows are kept as they were before the edits of their point.
         tally: whether the reduction runs along while the rows come, so that they are never kept; otherwise they all
             are, until the client says where the sequence ends.
         projection: what is kept in the place of each row, or None: the row.
         allow_nonfinite: whether rows that are not finite are handed over.
+        gather: whether the client joins shards.
     """
 
     points: tuple[int, ...]
@@ -56,12 +55,17 @@ class CapturePlan(msgspec.Struct, frozen=True):
     tally: bool = False
     projection: Projection | None = None
     allow_nonfinite: bool = False
+    gather: bool = True
 
-    def lines(self, points: int, line_bytes: int) -> int:
-        """Lines of a record of so many of its points in the arena."""
-        if self.projection is None:
-            return points
-        return -(-points * self.projection.directions * PROJECTED_BYTES // line_bytes)
+    @property
+    def encoding(self) -> str:
+        """How the rows of each token are stored: a name in `ENCODINGS`."""
+        return self.codec if self.projection is None else "projected"
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers stand for each row, where its encoding leaves that open; else 0."""
+        return 0 if self.projection is None else self.projection.directions
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -126,7 +130,15 @@ def compile_capture(
     ranges = spec.selection.ranges(prompt_len, limit)
     tally = tally and spec.reduce is not None
     return CapturePlan(
-        points, ranges, spec.reduce, spec.codec, spec.before_edits, tally, projection, spec.allow_nonfinite
+        points,
+        ranges,
+        spec.reduce,
+        spec.codec,
+        spec.before_edits,
+        tally,
+        projection,
+        spec.allow_nonfinite,
+        spec.gather,
     )
 
 

@@ -86,12 +86,20 @@ class Blob(msgspec.Struct, frozen=True, array_like=True):
     """Rows of the bank that belong together, known by their content.
 
     Args:
-        digest: SHA-256 of the float32 rows.
+        digest: see `blob_digest`.
         rows: how many.
     """
 
     digest: bytes
     rows: int
+
+
+def blob_digest(data: bytes, rows: int) -> bytes:
+    """What rows of vectors are known by: SHA-256 of how many they are, and of their float32 bytes.
+
+    Of how many, since 2 rows of 64 zeros are not 1 row of 128.
+    """
+    return hashlib.sha256(rows.to_bytes(8, "little") + data).digest()
 
 
 class Configuration(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """Where a row lives: the pure arithmetic from (request, position) to a line of the arena.
 
-Number 5 in the life of a request. Shape legend: `rows` = selected positions in order, `lines` = arena
-rows of one hidden width each, `record` = one token's lines, one for each point its plan asks for.
+Number 5 in the life of a request. Shape legend: `rows` = selected positions in order, `record` = what is kept of one
+token, laid out by `core.records` in lines of the arena.
 
 The place of a row is a function of its position alone, so a position computed twice (preemption, rejected
 drafts) overwrites what was there: last write wins, and no row can be kept twice.
@@ -16,6 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from steercap.core.records import LINE_BYTES, PAGE_BYTES
 from steercap.core.tokens import Range, selected
 
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -62,33 +63,34 @@ class PageShape:
 
     Args:
         lines: lines of a page.
-        line_bytes: bytes of a line: hidden width × bytes of the model's dtype.
     """
 
     lines: int
-    line_bytes: int
 
     @property
     def page_bytes(self) -> int:
         """Bytes of a page."""
-        return self.lines * self.line_bytes
+        return self.lines * LINE_BYTES
 
-    def records(self, record_lines: int) -> int:
-        """Records of `record_lines` lines that fit a page; a record never straddles two."""
-        return self.lines // record_lines
+    def records(self, lines: int) -> int:
+        """Records of so many lines that fit a page; a record never straddles two."""
+        return self.lines // lines
 
-    def pages(self, rows: int, record_lines: int) -> int:
-        """Pages that `rows` records of `record_lines` lines occupy."""
-        return -(-rows // self.records(record_lines)) if rows else 0
+    def pages(self, rows: int, lines: int) -> int:
+        """Pages that `rows` records of so many lines occupy."""
+        return -(-rows // self.records(lines)) if rows else 0
 
 
-def page_shape(num_points: int, line_bytes: int, target_bytes: int = 256 * 1024) -> PageShape:
+def page_shape(lines: int, target_bytes: int = PAGE_BYTES) -> PageShape:
     """A page near `target_bytes` that holds whole records of all points, two at least.
 
-    Two, because a reduced row is float32: up to two lines of a 16-bit dtype for each point.
+    Two, because a reduced row is float32: up to twice the record of a 16-bit dtype.
+
+    Args:
+        lines: of a record of all points, in the widest encoding.
+        target_bytes: what a page should measure.
     """
-    record_bytes = num_points * line_bytes
-    return PageShape(num_points * max(2, target_bytes // record_bytes), line_bytes)
+    return PageShape(lines * max(2, target_bytes // (lines * LINE_BYTES)))
 
 
 class PageAllocator:

@@ -56,7 +56,9 @@ class CaptureSpec:
             or a list of these. Prompt + generated - 1 tokens exist: the last sampled one is never an input.
         reduce: None for one row per token, or "mean", "sum", "max", "last" over the tokens selected, computed in
             the worker in float32: one row per point.
-        codec: how rows are stored on their way to the client; "raw" keeps them bit for bit.
+        codec: how rows are stored on their way to the client: "raw" keeps them bit for bit; "full8" keeps 8 bits an
+            element and the scale and zero point of each row, half the bytes of a 16-bit dtype, decoded to float32: an
+            element is off by at most half a step, `(max - min) / 510` of its row.
         before_edits: keep rows as they were before the edits of their own point; by default they are what the
             model continues with, edits included. Edits at earlier points have had their effect either way.
         project: a DirectionSet, or LayerVectors for one direction: instead of each row, its scalar products with
@@ -64,6 +66,8 @@ class CaptureSpec:
             means all layers that the directions have, and the site is theirs.
         allow_nonfinite: hand over rows that hold NaN or infinity, as a model that overflows has them; by default
             fetching them raises CaptureNotFinite.
+        gather: join the shards of points that are split over tensor-parallel ranks; otherwise they are handed over as
+            they are, see `Captures.shards`.
 
     Raises:
         InvalidSpec: no site, an unknown reduction, something of another type, or `project` beside `reduce`.
@@ -78,13 +82,14 @@ class CaptureSpec:
     before_edits: bool = False
     project: Projectable | None = None
     allow_nonfinite: bool = False
+    gather: bool = True
 
     def __post_init__(self) -> None:
         if self.reduce is not None and not (isinstance(self.reduce, str) and self.reduce in REDUCTIONS):
             raise InvalidSpec(f"unknown reduce={shown(self.reduce)}; known: None, {', '.join(map(repr, REDUCTIONS))}")
         if not isinstance(self.codec, str):
             raise InvalidSpec(f"codec={shown(self.codec)}; give the name of one codec, such as 'raw'")
-        for name in ("before_edits", "allow_nonfinite"):
+        for name in ("before_edits", "allow_nonfinite", "gather"):
             flag = flag_of(getattr(self, name))
             if flag is None:
                 raise InvalidSpec(f"{name}={shown(getattr(self, name))}; give True or False")
@@ -96,8 +101,9 @@ class CaptureSpec:
             raise InvalidSpec(
                 f"project= gives a few numbers per token, reduce={self.reduce!r} one row per request; give only one"
             )
-        if self.project is not None and self.codec != "raw":
-            raise InvalidSpec(f"project= gives float32 numbers, which codec={self.codec!r} cannot hold; leave it out")
+        if self.codec != "raw" and (self.project is not None or self.reduce is not None):
+            asked = "project=" if self.reduce is None else f"reduce={self.reduce!r}"
+            raise InvalidSpec(f"{asked} gives float32 numbers, which codec={self.codec!r} cannot hold; leave it out")
 
     def __hash__(self) -> int:
         return hash((repr(self.layers), self.sites, self.tokens, self.reduce, self.codec, self.before_edits))

@@ -1,21 +1,97 @@
-"""What a codec is: how a row is laid into lines of the arena, and read back by the client."""
+"""What an encoding is: how a row becomes bytes of a record, on the worker, and a row again, on the client.
+
+Number 5, 6 and 8 in the life of a request. Rows are one rank's: of a point that is split, its shard.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from steercap.core.records import LINE_BYTES, RecordShape, record_shape
 
 if TYPE_CHECKING:
     import torch
 
+    from steercap.core.schema import PointSchema
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Points of one layout whose rows are alike, on a device.
+
+    Args:
+        schema: of all of them.
+        points: line of each one's row in a record as it is computed, and its byte in what is stored: int64 [points, 2].
+        directions: rows of the bank of the directions of each, int64 [points, numbers]; None where there are none.
+    """
+
+    schema: PointSchema
+    points: torch.Tensor
+    directions: torch.Tensor | None
+
 
 class Encoding(ABC):
-    """A reversible (or bounded-loss) form of rows between arena and client."""
+    """A form of rows between worker and client."""
+
+    #: What the place of each row in its record is a multiple of, in bytes.
+    align: ClassVar[int] = LINE_BYTES
 
     @abstractmethod
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows [..., width] as they are stored, bytes uint8 [..., stored bytes]."""
+    def row_bytes(self, schema: PointSchema, numbers: int) -> int:
+        """Bytes of one encoded row.
+
+        Args:
+            schema: the point's.
+            numbers: how many numbers stand for a row, where the encoding leaves that open; 0 elsewhere.
+        """
 
     @abstractmethod
-    def decode(self, stored: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
-        """Stored bytes uint8 [..., stored bytes] as rows of `dtype` [..., width]."""
+    def encode(self, rows: torch.Tensor, schema: PointSchema, directions: torch.Tensor | None) -> torch.Tensor:
+        """Rows as they are stored, on the device they are on: the host's step, and what kernels are tested against.
+
+        Args:
+            rows: [rows, shard width], in the dtype that the model computes them in.
+            schema: the point's.
+            directions: float32 [numbers, shard width] of this point, for what projects; None elsewhere.
+
+        Returns:
+            uint8 [rows, row bytes].
+        """
+
+    @abstractmethod
+    def decode(self, stored: torch.Tensor, schema: PointSchema, numbers: int) -> torch.Tensor:
+        """What was stored, as the client hands it over.
+
+        Args:
+            stored: uint8 [rows, row bytes], contiguous; may be kept.
+            schema, numbers: as for `row_bytes`.
+
+        Returns:
+            [rows, *shard shape], or [rows, numbers].
+        """
+
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, bank: torch.Tensor) -> None:
+        """Rows that wait in a ring on the device, stored in other lines of it: the device's step, after the pass.
+
+        What is stored as it is computed has none.
+
+        Args:
+            ring: uint8 [lines, LINE_BYTES].
+            records: first line of each record as it is computed, and as it is stored: int64 [records, 2].
+            alike: which rows of them.
+            bank: float32 [vectors, shard width], what directions are rows of.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no step on the device")
+
+    def joined(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The shards of a point's rows, in the order of the ranks, as whole rows."""
+        import torch
+
+        return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=1)
+
+    def record(self, schemas: Sequence[PointSchema], numbers: int = 0) -> RecordShape:
+        """How a record of these points is laid out."""
+        return record_shape([self.row_bytes(schema, numbers) for schema in schemas], self.align)

@@ -9,17 +9,33 @@ from steercap.encodings.base import Encoding
 if TYPE_CHECKING:
     import torch
 
+    from steercap.core.schema import PointSchema
+
 
 class Raw(Encoding):
     """The bytes of the row, nothing else."""
 
-    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+    def row_bytes(self, schema: PointSchema, numbers: int) -> int:
+        return schema.shard_width * _itemsize(schema)
+
+    def encode(self, rows: torch.Tensor, schema: PointSchema, directions: torch.Tensor | None) -> torch.Tensor:
         import torch
 
-        return rows.contiguous().view(torch.uint8)
+        return rows.to(_dtype(schema)).contiguous().view(torch.uint8)
 
-    def decode(self, stored: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
-        return stored.view(dtype)[..., :width]
+    def decode(self, stored: torch.Tensor, schema: PointSchema, numbers: int) -> torch.Tensor:
+        return stored.view(_dtype(schema)).view(-1, *schema.shard_shape)
+
+
+def _dtype(schema: PointSchema) -> torch.dtype:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, schema.dtype)
+    return dtype
+
+
+def _itemsize(schema: PointSchema) -> int:
+    return _dtype(schema).itemsize
 
 
 MEMBER = Raw()

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
-import torch
-
 from steercap.concurrency.loops import Home, finished, on_thread, over
 from steercap.config import Settings
 from steercap.core.budget import Ticket
@@ -48,9 +46,12 @@ from steercap.core.messages import (
     decode_answer,
     encode,
 )
-from steercap.core.plan import PROJECTED_BYTES, CapturePlan, Plan
+from steercap.core.plan import CapturePlan, Plan
 from steercap.core.rows import PageShape
+from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point, check_armed
+from steercap.encodings import ENCODINGS
+from steercap.encodings.reduced import tally_records
 from steercap.engine.admission import Admission
 from steercap.engine.batching import Batcher
 from steercap.engine.configurations import Configurations
@@ -73,6 +74,9 @@ RELEASE_DELAY: Final = 0.05
 #: Seconds that the end waits for what has nothing left to do: a start given up, tasks of a loop that may be blocked.
 GIVE_UP_SECONDS: Final = 0.5
 
+#: Bytes of an element of a vector.
+_FLOAT_BYTES: Final = 4
+
 Kind = TypeVar("Kind", bound=Answer)
 
 
@@ -91,6 +95,7 @@ class Engine:
         self._name = uuid4().hex[:8]
         self._numbers = count()
         self._ranks: tuple[tuple[Rank, ...], ...] = ()  # engine by engine
+        self._schemas: dict[Point, PointSchema] = {}
         self.tallies = 0  # reductions that can run along at once in each engine
         self.admission = Admission(0, 0, settings)
         self.configurations = Configurations(0, 0, settings, self._configure)
@@ -189,8 +194,8 @@ class Engine:
             found = self._lowered[steering] = lower(
                 spec,
                 armed=self.armed,
+                schemas=self.schemas,
                 num_layers=self.vllm.num_layers,
-                width=self.vllm.hidden_size,
                 edits_per_point=self.settings.edits_per_point,
             )
         return found
@@ -222,7 +227,7 @@ class Engine:
         points, _ = self.captured(spec)
         known = self._projected.setdefault(spec.project, {})
         if points not in known:
-            found = compile_projection(spec, self.armed, num_layers=self.vllm.num_layers, width=self.vllm.hidden_size)
+            found = compile_projection(spec, self.armed, self.schemas, num_layers=self.vllm.num_layers)
             self._check_records(found)
             known[points] = found
         return known[points]
@@ -230,8 +235,9 @@ class Engine:
     def _check_records(self, projected: Projected) -> None:
         """See that a token's projections fit a page of every arena."""
         for rank in self._all_ranks:
-            most = rank.attached.page_lines * line_bytes(rank.attached)
-            wanted = len(projected.points) * projected.plan.directions * PROJECTED_BYTES
+            most = PageShape(rank.attached.page_lines).page_bytes
+            own = [rank.schemas[index] for point in projected.points if (index := self.armed[point]) in rank.schemas]
+            wanted = sum(ENCODINGS["projected"].record(own, projected.plan.directions).sizes)
             if wanted > most:
                 raise InvalidSpec(
                     f"project= asks for {wanted:,} bytes per token ({len(projected.points)} points × "
@@ -240,17 +246,12 @@ class Engine:
 
     def pages_needed(self, plan: CapturePlan, rows: int) -> int:
         """Pages that `rows` rows of the plan, or their tally, take on the worker that holds most of them."""
-        return max(
-            (
-                PageShape(rank.attached.page_lines, line_bytes(rank.attached)).pages(
-                    rank.attached.tally_records if plan.tally and rows else rows,
-                    plan.lines(points, line_bytes(rank.attached)),
-                )
-                for rank in self._all_ranks
-                if (points := len(set(plan.points) & set(rank.attached.points)))
-            ),
-            default=0,
-        )
+        return max((_pages_on(rank, plan, rows) for rank in self._all_ranks), default=0)
+
+    @property
+    def schemas(self) -> Mapping[Point, PointSchema]:
+        """What the tensor at each armed point is, layer by layer."""
+        return self._schemas
 
     def generate(
         self,
@@ -412,14 +413,21 @@ class Engine:
             )
             for engine, answers in enumerate(engines)
         )
-        shape = self._ranks[0][0].attached
-        page_bytes = shape.page_lines * line_bytes(shape)
+        known = {index: schema for rank in self._all_ranks for index, schema in rank.schemas.items()}
+        self._schemas = {point: known[index] for point, index in self.armed.items() if index in known}
+        # Where ranks differ, a page is the largest of theirs: what is claimed is never less than what is used.
+        page_bytes = max(PageShape(rank.attached.page_lines).page_bytes for rank in self._all_ranks)
         pages = min(rank.attached.pages for rank in self._all_ranks)
         self.tallies = min(rank.attached.tallies for rank in self._all_ranks)
         self.admission = Admission(pages, page_bytes, settings, self.engines, self.tallies)
         self.configurations = Configurations(
             settings.steering_slots, min(rank.attached.bank_rows for rank in self._all_ranks), settings, self._configure
         )
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of a row of the vector bank, on the worker with the widest."""
+        return max(rank.attached.bank_width for rank in self._all_ranks) * _FLOAT_BYTES
 
     @property
     def _all_ranks(self) -> list[Rank]:
@@ -454,10 +462,16 @@ class Engine:
         self.home.require()
 
 
-def line_bytes(attached: Attached) -> int:
-    """Bytes of a line of a worker's arena."""
-    dtype: torch.dtype = getattr(torch, attached.dtype)
-    return attached.width * dtype.itemsize
+def _pages_on(rank: Rank, plan: CapturePlan, rows: int) -> int:
+    """Pages that `rows` rows of a plan, or their reduction, take on one worker."""
+    schemas = [rank.schemas[point] for point in plan.points if point in rank.schemas]
+    page = PageShape(rank.attached.page_lines)
+    if not schemas:
+        return 0
+    if plan.tally:
+        records = tally_records(schemas, rank.attached.held) if rows else 0
+        return page.pages(records, ENCODINGS["raw"].record(schemas).lines)
+    return page.pages(rows, ENCODINGS[plan.encoding].record(schemas, plan.numbers).lines)
 
 
 def _answers(engines: Sequence[Sequence[bytes]], kind: type[Kind]) -> list[list[Kind]]:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Final, TypeAlias
 
 import torch
 
 from steercap.core.messages import Attached, Parcel, Unknown
 from steercap.core.receipt import knowing
+from steercap.core.schema import PointSchema
+from steercap.encodings import ENCODINGS
 from steercap.errors import CaptureIncomplete, ModelClosed
 from steercap.transport.assemble import PART_BYTES, Assembly, parcel_bytes
 from steercap.transport.reader import LineReader, Readable
@@ -45,6 +47,16 @@ class Rank:
     reader: LineReader
     engine: int = 0
 
+    @cached_property
+    def schemas(self) -> dict[int, PointSchema]:
+        """Of the points that it keeps, by their indices among the engine's armed points."""
+        return dict(zip(self.attached.points, self.attached.schemas, strict=True))
+
+    def of(self, parcel: Parcel) -> list[PointSchema]:
+        """Schemas of the points of a parcel."""
+        known = self.schemas
+        return [known[point] for point in parcel.points]
+
 
 #: Engine by engine, the workers that capture, and what each of them says of one request.
 Ranks: TypeAlias = Sequence[Sequence[Rank]]
@@ -57,13 +69,17 @@ class Delivery:
 
     Args:
         parcels: one a capturing worker that holds points of the request.
-        rows: rows [points, rows, width] of each parcel.
+        shards: by the index of a point, its rows, or the shards of them in the order of the ranks.
         failure: what a worker said went wrong, or None.
     """
 
     parcels: tuple[Parcel, ...]
-    rows: tuple[torch.Tensor, ...]
+    shards: Mapping[int, tuple[torch.Tensor, ...]]
     failure: str | None
+
+    def joined(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The shards of a point's rows as whole rows."""
+        return ENCODINGS[self.parcels[0].encoding].joined(shards)
 
 
 @dataclass
@@ -83,13 +99,25 @@ class _Order:
     @property
     def size(self) -> int:
         """Bytes of its rows."""
-        return sum(parcel_bytes(parcel, rank.attached.width) for rank, parcel in self.gathered)
+        return sum(parcel_bytes(parcel, rank.of(parcel)) for rank, parcel in self.gathered)
 
     def delivery(self) -> Delivery:
         """What came of it."""
         parcels = tuple(parcel for _, parcel in self.gathered)
-        rows = () if self.failure else tuple(assembly.rows() for assembly in self.assemblies)
-        return Delivery(parcels, rows, self.failure)
+        if self.failure:
+            return Delivery(parcels, {}, self.failure)
+        shards: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        wanted: dict[int, int] = {}
+        for (rank, parcel), assembly in zip(self.gathered, self.assemblies, strict=True):
+            for point, schema, rows in zip(parcel.points, rank.of(parcel), assembly.rows(), strict=True):
+                shards.setdefault(point, []).append((rank.attached.shard, rows))
+                wanted[point] = schema.shards
+        for point, found in shards.items():
+            found.sort(key=lambda one: one[0])
+            if wanted[point] > 1 and [number for number, _ in found] != list(range(wanted[point])):
+                failure = f"{len(found)} of {wanted[point]} shards of a point came"
+                return Delivery(parcels, {}, failure)
+        return Delivery(parcels, {point: tuple(rows for _, rows in found) for point, found in shards.items()}, None)
 
 
 class Fetcher:
@@ -215,7 +243,7 @@ def _begin(order: _Order, sources: Sequence[Readable]) -> None:
     """Find the lines and the memory for them; what is small is gathered at once."""
     try:
         for (rank, parcel), source in zip(order.gathered, sources, strict=True):
-            assembly = Assembly(parcel, rank.attached.width, source)
+            assembly = Assembly(parcel, rank.of(parcel), source)
             order.assemblies.append(assembly)
             if len(assembly.parts) == 1:
                 assembly.fill(assembly.parts[0])

@@ -51,7 +51,7 @@ async def stats_of(engine: Engine) -> Stats:
     engines = await engine.census()
     counts = [count for workers in engines for count in workers]
     budget, page_bytes = engine.admission.budget, engine.admission.page_bytes
-    slots, vector_bytes = engine.configurations.slots, engine.vllm.hidden_size * 4
+    slots, vector_bytes = engine.configurations.slots, engine.vector_bytes
     return Stats(
         capture_bytes=budget.pages * page_bytes,
         capture_bytes_claimed=budget.reserved * page_bytes,

@@ -70,12 +70,13 @@ async def run_sweep(
 
 def _check(model: SteerModel, sweep: Sweep) -> None:
     for name, vectors in sweep.vectors.items():
-        if vectors.width != model.hidden_size:
-            raise InvalidVector(
-                f"Sweep: {name!r} has width {vectors.width}; rows of this model have {model.hidden_size}"
-            )
         for layer in sorted({layer for layers in sweep.groups for layer in layers}):
-            if Point(layer, vectors.site) not in model.points:
+            point = Point(layer, vectors.site)
+            if point in model.points and vectors.width != model.points[point].width:
+                raise InvalidVector(
+                    f"Sweep: {name!r} has width {vectors.width}; rows at {point} are {model.points[point]}"
+                )
+            if point not in model.points:
                 raise PointNotArmed(
                     f"Sweep: {name!r} is for {vectors.site!r} of layer {layer}, which this engine has no tap at; "
                     "give SteerModel(..., sites=, layers=)"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+
+def _as_it_is(tensor: Any) -> Any:
+    return tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +25,11 @@ class Family:
             hidden + residual; None when what it returns first is the stream.
         hidden_input: name of the argument that carries the stream (or its undeferred part) into a vLLM layer.
         residual_input: name of the argument that carries the deferred residual, "" if there is none.
+        attn_proj: submodule of a layer that projects what the heads give to the stream, "" if there is none.
+        mlp_proj: submodule that projects the neurons to the stream, "" if there is none.
+        router: submodule that gives the logits of the experts, "" if there are none.
+        sparse: of transformers' configuration and a layer's index, whether the layer has experts; None for no layer.
+        see: what a layer carries, as rows [n, width] that share its memory, where that is something else.
         tiny: keyword arguments of transformers' `AutoConfig.for_model` for the smallest model that exercises
             the family, from which the contract tests write a checkpoint.
     """
@@ -33,7 +42,16 @@ class Family:
     residual_output: int | None
     hidden_input: str = "hidden_states"
     residual_input: str = ""
+    attn_proj: str = "self_attn.o_proj"
+    mlp_proj: str = "mlp.down_proj"
+    router: str = ""
+    sparse: Callable[[Any, int], bool] | None = None
+    see: Callable[[Any], Any] = _as_it_is
     tiny: Mapping[str, Any] = field(repr=False)
+
+    def is_sparse(self, config: Any, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.sparse is not None and self.sparse(config, layer)
 
 
 #: Shape shared by the tiny models: 4 layers of width 128, 4 heads of 32, the least that vLLM's CPU attention takes.

@@ -9,6 +9,8 @@ MEMBER = Family(
     mlp_out="fc2",
     final_norm="model.decoder.final_layer_norm",
     residual_output=None,
+    attn_proj="self_attn.out_proj",
+    mlp_proj="fc2",
     tiny={
         "model_type": "opt",
         "vocab_size": 512,

@@ -30,6 +30,11 @@ WEIGHT: Final = 1_000_003
 STRAY: Final = 1 << 48
 
 
+#: Steps between the least and the greatest code of `encodings.full8`, and bytes before the codes: scale and zero point.
+FULL8_STEPS: Final = 255
+FULL8_HEAD: Final = 8
+
+
 def weight(point: int) -> int:
     """What an application or a copy at a point counts in a token's evidence."""
     return WEIGHT * point + 1

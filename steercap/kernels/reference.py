@@ -190,37 +190,19 @@ def edit_stream(  # noqa: PLR0917 -- the tables of a tap
     return applied, stray
 
 
-def copy_rows(
+def rows_at(
     hidden: Float[torch.Tensor, "n width"],
     residual: Float[torch.Tensor, "n width"] | None,
     tokens: Int[torch.Tensor, captured],
-    lines: Int[torch.Tensor, captured],
-    arena: Float[torch.Tensor, "lines width"],
-) -> Bool[torch.Tensor, captured] | None:
-    """Copy rows `hidden + residual` of `tokens` to `lines` of the arena, rounded to the model's dtype as vLLM does.
-
-    Returns:
-        Which of them are not finite, None if all are.
-    """
-    if len(tokens) == len(hidden):
-        rows = hidden if residual is None else hidden + residual
-    else:
-        rows = hidden.index_select(0, tokens)
-        if residual is not None:
-            rows += residual.index_select(0, tokens)
-    arena.index_copy_(0, lines, rows)
-    return stray_rows(rows)
-
-
-def copy_row(
-    hidden: Float[torch.Tensor, "n width"],
-    residual: Float[torch.Tensor, "n width"] | None,
-    token: int,
-    line: Float[torch.Tensor, width],
-) -> Bool[torch.Tensor, 1] | None:
-    """Copy the row of one token to one line; like `copy_rows`."""
-    if residual is None:
-        line.copy_(hidden[token])
-    else:
-        torch.add(hidden[token], residual[token], out=line)
-    return stray_rows(line[None])
+) -> Float[torch.Tensor, "captured width"]:
+    """The rows `hidden + residual` of `tokens`, rounded to the model's dtype as vLLM does; may share its memory."""
+    if len(tokens) == len(hidden):  # all of them, in their order
+        return hidden if residual is None else hidden + residual
+    if len(tokens) == 1:
+        token = int(tokens)
+        row = hidden[token : token + 1]
+        return row if residual is None else row + residual[token : token + 1]
+    rows = hidden.index_select(0, tokens)
+    if residual is not None:
+        rows += residual.index_select(0, tokens)
+    return rows

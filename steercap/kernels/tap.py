@@ -5,7 +5,7 @@ code; what it does is decided by the step's tables, whose addresses never change
 compiled or replayed graph would skip. It declares that it mutates `hidden` and `residual`, since edits do, and so it
 is never eliminated as dead.
 
-Shape legend: n = tokens of the pass, padding included; width = hidden size.
+Shape legend: n = tokens of the pass, padding included; width = elements of a row at the point, or of the rank's shard.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 
 LIBRARY: Final = torch.library.Library("steercap", "FRAGMENT")
-LIBRARY.define("tap(Tensor(a!) hidden, Tensor(b!)? residual, Tensor point) -> ()")
+LIBRARY.define("tap(Tensor(a!) hidden, Tensor(b!)? residual, Tensor point, int kind) -> ()")
 
 
 class Tappable(Protocol):
@@ -27,6 +27,7 @@ class Tappable(Protocol):
         hidden: Float[torch.Tensor, "n width"],
         residual: Float[torch.Tensor, "n width"] | None,
         point: Int[torch.Tensor, 1],
+        kind: int,
     ) -> None:
         """Read and edit the rows of one point of the running pass."""
 
@@ -40,12 +41,12 @@ def bind(tables: Tappable | None) -> None:
     _bound = tables
 
 
-def _tap(hidden: torch.Tensor, residual: torch.Tensor | None, point: torch.Tensor) -> None:
+def _tap(hidden: torch.Tensor, residual: torch.Tensor | None, point: torch.Tensor, kind: int) -> None:
     if _bound is not None:
-        _bound.on_tap(hidden, residual, point)
+        _bound.on_tap(hidden, residual, point, kind)
 
 
-def _tap_fake(_hidden: torch.Tensor, _residual: torch.Tensor | None, _point: torch.Tensor) -> None:
+def _tap_fake(_hidden: torch.Tensor, _residual: torch.Tensor | None, _point: torch.Tensor, _kind: int) -> None:
     return None
 
 
@@ -58,6 +59,7 @@ def tap(
     hidden: Float[torch.Tensor, "n width"],
     residual: Float[torch.Tensor, "n width"] | None,
     point: Int[torch.Tensor, 1],
+    kind: int,
 ) -> None:
     """Call the tap of one point.
 
@@ -66,5 +68,7 @@ def tap(
         residual: what is to be added to `hidden` to give the row, zero for a row that was edited; None when `hidden` is
             the row.
         point: index of the point, int32 [1], on the model's device.
+        kind: what its rows are, as the taps number that: the same for all layers of a site, or the site's layers would
+            not trace to the same code.
     """
-    torch.ops.steercap.tap(hidden, residual, point)
+    torch.ops.steercap.tap(hidden, residual, point, kind)

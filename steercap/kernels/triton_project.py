@@ -1,8 +1,8 @@
-"""Projections on CUDA: what rows of the ring are along the directions of their layer.
+"""Projections on CUDA: what rows of the ring are along the directions of their point.
 
 Number 6 in the life of a request. One program a row; in a large pass a few rows of one point, which then share each
-direction. Shape legend: records = tokens of a pass whose rows are projected on the same
-directions; points = rows of a record, one behind the other; width = elements of a row.
+direction. Shape legend: records = tokens of a pass of one layout; points = points of it whose rows are alike; width =
+elements of a row; line = elements of a line of the ring.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from jaxtyping import Float, Int
 
-from steercap.core.rows import Ints
-
 #: In passes of more records than this, a program takes TOGETHER of them.
 LARGE: Final = 512
 TOGETHER: Final = 4
@@ -25,59 +23,64 @@ WARP_ELEMENTS: Final = 2048
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _project_kernel(  # type: ignore[no-untyped-def]
-    rows, results, bank, places, table, count, directions, WIDTH, LINE, BLOCK: tl.constexpr, TOKENS: tl.constexpr
-):
-    records = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    rows, results, bank, places, records, points, count, directions,
+    WIDTH, ROW_LINE, RESULT_LINE, BANK, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    numbers = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     point = tl.program_id(1)
-    there = records < count
-    sources = tl.load(table + records * 2, mask=there, other=0) + point
-    targets = tl.load(table + records * 2 + 1, mask=there, other=0)
+    there = numbers < count
+    sources = tl.load(records + numbers * 2, mask=there, other=0)
+    targets = tl.load(records + numbers * 2 + 1, mask=there, other=0)
+    offset = tl.load(points + point * 2)
+    target = results + targets * RESULT_LINE + tl.load(points + point * 2 + 1) // 4
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
-    tile = tl.load(rows + sources[:, None] * WIDTH + columns, mask=there[:, None] & inside, other=0.0).to(tl.float32)
+    start = (sources + offset) * ROW_LINE
+    tile = tl.load(rows + start[:, None] + columns, mask=there[:, None] & inside, other=0.0).to(tl.float32)
     for direction in range(directions):
         place = tl.load(places + point * directions + direction)
-        vector = tl.load(bank + place * WIDTH + columns, mask=inside, other=0.0)
+        vector = tl.load(bank + place * BANK + columns, mask=inside, other=0.0)
         along = tl.sum(tile * vector[None, :], axis=1)
-        tl.store(results + targets * LINE + point * directions + direction, along, mask=there)
+        tl.store(target + direction, along, mask=there)
 
 
 def launch_project(
-    rows: Float[torch.Tensor, "lines width"],
+    rows: Float[torch.Tensor, "lines line"],
+    results: Float[torch.Tensor, "lines floats"],
+    records: Int[torch.Tensor, "records 2"],
+    points: Int[torch.Tensor, "points 2"],
+    width: int,
     bank: Float[torch.Tensor, "vectors width"],
     places: Int[torch.Tensor, "points directions"],
-    table: Int[torch.Tensor, "records 2"],
 ) -> None:
     """Write what records of rows are along their directions into lines of the ring.
 
     Args:
-        rows: the ring: records of one line a point, and lines for the float32 results, point by point.
-        bank: float32 vectors.
+        rows: the ring, in the dtype of the points.
+        results: the ring, as float32.
+        records: first line of each record, and of what is stored of it, int64.
+        points: line of each point's row in a record, and byte of its numbers in what is stored, int64.
+        width: elements of a row.
+        bank: float32 vectors, a view of rows that may be wider.
         places: rows of the bank, int64.
-        table: first line of each record, and of its results, int64.
     """
-    points, directions = places.shape
-    width, count = rows.shape[1], len(table)
+    count, directions = len(records), places.shape[1]
     together = TOGETHER if count > LARGE else 1
     block = triton.next_power_of_2(width)
-    _project_kernel[(triton.cdiv(count, together), points)](
+    _project_kernel[(triton.cdiv(count, together), len(points))](
         rows,
-        rows.view(torch.float32),
+        results,
         bank,
         places,
-        table,
+        records,
+        points,
         count,
         directions,
         WIDTH=width,
-        LINE=width * rows.itemsize // torch.float32.itemsize,
+        ROW_LINE=rows.shape[1],
+        RESULT_LINE=results.shape[1],
+        BANK=bank.stride(0),
         BLOCK=block,
         TOKENS=together,
         num_warps=min(max(block * together // WARP_ELEMENTS, 4), 16),
     )
-
-
-def targets_of(first: int, stored: Ints) -> Ints:
-    """First line of each record's results, one behind the other from `first` on: int64 [records]."""
-    ends: Ints = stored.cumsum()
-    lines: Ints = first + ends - stored
-    return lines

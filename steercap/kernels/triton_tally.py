@@ -16,35 +16,44 @@ from jaxtyping import Float, Int
 from steercap.kernels import bits
 
 #: Columns of a move, int32; behind them a slot to add, -1 for none, for each slot; then the line that each slot holds.
-MOVE_COLUMNS: Final = 7
-PLACE, KIND, FRESH, RECORD, LINE, COUNT, DIVISOR = range(MOVE_COLUMNS)
+#: LINE is the first line of the first record, and a record is RECORD lines of the ring. Without a layout, nothing is
+#: read of the ring, and all points are meant.
+MOVE_COLUMNS: Final = 8
+PLACE, KIND, FRESH, LAYOUT, RECORD, LINE, COUNT, DIVISOR = range(MOVE_COLUMNS)
+#: Columns of a point, int32: its number, and where its row begins in a tally and in what is held, in elements.
+POINT_COLUMNS: Final = 3
+NUMBER, SUM_AT, HELD_AT = range(POINT_COLUMNS)
 #: Elements of a row, and rows, that one program has in registers.
 BLOCK, TILE = 1024, 8
 
 _MOVE_COLUMNS = tl.constexpr(MOVE_COLUMNS)
 _PLACE, _KIND, _FRESH = tl.constexpr(PLACE), tl.constexpr(KIND), tl.constexpr(FRESH)
 _RECORD, _LINE, _COUNT = tl.constexpr(RECORD), tl.constexpr(LINE), tl.constexpr(COUNT)
+_LAYOUT, _POINT_COLUMNS = tl.constexpr(LAYOUT), tl.constexpr(POINT_COLUMNS)
+_NUMBER, _SUM_AT, _HELD_AT = tl.constexpr(NUMBER), tl.constexpr(SUM_AT), tl.constexpr(HELD_AT)
 _DIVISOR = tl.constexpr(DIVISOR)
 _MAX, _LAST = tl.constexpr(bits.MAX), tl.constexpr(bits.LAST)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _tally_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one pass over one request
-    moves, sums, held, arena, num_points,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr,
+    moves, points, layouts, sums, held, arena, num_points, sum_stride, held_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, ARENA_LINE: tl.constexpr,
 ):  # fmt: skip
     move = moves + tl.program_id(0) * (_MOVE_COLUMNS + 2 * SLOTS)
-    point = tl.program_id(1)
-    record = tl.load(move + _RECORD)
-    if point < record:
+    own = points + tl.program_id(1) * _POINT_COLUMNS
+    layout = tl.load(move + _LAYOUT)
+    offset = tl.load(layouts + layout * num_points + tl.load(own + _NUMBER), mask=layout >= 0, other=0)
+    if offset >= 0:
         place = tl.load(move + _PLACE).to(tl.int64)
         kind = tl.load(move + _KIND)
-        line = tl.load(move + _LINE).to(tl.int64) + point
+        record = tl.load(move + _RECORD)
+        line = tl.load(move + _LINE).to(tl.int64) + offset
         count = tl.load(move + _COUNT)
         columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
         inside = columns < WIDTH
-        target = sums + (place * num_points + point) * WIDTH + columns
-        kept = held + (place * SLOTS * num_points + point) * WIDTH + columns
+        target = sums + place * sum_stride + tl.load(own + _SUM_AT) + columns
+        kept = held + place * SLOTS * held_stride + tl.load(own + _HELD_AT) + columns
         value = tl.load(target, mask=inside, other=0.0)
         if tl.load(move + _FRESH) != 0:
             value = tl.zeros_like(value)
@@ -53,11 +62,11 @@ def _tally_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one pass 
         for turn in tl.static_range(SLOTS):
             slot = tl.load(move + _MOVE_COLUMNS + turn)
             if slot >= 0:
-                row = tl.load(kept + slot.to(tl.int64) * num_points * WIDTH, mask=inside, other=0.0).to(tl.float32)
+                row = tl.load(kept + slot.to(tl.int64) * held_stride, mask=inside, other=0.0).to(tl.float32)
                 value = _joined(value, row, kind)
         if kind == _LAST:
             if count > 0:
-                newest = arena + (line + (count - 1).to(tl.int64) * record) * WIDTH + columns
+                newest = arena + (line + (count - 1).to(tl.int64) * record) * ARENA_LINE + columns
                 value = tl.load(newest, mask=inside, other=0.0).to(tl.float32)
         else:
             # A sum over thousands of rows, with what each addition loses added at the next one.
@@ -65,7 +74,7 @@ def _tally_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one pass 
             lost = tl.zeros_like(value)
             for start in range(0, count, TILE):
                 number = start + tl.arange(0, TILE)
-                rows = arena + (line + number.to(tl.int64) * record)[:, None] * WIDTH + columns[None, :]
+                rows = arena + (line + number.to(tl.int64) * record)[:, None] * ARENA_LINE + columns[None, :]
                 here = (number < count)[:, None] & inside[None, :]
                 if kind == _MAX:
                     tile = tl.load(rows, mask=here, other=float("-inf")).to(tl.float32)
@@ -86,8 +95,8 @@ def _tally_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one pass 
         for at in tl.static_range(SLOTS):
             source = tl.load(move + _MOVE_COLUMNS + SLOTS + at)
             if source >= 0:
-                late = tl.load(arena + (source.to(tl.int64) + point) * WIDTH + columns, mask=inside, other=0.0)
-                tl.store(kept + at * num_points * WIDTH, late, mask=inside)
+                late = tl.load(arena + (source.to(tl.int64) + offset) * ARENA_LINE + columns, mask=inside, other=0.0)
+                tl.store(kept + at * held_stride, late, mask=inside)
 
 
 @triton.jit
@@ -104,21 +113,40 @@ def _joined(value, row, kind):  # type: ignore[no-untyped-def]
 
 def launch_tally(
     moves: Int[torch.Tensor, "requests columns"],
-    sums: Float[torch.Tensor, "tallies points width"],
-    held: Float[torch.Tensor, "tallies slots points width"],
-    arena: Float[torch.Tensor, "lines width"],
+    points: Int[torch.Tensor, "points 3"],
+    width: int,
+    layouts: Int[torch.Tensor, "layouts all_points"],
+    sums: Float[torch.Tensor, "tallies sum_elements"],
+    held: Float[torch.Tensor, "tallies slots held_elements"],
+    arena: Float[torch.Tensor, "lines line"],
 ) -> None:
-    """Carry out the moves of a pass.
+    """Carry out the moves of a pass at points whose rows are alike.
 
     Args:
         moves: one a request, int32; see `PLACE` and what follows.
-        sums: the tallies, float32; of each, as many rows as its record has lines.
-        held: the rows held apart, in the model's dtype.
-        arena: the rows of the pass.
+        points: these points, int32; see `NUMBER` and what follows.
+        width: elements of their rows.
+        layouts: line of each point in a record, -1 where it is not kept: int32.
+        sums: the tallies, float32.
+        held: the rows held apart, in the dtype of the points.
+        arena: the rows of the pass, in the dtype of the points.
     """
-    points, width = sums.shape[1:]
     block = min(BLOCK, triton.next_power_of_2(width))
-    grid = (len(moves), points, triton.cdiv(width, block))
+    grid = (len(moves), len(points), triton.cdiv(width, block))
     _tally_kernel[grid](
-        moves, sums, held, arena, points, WIDTH=width, BLOCK=block, TILE=TILE, SLOTS=held.shape[1], num_warps=4
+        moves,
+        points,
+        layouts,
+        sums,
+        held,
+        arena,
+        layouts.shape[1],
+        sums.stride(0),
+        held.stride(1),
+        WIDTH=width,
+        BLOCK=block,
+        TILE=TILE,
+        SLOTS=held.shape[1],
+        ARENA_LINE=arena.shape[1],
+        num_warps=4,
     )

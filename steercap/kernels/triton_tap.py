@@ -50,10 +50,12 @@ _STAY = tl.constexpr("evict_last")
 def _tap_kernel(  # type: ignore[no-untyped-def]
     hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
     hidden_stride, residual_stride, num_points, num_entries, num_tokens,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr,
-    MOST: tl.constexpr, LOOK: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, BANK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr, MOST: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
     """Edit and copy the rows of `TOKENS` tokens at one point.
+
+    A line of the arena has `LINE` elements, a row of the bank `BANK`.
 
     With `EARLY` it is launched while the kernel before it still runs. The tables were written before that one began, so
     all that comes from them is read while it ends; the stream is touched after that, and no program leaves before.
@@ -71,7 +73,7 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
             _tap_token(
                 first + number, hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena,
                 layouts, evidence, hidden_stride, residual_stride, num_points, num_entries, num_tokens,
-                WIDTH, BLOCK, HAS_RESIDUAL, EARLY, MOST, LOOK,
+                WIDTH, BLOCK, LINE, BANK, HAS_RESIDUAL, EARLY, MOST, LOOK,
             )  # fmt: skip
 
 
@@ -79,8 +81,8 @@ def _tap_kernel(  # type: ignore[no-untyped-def]
 def _tap_token(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- all that is known early is read early
     token, hidden, residual, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
     hidden_stride, residual_stride, num_points, num_entries, num_tokens,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, EARLY: tl.constexpr,
-    MOST: tl.constexpr, LOOK: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, BANK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, EARLY: tl.constexpr, MOST: tl.constexpr, LOOK: tl.constexpr,
 ):  # fmt: skip
     """Edit and copy the row of one token at one point.
 
@@ -107,7 +109,7 @@ def _tap_token(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- all that is 
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     write = tl.load(
-        bank + written.to(tl.int64) * WIDTH + columns, mask=columns < tl.where(count > 0, WIDTH, 0), other=0.0
+        bank + written.to(tl.int64) * BANK + columns, mask=columns < tl.where(count > 0, WIDTH, 0), other=0.0
     )
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -120,7 +122,7 @@ def _tap_token(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- all that is 
         row = tl.load(stream, mask=inside, other=0.0).to(tl.float32)
         if HAS_RESIDUAL:
             row += tl.load(deferred, mask=inside, other=0.0).to(tl.float32)
-        target = arena + (line + offset).to(tl.int64) * WIDTH + columns
+        target = arena + (line + offset).to(tl.int64) * LINE + columns
         witness = evidence + token * 2
         value = _WEIGHT * at.to(tl.int64) + 1
         if offset >= 0:
@@ -130,7 +132,7 @@ def _tap_token(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- all that is 
         if edits:
             edited, applied = _edit(
                 row, columns, inside, scopes, replaced, count, kind, scope, write, length,
-                entry, response, bank, replacements, WIDTH,
+                entry, response, bank, replacements, WIDTH, BANK,
             )  # fmt: skip
             within = (tl.abs(edited) <= MOST) | (columns >= WIDTH)  # not so of NaN
             change = tl.max(tl.where(within, (edited != row).to(tl.int32), 2), 0)
@@ -174,7 +176,7 @@ def _tell_stray(evidence, at):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _edit(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one loop, unrolled by one step
     row, columns, inside, scopes, replaced, count, kind, scope, write, constant,
-    entries, responses, bank, replacements, WIDTH: tl.constexpr,
+    entries, responses, bank, replacements, WIDTH: tl.constexpr, BANK: tl.constexpr,
 ):  # fmt: skip
     """The entries of one point, in order; returns the row and how many were applied.
 
@@ -203,11 +205,11 @@ def _edit(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one loop, unrolle
             if source < 0:
                 active = active * 0
             if active != 0:
-                row = tl.load(bank + source.to(tl.int64) * WIDTH + columns, mask=inside, other=0.0)
+                row = tl.load(bank + source.to(tl.int64) * BANK + columns, mask=inside, other=0.0)
         elif active != 0:
             length = constant
             if (kind & _READS) != 0:
-                read = tl.load(bank + tl.load(entry + _READ).to(tl.int64) * WIDTH + columns, mask=inside, other=0.0)
+                read = tl.load(bank + tl.load(entry + _READ).to(tl.int64) * BANK + columns, mask=inside, other=0.0)
                 if (kind & _JOINED) != 0:
                     projection = tl.sum(start * read, 0)
                 else:
@@ -232,7 +234,7 @@ def _edit(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one loop, unrolle
         scope = next_scope
         more = count > number + 1
         write = tl.load(
-            bank + next_written.to(tl.int64) * WIDTH + columns, mask=columns < tl.where(more, WIDTH, 0), other=0.0
+            bank + next_written.to(tl.int64) * BANK + columns, mask=columns < tl.where(more, WIDTH, 0), other=0.0
         )
         constant = tl.load(response + _RESPONSE_COLUMNS + 2, mask=more, other=0.0)
     return row, applied
@@ -269,7 +271,7 @@ def launch_tap(
     responses: Float[torch.Tensor, "slots points entries 8"],
     bank: Float[torch.Tensor, "vectors width"],
     replacements: Int[torch.Tensor, replaced],
-    arena: Float[torch.Tensor, "lines width"],
+    arena: Float[torch.Tensor, "lines line"],
     layouts: Int[torch.Tensor, "layouts points"],
     evidence: Int[torch.Tensor, "most 2"],
 ) -> None:
@@ -282,9 +284,9 @@ def launch_tap(
         counts: entries of each slot at each point, int32.
         entries: their integers, int32; see `KIND` and what follows.
         responses: their floats, in the order of `core.program.RESPONSE_NUMBERS`.
-        bank: float32 vectors.
+        bank: float32 vectors, a view of rows that may be wider.
         replacements: bank row that each replacement puts in the place of a token's row, -1 for none: int32.
-        arena: where rows are copied to, rounded to its dtype.
+        arena: where rows are copied to, rounded to its dtype: lines of `LINE_BYTES`.
         layouts: line of each point in a record, -1 where it is not kept: int32.
         evidence: what was done to each token, int64: edits and copies, added up; see `bits.WEIGHT`.
     """
@@ -296,7 +298,8 @@ def launch_tap(
     _tap_kernel[(triton.cdiv(num_tokens, together),)](
         hidden, other, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
         hidden.stride(0), other.stride(0), layouts.shape[1], entries.shape[2], num_tokens,
-        WIDTH=width, BLOCK=block, HAS_RESIDUAL=residual is not None, TOKENS=together, EARLY=early,
+        WIDTH=width, BLOCK=block, LINE=arena.shape[1], BANK=bank.stride(0),
+        HAS_RESIDUAL=residual is not None, TOKENS=together, EARLY=early,
         MOST=edited_most(hidden.dtype), LOOK=overflows_later(hidden.dtype),
         num_warps=_warps(block), **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

@@ -6,6 +6,7 @@ Number 8 in the life of a request.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TypeAlias
 
 import torch
 
@@ -13,19 +14,23 @@ from steercap.core.spec import Point
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, SteercapError
 
+#: Rows of one point: whole, or the shards of them that each tensor-parallel rank had.
+Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
+
 
 class Captures(Mapping[Point, torch.Tensor]):
     """Rows by point: `captures[layer]` where one site was captured, `captures[layer, site]` always.
 
-    Values are tensors [rows, hidden] in the model's dtype, or [1, hidden] in float32 after a reduction ([0, hidden]
-    if no token was there to reduce). Negative layers count from the model's last.
+    Values are tensors [rows, *shape of the point] in the point's dtype, see `model.points`: [rows, hidden] for the
+    residual stream, [rows, heads, head_dim] for `z`. After a reduction they are [1, *shape] in float32 ([0, *shape] if
+    no token was there to reduce). Negative layers count from the model's last.
 
     Args:
-        rows: the tensors.
+        rows: the tensors, or the shards of what is split over ranks and was not gathered.
         num_layers: decoder layers of the model.
     """
 
-    def __init__(self, rows: Mapping[Point, torch.Tensor], num_layers: int) -> None:
+    def __init__(self, rows: Mapping[Point, Rows], num_layers: int) -> None:
         self._rows = dict(rows)
         self._num_layers = num_layers
         self._sites = tuple(dict.fromkeys(point.site for point in self._rows))
@@ -35,8 +40,30 @@ class Captures(Mapping[Point, torch.Tensor]):
 
         Raises:
             LayerOutOfRange: it was not captured; a KeyError too.
-            InvalidSpec: several sites were captured and none is named, or something that is not a layer and a site.
+            InvalidSpec: several sites were captured and none is named, something that is not a layer and a site, or
+                shards that were not gathered.
         """
+        point = self._point(key)
+        rows = self._rows[point]
+        if isinstance(rows, tuple):
+            raise InvalidSpec(
+                f"the rows of {point} were not gathered: there are {len(rows)} shards of them; take "
+                "captures.shards(layer, site), or capture with gather=True"
+            )
+        return rows
+
+    def shards(self, layer: int, site: str | None = None) -> tuple[torch.Tensor, ...]:
+        """The rows of one point as the tensor-parallel ranks had them, in their order; one where each had all of them.
+
+        What was gathered is one tensor: see `CaptureSpec(gather=False)`.
+
+        Raises:
+            LayerOutOfRange, InvalidSpec: as for `captures[layer, site]`.
+        """
+        rows = self._rows[self._point(layer if site is None else (layer, site))]
+        return rows if isinstance(rows, tuple) else (rows,)
+
+    def _point(self, key: int | tuple[int, str]) -> Point:
         given, site = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
         layer = index_of(given)
         if layer is None or not (site is None or isinstance(site, str)):
@@ -48,11 +75,11 @@ class Captures(Mapping[Point, torch.Tensor]):
         point = Point(place, self._only_site() if site is None else site)
         if point not in self._rows:
             raise LayerOutOfRange(f"{point} was not captured; captured: {self._points()}")
-        return self._rows[point]
+        return point
 
     def __contains__(self, key: object) -> bool:
         try:
-            self[key]  # type: ignore[index]
+            self._point(key)  # type: ignore[arg-type]
         except SteercapError:
             return False
         return True
@@ -64,7 +91,7 @@ class Captures(Mapping[Point, torch.Tensor]):
         return len(self._rows)
 
     def __repr__(self) -> str:
-        return "Captures(" + ", ".join(f"{p}: {tuple(t.shape)} {t.dtype}" for p, t in self._rows.items()) + ")"
+        return f"Captures({', '.join(f'{point}: {_described(rows)}' for point, rows in self._rows.items())})"
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -83,3 +110,7 @@ class Captures(Mapping[Point, torch.Tensor]):
         if len(self._sites) != 1:
             raise InvalidSpec(f"sites {', '.join(self._sites)} were captured; say which: captures[layer, site]")
         return self._sites[0]
+
+
+def _described(rows: Rows) -> str:
+    return " + ".join(map(_described, rows)) if isinstance(rows, tuple) else f"{tuple(rows.shape)} {rows.dtype}"

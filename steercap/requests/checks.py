@@ -17,6 +17,7 @@ from steercap.core.receipt import Receipt, SteeringReceipt, check_labels, check_
 from steercap.core.rows import rows_selected
 from steercap.core.spec import Point
 from steercap.errors import CaptureIncomplete, CaptureNotFinite
+from steercap.requests.captures import Rows
 
 if TYPE_CHECKING:
     from steercap.engine.fetching import Delivery
@@ -43,13 +44,12 @@ class Expected:
     steering: SteeringReceipt | None = None
 
 
-def received(
-    expected: Expected, delivery: Delivery, armed: Sequence[Point]
-) -> tuple[dict[Point, torch.Tensor], Receipt]:
+def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> tuple[dict[Point, Rows], Receipt]:
     """Check a delivery against what must be.
 
     Returns:
-        Rows by point, layer by layer, and the receipt.
+        Rows by point, layer by layer, those of a point that is split as its shards unless they are gathered; and the
+        receipt.
 
     Raises:
         CaptureIncomplete: a worker failed, a row or a point is missing, or a label differs.
@@ -60,24 +60,27 @@ def received(
     capture = expected.plan.capture
     assert capture is not None
     known = rows_selected(capture.ranges, expected.plan.limit, len(expected.tokens) - 1)[expected.first :]
-    rows: dict[Point, torch.Tensor] = {}
     writes = 0
-    for parcel, values in zip(delivery.parcels, delivery.rows, strict=True):
+    for parcel in delivery.parcels:
         positions = np.frombuffer(parcel.positions, dtype=np.int64)
         token_ids = np.frombuffer(parcel.token_ids, dtype=np.int64)
         check_labels(expected.name, known, expected.tokens, positions, token_ids)
-        rows |= zip((armed[point] for point in parcel.points), values, strict=True)
         writes += parcel.writes
-    check_points(expected.name, expected.points, list(rows))
+    shards = {armed[index]: found for index, found in delivery.shards.items()}
+    check_points(expected.name, expected.points, list(shards))
     if not capture.allow_nonfinite:
-        check_finite(expected, delivery, rows, armed)
+        check_finite(expected, delivery, shards, armed)
     token_ids = np.asarray(expected.tokens, dtype=np.int64)[known]
     receipt = Receipt(expected.points, known, token_ids, writes, capture.reduce, expected.steering)
-    return {point: rows[point] for point in expected.points}, receipt
+    rows: dict[Point, Rows] = {}
+    for point in expected.points:
+        whole = capture.gather or len(shards[point]) == 1
+        rows[point] = delivery.joined(shards[point]) if whole else shards[point]
+    return rows, receipt
 
 
 def check_finite(
-    expected: Expected, delivery: Delivery, rows: Mapping[Point, torch.Tensor], armed: Sequence[Point]
+    expected: Expected, delivery: Delivery, rows: Mapping[Point, Sequence[torch.Tensor]], armed: Sequence[Point]
 ) -> None:
     """See that every row is finite.
 
@@ -95,5 +98,5 @@ def check_finite(
         )
     if capture.reduce or capture.projection:  # rows that are finite may have sums that are not
         for at, values in rows.items():
-            if not values.isfinite().all():
+            if not all(shard.isfinite().all() for shard in values):
                 raise CaptureNotFinite(f"{expected.name}: what was computed of rows at {at} overflows; {remedy}")

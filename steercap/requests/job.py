@@ -21,7 +21,7 @@ from steercap.core.receipt import SteeringReceipt, check_edits
 from steercap.core.rows import rows_selected
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import Range, selected
-from steercap.encodings import ENCODINGS
+from steercap.encodings import check_codec
 from steercap.errors import InvalidSpec, ModelClosed, SteeringNotApplied, first_error
 from steercap.requests.checks import Expected
 from steercap.requests.handle import CaptureHandle
@@ -133,7 +133,7 @@ async def prepare(
         raise InvalidSpec(f"capture={spec!r}; give a CaptureSpec, or capture_layers= for layers alone")
     if spec is not None:
         points, indices = engine.captured(spec)
-        ENCODINGS[spec.codec]  # an unknown one is an error here, not in the worker
+        check_codec(spec.codec)
     projected = None if spec is None else engine.projected(spec)
     lowered = None if steering is None else engine.lowered(steering)
     sampling = vllm.sampling(params)

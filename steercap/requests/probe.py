@@ -36,9 +36,10 @@ async def probe(engine: Engine) -> None:
         TapsNotInstalled: a tap did not fire, what it read cannot be a row, or what it changed had no effect.
     """
     for number in range(engine.engines):  # each is a process, a compiled artifact and taps of its own
-        strange = await _probe_reading(engine, number)
+        delivery = await _probe_reading(engine, number)
+        strange = min((parcel.nonfinite for parcel in delivery.parcels if parcel.nonfinite), default=None)
         if strange is None:
-            await _probe_editing(engine, number)
+            await _probe_editing(engine, number, delivery)
         else:
             warnings.warn(
                 f"the row of position {strange[0]} of the start-up probe at {engine.vllm.points[strange[1]]} holds NaN "
@@ -47,8 +48,8 @@ async def probe(engine: Engine) -> None:
             )
 
 
-async def _probe_reading(engine: Engine, number: int) -> tuple[int, int] | None:
-    """One request that captures everything; gives the first position and point whose row is not finite, if any."""
+async def _probe_reading(engine: Engine, number: int) -> Delivery:
+    """One request that captures everything; gives its rows."""
     prompt = await engine.vllm.render(list(range(1, _PROMPT + 1)))
     rows = _PROMPT + _GENERATED - 1
     capture = CapturePlan(tuple(engine.armed.values()), (Range(0, None),), reduce=None, codec="raw")
@@ -62,7 +63,7 @@ async def _probe_reading(engine: Engine, number: int) -> tuple[int, int] | None:
     finally:
         engine.abandon(plan, ticket)
     _check(engine, delivery)
-    return min((parcel.nonfinite for parcel in delivery.parcels if parcel.nonfinite), default=None)
+    return delivery
 
 
 def _check(engine: Engine, delivery: Delivery) -> None:
@@ -70,24 +71,25 @@ def _check(engine: Engine, delivery: Delivery) -> None:
         raise TapsNotInstalled(f"the start-up probe failed: {delivery.failure}; this engine would capture wrong rows")
     armed = engine.vllm.points
     seen: set[int] = set()
-    for parcel, rows in zip(delivery.parcels, delivery.rows, strict=True):
-        for point, values in zip(parcel.points, rows, strict=True):
-            if not values.any():
-                raise TapsNotInstalled(f"the start-up probe read nothing but zeros at {armed[point]}")
-            seen.add(point)
+    for point, shards in delivery.shards.items():
+        if not all(values.any() for values in shards):
+            raise TapsNotInstalled(f"the start-up probe read nothing but zeros at {armed[point]}")
+        seen.add(point)
     missing = [str(armed[point]) for point in engine.armed.values() if point not in seen]
     if missing:
         raise TapsNotInstalled(f"the start-up probe got no rows of {', '.join(missing)}")
 
 
-async def _probe_editing(engine: Engine, number: int) -> None:
+async def _probe_editing(engine: Engine, number: int, delivery: Delivery) -> None:
     """A request for each point that adds a random vector there alone: the next token's probability must change."""
     generator = torch.Generator().manual_seed(0)
-    vector = torch.randn(engine.vllm.hidden_size, generator=generator)
-    specs = [
-        None,
-        *(SteeringSpec([Add(vector, relative=True, layer=point.layer, site=point.site)]) for point in engine.armed),
-    ]
+    written = [point for point in engine.armed if engine.schemas[point].writable]
+    specs: list[SteeringSpec | None] = [None]
+    for point in written:
+        # As long as the rows are, times the square root of their width: a rank that has a part of a row cannot know.
+        norm = float(delivery.joined(delivery.shards[engine.armed[point]]).flatten(1).norm(dim=1).mean())
+        vector = torch.randn(engine.schemas[point].width, generator=generator)
+        specs.append(SteeringSpec([Add(vector, norm, layer=point.layer, site=point.site)]))
     params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0}  # the sampled token's own
     prompt = {"prompt_token_ids": list(range(1, _PROMPT + 1))}
     options = {"data_parallel_rank": number} if engine.engines > 1 else {}
@@ -100,7 +102,7 @@ async def _probe_editing(engine: Engine, number: int) -> None:
     except SteeringNotApplied as error:
         raise TapsNotInstalled(f"the start-up probe failed: {error}; this engine would not steer correctly") from error
     clean, *edited = [_likelihood(one.output) for one in done]
-    silent = [str(point) for point, found in zip(engine.armed, edited, strict=True) if found == clean]
+    silent = [str(point) for point, found in zip(written, edited, strict=True) if found == clean]
     if silent:
         raise TapsNotInstalled(
             f"the start-up probe changed the rows at {', '.join(silent)}, and the model's output did not change; "

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from steercap.sites.base import Site, output_hook
+from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, output_tap, visit_output
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
@@ -17,8 +16,17 @@ if TYPE_CHECKING:
 class AttnOut(Site):
     """Tap on the output of the family's last module of the attention block."""
 
-    def attach(self, layer: nn.Module, family: Family, point: torch.Tensor) -> RemovableHandle:
-        return output_hook(layer, family.attn_out, "attn_out", point, None)
+    def exists(self, family: Family, config: Any, layer: int) -> bool:
+        return True
+
+    def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
+        return RowShape((sizes.hidden,))
+
+    def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
+        return output_tap(layer, family.attn_out, "attn_out", tap, family)
+
+    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
+        return visit_output(layer.get_submodule(family.attn_out), visit)
 
 
 MEMBER = AttnOut()

@@ -1,14 +1,16 @@
-"""What a site is: a place in a decoder layer, and how its tap gets there.
+"""What a site is: a place in a decoder layer, what its rows are, and how its tap gets there.
 
 Taps are PyTorch forward hooks, put in before vLLM first traces the model: torch.compile inlines them, CUDA
 graphs record them, and vLLM's own code stays untouched. Each tapped module carries the tap's point as a
-buffer, so that layers trace to the same code.
+buffer, so that layers trace to the same code. transformers' layers have the same places, which references read.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 if TYPE_CHECKING:
     import torch
@@ -17,33 +19,144 @@ if TYPE_CHECKING:
 
     from steercap.families.base import Family
 
+#: Sees the rows of a point in a layer of transformers, [..., width], and may change them in place.
+Visit: TypeAlias = "Callable[[torch.Tensor], None]"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the rows of a model are, as its configuration says it.
+
+    Args:
+        hidden: elements of the residual stream.
+        head_dim: elements of an attention head.
+    """
+
+    hidden: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """What the rows of a point are.
+
+    Args:
+        shape: of a row, on all ranks together.
+        shards: ranks that its first axis is split over.
+        dtype: torch's name of it, None for the model's.
+    """
+
+    shape: tuple[int, ...]
+    shards: int = 1
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Tap:
+    """What a tap carries.
+
+    Args:
+        point: its number, int32 [1], on the model's device.
+        kind: what its rows are, see `kernels.tap.tap`.
+    """
+
+    point: torch.Tensor
+    kind: int
+
 
 class Site(ABC):
     """A place in a layer where rows can be read and changed."""
 
+    #: Whether the keys and values of its own layer depend on its rows; those of later layers always do.
+    before_keys: ClassVar[bool] = False
+    #: Whether its rows can be changed.
+    writable: ClassVar[bool] = True
+
     @abstractmethod
-    def attach(self, layer: nn.Module, family: Family, point: torch.Tensor) -> RemovableHandle:
-        """Put the tap of `point` (int32 [1], on the model's device) into one decoder layer."""
+    def exists(self, family: Family, config: Any, layer: int) -> bool:
+        """Whether a layer has it.
+
+        Args:
+            family: how its layers are written.
+            config: transformers' configuration of the model.
+            layer: index of the layer.
+        """
+
+    @abstractmethod
+    def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
+        """What its rows are in one of vLLM's decoder layers."""
+
+    @abstractmethod
+    def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
+        """Put a tap into one of vLLM's decoder layers."""
+
+    @abstractmethod
+    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
+        """Visit the rows in one of transformers' decoder layers, in each pass."""
 
 
-def output_hook(layer: nn.Module, path: str, name: str, point: torch.Tensor, stream: int | None) -> RemovableHandle:
+def output_tap(  # noqa: PLR0917 -- where, and what
+    layer: nn.Module, path: str, name: str, tap: Tap, family: Family, stream: int | None = None
+) -> RemovableHandle:
     """Tap what the submodule `path` of `layer` returns ("" is the layer itself).
 
     Args:
         layer: decoder layer.
         path: dotted path of the submodule.
         name: name of the site, which names the buffer.
-        point: index of the point, int32 [1].
+        tap: what it carries.
+        family: how its tensors are seen.
         stream: index of the residual in the returned tuple, to be added to what is read; None for none.
     """
-    from steercap.kernels.tap import tap
+    from steercap.kernels.tap import tap as operator
 
     module = layer.get_submodule(path)
     buffer = f"steercap_{name}"
-    module.register_buffer(buffer, point, persistent=False)
+    module.register_buffer(buffer, tap.point, persistent=False)
+    see, kind = family.see, tap.kind
 
     def hook(module: nn.Module, _args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        tap(hidden, None if stream is None else output[stream], getattr(module, buffer))
+        hidden = see(output[0] if isinstance(output, tuple) else output)
+        operator(hidden, None if stream is None else see(output[stream]), getattr(module, buffer), kind)
 
     return module.register_forward_hook(hook)
+
+
+def input_tap(layer: nn.Module, path: str, name: str, tap: Tap, family: Family) -> RemovableHandle:
+    """Tap the first argument of the submodule `path` of `layer`; arguments as for `output_tap`."""
+    from steercap.kernels.tap import tap as operator
+
+    module = layer.get_submodule(path)
+    buffer = f"steercap_{name}"
+    module.register_buffer(buffer, tap.point, persistent=False)
+    see, kind = family.see, tap.kind
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        operator(see(args[0] if args else next(iter(kwargs.values()))), None, getattr(module, buffer), kind)
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def visit_output(module: nn.Module, visit: Visit) -> RemovableHandle:
+    """Visit what a module of transformers returns first."""
+
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        visit(output[0] if isinstance(output, tuple) else output)
+
+    return module.register_forward_hook(hook)
+
+
+def visit_input(module: nn.Module, visit: Visit) -> RemovableHandle:
+    """Visit the first argument of a module of transformers."""
+
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        visit(args[0] if args else kwargs["hidden_states"])
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def part_of(module: nn.Module) -> tuple[int, int]:
+    """Elements of a linear module's input on all ranks together, and how many ranks they are split over."""
+    whole = int(module.input_size)  # type: ignore[arg-type]  # of vLLM's LinearBase
+    part = int(getattr(module, "input_size_per_partition", whole))
+    return whole, whole // part

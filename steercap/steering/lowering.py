@@ -5,7 +5,6 @@ Number 2 in the life of a request.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,12 @@ from typing import Any
 
 import torch
 
-from steercap.core.program import MAX_REPLACEMENTS, MAX_SCOPES, NONE, Blob, Configuration, Entry
+from steercap.core.program import MAX_REPLACEMENTS, MAX_SCOPES, NONE, Blob, Configuration, Entry, blob_digest
+from steercap.core.schema import PointSchema
 from steercap.core.spec import Point, check_armed
 from steercap.core.tokens import Range, TokenSelection
 from steercap.edits.base import Edit, RankOne
-from steercap.errors import InvalidSelection, InvalidVector, TooManyEdits
+from steercap.errors import InvalidSelection, InvalidSpec, InvalidVector, TooManyEdits
 from steercap.sites import SITES
 from steercap.steering.spec import SteeringSpec
 
@@ -44,19 +44,25 @@ class Lowered:
 
 
 def lower(
-    spec: SteeringSpec, *, armed: Mapping[Point, int], num_layers: int, width: int, edits_per_point: int
+    spec: SteeringSpec,
+    *,
+    armed: Mapping[Point, int],
+    schemas: Mapping[Point, PointSchema],
+    num_layers: int,
+    edits_per_point: int,
 ) -> Lowered:
     """Check a spec against the model and compile it.
 
     Args:
         spec: what the user asks.
         armed: index of every armed point.
+        schemas: what the tensor at each of them is.
         num_layers: decoder layers of the model.
-        width: elements of a row.
         edits_per_point: rank-one edits that the tables hold for one point.
 
     Raises:
         LayerOutOfRange, UnknownName, PointNotArmed: a point the engine does not have.
+        InvalidSpec: an edit at a point that cannot be written, or one that needs whole rows of a point that is split.
         InvalidVector: a vector of another width.
         TooManyEdits: more edits at one point than the tables hold.
     """
@@ -65,12 +71,13 @@ def lower(
     for number, (edit, keeper) in enumerate(spec.segments()):
         points = edit.points(num_layers)
         check_armed(points, armed, SITES)
-        changes_kv |= any(_changes_kv(point, num_layers) for point in points)
+        changes_kv |= any(schemas[point].changes_kv for point in points)
         for part in edit.lower():
-            _check_width(edit, part, width)
+            for point in points:
+                _check_fits(edit, part, point, schemas[point], keeps_norm=keeper is not None)
             lowering.add(number, edit, part, tuple(armed[point] for point in points), keeper)
     _check_counts(lowering.entries, lowering.scopes, lowering.replaced, edits_per_point)
-    configuration = lowering.configuration(width)
+    configuration = lowering.configuration()
     return Lowered(
         configuration=configuration,
         digest=configuration.digest,
@@ -90,6 +97,7 @@ class _Lowering:
         self.scopes: dict[TokenSelection, int] = {}
         self.replaced: list[tuple[int, ...]] = []
         self._blobs: dict[bytes, int] = {}
+        self._rows: list[int] = []
         self._keepers: dict[tuple[int, ...], int] = {}
 
     def add(
@@ -120,17 +128,19 @@ class _Lowering:
         if part.replaces:
             self.replaced.append(edit.replaced)
 
-    def configuration(self, width: int) -> Configuration:
-        """What has come, for rows of `width` elements."""
-        row_bytes = width * torch.float32.itemsize
-        blobs = tuple(Blob(digest, len(data) // row_bytes) for digest, data in self.vectors.items())
+    def configuration(self) -> Configuration:
+        """What has come."""
+        blobs = tuple(map(Blob, self.vectors, self._rows))
         return Configuration(tuple(self.entries), blobs, len(self.scopes), len(self.replaced))
 
     def _blob(self, rows: torch.Tensor) -> int:
         data = rows.contiguous().numpy().tobytes()
-        digest = hashlib.sha256(data).digest()
-        self.vectors.setdefault(digest, data)
-        return self._blobs.setdefault(digest, len(self._blobs))
+        digest = blob_digest(data, len(rows))
+        if digest not in self._blobs:
+            self._blobs[digest] = len(self._blobs)
+            self.vectors[digest] = data
+            self._rows.append(len(rows))
+        return self._blobs[digest]
 
 
 def scopes_of(
@@ -154,13 +164,30 @@ def scopes_of(
     return scopes, replaced
 
 
-def _check_width(edit: Edit, part: RankOne, width: int) -> None:
+def _check_fits(edit: Edit, part: RankOne, point: Point, schema: PointSchema, *, keeps_norm: bool) -> None:
+    """See that one part of an edit can be made at a point."""
     for vector in (part.write, part.read):
-        if vector is not None and vector.shape[-1] != width:
+        if vector is not None and vector.shape[-1] != schema.width:
             raise InvalidVector(
-                f"{edit}: the vector has width {vector.shape[-1]}, the model's rows have {width}; "
-                "it was made for another model"
+                f"{edit}: the vector has width {vector.shape[-1]}, the rows at {point} are {schema}; it was made for "
+                "another model, or another site"
             )
+    if not schema.writable:
+        raise InvalidSpec(f"{edit}: rows at {point} can be read, and not changed")
+    if schema.shards > 1 and (keeps_norm or part.response.relative or not _in_one_shard(part, schema)):
+        raise InvalidSpec(
+            f"{edit}: it needs whole rows at {point}, which are {schema}, and no rank has all of one; add, replace, or "
+            "read and write within one rank's part, without relative= and preserve_norm=; or start with "
+            "tensor_parallel_size=1"
+        )
+
+
+def _in_one_shard(part: RankOne, schema: PointSchema) -> bool:
+    """Whether no rank must know what another one reads: none is read, or one rank reads and writes."""
+    if part.read is None:
+        return True
+    shards = torch.stack([vector.reshape(schema.shards, -1).any(-1) for vector in (part.read, part.write)])
+    return int(shards.any(0).sum()) <= 1
 
 
 def _check_counts(entries: Sequence[Entry], scopes: Any, replaced: Any, edits_per_point: int) -> None:
@@ -178,8 +205,3 @@ def _check_counts(entries: Sequence[Entry], scopes: Any, replaced: Any, edits_pe
             f"this spec has {len(replaced)} Replace edits, and at most {MAX_REPLACEMENTS} fit; "
             "put the positions of a layer into one"
         )
-
-
-def _changes_kv(point: Point, num_layers: int) -> bool:
-    """Whether a later key or value depends on the row: not after the attention of the last layer."""
-    return point.layer < num_layers - 1 or point.site == "resid_pre"

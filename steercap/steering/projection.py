@@ -6,14 +6,14 @@ SHA-256, sent once.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from steercap.core.plan import Projection
-from steercap.core.program import NONE, Blob, Configuration
+from steercap.core.program import NONE, Blob, Configuration, blob_digest
+from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point, resolve_layers
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.steering.lowering import Lowered
@@ -56,29 +56,33 @@ def points_of(spec: CaptureSpec, num_layers: int) -> tuple[Point, ...]:
     return tuple(Point(layer, directions.site) for layer in wanted)
 
 
-def compile_projection(spec: CaptureSpec, armed: Mapping[Point, int], *, num_layers: int, width: int) -> Projected:
+def compile_projection(
+    spec: CaptureSpec, armed: Mapping[Point, int], schemas: Mapping[Point, PointSchema], *, num_layers: int
+) -> Projected:
     """Check what rows are projected on, and compile it.
 
     Args:
         spec: a spec with `project`, whose points are armed.
         armed: index of every armed point.
+        schemas: what the tensor at each of them is.
         num_layers: decoder layers of the model.
-        width: elements of a row.
 
     Raises:
         InvalidSpec: see `points_of`.
         InvalidVector: directions of another width, or a zero one.
     """
     directions = _directions(spec)
-    if directions.width != width:
-        raise InvalidVector(
-            f"project= has directions of width {directions.width}, the model's rows have {width}; "
-            "they were made for another model"
-        )
     points = sorted(points_of(spec, num_layers), key=lambda point: armed[point])
+    for point in points:
+        if directions.width != schemas[point].width:
+            raise InvalidVector(
+                f"project= has directions of width {directions.width}, the rows at {point} are {schemas[point]}; they "
+                "were made for another model, or another site"
+            )
     units = directions.unit()
     data = torch.cat([units.at(point.layer) for point in points]).contiguous().numpy().tobytes()
-    blob = Blob(hashlib.sha256(data).digest(), len(points) * len(directions))
+    rows = len(points) * len(directions)
+    blob = Blob(blob_digest(data, rows), rows)
     configuration = Configuration((), (blob,), 0, 0, tuple(armed[point] for point in points))
     digest = configuration.digest
     lowered = Lowered(configuration, digest, {blob.digest: data}, (), (), changes_kv=False)

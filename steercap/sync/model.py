@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
@@ -17,6 +17,7 @@ from steercap import model as _model
 from steercap.config import Settings
 from steercap.core.idiom import BLOCKING
 from steercap.core.ownership import Unshared
+from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.engine.guard import require_main_guard
 from steercap.engine.stats import Stats
@@ -268,8 +269,8 @@ class SteerModel(Unshared):
         return self._model.hidden_size
 
     @property
-    def points(self) -> tuple[Point, ...]:
-        """Points that have a tap, layer by layer."""
+    def points(self) -> Mapping[Point, PointSchema]:
+        """Points that have a tap, layer by layer, and what the tensor at each of them is."""
         return self._model.points
 
     @property

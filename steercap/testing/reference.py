@@ -18,6 +18,7 @@ from torch import nn
 from steercap.core.spec import Point
 from steercap.families import family_of
 from steercap.families.base import Family
+from steercap.sites import SITES
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.edits import edited
 
@@ -47,7 +48,7 @@ class Reference:
         steering: SteeringSpec | None = None,
         prompt_len: int = 0,
     ) -> dict[Point, torch.Tensor]:
-        """Rows of every token at every point: [tokens, hidden], in the model's dtype.
+        """Rows of every token at every point: [tokens, width], in the model's dtype.
 
         Args:
             token_ids: the sequence, without its last sampled token.
@@ -98,30 +99,7 @@ def _change(layer: nn.Module, family: Family, point: Point, change: Callable[[to
 
 def _at(layer: nn.Module, family: Family, point: Point, visit: Callable[[torch.Tensor], None]) -> Any:
     """Visit the rows of a point, which may be changed in place, in each pass."""
-    match point.site:
-        case "resid_pre":
-            return layer.register_forward_pre_hook(_first_input(visit), with_kwargs=True)
-        case "resid_post":
-            return layer.register_forward_hook(_output(visit))
-        case "attn_out":
-            return layer.get_submodule(family.attn_out).register_forward_hook(_output(visit))
-        case "mlp_out":
-            return layer.get_submodule(family.mlp_out).register_forward_hook(_output(visit))
-    raise NotImplementedError(f"no reference for site {point.site!r}")
-
-
-def _output(visit: Callable[[torch.Tensor], None]) -> Callable[..., None]:
-    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-        visit(output[0] if isinstance(output, tuple) else output)
-
-    return hook
-
-
-def _first_input(visit: Callable[[torch.Tensor], None]) -> Callable[..., None]:
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        visit(args[0] if args else kwargs["hidden_states"])
-
-    return hook
+    return SITES[point.site].visit(layer, family, visit)
 
 
 def _replace(rows: torch.Tensor) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from steercap.core.messages import Attached, LineRange
+from steercap.core.records import LINE_BYTES
 from steercap.errors import MemoryNotShared, ModelClosed
 from steercap.transport.shared import HEADER_BYTES, SharedSegment
 
@@ -27,7 +28,7 @@ class Readable:
     """Lines that can be read here, until their rows are given back.
 
     Args:
-        lines: memory that holds them, uint8 [lines, line bytes].
+        lines: memory that holds them, uint8 [lines, LINE_BYTES].
         ranges: where in it the ranges asked for are, in their order.
     """
 
@@ -56,9 +57,8 @@ class SharedReader(LineReader):
 
     def __init__(self, attached: Attached) -> None:
         self._segment = SharedSegment.open(attached.path, attached.nonce)
-        line_bytes = attached.width * _itemsize(attached.dtype)
         flat = torch.frombuffer(self._segment.memory, dtype=torch.uint8, offset=HEADER_BYTES)
-        self._lines: torch.Tensor | None = flat[: len(flat) // line_bytes * line_bytes].view(-1, line_bytes)
+        self._lines: torch.Tensor | None = flat[: len(flat) // LINE_BYTES * LINE_BYTES].view(-1, LINE_BYTES)
 
     async def read(self, ranges: Sequence[LineRange]) -> Readable:
         if self._lines is None:
@@ -74,22 +74,20 @@ class WireReader(LineReader):
     """Has the lines sent, in RPCs of bounded size, one after the other.
 
     Args:
-        attached: the worker's arena.
         ask: sends ranges to the worker and returns their bytes.
     """
 
-    def __init__(self, attached: Attached, ask: Callable[[tuple[LineRange, ...]], Awaitable[bytes]]) -> None:
-        self._line_bytes = attached.width * _itemsize(attached.dtype)
+    def __init__(self, ask: Callable[[tuple[LineRange, ...]], Awaitable[bytes]]) -> None:
         self._ask = ask
         self._turn = asyncio.Lock()
 
     async def read(self, ranges: Sequence[LineRange]) -> Readable:
         async with self._turn:  # or what many requests have sent would lie here at once, waiting to be gathered
             count = sum(item.count for item in ranges)
-            lines = torch.empty((count, self._line_bytes), dtype=torch.uint8)
+            lines = torch.empty((count, LINE_BYTES), dtype=torch.uint8)
             first = 0
-            for group in _grouped(ranges, max(1, WIRE_BYTES // self._line_bytes)):
-                sent = np.frombuffer(await self._ask(group), dtype=np.uint8).reshape(-1, self._line_bytes)
+            for group in _grouped(ranges, max(1, WIRE_BYTES // LINE_BYTES)):
+                sent = np.frombuffer(await self._ask(group), dtype=np.uint8).reshape(-1, LINE_BYTES)
                 lines[first : first + len(sent)].numpy()[:] = sent
                 first += len(sent)
         return Readable(lines[:first], (LineRange(0, count),))
@@ -112,13 +110,13 @@ def open_reader(
         MemoryNotShared: "shared" was demanded and cannot be.
     """
     if transport == "wire":
-        return WireReader(attached, ask)
+        return WireReader(ask)
     try:
         return SharedReader(attached)
     except MemoryNotShared:
         if transport == "shared":
             raise
-        return WireReader(attached, ask)
+        return WireReader(ask)
 
 
 def _grouped(ranges: Iterable[LineRange], most: int) -> Iterable[tuple[LineRange, ...]]:
@@ -130,8 +128,3 @@ def _grouped(ranges: Iterable[LineRange], most: int) -> Iterable[tuple[LineRange
         group.append(item)
     if group:
         yield tuple(group)
-
-
-def _itemsize(dtype: str) -> int:
-    found: torch.dtype = getattr(torch, dtype)
-    return found.itemsize

@@ -2,8 +2,7 @@
 
 Number 6 in the life of a request. On CPU taps write into the shared memory itself: what a tap writes is where the
 client reads it, and nothing is copied in between. On CUDA the memory is pinned, and each pass's rows are copied
-there from the device. A request's pages hold its records in the order of its rows; every record has a label, the
-position and the token id that the model read.
+there from the device. A request's pages hold its records in the order of its rows; `core.records` lays a record out.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ import weakref
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from jaxtyping import Float
 
+from steercap.core.records import LINE_BYTES
 from steercap.core.rows import Ints, PageAllocator, PageShape
 from steercap.errors import WorkerFailure
 from steercap.transport.shared import HEADER_BYTES, SharedSegment
@@ -29,9 +29,7 @@ class Arena:
     """Lines in shared memory.
 
     Args:
-        shape: lines of a page and bytes of a line.
-        width: elements of a line.
-        dtype: the model's dtype.
+        shape: lines of a page.
         capture_bytes: most the arena may take.
         device: where the model computes; on CUDA the memory is pinned, all of it, as long as the arena lives.
 
@@ -39,32 +37,24 @@ class Arena:
         WorkerFailure: there is not room for a page, or the memory cannot be pinned.
     """
 
-    def __init__(
-        self, shape: PageShape, width: int, dtype: torch.dtype, capture_bytes: int, device: torch.device
-    ) -> None:
+    def __init__(self, shape: PageShape, capture_bytes: int, device: torch.device) -> None:
         self.shape = shape
-        self.width = width
-        self.dtype = dtype
         self.device = device
         pages = capture_bytes // shape.page_bytes
         if not pages:
             raise WorkerFailure(f"capture_bytes={capture_bytes} holds no page of rows; {shape.page_bytes:,} at least")
         self.segment = SharedSegment.create(pages * shape.page_bytes)
         self.pages = PageAllocator(pages)
-        self.lines = line_view(self.segment, width, dtype)
-        #: Position + 1 and token id of the record that begins at each line; 0 and 0 where none does.
-        self._labels = np.zeros((pages, shape.lines, 2), dtype=np.int32)
-        self._label_of_line = self._labels.reshape(-1, 2)
+        #: All of it: uint8 [lines, LINE_BYTES].
+        self.lines = line_view(self.segment)
         self._pinned = device.type == "cuda"
         if self._pinned:
             _pin(self.lines)
             weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self.lines.data_ptr())
 
     def allocate(self, count: int) -> Ints:
-        """Pages without labels, `count` of them or as many as are free: int64."""
-        pages = self.pages.allocate(count)
-        self._labels[pages] = 0
-        return pages
+        """Pages, `count` of them or as many as are free: int64."""
+        return self.pages.allocate(count)
 
     def free(self, pages: Ints) -> None:
         """Take pages back; once nothing is in use, memory above the warm part goes back to the system, if it can."""
@@ -76,34 +66,43 @@ class Arena:
         if self.pages.touched < touched:
             self.segment.trim(warm * self.shape.page_bytes, touched * self.shape.page_bytes)
 
-    def label(self, lines: Ints, positions: Ints, token_ids: Ints) -> None:
-        """Say whose records begin at `lines`."""
-        self._label_of_line[lines, 0] = positions + 1
-        self._label_of_line[lines, 1] = token_ids
-
-    def labels(self, lines: Ints | slice) -> Ints:
-        """Positions and token ids of the records at `lines`, [2, lines]; -1 for a position that never came."""
-        found: Ints = self._label_of_line[lines].astype(np.int64).T
-        found[0] -= 1
-        return found
-
     @property
-    def block_lines(self) -> int:
-        """Lines to reduce at a time: few enough for a CPU's cache, or enough to fill a bus."""
-        return BUS_BYTES // self.shape.line_bytes if self._pinned else self.shape.lines
+    def block_bytes(self) -> int:
+        """Bytes to reduce at a time: few enough for a CPU's cache, or enough to fill a bus."""
+        return BUS_BYTES if self._pinned else self.shape.page_bytes
 
-    def read(self, first: int, count: int) -> Float[torch.Tensor, "lines width"]:
-        """Lines on the device that reduces them."""
-        lines = self.lines[first : first + count]
-        return lines.to(self.device, non_blocking=True) if self._pinned else lines
+    def read(self, first: int, records: int, lines: int) -> torch.Tensor:
+        """Records of so many lines, on the device that reduces them: uint8 [records, bytes]."""
+        found = self.lines[first : first + records * lines].view(records, lines * LINE_BYTES)
+        return found.to(self.device, non_blocking=True) if self._pinned else found
+
+    def write(self, first: int, stored: torch.Tensor, offset: int = 0) -> None:
+        """Put bytes at a line, so many bytes behind its begin: uint8 [bytes]."""
+        start = first * LINE_BYTES + offset
+        self.lines.view(-1)[start : start + len(stored)] = stored.to("cpu")
+
+    def windows(self, bytes_: int, itemsize: int, offset: int = 0) -> npt.NDArray[np.generic]:
+        """Every stretch of so many bytes that begins `offset` bytes behind a line's begin, by the line.
+
+        The stretches overlap: one write to each line of a pass must be all that is made at once.
+
+        Args:
+            bytes_: of a stretch.
+            itemsize: bytes of an element; 1, 2, 4 or 8.
+            offset: from the line's begin; may be more than a line.
+
+        Returns:
+            Unsigned integers of that size: [lines, bytes_ / itemsize].
+        """
+        flat = self.lines.view(-1).numpy()
+        count = max(0, (len(flat) - bytes_ - offset) // LINE_BYTES + 1)
+        return np.ndarray((count, bytes_ // itemsize), f"u{itemsize}", flat, offset, strides=(LINE_BYTES, itemsize))
 
 
-def line_view(segment: SharedSegment, width: int, dtype: torch.dtype) -> torch.Tensor:
-    """The lines of a segment: a tensor [lines, width] over its memory."""
+def line_view(segment: SharedSegment) -> torch.Tensor:
+    """The lines of a segment: a tensor uint8 [lines, LINE_BYTES] over its memory."""
     flat = torch.frombuffer(segment.memory, dtype=torch.uint8, offset=HEADER_BYTES)
-    line_bytes = width * dtype.itemsize
-    whole = len(flat) // line_bytes * line_bytes
-    return flat[:whole].view(dtype).view(-1, width)
+    return flat[: len(flat) // LINE_BYTES * LINE_BYTES].view(-1, LINE_BYTES)
 
 
 def _pin(lines: torch.Tensor) -> None:

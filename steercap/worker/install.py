@@ -1,4 +1,4 @@
-"""Put the taps into a loaded model.
+"""Put the taps into a loaded model, and say what the tensor at each of them is.
 
 Number 4 in the life of a request, once for all requests: after the weights are loaded, before vLLM traces the model.
 """
@@ -10,14 +10,27 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
+from steercap.errors import WorkerFailure
 from steercap.families.base import Family
 from steercap.sites import SITES
+from steercap.sites.base import Sizes, Tap
+from steercap.worker.taps.base import Installed
 
 
-def install_taps(
-    model: nn.Module, family: Family, armed: Sequence[Point], present: range, device: torch.device
-) -> tuple[int, ...]:
+def install_taps(  # noqa: PLR0917 -- a model, and where this rank is in it
+    model: nn.Module,
+    family: Family,
+    armed: Sequence[Point],
+    present: range,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    *,
+    shard: int,
+    num_layers: int,
+    device: torch.device,
+) -> Installed:
     """Attach the taps of the layers in `present`.
 
     Args:
@@ -25,15 +38,47 @@ def install_taps(
         family: how its layers are written.
         armed: every point of the engine, layer by layer.
         present: layers that this pipeline stage holds.
+        sizes: what the model's rows are.
+        dtype: the model's.
+        shard: this rank among those of its tensor-parallel group.
+        num_layers: layers of the whole model.
         device: where the model computes.
 
-    Returns:
-        Indices into `armed` of the points attached here; a tap carries its place in this tuple.
+    Raises:
+        WorkerFailure: a layer is not written as its family says.
     """
     layers = model.get_submodule(family.layers)
     local = tuple(index for index, point in enumerate(armed) if point.layer in present)
-    for place, index in enumerate(local):
-        point = armed[index]
-        number = torch.tensor([place], dtype=torch.int32, device=device)
-        SITES[point.site].attach(layers.get_submodule(str(point.layer)), family, number)
-    return local
+    schemas = tuple(
+        schema_of(layers.get_submodule(str(armed[index].layer)), family, armed[index], sizes, dtype, num_layers)
+        for index in local
+    )
+    kept = tuple(schema.shards > 1 or shard == 0 for schema in schemas)
+    installed = Installed(local, schemas, kept, shard)
+    kinds = {kind: number for number, kind in enumerate(installed.kinds)}
+    for number, (index, schema) in enumerate(zip(local, schemas, strict=True)):
+        tap = Tap(torch.tensor([number], dtype=torch.int32, device=device), kinds[installed.kind_of(schema)])
+        SITES[armed[index].site].attach(layers.get_submodule(str(armed[index].layer)), family, tap)
+    return installed
+
+
+def schema_of(  # noqa: PLR0917 -- a layer, and where it is in its model
+    layer: nn.Module, family: Family, point: Point, sizes: Sizes, dtype: torch.dtype, num_layers: int
+) -> PointSchema:
+    """What the tensor at a point is.
+
+    Raises:
+        WorkerFailure: the layer is not written as its family says.
+    """
+    site = SITES[point.site]
+    try:
+        rows = site.rows(layer, family, sizes)
+    except AttributeError as error:
+        raise WorkerFailure(f"{point} is not in this model, a {type(layer).__name__}: {error}") from error
+    return PointSchema(
+        shape=rows.shape,
+        dtype=rows.dtype or str(dtype).removeprefix("torch."),
+        shards=rows.shards,
+        writable=site.writable,
+        changes_kv=site.before_keys or point.layer < num_layers - 1,
+    )

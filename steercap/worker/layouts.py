@@ -1,6 +1,7 @@
-"""Record layouts: where in a token's record each point is, shared by all requests that keep the same points.
+"""Record layouts: what is kept of a token, and where each point lies; shared by all requests that keep the same.
 
-Number 5 in the life of a request.
+Number 5 in the life of a request. A layout has two shapes: that of the rows as the model computes them, which is how
+they wait on a device, and that of the rows as they are stored.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from typing import Final
 import numpy as np
 
 from steercap.core.program import NONE
+from steercap.core.records import LINE_BYTES, RecordShape
+from steercap.core.schema import PointSchema
+from steercap.encodings import ENCODINGS
 from steercap.kernels.bits import weight
 
 #: Layouts in use at once; requests that run rarely have more than a few.
@@ -19,49 +23,96 @@ LAYOUTS: Final = 4096
 
 
 @dataclass(frozen=True)
+class Form:
+    """How rows are stored.
+
+    Args:
+        encoding: its name in `ENCODINGS`.
+        numbers: how many numbers stand for a row, where the encoding leaves that open.
+        slot: of the directions that rows are projected on, NONE where there are none.
+        before_edits: whether rows are those before the edits of their point.
+    """
+
+    encoding: str = "raw"
+    numbers: int = 0
+    slot: int = NONE
+    before_edits: bool = False
+
+
+@dataclass(frozen=True)
 class Layout:
     """A record on this rank.
 
     Args:
-        number: its row in the table.
-        points: indices into the engine's armed points, in the order of the record's lines.
-        evidence: what the copies of one token add up to if every one of them is made.
+        number: its row in the tables.
+        points: indices into the engine's armed points, in the order of the record.
+        locals: the same among the points of this rank.
+        form: how its rows are stored.
+        raw: the record of the rows as they are computed.
+        stored: the record as it is stored.
     """
 
     number: int
     points: tuple[int, ...]
-    evidence: int
+    locals: tuple[int, ...]
+    form: Form
+    raw: RecordShape
+    stored: RecordShape
 
 
 class Layouts:
-    """The layouts in use.
+    """The layouts in use, and what of them a pass looks up for many tokens at once.
+
+    The last row of each table stands for no layout: `table[NONE]` is 0, or NONE.
 
     Args:
         local: index of every point of this rank among the engine's armed points, ascending.
+        schemas: of these points.
+        kept: which of them this rank keeps: others keep what is whole on every rank.
     """
 
-    def __init__(self, local: Sequence[int]) -> None:
+    def __init__(self, local: Sequence[int], schemas: Sequence[PointSchema], kept: Sequence[bool]) -> None:
         self._local = tuple(local)
-        #: Line of every local point in a record, NONE where it is not kept: int32 [layouts, points].
-        self.offsets = np.full((LAYOUTS, len(self._local)), NONE, dtype=np.int32)
+        self._kept = tuple(point for point, keeps in zip(local, kept, strict=True) if keeps)
+        self._schemas = dict(zip(local, schemas, strict=True))
+        size = LAYOUTS + 1
+        #: Line of every local point in a record as it is computed, NONE where it is not kept: int32 [layouts, points].
+        self.offsets = np.full((size, len(self._local)), NONE, dtype=np.int32)
+        #: Lines of such a record: int64 [layouts].
+        self.raw_lines = np.zeros(size, dtype=np.int64)
+        #: Lines of a record as it is stored: int64 [layouts].
+        self.lines = np.zeros(size, dtype=np.int64)
+        #: Whether rows are stored otherwise than they are computed: bool [layouts].
+        self.encoded = np.zeros(size, dtype=np.bool_)
         #: Whether rows are kept as they were before the edits of their point: bool [layouts].
-        self.before = np.zeros(LAYOUTS, dtype=np.bool_)
-        #: Rows of the table written since they were last taken away.
+        self.before = np.zeros(size, dtype=np.bool_)
+        #: What the copies of one token add up to if every one of them is made: int64 [layouts].
+        self.evidence = np.zeros(size, dtype=np.int64)
+        #: Rows of `offsets` written since they were last taken away.
         self.fresh: list[int] = []
-        self._known: dict[tuple[tuple[int, ...], bool], Layout] = {}
+        self._known: dict[tuple[tuple[int, ...], Form], Layout] = {}
+        self._used: dict[int, Layout] = {}
         self._users: dict[int, int] = {}
         self._free = list(range(LAYOUTS - 1, -1, -1))
 
-    def points(self, wanted: Sequence[int]) -> tuple[int, ...]:
-        """Which of the wanted points are on this rank, in the order of a record's lines."""
-        if tuple(wanted) == self._local:
-            return self._local
-        known = set(wanted)
-        return tuple(index for index in self._local if index in known)
+    def __getitem__(self, number: int) -> Layout:
+        """A layout in use, by its number."""
+        return self._used[number]
 
-    def acquire(self, wanted: Sequence[int], *, before_edits: bool) -> Layout | None:
+    def points(self, wanted: Sequence[int]) -> tuple[int, ...]:
+        """Which of the wanted points this rank keeps, in the order of a record."""
+        if tuple(wanted) == self._kept:
+            return self._kept
+        known = set(wanted)
+        return tuple(index for index in self._kept if index in known)
+
+    def schemas(self, points: Sequence[int]) -> list[PointSchema]:
+        """Schemas of points of this rank."""
+        return [self._schemas[point] for point in points]
+
+    def acquire(self, wanted: Sequence[int], form: Form) -> Layout | None:
         """The layout of a record, one user more; None when too many different ones are in use."""
-        key = self.points(wanted), before_edits
+        key = self.points(wanted), form
         if key not in self._known:
             if not self._free:
                 return None
@@ -74,14 +125,20 @@ class Layouts:
         """One user less."""
         self._users[layout.number] -= 1
         if not self._users[layout.number]:
-            del self._users[layout.number]
-            del self._known[layout.points, bool(self.before[layout.number])]
+            del self._users[layout.number], self._used[layout.number]
+            del self._known[layout.points, layout.form]
             self._free.append(layout.number)
 
-    def _write(self, number: int, points: tuple[int, ...], before_edits: bool) -> Layout:
-        lines = {point: line for line, point in enumerate(points)}
+    def _write(self, number: int, points: tuple[int, ...], form: Form) -> Layout:
+        schemas = self.schemas(points)
+        raw = ENCODINGS["raw"].record(schemas)
+        stored = ENCODINGS[form.encoding].record(schemas, form.numbers)
+        lines = {point: offset // LINE_BYTES for point, offset in zip(points, raw.offsets, strict=True)}
         self.offsets[number] = [lines.get(point, NONE) for point in self._local]
-        self.before[number] = before_edits
+        self.raw_lines[number], self.lines[number] = raw.lines, stored.lines
+        self.before[number], self.encoded[number] = form.before_edits, form.encoding != "raw"
+        locals_ = tuple(local for local, point in enumerate(self._local) if point in lines)
+        self.evidence[number] = sum(map(weight, locals_))
         self.fresh.append(number)
-        evidence = sum(weight(local) for local, point in enumerate(self._local) if point in lines)
-        return Layout(number, points, evidence)
+        layout = self._used[number] = Layout(number, points, locals_, form, raw, stored)
+        return layout

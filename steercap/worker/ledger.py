@@ -18,14 +18,15 @@ from steercap.core.messages import Owner, Wanted
 from steercap.core.program import NONE
 from steercap.core.rows import Ints
 from steercap.worker.batch import BatchRows
-from steercap.worker.outbox import Outbox, Record
+from steercap.worker.layouts import Layouts
+from steercap.worker.outbox import Outbox
 from steercap.worker.programs import Programs
 from steercap.worker.steering import Slot, Steered
 from steercap.worker.step import Step
 
 #: What is known of the next tokens of a request: they are alike from position NEXT up to STOP, which is not among them.
-#: The line of position p is LINE + p × STORED, unless its row goes into a reduction.
-_NEXT, _STOP, _LINE, _TALLY, _RECORD, _STORED, _PROJECTION, _LAYOUT, _COPIES, _SLOT, _MASK, _EDITS, _FIELDS = range(13)
+#: The line of position p is LINE + p × the lines of its layout, unless its row goes into a reduction.
+_NEXT, _STOP, _LINE, _TALLY, _LAYOUT, _SLOT, _MASK, _EDITS, _FIELDS = range(9)
 #: No position is reached by it.
 NEVER: Final = np.iinfo(np.int64).max
 
@@ -37,11 +38,15 @@ class Tracked:
         owner: whose rows.
         outbox: where its rows go, None if none are kept or they were given back.
         steered: what is changed, None if nothing is.
-        projection: what its rows are projected on, None if they are kept whole.
+        projection: what its rows are projected on, and the slot that holds it; None if they are kept whole.
     """
 
     def __init__(
-        self, owner: Owner, outbox: Outbox | None, steered: Steered | None, projection: Slot | None = None
+        self,
+        owner: Owner,
+        outbox: Outbox | None,
+        steered: Steered | None,
+        projection: tuple[int, Slot] | None = None,
     ) -> None:
         self.owner = owner
         self.outbox = outbox
@@ -56,13 +61,18 @@ class Ledger:
 
     Args:
         programs: what each slot holds.
+        layouts: what is kept of a token.
     """
 
-    def __init__(self, programs: Programs) -> None:
+    def __init__(self, programs: Programs, layouts: Layouts) -> None:
         self._programs = programs
+        self._layouts = layouts
         self._state: Ints = np.zeros((64, _FIELDS), dtype=np.int64)
         self._tracked: list[Tracked | None] = [None] * len(self._state)
         self._holding = np.zeros(len(self._state), dtype=np.bool_)  # whether rows are held
+        #: The token that the model read at each position of each request that keeps rows, NONE where none was. Memory
+        #: that nobody wrote to is not resident.
+        self._token_ids = np.empty((len(self._state), 256), dtype=np.int32)
         self._free = list(range(len(self._state) - 1, -1, -1))
         self._places: dict[str, int] = {}
         self._owners: dict[Owner, Tracked] = {}
@@ -101,6 +111,11 @@ class Ledger:
         self._last = None
         self._owners[tracked.owner] = tracked
         self._state[tracked.place] = 0
+        if (outbox := tracked.outbox) is not None:
+            if outbox.limit > self._token_ids.shape[1]:
+                self._widen(outbox.limit)
+            self._token_ids[tracked.place, : outbox.limit] = NONE
+            outbox.token_ids = self._token_ids[tracked.place, : outbox.limit]
 
     def leave(self, request_ids: Iterable[str]) -> None:
         """These requests will not run again; passes they were in may still be heard of."""
@@ -114,9 +129,11 @@ class Ledger:
                 self._leaving.append((self._begun, place))
         self._reuse()
 
-    def holding(self, step: Step) -> npt.NDArray[np.bool_]:
-        """Which tokens of a step are kept, and their rows not given back yet: bool [tracked]."""
-        return step.kept & self._holding[step.owners]
+    def label(self, step: Step, token_ids: Ints) -> None:
+        """Write down what the model read at the tokens of a step that are kept, unless their rows were given back."""
+        kept = step.kept & self._holding[step.owners]
+        if kept.any():
+            self._token_ids[step.owners[kept], step.positions[kept]] = token_ids[kept]
 
     def settled(self) -> None:
         """One pass more, in their order, was heard of."""
@@ -155,7 +172,8 @@ class Ledger:
             if tracked.steered is not None and tracked.steered.slot is not None:
                 used[tracked.steered.steering.slot] = tracked.steered.slot
             if tracked.outbox is not None and tracked.projection is not None:
-                used[tracked.outbox.record.projection] = tracked.projection
+                number, slot = tracked.projection
+                used[number] = slot
         return used
 
     # The pass
@@ -177,7 +195,7 @@ class Ledger:
         parts = []
         if alike.any():
             chosen = places[alike]
-            parts.append(_alike_tokens(chosen, starts[alike], counts[alike], first_tokens[alike], self._state[chosen]))
+            parts.append(self._alike_tokens(chosen, starts[alike], counts[alike], first_tokens[alike]))
             self._state[chosen, _NEXT] += counts[alike]
         for other in np.flatnonzero(~alike):
             request = self.at(int(places[other]))
@@ -233,7 +251,7 @@ class Ledger:
     ) -> Step:
         outbox, steered = request.outbox, request.steered
         size = len(chosen)
-        record = Record() if outbox is None else outbox.record
+        layouts = np.where(kept, NONE if outbox is None else outbox.layout, NONE)
         slots = np.full(size, NONE if steered is None or steered.slot is None else steered.steering.slot)
         positions = chosen + start
         replaced = {} if steered is None else steered.replaced(positions)
@@ -244,13 +262,10 @@ class Ledger:
             firsts=np.full(size, start),
             lines=lines,
             tallies=np.where(kept, NONE if outbox is None else outbox.tally, NONE),
-            records=np.where(kept, record.rows, 0),
-            stored=np.where(kept, record.lines, 0),
-            projections=np.where(kept, record.projection, NONE),
-            layouts=np.where(kept, record.layout, NONE),
+            layouts=layouts,
             slots=slots,
             masks=masks,
-            copies=np.where(kept, record.evidence, 0),
+            copies=self._layouts.evidence[layouts],
             edits=self._programs.evidence(slots, masks),
             replaced=replaced,
         )
@@ -260,11 +275,11 @@ class Ledger:
         self.flush(request)
         outbox, steered = request.outbox, request.steered
         request.run_from = start
-        stop, line, tally, record = NEVER, 0, NONE, Record()
+        stop, line, tally, layout = NEVER, 0, NONE, NONE
         if outbox is not None and outbox.failure is None:
             stop, first = outbox.ahead(start)
             if first is not None:
-                line, tally, record = first, outbox.tally, outbox.record
+                line, tally, layout = first, outbox.tally, outbox.layout
         slot, mask = NONE, 0
         if steered is not None:
             reach, mask = steered.ahead(start)
@@ -273,10 +288,7 @@ class Ledger:
                 slot = steered.steering.slot
         slots, masks = np.array([slot]), np.array([mask], dtype=np.int32)
         edits = int(self._programs.evidence(slots, masks)[0])
-        layout, rows, lines, projection, copies = record
-        self._state[request.place] = (
-            start, stop, line, tally, rows, lines, projection, layout, copies, slot, mask, edits,
-        )  # fmt: skip
+        self._state[request.place] = start, stop, line, tally, layout, slot, mask, edits
 
     def computes(self, step: Step, wanted: Iterable[Wanted]) -> bool:
         """Whether a step computes any of the tokens that are wanted."""
@@ -287,12 +299,57 @@ class Ledger:
                 totals[tracked.place] = item.total if tracked.outbox is None else tracked.outbox.reads(item.total)
         return bool((step.positions < totals[step.owners]).any())
 
+    def _alike_tokens(self, places: Ints, starts: Ints, counts: Ints, first_tokens: Ints) -> Step:
+        """Tokens of requests whose state holds for all of them."""
+        state = self._state[places]
+        kept = state[:, _LAYOUT] != NONE
+        busy = kept | (state[:, _MASK] != 0)
+        if not busy.all():
+            places, starts, counts, first_tokens = places[busy], starts[busy], counts[busy], first_tokens[busy]
+            state, kept = state[busy], kept[busy]
+        firsts = starts
+        if (counts > 1).any():
+            request = np.repeat(np.arange(len(counts)), counts)
+            along = np.arange(len(request)) - (np.cumsum(counts) - counts)[request]
+            places, firsts, first_tokens = places[request], starts[request], first_tokens[request] + along
+            starts, state, kept = firsts + along, state[request], kept[request]
+        layouts, drained = state[:, _LAYOUT], kept & (state[:, _TALLY] == NONE)
+        return Step(
+            owners=places,
+            tokens=first_tokens,
+            positions=starts,
+            firsts=firsts,
+            lines=np.where(drained, state[:, _LINE] + starts * self._layouts.lines[layouts], NONE),
+            tallies=state[:, _TALLY],
+            layouts=layouts,
+            slots=state[:, _SLOT],
+            masks=state[:, _MASK].astype(np.int32),
+            copies=self._layouts.evidence[layouts],
+            edits=state[:, _EDITS],
+            replaced={},
+        )
+
     def _grow(self) -> None:
         size = len(self._state)
         self._state = np.concatenate([self._state, np.zeros_like(self._state)])
         self._tracked += [None] * size
         self._holding = np.concatenate([self._holding, np.zeros(size, dtype=np.bool_)])
+        self._token_ids = np.concatenate([self._token_ids, np.empty_like(self._token_ids)])
+        self._look_at_labels()
         self._free = list(range(2 * size - 1, size - 1, -1))
+
+    def _widen(self, limit: int) -> None:
+        """Have room for the labels of as many positions."""
+        known = self._token_ids
+        self._token_ids = np.empty((len(known), max(limit, 2 * known.shape[1])), dtype=np.int32)
+        self._token_ids[:, : known.shape[1]] = known
+        self._look_at_labels()
+
+    def _look_at_labels(self) -> None:
+        """Labels lie elsewhere now."""
+        for place, tracked in enumerate(self._tracked):
+            if tracked is not None and (outbox := tracked.outbox) is not None:
+                outbox.token_ids = self._token_ids[place, : outbox.limit]
 
     def _reuse(self) -> None:
         """Let go of places that no pass still to be heard of names."""
@@ -302,38 +359,7 @@ class Ledger:
             if self._owners.get(tracked.owner) is tracked:
                 del self._owners[tracked.owner]
             tracked.place = NONE
+            if tracked.outbox is not None:
+                tracked.outbox.token_ids = tracked.outbox.token_ids.copy()
             self._tracked[place] = None
             self._free.append(place)
-
-
-def _alike_tokens(places: Ints, starts: Ints, counts: Ints, first_tokens: Ints, state: Ints) -> Step:
-    """Tokens of requests whose state holds for all of them."""
-    kept = state[:, _LAYOUT] != NONE
-    busy = kept | (state[:, _MASK] != 0)
-    if not busy.all():
-        places, starts, counts, first_tokens = places[busy], starts[busy], counts[busy], first_tokens[busy]
-        state, kept = state[busy], kept[busy]
-    firsts = starts
-    if (counts > 1).any():
-        request = np.repeat(np.arange(len(counts)), counts)
-        along = np.arange(len(request)) - (np.cumsum(counts) - counts)[request]
-        places, firsts, first_tokens = places[request], starts[request], first_tokens[request] + along
-        starts, state, kept = firsts + along, state[request], kept[request]
-    drained = kept & (state[:, _TALLY] == NONE)
-    return Step(
-        owners=places,
-        tokens=first_tokens,
-        positions=starts,
-        firsts=firsts,
-        lines=np.where(drained, state[:, _LINE] + starts * state[:, _STORED], NONE),
-        tallies=state[:, _TALLY],
-        records=state[:, _RECORD],
-        stored=state[:, _STORED],
-        projections=state[:, _PROJECTION],
-        layouts=state[:, _LAYOUT],
-        slots=state[:, _SLOT],
-        masks=state[:, _MASK].astype(np.int32),
-        copies=state[:, _COPIES],
-        edits=state[:, _EDITS],
-        replaced={},
-    )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
 from jaxtyping import Float
 
 from steercap.core.messages import LineRange
+from steercap.core.records import LINE_BYTES
+from steercap.core.schema import PointSchema
 from steercap.core.spec import Reduction
+from steercap.encodings import ENCODINGS
+from steercap.worker.layouts import Layout
 
 if TYPE_CHECKING:
     from steercap.worker.arena import Arena
@@ -27,14 +31,12 @@ class Accumulator:
         rows: how many they were.
     """
 
-    def __init__(
-        self, reduce: Reduction, value: Float[torch.Tensor, "points width"] | None = None, rows: int = 0
-    ) -> None:
+    def __init__(self, reduce: Reduction, value: Float[torch.Tensor, width] | None = None, rows: int = 0) -> None:
         self._reduce = reduce
         self._rows = rows
         self._value = value
 
-    def add(self, block: Float[torch.Tensor, "rows points width"]) -> None:
+    def add(self, block: Float[torch.Tensor, "rows width"]) -> None:
         """Take in the next rows, at least one."""
         self._rows += len(block)
         match self._reduce:
@@ -47,27 +49,45 @@ class Accumulator:
                 part = block.sum(0, dtype=REDUCED_DTYPE)
                 self._value = part if self._value is None else self._value + part
 
-    def result(self) -> Float[torch.Tensor, "points width"]:
+    def result(self) -> Float[torch.Tensor, width]:
         """The reduced rows, float32."""
         assert self._value is not None, "nothing was added"
         return self._value / self._rows if self._reduce == "mean" else self._value
 
 
-def reduce_rows(arena: Arena, ranges: Sequence[LineRange], record_lines: int, reduce: Reduction) -> None:
+def reduce_rows(
+    arena: Arena, ranges: Sequence[LineRange], layout: Layout, schemas: Sequence[PointSchema], reduce: Reduction
+) -> None:
     """Reduce records, on the device that the model computes on, and write the result, float32, over the first of them.
 
     Args:
         arena: where the records are.
         ranges: the lines of all of them, in order; one record at least.
-        record_lines: lines of a record, one a point.
+        layout: of a record, raw.
+        schemas: of its points.
         reduce: which reduction.
     """
-    accumulator = Accumulator(reduce)
-    most = max(1, arena.block_lines // record_lines) * record_lines
+    accumulators = [Accumulator(reduce) for _ in schemas]
+    record = layout.raw.lines
+    most = max(1, arena.block_bytes // (record * LINE_BYTES))
     for lines in ranges:
-        for start in range(lines.start, lines.start + lines.count, most):
-            block = arena.read(start, min(most, lines.start + lines.count - start))
-            accumulator.add(block.view(-1, record_lines, arena.width))
-    reduced = accumulator.result().contiguous().view(arena.dtype).view(-1, arena.width)
-    first = ranges[0].start
-    arena.lines[first : first + len(reduced)] = reduced
+        for start in range(0, lines.count // record, most):
+            records = arena.read(lines.start + start * record, min(most, lines.count // record - start), record)
+            for accumulator, rows in zip(accumulators, rows_of(records, layout, schemas), strict=True):
+                accumulator.add(rows)
+    write_reduced(arena, ranges[0].start, schemas, [accumulator.result() for accumulator in accumulators])
+
+
+def rows_of(records: torch.Tensor, layout: Layout, schemas: Sequence[PointSchema]) -> Iterator[torch.Tensor]:
+    """The rows of each point in raw records, uint8 [records, bytes]: [records, shard width] each."""
+    for schema, offset, size in zip(schemas, layout.raw.offsets, layout.raw.sizes, strict=True):
+        stored = records[:, offset : offset + size]
+        yield ENCODINGS["raw"].decode(stored.contiguous(), schema, 0).flatten(1)
+
+
+def write_reduced(arena: Arena, line: int, schemas: Sequence[PointSchema], rows: Sequence[torch.Tensor]) -> None:
+    """Put one float32 row a point at a line, as `encodings.reduced` lays them out."""
+    encoding = ENCODINGS["reduced"]
+    offsets = encoding.record(schemas).offsets
+    for schema, offset, row in zip(schemas, offsets, rows, strict=True):
+        arena.write(line, encoding.encode(row[None], schema, None)[0], offset)

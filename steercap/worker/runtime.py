@@ -36,13 +36,15 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
-from steercap.core.rows import Ints, ends_of_runs, page_shape
+from steercap.core.rows import Ints, page_shape
+from steercap.encodings import ENCODINGS
 from steercap.errors import WorkerFailure
 from steercap.kernels.finite import edited_most
 from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
 from steercap.worker.ledger import Ledger, Tracked
-from steercap.worker.outbox import Outbox, RowsOutbox, TallyOutbox, finish, tally_records
+from steercap.worker.outbox import Outbox, RowsOutbox
+from steercap.worker.reductions import ReducingOutbox, finish
 from steercap.worker.steering import Steering
 from steercap.worker.step import Step, Witness
 from steercap.worker.taps.base import Taps
@@ -56,21 +58,20 @@ class Runtime:
         armed: names of the points that the whole engine arms.
         dtype: the model's dtype.
         device: where the model computes.
-        captures: whether this rank keeps rows: rank 0 of its tensor-parallel group.
     """
 
-    def __init__(
-        self, taps: Taps, armed: Sequence[str], dtype: torch.dtype, device: torch.device, *, captures: bool
-    ) -> None:
+    def __init__(self, taps: Taps, armed: Sequence[str], dtype: torch.dtype, device: torch.device) -> None:
         self.taps = taps
         self._names = tuple(armed[point] for point in taps.points)
         self.dtype = dtype
         self.device = device
-        self.captures = captures
-        self._shape = page_shape(max(len(armed), 1), taps.width * dtype.itemsize)
+        self.captures = taps.installed.captures
+        schemas = [one for one, keeps in zip(taps.schemas, taps.installed.kept, strict=True) if keeps]
+        self._shape = page_shape(max(ENCODINGS["raw"].record(schemas).lines, 1))
         self._arena: Arena | None = None
-        self._steering = Steering(taps, witness=captures)
-        self._ledger = Ledger(taps.programs)
+        # Ranks of a tensor-parallel group edit the same rows, or parts of them: the first counts them.
+        self._steering = Steering(taps, witness=taps.installed.shard == 0)
+        self._ledger = Ledger(taps.programs, taps.layouts)
         self._kept: dict[Owner, Tracked] = {}  # whose rows are held
         self._steps = 0
         self._rows_written = 0
@@ -86,18 +87,19 @@ class Runtime:
         except msgspec.DecodeError:  # to raise would end the engine for all; this request's client hears of no rows
             return
         owner = Owner(plan.key, sample)
-        outbox = steered = slot = None
+        outbox = steered = projected = None
         if plan.steering is not None:
             steered = self._steering.register(owner, plan, plan.steering)
         if plan.capture is not None and self._arena is not None and owner not in self._kept:
             outbox = self._outbox_for(owner, plan, plan.capture, self._arena)
             if (projection := plan.capture.projection) is not None:
                 slot = self._steering.slot(projection.slot, projection.configuration)
+                projected = None if slot is None else (projection.slot, slot)
                 if slot is None:
                     outbox.fail(f"slot {projection.slot} does not hold the directions of this request")
         if outbox is None and steered is None:
             return
-        tracked = Tracked(owner, outbox, steered, slot)
+        tracked = Tracked(owner, outbox, steered, projected)
         if outbox is not None:
             self._kept[owner] = tracked
         self._ledger.enter(request_id, tracked)
@@ -149,28 +151,7 @@ class Runtime:
         for token in np.flatnonzero(witness.nonfinite != NONE).tolist():
             if (outbox := self._ledger.at(int(step.owners[token])).outbox) is not None:
                 outbox.found_nonfinite(int(step.positions[token]), self.taps.points[witness.nonfinite[token]])
-        if self._arena is not None:
-            kept = self._ledger.holding(step)
-            drained, tallied = kept & (step.lines != NONE), np.flatnonzero(kept & (step.lines == NONE))
-            self._arena.label(step.lines[drained], witness.positions[drained], witness.token_ids[drained])
-            if len(tallied):
-                self._label(step, witness, tallied)
-
-    def _label(self, step: Step, witness: Witness, tokens: Ints) -> None:
-        """Tell the outboxes of reductions that run along what the model read."""
-        owners, positions, token_ids = step.owners[tokens], step.positions[tokens], witness.token_ids[tokens]
-        ends = ends_of_runs(owners)
-        if len(ends) == len(tokens):  # one token each, which numpy would take its time for
-            for place, position, token_id in zip(owners.tolist(), positions.tolist(), token_ids.tolist(), strict=True):
-                self._label_of(place, position, token_id)
-            return
-        for own in np.split(np.arange(len(tokens)), ends[:-1]):
-            self._label_of(int(owners[own[0]]), positions[own], token_ids[own])
-
-    def _label_of(self, place: int, positions: Ints | int, token_ids: Ints | int) -> None:
-        outbox = self._ledger.at(place).outbox
-        assert isinstance(outbox, TallyOutbox)
-        outbox.label(positions, token_ids)
+        self._ledger.label(step, witness.token_ids)
 
     def _refuse(self, step: Step, witness: Witness, wrong: np.ndarray) -> None:
         """Fail the requests of tokens that were not computed, edited or copied as they should have been."""
@@ -244,33 +225,36 @@ class Runtime:
 
     def _outbox_for(self, owner: Owner, plan: Plan, capture: CapturePlan, arena: Arena) -> Outbox:
         if capture.tally:
-            return TallyOutbox(owner, plan, capture, self.taps.layouts, arena, self.taps)
+            return ReducingOutbox(owner, plan, capture, self.taps.layouts, arena, self.taps)
         return RowsOutbox(owner, plan, capture, self.taps.layouts, arena)
 
     def _seal(self, item: Wanted) -> Parcel | Unknown:
         tracked = self._kept.get(item.owner)
         if tracked is None or tracked.outbox is None:
             return Unknown(item.owner)
-        if isinstance(tracked.outbox, TallyOutbox):
-            self._ledger.look_again(tracked)  # its reduction has ended
-        return tracked.outbox.seal(item.total, item.first)
+        parcel = tracked.outbox.seal(item.total, item.first)
+        if tracked.outbox.layout == NONE:  # its reduction has ended
+            self._ledger.look_again(tracked)
+        return parcel
 
     def _attach(self, asked: Attach) -> Answer:
         if not self.captures:
             return NotCapturing()
         if self._arena is None:
             with torch.inference_mode(mode=False):  # or its lines could be written in inference mode alone
-                self._arena = Arena(self._shape, self.taps.width, self.dtype, asked.capture_bytes, self.device)
+                self._arena = Arena(self._shape, asked.capture_bytes, self.device)
                 self.taps.use(self._arena)
+        points = self.taps.layouts.points(self.taps.points)
         return Attached(
-            points=self.taps.points,
-            width=self.taps.width,
-            dtype=str(self.dtype).removeprefix("torch."),
+            points=tuple(points),
+            schemas=tuple(self.taps.layouts.schemas(points)),
+            shard=self.taps.installed.shard,
             page_lines=self._shape.lines,
             pages=self._arena.pages.total,
             bank_rows=self.taps.sizes.bank_rows,
+            bank_width=self.taps.installed.bank_width,
             tallies=self.taps.tallies.total,
-            tally_records=tally_records(self.dtype, self.taps.tallies.held),
+            held=self.taps.tallies.held,
             path=self._arena.segment.path,
             nonce=self._arena.segment.nonce,
         )
@@ -288,10 +272,7 @@ class Runtime:
 
     def _read(self, ranges: Iterable[LineRange]) -> bytes:
         arena = self._attached()
-        return b"".join(
-            arena.lines[item.start : item.start + item.count].contiguous().view(torch.uint8).numpy().tobytes()
-            for item in ranges
-        )
+        return b"".join(arena.lines[item.start : item.start + item.count].numpy().tobytes() for item in ranges)
 
     def _count(self) -> Counted:
         arena = self._attached()

@@ -5,7 +5,6 @@ Number 4 to 7 in the life of a request.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -25,7 +24,7 @@ from steercap.core.messages import (
     Vectors,
 )
 from steercap.core.plan import Plan
-from steercap.core.program import NONE, Configuration, SteeringPlan, rows_touched, scope_masks
+from steercap.core.program import NONE, Configuration, SteeringPlan, blob_digest, rows_touched, scope_masks
 from steercap.core.rows import Ints, ends_of_runs
 from steercap.errors import WorkerFailure
 from steercap.worker.taps.base import Taps
@@ -184,7 +183,7 @@ class Steering:
 
     def _put(self, vectors: Vectors) -> None:
         """Write vectors; configurations that used what was there before are gone."""
-        if hashlib.sha256(vectors.data).digest() != vectors.digest:
+        if blob_digest(vectors.data, len(vectors.places)) != vectors.digest:
             raise WorkerFailure("vectors arrived that are not what their SHA-256 says")
         values = torch.frombuffer(bytearray(vectors.data), dtype=torch.float32)
         self.taps.put(vectors.places, values.view(len(vectors.places), -1))

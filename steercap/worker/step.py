@@ -27,9 +27,6 @@ class Step:
         firsts: position of the first token of its request in this pass, int64 [tracked].
         lines: first line of its record in the arena, NONE if it goes to none: int64 [tracked].
         tallies: the reduction that runs along with its request, NONE if none does or it is not kept: int64 [tracked].
-        records: rows that are copied of it, one a point: int64 [tracked].
-        stored: lines of its record in the arena, if it goes there: int64 [tracked].
-        projections: slot of what its rows are projected on, NONE if they are kept whole: int64 [tracked].
         layouts: layout of its record, NONE if it is not kept: int64 [tracked].
         slots: slot of its configuration, NONE if it is not changed: int64 [tracked].
         masks: scopes that hold it, int32 [tracked].
@@ -45,9 +42,6 @@ class Step:
     firsts: Ints
     lines: Ints
     tallies: Ints
-    records: Ints
-    stored: Ints
-    projections: Ints
     layouts: Ints
     slots: Ints
     masks: npt.NDArray[np.int32]

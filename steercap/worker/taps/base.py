@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from msgspec import structs
 
 from steercap.core.program import Configuration
 from steercap.core.rows import Ints
+from steercap.core.schema import PointSchema
 from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
-from steercap.worker.layouts import Layouts
+from steercap.worker.layouts import Layout, Layouts
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step, Witness
 from steercap.worker.tallies import Moves, Tallies
@@ -51,22 +53,77 @@ class TapSizes:
     held: int = 1
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What the rows of some points of a rank are.
+
+    Args:
+        schema: of all of them.
+        first: where the rank's part of a row begins in it, in elements.
+    """
+
+    schema: PointSchema
+    first: int
+
+    @property
+    def width(self) -> int:
+        """Elements of the rank's part of a row."""
+        return self.schema.shard_width
+
+
+@dataclass(frozen=True)
+class Installed:
+    """The points of a rank, as they were put in.
+
+    Args:
+        points: indices among the engine's armed points, ascending; the place in this tuple is the number that the tap
+            of a point carries.
+        schemas: of these points.
+        kept: which of them this rank keeps rows of: what is whole on every rank is kept by the first.
+        shard: which shard of what is split this rank has.
+    """
+
+    points: tuple[int, ...]
+    schemas: tuple[PointSchema, ...]
+    kept: tuple[bool, ...]
+    shard: int = 0
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """What its rows are, each once, in the order of the points; which keys and values they change aside."""
+        return tuple(dict.fromkeys(self.kind_of(schema) for schema in self.schemas))
+
+    def kind_of(self, schema: PointSchema) -> Kind:
+        """What rows of such a point are here."""
+        first = self.shard * schema.shard_width if schema.shards > 1 else 0
+        return Kind(structs.replace(schema, changes_kv=True), first)
+
+    @property
+    def captures(self) -> bool:
+        """Whether this rank keeps rows of any point."""
+        return any(self.kept)
+
+    @property
+    def bank_width(self) -> int:
+        """Elements of a vector of the widest point that can be steered, on all ranks together."""
+        return max((schema.width for schema in self.schemas if schema.writable), default=1)
+
+
 class Taps(ABC):
     """The tables behind the taps of one rank.
 
     Args:
-        points: indices of this rank's points among the engine's armed points, ascending; the position in this tuple
-            is the number its tap carries.
-        width: elements of a row.
+        installed: this rank's points.
         sizes: how large the tables are.
     """
 
-    def __init__(self, points: Sequence[int], width: int, sizes: TapSizes) -> None:
-        self.points = tuple(points)
-        self.width = width
+    def __init__(self, installed: Installed, sizes: TapSizes) -> None:
+        self.installed = installed
+        self.points = installed.points
+        self.schemas = installed.schemas
         self.sizes = sizes
-        self.programs = Programs(points, slots=sizes.slots, entries=sizes.entries)
-        self.layouts = Layouts(points)
+        self.programs = Programs(self.points, slots=sizes.slots, entries=sizes.entries)
+        self.layouts = Layouts(self.points, self.schemas, installed.kept)
         self.tallies = Tallies(sizes.tallies, sizes.lag, sizes.held)
         self.arena: Arena | None = None
         self.open_step: Step | None = None
@@ -81,7 +138,7 @@ class Taps(ABC):
 
     @abstractmethod
     def put(self, places: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
-        """Write vectors into the bank."""
+        """Write vectors into the bank; they may be narrower than its rows."""
 
     @abstractmethod
     def open(self, step: Step, batch: BatchRows, moves: Moves | None) -> str | None:
@@ -101,26 +158,26 @@ class Taps(ABC):
         """The pass that was opened has been run, or failed: every tap is idle until the next one."""
 
     @abstractmethod
-    def spill(self, place: int, record: int, lines: Ints) -> Any:
+    def spill(self, place: int, layout: Layout, lines: Ints) -> Any:
         """Copy a reduction, and the rows it holds apart, to the arena, as the passes closed so far leave them.
 
         Args:
             place: which.
-            record: how many points it has.
-            lines: first line of each record: of the reduced rows, float32, one behind the other; then of each slot.
+            layout: of its rows.
+            lines: first lines of records: the first for the reduced rows, the last ones for what each slot holds.
 
         Returns:
             The mark of the copy.
         """
 
     @abstractmethod
-    def finish(self, moves: Moves, divisors: Ints, records: Ints, lines: Ints) -> Any:
+    def finish(self, moves: Moves, divisors: Ints, layouts: Sequence[Layout], lines: Ints) -> Any:
         """Carry out moves of held rows alone, divide, and copy the reductions to the arena.
 
         Args:
             moves: one a reduction.
             divisors: what each is divided by.
-            records: how many points each has.
+            layouts: of the rows of each.
             lines: first line of each in the arena, for float32 rows.
 
         Returns:
@@ -155,5 +212,11 @@ class Taps(ABC):
         hidden: Float[torch.Tensor, "n width"],
         residual: Float[torch.Tensor, "n width"] | None,
         point: Int[torch.Tensor, 1],
+        kind: int,
     ) -> None:
-        """Copy and edit the rows wanted at `point`; called by the operator, once a point and pass."""
+        """Copy and edit the rows wanted at `point`; called by the operator, once a point and pass.
+
+        Args:
+            hidden, residual, point: as for `kernels.tap.tap`.
+            kind: which of `installed.kinds` the point's rows are of.
+        """

@@ -22,17 +22,18 @@ import torch
 from jaxtyping import Float, Int
 
 from steercap.core.program import MAX_REPLACEMENTS, NONE, RESPONSE_NUMBERS, Configuration
+from steercap.core.records import LINE_BYTES
 from steercap.core.rows import Ints
-from steercap.kernels import triton_project as project
-from steercap.kernels import triton_tally as tally
+from steercap.encodings import ENCODINGS
 from steercap.kernels import triton_tap as kernel
 from steercap.kernels.bits import told_apart
 from steercap.worker.batch import BatchRows
-from steercap.worker.layouts import LAYOUTS
+from steercap.worker.layouts import LAYOUTS, Layout
 from steercap.worker.programs import ENTRY_NUMBERS
 from steercap.worker.step import Step, Witness
 from steercap.worker.tallies import Moves
-from steercap.worker.taps.base import Taps, TapSizes
+from steercap.worker.taps.base import Installed, Taps, TapSizes
+from steercap.worker.taps.cuda_rows import DeviceEncoder, DeviceTallies, typed
 from steercap.worker.taps.ring import Ring
 from steercap.worker.taps.transfers import Transfers, pieces, runs
 
@@ -61,10 +62,11 @@ class _Pass:
         place: first place of its witnesses.
         line: first line of its rows in the ring.
         lines: how many lines.
-        sources: first line in the ring of what is copied away of each tracked token, its record or its projections,
-            NONE if it is not kept: int64 [tracked].
-        projected: for each slot of directions, which of the records in the upload are projected on them.
+        sources: first line in the ring of what is copied away of each tracked token, NONE if it is not kept: int64
+            [tracked].
+        stored: lines of it, int64 [tracked].
         moves: requests whose reductions it moves.
+        encoded: which of the records in the encoder's upload are of each layout that is stored otherwise.
         failure: why it cannot be trusted.
         closed: mark of its end on the device.
         copies: what is to be copied to the host, targets, sources and sizes, from `queued` on.
@@ -79,8 +81,9 @@ class _Pass:
     line: int
     lines: int
     sources: Ints
+    stored: Ints
     moves: int
-    projected: Sequence[tuple[int, slice]] = ()
+    encoded: Sequence[tuple[Layout, slice]] = ()
     failure: str | None = None
     closed: Any = None
     copies: tuple[Ints, ...] = ()
@@ -92,29 +95,21 @@ class CudaTaps(Taps):
     """The taps of a rank that computes on CUDA.
 
     Args:
-        points, width, sizes: see `Taps`.
-        dtype: the model's dtype.
-        transfers: to and from where it computes.
-        captures: whether this rank keeps rows.
+        installed, sizes: see `Taps`.
+        transfers: to and from where the model computes.
     """
 
-    def __init__(
-        self,
-        points: Sequence[int],
-        width: int,
-        sizes: TapSizes,
-        dtype: torch.dtype,
-        transfers: Transfers,
-        *,
-        captures: bool,
-    ) -> None:
-        super().__init__(points, width, sizes)
-        self.dtype = dtype
+    def __init__(self, installed: Installed, sizes: TapSizes, transfers: Transfers) -> None:
+        super().__init__(installed, sizes)
         self._transfers = transfers
+        self._kinds = installed.kinds
         device, count = transfers.device, max(len(self.points), 1)
-        self._row_bytes = row = width * dtype.itemsize
-        # A token's record is a row a point, or as many and a line for their projections.
-        lines = _ring_bytes(sizes, (count + 1) * row, device) // row if captures else 1
+        kept = [schema for schema, keeps in zip(self.schemas, installed.kept, strict=True) if keeps]
+        record = ENCODINGS["raw"].record(kept).lines
+        # A token's record as it is computed, and what else may be stored of it: some 8 bits of 16.
+        ring_bytes = _ring_bytes(sizes, record * LINE_BYTES * 3 // 2, device)
+        lines = ring_bytes // LINE_BYTES if installed.captures else 1
+        self._record_bytes = record * LINE_BYTES
 
         def table(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -123,24 +118,22 @@ class CudaTaps(Taps):
         self._counts = table(sizes.slots, count)
         self._entries = table(sizes.slots, count, sizes.entries, kernel.ENTRY_COLUMNS)
         self._responses = table(sizes.slots, count, sizes.entries, len(RESPONSE_NUMBERS), dtype=torch.float32)
-        self._bank = table(max(sizes.bank_rows, 1), width, dtype=torch.float32)
+        self._bank = table(max(sizes.bank_rows, 1), installed.bank_width, dtype=torch.float32)
         self._layouts = table(LAYOUTS, count) - 1
+        # Views, made once: a tap is launched hundreds of times a pass.
+        self._banks = [self._bank[:, kind.first : kind.first + kind.width] for kind in self._kinds]
         self._replacements = table(sizes.tokens * MAX_REPLACEMENTS)
         self._evidence = table(sizes.tokens, 2, dtype=torch.int64)
-        self._rows = torch.empty((max(lines, 1), width), dtype=dtype, device=device)
-        most = sizes.tallies if captures else 0
-        self._sums = table(max(most, 1), count, width, dtype=torch.float32)
-        self._held = table(max(most, 1), sizes.held, count, width, dtype=dtype)
-        self._moves = table(max(most, 1), tally.MOVE_COLUMNS + 2 * sizes.held)
-        self._projecting = table(sizes.tokens if captures else 1, 2, dtype=torch.int64)
-        self._directions: dict[int, torch.Tensor] = {}  # bank rows of each slot of directions, on the device
-        self._leaving: dict[int, Any] = {}  # marks of copies of tallies, which must be made before another begins there
+        self._rows = torch.empty((max(lines, 1), LINE_BYTES), dtype=torch.uint8, device=device)
+        self._rings = [typed(self._rows, kind.schema) for kind in self._kinds]
+        self._sums = DeviceTallies(installed, self.tallies, self._layouts, transfers, AHEAD)
+        self._encoder = DeviceEncoder(
+            installed, self.programs, self._bank, transfers, sizes.tokens if installed.captures else 1, AHEAD
+        )
         self._witness = table(AHEAD * sizes.tokens, kernel.WITNESS_COLUMNS, dtype=torch.int64)
 
         self._said = transfers.pinned(self._witness.shape, torch.int64)
         self._uploads = [transfers.pinned(self._tokens.shape, torch.int32) for _ in range(AHEAD)]
-        self._project_uploads = [transfers.pinned(self._projecting.shape, torch.int64) for _ in range(AHEAD)]
-        self._move_uploads = [transfers.pinned(self._moves.shape, torch.int32) for _ in range(AHEAD)]
         self._lines: Ring[_Pass] = Ring(len(self._rows))
         self._places: Ring[_Pass] = Ring(len(self._witness))
         self._passed: deque[_Pass] = deque()
@@ -150,7 +143,7 @@ class CudaTaps(Taps):
         self._vectors: list[tuple[Sequence[int], torch.Tensor]] = []
         nothing = table(1)  # compile what no dummy run of the model would
         kernel.launch_close(self._tokens, self._evidence, self._witness, nothing, nothing.long(), 1)
-        tally.launch_tally(self._moves[:1], self._sums, self._held, self._rows)
+        self._sums.launch(self._rows, 1)
 
     def configure(self, slot: int, configuration: Configuration, places: Sequence[Sequence[int]]) -> None:
         self.programs.configure(slot, configuration, places)
@@ -164,34 +157,54 @@ class CudaTaps(Taps):
     def open(self, step: Step, batch: BatchRows, moves: Moves | None) -> str | None:
         self._write_tables()
         num_tokens, failure = int(batch.counts.sum()), None
-        projecting = step.projections != NONE
-        whole = int(step.records[step.kept].sum())
-        lines = whole + int(step.stored[projecting].sum())
+        records, stored, encoded = self._wanted(step)
+        whole = int(records.sum())
+        lines = whole + int(stored[encoded].sum())
         if lines > self._lines.size:
             failure = self._keep_nothing(step, lines)
-            lines, moves, projecting = 0, None, projecting & False
+            records, stored, encoded = self._wanted(step)
+            whole, lines, moves = 0, 0, None
         line, busy = self._lines.reserve(lines)
         for done in busy:
             self._copy_away(through=done)
             self._transfers.hold(done.copied)
         place, _ = self._places.reserve(len(step))  # free since its last pass was heard of: `crowded`
         sources = np.full(len(step), NONE, dtype=np.int64)
-        records = step.records[step.kept]
-        sources[step.kept] = line + np.cumsum(records) - records
+        sources[step.kept] = line + (np.cumsum(records) - records)[step.kept]
         self._number += 1  # of its buffers the last pass was heard of: `crowded`
         self._upload(step, num_tokens, sources, place)
         if moves is not None:
-            self._upload_moves(step, moves, sources)
-        projected: list[tuple[int, slice]] = []
-        if projecting.any():
-            targets = project.targets_of(line + whole, step.stored[projecting])
-            projected = self._upload_projections(step.projections[projecting], sources[projecting], targets)
-            sources[projecting] = targets
+            self._sums.upload(self._number, step, moves, sources, self.layouts.raw_lines)
+        work: list[tuple[Layout, slice]] = []
+        if encoded.any():
+            targets = line + whole + np.cumsum(stored[encoded]) - stored[encoded]
+            of = step.layouts[encoded]
+            layouts = [self.layouts[number] for number in np.unique(of).tolist()]
+            work = self._encoder.upload(self._number, layouts, of, np.stack([sources[encoded], targets], axis=1))
+            sources[encoded] = targets
         self._open = _Pass(
-            step, num_tokens, batch.token_ids, batch.positions, place, line, lines, sources, len(moves or ()), projected
+            step,
+            num_tokens,
+            batch.token_ids,
+            batch.positions,
+            place,
+            line,
+            lines,
+            sources,
+            stored,
+            len(moves or ()),
+            work,
         )
         self.open_step = step
         return failure
+
+    def _wanted(self, step: Step) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
+        """Of each tracked token: lines of its record as computed, and as stored, and whether these differ."""
+        return (
+            self.layouts.raw_lines[step.layouts],
+            self.layouts.lines[step.layouts],
+            self.layouts.encoded[step.layouts] & (step.lines != NONE),
+        )
 
     def close(self, failure: str | None) -> None:
         done, self._open, self.open_step = self._open, None, None
@@ -202,12 +215,11 @@ class CudaTaps(Taps):
             self._tokens, self._evidence, self._witness, done.token_ids, done.positions, done.num_tokens
         )
         if done.moves:
-            tally.launch_tally(self._moves[: done.moves], self._sums, self._held, self._rows)
-        for slot, records in done.projected:
-            project.launch_project(self._rows, self._bank, self._directions[slot], self._projecting[records])
+            self._sums.launch(self._rows, done.moves)
+        self._encoder.launch(self._rows, done.encoded)
         done.closed = self._transfers.now()
         done.copies = self._pieces(done)
-        beside = BESIDE_BYTES + int(BESIDE_SHARE * done.num_tokens * len(self.points) * self._row_bytes)
+        beside = BESIDE_BYTES + int(BESIDE_SHARE * done.num_tokens * self._record_bytes)
         self._copy_away(beside)
         self._passed.append(done)
         self._lines.hold(done.line, done.lines, done)
@@ -236,41 +248,15 @@ class CudaTaps(Taps):
             if done is through:
                 return
 
-    def spill(self, place: int, record: int, lines: Ints) -> Any:
+    def spill(self, place: int, layout: Layout, lines: Ints) -> Any:
         assert self.arena is not None
         self._copy_away()  # rows of others may still have to come to where these pages were before
-        sums, held, to = self._sums[place], self._held[place], self.arena.lines.data_ptr()
-        sources = [sums.data_ptr(), *(rows.data_ptr() for rows in held)]
-        sizes = [record * sums[0].nbytes, *[record * self._row_bytes] * len(held)]
-        targets = to + lines[[0, *range(-len(held), 0)]] * self._row_bytes
-        mark = self._transfers.fetch(self._transfers.now(), targets, np.array(sources), np.array(sizes), urgent=True)
-        self._leaving[place] = mark
-        return mark
+        return self._sums.spill(place, layout, lines, self.arena.lines)
 
-    def finish(self, moves: Moves, divisors: Ints, records: Ints, lines: Ints) -> Any:
+    def finish(self, moves: Moves, divisors: Ints, layouts: Sequence[Layout], lines: Ints) -> Any:
         assert self.arena is not None
         self._copy_away()
-        table = self._transfers.there(torch.from_numpy(self._table_of(moves, records, divisors).astype(np.int32)))
-        tally.launch_tally(table, self._sums, self._held, self._rows)
-        of_one = self._sums[0].nbytes
-        mark = self._transfers.fetch(
-            self._transfers.now(),
-            self.arena.lines.data_ptr() + lines * self._row_bytes,
-            self._sums.data_ptr() + moves.places * of_one,
-            records * (of_one // len(self.points)),
-            urgent=True,
-        )
-        self._leaving |= dict.fromkeys(moves.places.tolist(), mark)
-        return mark
-
-    def _table_of(self, moves: Moves, records: Ints, divisors: Ints | int) -> Ints:
-        """Moves as the kernel reads them, but for the lines: int64 [requests, columns]."""
-        table: Ints = np.full((len(moves), self._moves.shape[1]), NONE, dtype=np.int64)
-        table[:, tally.PLACE], table[:, tally.KIND], table[:, tally.FRESH] = moves.places, moves.kinds, moves.fresh
-        table[:, tally.RECORD], table[:, tally.LINE], table[:, tally.COUNT] = records, 0, moves.counts
-        table[:, tally.DIVISOR] = divisors
-        table[:, tally.MOVE_COLUMNS : tally.MOVE_COLUMNS + self.tallies.held] = moves.adds
-        return table
+        return self._sums.finish(self._rows, moves, divisors, layouts, lines, self.arena.lines)
 
     def landed(self, mark: Any) -> None:
         self._transfers.wait(mark)
@@ -306,11 +292,11 @@ class CudaTaps(Taps):
         hidden: Float[torch.Tensor, "n width"],
         residual: Float[torch.Tensor, "n width"] | None,
         point: Int[torch.Tensor, 1],
+        kind: int,
     ) -> None:
-        if hidden.shape[-1] != self.width or hidden.stride(-1) != 1 or len(hidden) > len(self._tokens):
-            raise ValueError(
-                f"a tap saw {tuple(hidden.shape)}, rows are {self.width} wide, {len(self._tokens)} at most"
-            )
+        width = self._kinds[kind].width
+        if hidden.shape[-1] != width or hidden.stride(-1) != 1 or len(hidden) > len(self._tokens):
+            raise ValueError(f"a tap saw {tuple(hidden.shape)}, rows are {width} wide, {len(self._tokens)} at most")
         if residual is not None and residual.shape != hidden.shape:
             raise ValueError(f"a tap saw {tuple(hidden.shape)} and a residual of {tuple(residual.shape)}")
         kernel.launch_tap(
@@ -321,24 +307,22 @@ class CudaTaps(Taps):
             self._counts,
             self._entries,
             self._responses,
-            self._bank,
+            self._banks[kind],
             self._replacements,
-            self._rows,
+            self._rings[kind],
             self._layouts,
             self._evidence,
         )
 
     def _keep_nothing(self, step: Step, lines: int) -> str:
         """The rows of a pass are more than the ring holds: say so, and keep none of them."""
-        fewer = ", or project on fewer directions" if (step.projections != NONE).any() else ""
         step.lines[:] = NONE
         step.layouts[:] = NONE
-        step.projections[:] = NONE
         step.copies[:] = 0
-        row = self._row_bytes
         return (
-            f"one pass keeps {lines * row:,} bytes of rows, and the device holds {self._lines.size * row:,}; "
-            f"raise SteerModel(..., arena_bytes=), lower max_num_batched_tokens={fewer}"
+            f"one pass keeps {lines * LINE_BYTES:,} bytes of rows, and the device holds "
+            f"{self._lines.size * LINE_BYTES:,}; raise SteerModel(..., arena_bytes=), lower "
+            "max_num_batched_tokens=, or capture fewer points"
         )
 
     def _upload(self, step: Step, num_tokens: int, sources: Ints, place: int) -> None:
@@ -359,28 +343,6 @@ class CudaTaps(Taps):
         table[step.tokens] = wishes
         self._transfers.put(self._tokens[:num_tokens], buffer[:num_tokens])
 
-    def _upload_moves(self, step: Step, moves: Moves, sources: Ints) -> None:
-        """Tell what becomes of the reductions, in one copy."""
-        buffer = self._move_uploads[self._number % AHEAD]
-        table = self._table_of(moves, step.records[moves.first], 1)
-        table[:, tally.LINE] = sources[moves.first]
-        table[:, -self.tallies.held :] = np.where(moves.holds == NONE, NONE, sources[moves.holds])
-        buffer.numpy()[: len(moves)] = table
-        for place in moves.places[moves.fresh].tolist():
-            if place in self._leaving:
-                self._transfers.hold(self._leaving.pop(place))
-        self._transfers.put(self._moves[: len(moves)], buffer[: len(moves)])
-
-    def _upload_projections(self, slots: Ints, sources: Ints, targets: Ints) -> list[tuple[int, slice]]:
-        """Tell which records are projected, and where their projections go, in one copy; slot by slot."""
-        order = np.argsort(slots, kind="stable")
-        buffer = self._project_uploads[self._number % AHEAD]
-        buffer.numpy()[: len(order)] = np.stack([sources, targets], axis=1)[order]
-        self._transfers.put(self._projecting[: len(order)], buffer[: len(order)])
-        found, first = np.unique(slots[order], return_index=True)
-        stops = [*first[1:].tolist(), len(order)]
-        return [(slot, slice(*ends)) for slot, *ends in zip(found.tolist(), first.tolist(), stops, strict=True)]
-
     def _replace(self, step: Step, wishes: npt.NDArray[np.int32]) -> None:
         """Tell the taps which rows are put in the place of tokens'."""
         rows = list(step.replaced.values())
@@ -392,15 +354,13 @@ class CudaTaps(Taps):
     def _write_tables(self) -> None:
         """Bring what came since the last pass to the device: vectors, configurations, layouts."""
         for places, vectors in self._vectors:
-            self._bank.index_copy_(0, self._there(np.array(places)), self._transfers.there(vectors))
+            width = min(vectors.shape[1], self._bank.shape[1])  # of wider points there are none here
+            rows = self._transfers.there(vectors[:, :width].contiguous())
+            self._bank[:, :width].index_copy_(0, self._there(np.array(places)), rows)
         self._vectors = []
         if self._dirty:
             slots = np.array(sorted(self._dirty))
             self._dirty = set()
-            for slot in slots.tolist():
-                self._directions.pop(slot, None)
-                if (directions := self.programs.projections.get(slot)) is not None:
-                    self._directions[slot] = self._there(directions[(directions != NONE).all(1)])
             numbers = np.stack([self.programs.columns[name][slots] for name in ENTRY_NUMBERS], -1)
             padding = kernel.ENTRY_COLUMNS - len(ENTRY_NUMBERS)
             entries = np.pad(numbers, [(0, 0)] * 3 + [(0, padding)])
@@ -427,11 +387,10 @@ class CudaTaps(Taps):
         sizes = [np.array([len(done.step) * columns])]
         drained = done.step.lines != NONE
         if self.arena is not None and drained.any():
-            row = self._row_bytes
-            to, start, lines = runs(done.step.lines[drained], done.sources[drained], done.step.stored[drained])
-            targets.append(self.arena.lines.data_ptr() + to * row)
-            sources.append(self._rows.data_ptr() + start * row)
-            sizes.append(lines * row)
+            to, start, lines = runs(done.step.lines[drained], done.sources[drained], done.stored[drained])
+            targets.append(self.arena.lines.data_ptr() + to * LINE_BYTES)
+            sources.append(self._rows.data_ptr() + start * LINE_BYTES)
+            sizes.append(lines * LINE_BYTES)
         return pieces(np.concatenate(targets), np.concatenate(sources), np.concatenate(sizes), PIECE_BYTES)
 
 

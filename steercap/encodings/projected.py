@@ -1,0 +1,56 @@
+"""Projections: a row's scalar products with directions, float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+from steercap.encodings.base import Alike, Encoding
+
+if TYPE_CHECKING:
+    import torch
+
+    from steercap.core.schema import PointSchema
+
+#: Bytes of a float32.
+_FLOAT = 4
+
+
+class Projected(Encoding):
+    """A few numbers a row; those of all points lie close together: a record of few directions is a line."""
+
+    align: ClassVar[int] = _FLOAT
+
+    def row_bytes(self, schema: PointSchema, numbers: int) -> int:
+        return numbers * _FLOAT
+
+    def encode(self, rows: torch.Tensor, schema: PointSchema, directions: torch.Tensor | None) -> torch.Tensor:
+        import torch
+
+        assert directions is not None, "rows are projected on directions"
+        return (rows.float() @ directions.T).contiguous().view(torch.uint8)
+
+    def decode(self, stored: torch.Tensor, schema: PointSchema, numbers: int) -> torch.Tensor:
+        import torch
+
+        return stored.view(torch.float32).view(-1, numbers)
+
+    def joined(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Products of shards add up to those of whole rows."""
+        found = shards[0]
+        for shard in shards[1:]:
+            found = found + shard
+        return found
+
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, bank: torch.Tensor) -> None:
+        import torch
+
+        from steercap.kernels.triton_project import launch_project
+
+        assert alike.directions is not None, "rows are projected on directions"
+        rows = ring.view(getattr(torch, alike.schema.dtype))
+        width = alike.schema.shard_width
+        launch_project(rows, ring.view(torch.float32), records, alike.points, width, bank, alike.directions)
+
+
+MEMBER = Projected()

@@ -1,0 +1,75 @@
+"""Eight bits an element on CUDA: rows of the ring as codes behind their scale and zero point.
+
+Number 6 in the life of a request. One program a row. The formula is that of `encodings.full8`. Shape legend: records =
+tokens of a pass of one layout; points = points of it whose rows are alike; line = elements of a line of the ring.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from jaxtyping import Float, Int, UInt8
+
+from steercap.kernels.bits import FULL8_HEAD, FULL8_STEPS
+
+#: Elements of a row that one warp has in registers.
+WARP_ELEMENTS: Final = 1024
+
+_HEAD, _STEPS = tl.constexpr(FULL8_HEAD), tl.constexpr(FULL8_STEPS)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _full8_kernel(  # type: ignore[no-untyped-def]
+    rows, codes, heads, records, points,
+    WIDTH: tl.constexpr, ROW_LINE: tl.constexpr, BYTE_LINE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    record = records + tl.program_id(0) * 2
+    point = points + tl.program_id(1) * 2
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WIDTH
+    row = tl.load(rows + (tl.load(record) + tl.load(point)) * ROW_LINE + columns, mask=inside, other=0.0).to(tl.float32)
+    least = tl.min(tl.where(inside, row, float("inf")), 0)
+    most = tl.max(tl.where(inside, row, float("-inf")), 0)
+    strange = tl.sum((row != row).to(tl.int32), 0) > 0
+    scale = (most / 2 - least / 2) * (2 / _STEPS)
+    code = (row / 2 - least / 2) / tl.where(scale > 0, scale / 2, 1.0)
+    # What lies in the middle of two codes may go to either.
+    code = tl.minimum(tl.maximum(code + 0.5, 0.0), _STEPS)
+    start = tl.load(record + 1) * BYTE_LINE + tl.load(point + 1)
+    tl.store(codes + start + _HEAD + columns, code.to(tl.uint8), mask=inside)
+    tl.store(heads + start // 4, tl.where(strange, float("nan"), scale))
+    tl.store(heads + start // 4 + 1, least)
+
+
+def launch_full8(
+    rows: Float[torch.Tensor, "lines line"],
+    ring: UInt8[torch.Tensor, "lines bytes"],
+    records: Int[torch.Tensor, "records 2"],
+    points: Int[torch.Tensor, "points 2"],
+    width: int,
+) -> None:
+    """Write the codes of records of rows into lines of the ring.
+
+    Args:
+        rows: the ring, in the dtype of the points.
+        ring: the ring, as bytes.
+        records: first line of each record, and of what is stored of it, int64.
+        points: line of each point's row in a record, and byte of its codes in what is stored, int64.
+        width: elements of a row.
+    """
+    block = triton.next_power_of_2(width)
+    _full8_kernel[(len(records), len(points))](
+        rows,
+        ring,
+        ring.view(torch.float32),
+        records,
+        points,
+        WIDTH=width,
+        ROW_LINE=rows.shape[1],
+        BYTE_LINE=ring.shape[1],
+        BLOCK=block,
+        num_warps=min(max(block // WARP_ELEMENTS, 1), 16),
+    )

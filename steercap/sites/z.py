@@ -1,0 +1,33 @@
+"""What each attention head gives, before the output projection: [heads, head_dim]."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, input_tap, part_of, visit_input
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from steercap.families.base import Family
+
+
+class Z(Site):
+    """Tap on the input of the family's output projection; tensor-parallel ranks have some of the heads each."""
+
+    def exists(self, family: Family, config: Any, layer: int) -> bool:
+        return bool(family.attn_proj)
+
+    def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
+        width, shards = part_of(layer.get_submodule(family.attn_proj))
+        return RowShape((width // sizes.head_dim, sizes.head_dim), shards)
+
+    def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
+        return input_tap(layer, family.attn_proj, "z", tap, family)
+
+    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
+        return visit_input(layer.get_submodule(family.attn_proj), visit)
+
+
+MEMBER = Z()

@@ -1,0 +1,188 @@
+"""One request's reduction that runs along with its rows, and how it ends up in the arena.
+
+Number 6 and 7 in the life of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from steercap.core.messages import Owner
+from steercap.core.plan import CapturePlan, Plan
+from steercap.core.program import NONE
+from steercap.core.rows import Ints, rows_selected
+from steercap.core.spec import Reduction
+from steercap.encodings import ENCODINGS
+from steercap.encodings.reduced import tally_records
+from steercap.worker.arena import Arena
+from steercap.worker.layouts import Layout, Layouts
+from steercap.worker.outbox import Outbox
+from steercap.worker.reduce import Accumulator, rows_of, write_reduced
+from steercap.worker.tallies import EMPTY
+from steercap.worker.taps.base import Taps
+
+
+class ReducingOutbox(Outbox):
+    """An outbox whose rows are reduced as they come: only the reduction ever reaches the arena, when the request ends.
+
+    Args:
+        owner, plan, capture, layouts, arena: as for `Outbox`.
+        taps: where the reduction runs.
+    """
+
+    def __init__(  # noqa: PLR0917 -- as for `Outbox`
+        self, owner: Owner, plan: Plan, capture: CapturePlan, layouts: Layouts, arena: Arena, taps: Taps
+    ) -> None:
+        super().__init__(owner, plan, capture, layouts, arena)
+        assert capture.reduce is not None
+        self._taps = taps
+        self._tally = taps.tallies.acquire(capture.reduce, plan.prompt_len) if self._layout else None
+        self._spilled: tuple[int, Ints] | None = None  # rows added, and positions of those held apart
+        self._copied: Any = None
+        if self._layout and self._tally is None:
+            self.fail(
+                f"{taps.tallies.total} reductions run at once, and no more can; raise SteerModel(..., reduce_bytes=)"
+            )
+
+    @property
+    def tally(self) -> int:
+        return NONE if self._tally is None else self._tally
+
+    def _take(self, rows: Ints) -> Ints | None:
+        return np.full_like(rows, NONE) if self._reach() else None
+
+    def _take_ahead(self, start: int, end: int, shift: int) -> tuple[int, int | None]:  # noqa: ARG002 -- rows have no line
+        return (end, 0) if self._reach() else (start, None)
+
+    def reads(self, total: int) -> int:  # noqa: ARG002 -- whatever was added must have been
+        return self.limit
+
+    def _stopped(self) -> None:
+        if not self.writes:
+            self._keep(0)
+        if self._tally is not None:
+            self._taps.tallies.end(self._tally, self._spill)
+
+    def free(self) -> None:
+        self._release()
+        super().free()
+
+    def _release(self) -> tuple[int, Ints]:
+        """Let go of the tally; rows added, and positions of those held apart."""
+        self.stop()
+        place, self._tally = self._tally, None
+        return (0, np.empty(0, dtype=np.int64)) if place is None else self._taps.tallies.release(place)
+
+    def _spill(self) -> None:
+        """Put the tally, and what is held of it, into the arena: another request needs its place."""
+        assert self._tally is not None
+        if len(self._pages) and not self.failure:
+            assert self._layout is not None
+            self._copied = self._taps.spill(self._tally, self._layout, self._places)
+        self._spilled = self._release()
+
+    @property
+    def _places(self) -> Ints:
+        """First line of each record in the arena."""
+        return self._lines(np.arange(self._records))
+
+    def _record_lines(self) -> int:
+        return 0 if self._layout is None else self._layout.raw.lines
+
+    @property
+    def _records(self) -> int:
+        return tally_records(self._schemas, self._taps.tallies.held)
+
+    def _reach(self) -> bool:
+        """Have the pages that the tally will need."""
+        if not len(self._pages):
+            self._pages = self._arena.allocate(self._arena.shape.pages(self._records, self._record))
+        return len(self._pages) * self._per_page >= self._records
+
+    def _reduce(self, reduction: Reduction, rows: int, total: int) -> None:
+        if self._spilled is None:  # the others are finished together
+            self.fail("its reduction was never finished")
+            return
+        if self._copied is not None:
+            self._taps.landed(self._copied)
+        added, positions = self._spilled
+        late = np.flatnonzero((positions != EMPTY) & (positions < total))
+        late = late[np.argsort(positions[late])]
+        if self._has(added + len(late), rows):
+            assert self._layout is not None
+            line = int(self._places[0])
+            reduced = self._reduced_rows(line)
+            accumulators = [
+                Accumulator(reduction, row.clone(), added) if added else Accumulator(reduction) for row in reduced
+            ]
+            held = len(self._places) - self._taps.tallies.held
+            for place in self._places[held + late].tolist():
+                for accumulator, row in zip(accumulators, self._raw_rows(place), strict=True):
+                    accumulator.add(row)
+            write_reduced(self._arena, line, self._schemas, [one.result() for one in accumulators])
+            self._keep(1)
+
+    def _raw_rows(self, line: int) -> Iterator[torch.Tensor]:
+        assert self._layout is not None
+        return rows_of(self._arena.read(line, 1, self._record), self._layout, self._schemas)
+
+    def _reduced_rows(self, line: int) -> list[torch.Tensor]:
+        """What was spilled of the tally itself: float32 [shard width] each."""
+        encoding = ENCODINGS["reduced"]
+        shape = encoding.record(self._schemas)
+        stored = self._arena.read(line, 1, shape.lines)
+        return [
+            encoding.decode(stored[:, offset : offset + size].contiguous(), schema, 0).flatten()
+            for schema, offset, size in zip(self._schemas, shape.offsets, shape.sizes, strict=True)
+        ]
+
+    def _has(self, found: int, rows: int) -> bool:
+        """Whether as many rows were added as the sequence has; if not, the reduction is of something else."""
+        if found != rows:
+            self.fail(f"{found} rows were reduced, and {rows} are selected")
+        return found == rows
+
+    def rows_to_finish(self, total: int) -> int:
+        """How many rows the reduction of a sequence of so many inputs has, if it can and must be finished; else 0."""
+        if self._tally is None or self.failure:
+            return 0
+        rows = len(rows_selected(self.capture.ranges, self.limit, total))
+        return rows if self._missing(self._labels(rows)[0]) is None else 0
+
+    def finished(self, rows: int, found: int) -> None:
+        """The reduction of the first rows is in the arena, if as many were found."""
+        if self._has(found, rows):
+            self._reduced = self._labels(rows)
+            self._release()
+            self._keep(1)
+
+    @property
+    def target(self) -> tuple[int, Layout]:
+        """Where its reduction goes in the arena, the first line, and what is in it."""
+        assert self._layout is not None
+        return int(self._places[0]), self._layout
+
+
+def finish(taps: Taps, asked: Mapping[Outbox, int]) -> None:
+    """Have the reductions that still run along end up in the arena, all of them together.
+
+    Args:
+        taps: where they run.
+        asked: how many inputs the sequence of each outbox has.
+    """
+    running = [(box, total) for box, total in asked.items() if isinstance(box, ReducingOutbox)]
+    ready = [(box, total, rows) for box, total in running if (rows := box.rows_to_finish(total))]
+    if not ready:
+        return
+    places, totals = np.array([(box.tally, total) for box, total, _ in ready]).T
+    moves, found = taps.tallies.finish(places, totals)
+    divisors = np.where([box.capture.reduce == "mean" for box, *_ in ready], found, 1)
+    targets = [box.target for box, *_ in ready]
+    lines = np.array([line for line, _ in targets])
+    taps.landed(taps.finish(moves, divisors, [layout for _, layout in targets], lines))
+    for (box, _, rows), added in zip(ready, found.tolist(), strict=True):
+        box.finished(rows, added)

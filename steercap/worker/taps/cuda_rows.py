@@ -1,0 +1,264 @@
+"""Rows on the device: those that wait to be copied away, those that are stored otherwise, and those that are reduced.
+
+Number 6 in the life of a request. All of them lie in one ring of lines; a record as the model computes it, and behind
+those of its pass what is stored of it, if that is something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from steercap.core.program import NONE
+from steercap.core.records import LINE_BYTES, RecordShape
+from steercap.core.rows import Ints
+from steercap.core.schema import PointSchema
+from steercap.encodings import ENCODINGS
+from steercap.encodings.base import Alike
+from steercap.kernels import triton_tally as tally
+from steercap.worker.layouts import Layout
+from steercap.worker.programs import Programs
+from steercap.worker.step import Step
+from steercap.worker.tallies import Moves, Tallies
+from steercap.worker.taps.base import Installed, Kind
+from steercap.worker.taps.transfers import Transfers
+
+
+def typed(memory: torch.Tensor, schema: PointSchema) -> torch.Tensor:
+    """Memory, uint8 [..., bytes], as elements of a point's dtype."""
+    dtype: torch.dtype = getattr(torch, schema.dtype)
+    return memory.view(dtype)
+
+
+class DeviceEncoder:
+    """Stores records of the ring in the encodings of their layouts, after the pass.
+
+    Args:
+        installed: the rank's points.
+        programs: what each slot holds.
+        bank: its vectors, float32 [vectors, bank width].
+        transfers: to the device.
+        tokens: most tokens of a pass.
+        ahead: passes whose tables may be under way.
+    """
+
+    def __init__(  # noqa: PLR0917 -- the tables of a rank
+        self,
+        installed: Installed,
+        programs: Programs,
+        bank: torch.Tensor,
+        transfers: Transfers,
+        tokens: int,
+        ahead: int,
+    ) -> None:
+        self._installed, self._programs, self._bank, self._transfers = installed, programs, bank, transfers
+        self._records = torch.zeros((tokens, 2), dtype=torch.int64, device=transfers.device)
+        self._uploads = [transfers.pinned(self._records.shape, torch.int64) for _ in range(ahead)]
+        self._known: dict[int, tuple[Layout, int, list[tuple[Kind, Alike]]]] = {}
+
+    def upload(self, number: int, layouts: Sequence[Layout], of: Ints, records: Ints) -> list[tuple[Layout, slice]]:
+        """Tell which records are stored otherwise, in one copy; layout by layout.
+
+        Args:
+            number: of the pass.
+            layouts: those that occur.
+            of: the number of each record's layout, int64 [records].
+            records: first line of each record as it is computed, and as it is stored: int64 [records, 2].
+
+        Returns:
+            Which of the records in the upload are of each layout.
+        """
+        order = np.argsort(of, kind="stable")
+        buffer = self._uploads[number % len(self._uploads)]
+        buffer.numpy()[: len(order)] = records[order]
+        self._transfers.put(self._records[: len(order)], buffer[: len(order)])
+        ends = np.searchsorted(of[order], [layout.number for layout in layouts], side="right").tolist()
+        return [(layout, slice(*one)) for layout, *one in zip(layouts, [0, *ends], ends, strict=False)]
+
+    def launch(self, ring: torch.Tensor, work: Sequence[tuple[Layout, slice]]) -> None:
+        """Store the records of a pass that has been launched."""
+        for layout, records in work:
+            encoding = ENCODINGS[layout.form.encoding]
+            for kind, alike in self._alike(layout):
+                bank = self._bank[:, kind.first : kind.first + kind.width]
+                encoding.launch(ring, self._records[records], alike, bank)
+
+    def _alike(self, layout: Layout) -> list[tuple[Kind, Alike]]:
+        """The points of a layout, those together whose rows are alike."""
+        known = self._known.get(layout.number)
+        if known is None or known[0] is not layout or known[1] != self._programs.written:
+            known = self._known[layout.number] = layout, self._programs.written, list(self._find_alike(layout))
+        return known[2]
+
+    def _find_alike(self, layout: Layout) -> Iterator[tuple[Kind, Alike]]:
+        kinds = [self._installed.kind_of(self._installed.schemas[local]) for local in layout.locals]
+        directions = self._programs.projections.get(layout.form.slot)
+        raw, stored = np.array(layout.raw.offsets) // LINE_BYTES, np.array(layout.stored.offsets)
+        for kind in dict.fromkeys(kinds):
+            own = np.array([number for number, other in enumerate(kinds) if other == kind])
+            places = None if directions is None else self._there(directions[np.array(layout.locals)[own]])
+            yield kind, Alike(kind.schema, self._there(np.stack([raw[own], stored[own]], axis=1)), places)
+
+    def _there(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
+        return self._transfers.there(torch.from_numpy(np.ascontiguousarray(values)))
+
+
+@dataclass(frozen=True)
+class _Alike:
+    """Points of a rank whose rows are alike, as tallies hold them.
+
+    Args:
+        schema: of all of them.
+        points: see `triton_tally.NUMBER` and what follows, on the device.
+        sums, held: what is added up, and held apart, in elements: views of all of it.
+    """
+
+    schema: PointSchema
+    points: torch.Tensor
+    sums: torch.Tensor
+    held: torch.Tensor
+
+
+class DeviceTallies:
+    """The reductions that run along with their requests.
+
+    A tally lies as `encodings.reduced` lays out a record of all points, and what it holds as `encodings.raw` does.
+
+    Args:
+        installed: the rank's points.
+        tallies: who reduces.
+        layouts: line of each point in a record, on the device.
+        transfers: to and from the device.
+        ahead: passes whose tables may be under way.
+    """
+
+    def __init__(
+        self, installed: Installed, tallies: Tallies, layouts: torch.Tensor, transfers: Transfers, ahead: int
+    ) -> None:
+        self._tallies, self._layouts, self._transfers = tallies, layouts, transfers
+        self._schemas = installed.schemas
+        self._reduced = ENCODINGS["reduced"].record(installed.schemas)
+        self._raw = ENCODINGS["raw"].record(installed.schemas)
+        total = max(tallies.total if installed.captures else 0, 1)
+
+        def memory(*shape: int) -> torch.Tensor:
+            return torch.zeros((*shape, LINE_BYTES), dtype=torch.uint8, device=transfers.device)
+
+        self._sums = memory(total, max(self._reduced.lines, 1)).flatten(1)
+        self._held = memory(total, tallies.held, max(self._raw.lines, 1)).flatten(2)
+        self._moves = torch.zeros(
+            (total, tally.MOVE_COLUMNS + 2 * tallies.held), dtype=torch.int32, device=transfers.device
+        )
+        self._uploads = [transfers.pinned(self._moves.shape, torch.int32) for _ in range(ahead)]
+        self._alike = list(self._find_alike(installed))
+        self._leaving: dict[int, Any] = {}  # marks of copies of tallies, which must be made before another begins there
+
+    def _find_alike(self, installed: Installed) -> Iterator[_Alike]:
+        kinds = [installed.kind_of(schema) for schema in installed.schemas]
+        for kind in dict.fromkeys(kinds):
+            held = typed(self._held, kind.schema)
+            points = [
+                (local, self._reduced.offsets[local] // 4, self._raw.offsets[local] // held.itemsize)
+                for local, other in enumerate(kinds)
+                if other == kind
+            ]
+            there = self._transfers.there(torch.tensor(points, dtype=torch.int32))
+            yield _Alike(kind.schema, there, self._sums.view(torch.float32), held)
+
+    def upload(self, number: int, step: Step, moves: Moves, sources: Ints, raw_lines: Ints) -> None:
+        """Tell what becomes of the reductions of a pass, in one copy.
+
+        Args:
+            number: of the pass.
+            step: its tracked tokens.
+            moves: what it does to the reductions.
+            sources: first line in the ring of each token's record, int64 [tracked].
+            raw_lines: lines of a record of each layout, int64 [layouts].
+        """
+        buffer = self._uploads[number % len(self._uploads)]
+        layouts = step.layouts[moves.first]
+        table = self._table_of(moves, layouts, 1)
+        table[:, tally.LINE], table[:, tally.RECORD] = sources[moves.first], raw_lines[layouts]
+        table[:, -self._tallies.held :] = np.where(moves.holds == NONE, NONE, sources[moves.holds])
+        buffer.numpy()[: len(moves)] = table
+        for place in moves.places[moves.fresh].tolist():
+            if place in self._leaving:
+                self._transfers.hold(self._leaving.pop(place))
+        self._transfers.put(self._moves[: len(moves)], buffer[: len(moves)])
+
+    def launch(self, ring: torch.Tensor, moves: int) -> None:
+        """Carry out the first moves of the upload."""
+        self._launch(ring, self._moves[:moves])
+
+    def _launch(self, ring: torch.Tensor, moves: torch.Tensor) -> None:
+        for one in self._alike:
+            rows = typed(ring, one.schema)
+            tally.launch_tally(moves, one.points, one.schema.shard_width, self._layouts, one.sums, one.held, rows)
+
+    def _table_of(self, moves: Moves, layouts: Ints, divisors: Ints | int) -> Ints:
+        """Moves as the kernel reads them, but for the lines: int64 [requests, columns]."""
+        table: Ints = np.full((len(moves), self._moves.shape[1]), NONE, dtype=np.int64)
+        table[:, tally.PLACE], table[:, tally.KIND], table[:, tally.FRESH] = moves.places, moves.kinds, moves.fresh
+        table[:, tally.LAYOUT], table[:, tally.RECORD], table[:, tally.LINE] = layouts, 0, 0
+        table[:, tally.COUNT], table[:, tally.DIVISOR] = moves.counts, divisors
+        table[:, tally.MOVE_COLUMNS : tally.MOVE_COLUMNS + self._tallies.held] = moves.adds
+        return table
+
+    def spill(self, place: int, layout: Layout, lines: Ints, arena: torch.Tensor) -> Any:
+        """Copy a tally, and what it holds, to lines of the arena; see `Taps.spill`."""
+        copies = list(self._sums_of(place, layout, int(lines[0]), arena))
+        size = self._held[place][0].nbytes
+        for slot, line in enumerate(lines[-self._tallies.held :].tolist()):
+            source = self._held.data_ptr() + (place * self._tallies.held + slot) * size
+            copies += _copies(arena.data_ptr() + line * LINE_BYTES, source, layout.raw, self._raw, layout.locals)
+        return self._fetch([place], copies)
+
+    def finish(  # noqa: PLR0917 -- as of `Taps`
+        self,
+        ring: torch.Tensor,
+        moves: Moves,
+        divisors: Ints,
+        layouts: Sequence[Layout],
+        lines: Ints,
+        arena: torch.Tensor,
+    ) -> Any:
+        """Carry out moves of held rows alone, divide, and copy the sums; see `Taps.finish`."""
+        # Of all points: what is not of a layout is not copied, and its layout may be another by now.
+        table = self._table_of(moves, np.full(len(moves), NONE), divisors).astype(np.int32)
+        self._launch(ring, self._transfers.there(torch.from_numpy(table)))
+        ends = zip(moves.places.tolist(), layouts, lines.tolist(), strict=True)
+        copies = [copy for place, layout, line in ends for copy in self._sums_of(place, layout, line, arena)]
+        return self._fetch(moves.places.tolist(), copies)
+
+    def _sums_of(self, place: int, layout: Layout, line: int, arena: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+        source, target = self._sums.data_ptr() + place * self._sums[0].nbytes, arena.data_ptr() + line * LINE_BYTES
+        schemas = [self._schemas[local] for local in layout.locals]
+        return _copies(target, source, ENCODINGS["reduced"].record(schemas), self._reduced, layout.locals)
+
+    def _fetch(self, places: Sequence[int], copies: Sequence[tuple[int, int, int]]) -> Any:
+        targets, sources, sizes = np.array(copies, dtype=np.int64).T
+        mark = self._transfers.fetch(self._transfers.now(), targets, sources, sizes, urgent=True)
+        self._leaving |= dict.fromkeys(places, mark)
+        return mark
+
+
+def _copies(
+    target: int, source: int, part: RecordShape, whole: RecordShape, locals_: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
+    """Copies of some points' rows out of a record of all of them: to which address, from which, and how many bytes.
+
+    Args:
+        target, source: addresses of the records.
+        part: the record of the points.
+        whole: the record of all.
+        locals_: the places of the points in it.
+    """
+    if part == whole:
+        yield target, source, whole.lines * LINE_BYTES
+        return
+    for at, size, local in zip(part.offsets, part.sizes, locals_, strict=True):
+        yield target + at, source + whole.offsets[local], size

@@ -1,0 +1,259 @@
+"""The rows of a pass on CPU: which are copied to the arena, stored in another encoding, or added to reductions.
+
+Number 5 and 6 in the life of a request. Each member is filled before the pass, and asked at every point of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float
+
+from steercap.core.program import NONE
+from steercap.core.rows import Ints, ends_of_runs
+from steercap.core.schema import PointSchema
+from steercap.encodings import ENCODINGS
+from steercap.kernels.bits import LAST, MAX, SUM
+from steercap.kernels.finite import stray_rows
+from steercap.kernels.reference import rows_at
+from steercap.worker.arena import Arena
+from steercap.worker.layouts import Layout, Layouts
+from steercap.worker.programs import Programs
+from steercap.worker.step import Step
+from steercap.worker.tallies import Moves
+from steercap.worker.taps.base import Kind
+
+
+class Keeping(ABC):
+    """Some of a pass's rows, at the points where they are wanted."""
+
+    @abstractmethod
+    def take(
+        self,
+        hidden: Float[torch.Tensor, "n width"],
+        residual: Float[torch.Tensor, "n width"] | None,
+        point: int,
+    ) -> Sequence[torch.Tensor]:
+        """Keep the rows of one point; gives the tokens of those that are not finite."""
+
+
+def _stray(tokens: torch.Tensor, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+    found = stray_rows(rows)
+    return () if found is None else (tokens[found],)
+
+
+class Copies(Keeping):
+    """Rows that are stored as they are: a place in the batch, and a line for each point.
+
+    Args:
+        step: the pass.
+        chosen: its tokens that are stored so.
+        layouts: of their records.
+        arena: where they go.
+        schemas: of the points.
+    """
+
+    def __init__(
+        self, step: Step, chosen: Ints, layouts: Layouts, arena: Arena, schemas: Sequence[PointSchema]
+    ) -> None:
+        self._tokens = torch.from_numpy(step.tokens[chosen])
+        self._arena, self._schemas = arena, schemas
+        numbers = step.layouts[chosen]
+        first = numbers[:1] if (numbers == numbers[0]).all() else numbers
+        self._offsets: Ints = layouts.offsets[first].astype(np.int64).T
+        self._lines = step.lines[chosen]
+        self._complete = (self._offsets != NONE).all(axis=1).tolist()
+
+    def take(
+        self,
+        hidden: Float[torch.Tensor, "n width"],
+        residual: Float[torch.Tensor, "n width"] | None,
+        point: int,
+    ) -> Sequence[torch.Tensor]:
+        tokens, lines, offsets = self._tokens, self._lines, self._offsets[point]
+        if not self._complete[point]:
+            wanted = np.flatnonzero(np.broadcast_to(offsets != NONE, lines.shape))
+            if not len(wanted):
+                return ()
+            tokens, lines, offsets = tokens[wanted], lines[wanted], np.broadcast_to(offsets, lines.shape)[wanted]
+        rows = rows_at(hidden, residual, tokens)
+        write_rows(self._arena, lines + offsets, ENCODINGS["raw"].encode(rows, self._schemas[point], None))
+        return _stray(tokens, rows)
+
+
+class Encoded(Keeping):
+    """Rows that are stored otherwise than they are computed, of one layout.
+
+    Args:
+        step: the pass.
+        chosen: its tokens of this layout.
+        layout: of their records.
+        arena: where they go.
+        schemas: of the points.
+        kinds: what their rows are here.
+        programs: what each slot holds.
+        bank: its vectors.
+    """
+
+    def __init__(  # noqa: PLR0917 -- the tables of a rank
+        self,
+        step: Step,
+        chosen: Ints,
+        layout: Layout,
+        arena: Arena,
+        schemas: Sequence[PointSchema],
+        kinds: Sequence[Kind],
+        programs: Programs,
+        bank: Float[torch.Tensor, "vectors bank"],
+    ) -> None:
+        self._tokens, self._lines = torch.from_numpy(step.tokens[chosen]), step.lines[chosen]
+        self._arena, self._schemas, self._kinds, self._bank = arena, schemas, kinds, bank
+        self._encoding = ENCODINGS[layout.form.encoding]
+        self._offsets = dict(zip(layout.locals, layout.stored.offsets, strict=True))
+        self._directions = programs.projections.get(layout.form.slot)
+
+    def take(
+        self,
+        hidden: Float[torch.Tensor, "n width"],
+        residual: Float[torch.Tensor, "n width"] | None,
+        point: int,
+    ) -> Sequence[torch.Tensor]:
+        offset = self._offsets.get(point)
+        if offset is None:
+            return ()
+        directions = None
+        if self._directions is not None:
+            kind = self._kinds[point]
+            places = torch.from_numpy(self._directions[point])
+            directions = self._bank[places, kind.first : kind.first + kind.width]
+        rows = rows_at(hidden, residual, self._tokens)
+        stored = self._encoding.encode(rows, self._schemas[point], directions)
+        write_rows(self._arena, self._lines, stored, offset)
+        return _stray(self._tokens, rows)
+
+
+def write_rows(arena: Arena, lines: Ints, stored: torch.Tensor, offset: int = 0) -> None:
+    """Put encoded rows, uint8 [rows, bytes], at lines of the arena, so many bytes behind their begin."""
+    size = stored.shape[1]
+    itemsize = next(one for one in (8, 4, 2, 1) if size % one == 0 and offset % one == 0)
+    numbers = stored.numpy().view(f"u{itemsize}")
+    arena.windows(size, itemsize, offset)[lines] = numbers
+
+
+class Reduced(Keeping):
+    """Rows that a pass adds to reductions that run along, or has them hold.
+
+    Args:
+        step: the pass.
+        moves: what it does to them.
+        chosen: which of its tokens count here: bool [tracked].
+        layouts: of their records.
+        tallies: where they are added up.
+    """
+
+    def __init__(
+        self, step: Step, moves: Moves, chosen: npt.NDArray[np.bool_], layouts: Layouts, tallies: HostTallies
+    ) -> None:
+        self._parts: list[tuple[int | None, torch.Tensor, Ints, torch.Tensor, npt.NDArray[np.bool_]]] = []
+        self._tallies = tallies
+        places, kinds = np.repeat(moves.places, moves.counts), np.repeat(moves.kinds, moves.counts)
+        newest = np.append(places[1:] != places[:-1], True)
+        for kind in np.unique(kinds):
+            wanted = (kinds == kind) & (newest | (kind != LAST))
+            self._part(int(kind), step, moves.added[wanted], places[wanted], chosen, layouts)
+        request, slot = np.nonzero(moves.holds != NONE)
+        held = moves.places[request] * tallies.slots + slot
+        self._part(None, step, moves.holds[request, slot], held, chosen, layouts)
+
+    def _part(  # noqa: PLR0917 -- the columns of a table
+        self,
+        kind: int | None,
+        step: Step,
+        rows: Ints,
+        targets: Ints,
+        chosen: npt.NDArray[np.bool_],
+        layouts: Layouts,
+    ) -> None:
+        """Rows added alike, or held (None): their tokens, their targets, and at which points they are wanted."""
+        rows, targets = rows[chosen[rows]], targets[chosen[rows]]
+        if len(rows):
+            there = (layouts.offsets[step.layouts[rows]] != NONE).T
+            self._parts.append((kind, torch.from_numpy(step.tokens[rows]), targets, torch.from_numpy(targets), there))
+
+    def take(
+        self,
+        hidden: Float[torch.Tensor, "n width"],
+        residual: Float[torch.Tensor, "n width"] | None,
+        point: int,
+    ) -> Sequence[torch.Tensor]:
+        strays: list[torch.Tensor] = []
+        for kind, all_tokens, _, all_targets, there in self._parts:
+            tokens, targets = all_tokens, all_targets
+            if not there[point].all():
+                wanted = torch.from_numpy(np.flatnonzero(there[point]))
+                tokens, targets = tokens[wanted], targets[wanted]
+            if not len(tokens):
+                continue
+            rows = rows_at(hidden, residual, tokens)
+            if kind is None:
+                held = self._tallies.held[point]
+                held[targets] = rows.to(held.dtype)
+            else:
+                add(self._tallies.sums[point], targets, rows, kind)
+            strays += _stray(tokens, rows)
+        return strays
+
+
+class HostTallies:
+    """The reductions that run along with their requests.
+
+    Args:
+        schemas: of the points.
+        total: reductions at once.
+        slots: rows held apart for each.
+
+    Attributes:
+        sums: of each point, float32 [tallies, width].
+        held: of each point, [tallies × slots, width] in its dtype.
+    """
+
+    def __init__(self, schemas: Sequence[PointSchema], total: int, slots: int) -> None:
+        self.slots = slots
+        # Zeroed pages are not resident until they are written.
+        self.sums = [torch.zeros((total, schema.shard_width)) for schema in schemas]
+        self.held = [
+            torch.zeros((total * slots, schema.shard_width), dtype=getattr(torch, schema.dtype)) for schema in schemas
+        ]
+
+    def begin(self, moves: Moves) -> None:
+        """Empty the tallies that begin, and add what was held of the others."""
+        for kind, empty in ((SUM, 0.0), (MAX, -np.inf), (LAST, 0.0)):
+            begun = torch.from_numpy(moves.places[moves.fresh & (moves.kinds == kind)])
+            for sums in self.sums if len(begun) else ():
+                sums[begun] = empty
+        for slots in moves.adds.T:
+            for kind in np.unique(moves.kinds[slots != NONE]):
+                chosen = (slots != NONE) & (moves.kinds == kind)
+                places = torch.from_numpy(moves.places[chosen])
+                late = torch.from_numpy(moves.places[chosen] * self.slots + slots[chosen])
+                for sums, held in zip(self.sums, self.held, strict=True):
+                    add(sums, places, held[late], int(kind))
+
+
+def add(sums: torch.Tensor, where: torch.Tensor, rows: torch.Tensor, kind: int) -> None:
+    """Add rows to those at `where`; several for the same one lie one behind the other."""
+    ends = ends_of_runs(where.numpy())
+    if len(ends) < len(rows):
+        runs = [rows[start:end] for start, end in pairwise([0, *ends.tolist()])]
+        rows = torch.stack([run.amax(0) if kind == MAX else run.sum(0, dtype=sums.dtype) for run in runs])
+        where = where[torch.from_numpy(ends - 1)]
+    rows = rows.to(sums.dtype)
+    if kind == SUM:
+        sums.index_add_(0, where, rows)
+    else:
+        sums[where] = torch.maximum(sums[where], rows) if kind == MAX else rows
