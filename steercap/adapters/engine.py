@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import difflib
 import os
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, fields
 from typing import Any, Final, Protocol
@@ -89,10 +89,13 @@ class VllmEngine:
     Args:
         llm: the engine.
         points: points armed in its workers.
+        exists: whether the model has a point.
         launch: the start that it came of.
     """
 
-    def __init__(self, llm: AsyncLLM, points: tuple[Point, ...], launch: Starting) -> None:
+    def __init__(
+        self, llm: AsyncLLM, points: tuple[Point, ...], exists: Callable[[Point], bool], launch: Starting
+    ) -> None:
         self._llm: AsyncLLM | None = llm
         self._wire = Wire(llm)
         self._watch = Watch(llm)
@@ -100,6 +103,7 @@ class VllmEngine:
         self.launch = launch
         self._closing = False
         self.points = points
+        self.exists: Final = exists
         config = llm.vllm_config.model_config
         self.model_name: str = config.model
         self.num_layers: int = config.get_total_num_hidden_layers()
@@ -133,10 +137,14 @@ class VllmEngine:
             raise ModelNotLoaded(f"vLLM cannot load {model!r}: {error}") from error
         family, hf_config = family_of(config.model_config.architectures), config.model_config.hf_text_config
         _check_supported(config)
+
+        def exists(point: Point) -> bool:
+            return SITES[point.site].exists(family, hf_config, point.layer)
+
         points = settings.armed(
             config.model_config.get_total_num_hidden_layers(),
             overflows_later=overflows_later(config.model_config.dtype),
-            exists=lambda point: SITES[point.site].exists(family, hf_config, point.layer),
+            exists=exists,
         )
         config.additional_config[CONFIG_KEY] = worker_config(points, settings)
         launch.require_wanted()
@@ -146,7 +154,7 @@ class VllmEngine:
             raise ModelNotLoaded(
                 f"vLLM's engine for {model!r} did not start: {error} (the worker's own log above says why)"
             ) from error
-        return cls(llm, points, launch)
+        return cls(llm, points, exists, launch)
 
     @property
     def llm(self) -> AsyncLLM:

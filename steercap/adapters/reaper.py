@@ -238,6 +238,8 @@ def _forget(path: str) -> None:
     """Tell Python's resource tracker, which removes at exit what nobody has removed, that this is done."""
     name = Path(path).name
     kind, known = ("semaphore", name[len("sem.") :]) if name.startswith("sem.") else ("shared_memory", name)
+    if ":" in known:  # the tracker could not have been told of it, and cannot be
+        return
     resource_tracker.register(f"/{known}", kind)  # or what was not registered is an error to unregister
     resource_tracker.unregister(f"/{known}", kind)
 

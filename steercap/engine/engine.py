@@ -197,6 +197,7 @@ class Engine:
                 schemas=self.schemas,
                 num_layers=self.vllm.num_layers,
                 edits_per_point=self.settings.edits_per_point,
+                exists=self.vllm.exists,
             )
         return found
 
@@ -211,6 +212,10 @@ class Engine:
             points = (
                 spec.points(self.vllm.num_layers) if spec.project is None else points_of(spec, self.vllm.num_layers)
             )
+            if isinstance(spec.layers, str):  # of all layers, those that have it: not every one has experts
+                points = (
+                    tuple(point for point in points if point.site not in SITES or self.vllm.exists(point)) or points
+                )
             check_armed(points, self.armed, SITES)
             self._captured = spec, points, tuple(sorted(self.armed[point] for point in points))
         return self._captured[1:]

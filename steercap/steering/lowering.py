@@ -6,7 +6,7 @@ Number 2 in the life of a request.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ def lower(
     schemas: Mapping[Point, PointSchema],
     num_layers: int,
     edits_per_point: int,
+    exists: Callable[[Point], bool] = lambda _: True,
 ) -> Lowered:
     """Check a spec against the model and compile it.
 
@@ -59,6 +60,7 @@ def lower(
         schemas: what the tensor at each of them is.
         num_layers: decoder layers of the model.
         edits_per_point: rank-one edits that the tables hold for one point.
+        exists: whether the model has a point: "all" layers are those that have it.
 
     Raises:
         LayerOutOfRange, UnknownName, PointNotArmed: a point the engine does not have.
@@ -70,6 +72,8 @@ def lower(
     changes_kv = False
     for number, (edit, keeper) in enumerate(spec.segments()):
         points = edit.points(num_layers)
+        if isinstance(edit.layers, str):
+            points = tuple(point for point in points if point.site not in SITES or exists(point)) or points
         check_armed(points, armed, SITES)
         changes_kv |= any(schemas[point].changes_kv for point in points)
         for part in edit.lower():
