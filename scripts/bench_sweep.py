@@ -33,8 +33,8 @@ def specs(count: int, width: int) -> list[Any]:
     return found
 
 
-def tokens_of(outputs: list[Any]) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs]
+def tokens_of(raws: list[Any]) -> list[list[int]]:
+    return [list(raw.output.outputs[0].token_ids) for raw in raws]
 
 
 async def measure(count: int, tokens: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import griffe
 
-MAKERS = ("blocking", "iterating")
+MAKERS = ("blocking", "calling", "iterating")
 
 
 class Twins(griffe.Extension):

@@ -151,14 +151,16 @@ class Bench:
         result = await model.generate(given, sampled, capture=spec, steering=chosen, raw_output=True)
         texts = time.perf_counter()
         if spec is None:
-            run = Run(name, texts - start, result)
+            raws = result
+            run = Run(name, texts - start, [raw.output for raw in raws])
         else:
-            found = await rows_readable(model, result[1])
+            raws, handles = result
+            found = await rows_readable(model, handles)
             end = time.perf_counter()
-            run = Run(name, end - start, result[0], {"readable_s": end - texts})
-            await self._captured(run, workload, result[1], found, fetch=fetch and mode.capture == "all")
+            run = Run(name, end - start, [raw.output for raw in raws], {"readable_s": end - texts})
+            await self._captured(run, workload, handles, found, fetch=fetch and mode.capture == "all")
         if chosen:
-            _check_receipts(run, workload, model.num_layers)
+            _check_receipts(run, raws, workload, model.num_layers)
         return run
 
     async def _captured(
@@ -187,7 +189,7 @@ class Bench:
 
 async def rows_readable(model: Any, handles: Sequence[Any]) -> list[list[Any]]:
     """Wait until every row is readable by this process: each handle's parcels, one a capturing worker."""
-    located = await model._open_engine().locate([handle.lifecycle.source.wanted for handle in handles])
+    located = await model.serving.opened().locate([handle.lifecycle.source.wanted for handle in handles])
     return [[parcel for engine in engines for parcel in engine] for engines in located]
 
 
@@ -217,9 +219,9 @@ def _check_rows(run: Run, handle: Any, parcels: Sequence[Any], rows: int) -> Non
         raise NotReal(f"{run.mode}: rows at {len(points)} points of {handle.request_id}, not {len(handle.points)}")
 
 
-def _check_receipts(run: Run, workload: Workload, layers: int) -> None:
-    for output in run.outputs:
-        (receipt,) = output.steering
+def _check_receipts(run: Run, raws: Sequence[Any], workload: Workload, layers: int) -> None:
+    for raw in raws:
+        (receipt,) = raw.steering
         if sum(receipt.rows) != workload.rows * layers or receipt.cached:
             raise NotReal(f"{run.mode}: {receipt}, where every one of {workload.rows} rows has {layers} layers")
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from steercap.edits.sae_feature import SAEFeature
     from steercap.edits.set_projection import SetProjection
     from steercap.model import SteerModel
+    from steercap.requests.answers import RawOutput
     from steercap.requests.handle import CaptureHandle
     from steercap.requests.stacking import stack
     from steercap.requests.stream import Chunk
@@ -46,6 +47,7 @@ _HOMES = {
     "Chunk": "steercap.requests.stream",
     "LowRank": "steercap.edits.low_rank",
     "Point": "steercap.core.spec",
+    "RawOutput": "steercap.requests.answers",
     "Receipt": "steercap.core.receipt",
     "Replace": "steercap.edits.replace",
     "SAEFeature": "steercap.edits.sae_feature",
@@ -69,6 +71,7 @@ __all__ = [
     "Chunk",
     "LowRank",
     "Point",
+    "RawOutput",
     "Receipt",
     "Replace",
     "SAEFeature",

@@ -80,13 +80,16 @@ async def run(out: Path, console: Console | None = None) -> Path:
 
 async def _answers(model: SteerModel, bar: Any) -> list[CaptureHandle]:
     """Ask all questions at once; vLLM batches them."""
+    from steercap.requests.handle import flat
+
     todo = bar.add_task("generating, all layers captured", total=len(QUESTIONS))
 
     async def ask(question: str) -> CaptureHandle:
         params = {"max_tokens": 40, "temperature": 0.0}
-        _, handle = await model.chat([{"role": "user", "content": question}], params, capture_layers="all")
+        _, found = await model.chat([{"role": "user", "content": question}], params, capture_layers="all")
         bar.advance(todo)
-        return handle  # type: ignore[no-any-return]
+        (handle,) = flat(found)
+        return handle
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(ask(question)) for question in QUESTIONS]
@@ -124,9 +127,9 @@ async def _turned(model: SteerModel, told: dict[str, torch.Tensor], bar: Any) ->
         "towards complaint": Add(direction, -DOSE, layer=LAYER, tokens=slice(1, None)),
     }
     params = {"max_tokens": 14, "temperature": 0.0}
-    texts = await model.generate([OPENING] * len(specs), params, steering=list(specs.values()))
+    raws = await model.generate([OPENING] * len(specs), params, steering=list(specs.values()), raw_output=True)
     bar.advance(todo)
-    return dict(zip(specs, texts, strict=True))
+    return {name: raw.output.outputs[0].text for name, raw in zip(specs, raws, strict=True)}
 
 
 def separation(told: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

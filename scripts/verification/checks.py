@@ -350,7 +350,7 @@ async def check_cache(run: Run, show: Show) -> None:
                 try:
                     shown = {"start s": round(time.perf_counter() - before, 1)}
                     idle = await model.generate(_cache_prompts(), {"max_tokens": 12, **GREEDY}, raw_output=True)
-                    tokens[name] = [list(output.outputs[0].token_ids) for output in idle]
+                    tokens[name] = [list(raw.output.outputs[0].token_ids) for raw in idle]
                     handles = await captured(model, (20, 50), 12, capture=CaptureSpec(sites=sites))
                     shown["worst row"] = figures(worst_of(await asyncio.to_thread(hold, handles, reference)))
                 finally:
@@ -431,7 +431,7 @@ async def check_spec(run: Run, show: Show) -> None:
         drafts = {name: count - before[name] for name, count in _drafts(model).items()}
         plain = await single.generate(prompts, params, raw_output=True)
         texts = zip(plain, handles, strict=True)
-        equal = sum(tuple(output.outputs[0].token_ids) == handle.output_token_ids for output, handle in texts)
+        equal = sum(tuple(raw.output.outputs[0].token_ids) == handle.output_token_ids for raw, handle in texts)
         shown: Show = {"drafts": drafts, "rows written again": sum(h.receipt.writes - h.receipt.rows for h in handles)}
         show[method] = shown | {"texts as without": f"{equal} of {len(handles)}"}
         shown = show[method]
@@ -513,7 +513,7 @@ async def _held(machine: Machine, model: SteerModel) -> dict[str, int]:
     """What the engine holds, and how much memory is used: on the GPU, and by this process and its children."""
     gc.collect()
     handles, claimed, in_use = await settled(model)
-    stats, census = await model.stats(), await model._engine.census()
+    stats, census = await model.stats(), await model.serving.opened().census()
     held = {"handles": handles, "claimed": claimed, "in use": in_use, "slots": stats.steering_slots_in_use}
     held |= {"vectors": stats.vector_bytes_in_use, "waiting": stats.requests_waiting}
     held["steered"] = sum(count.steered for workers in census for count in workers)

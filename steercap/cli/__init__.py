@@ -31,7 +31,7 @@ def main() -> None:
 def _leave(code: int) -> None:
     """End now: Python would first collect a million objects of torch and transformers, for a second or more."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    atexit._run_exitfuncs()
+    atexit._run_exitfuncs()  # noqa: SLF001 -- the standard library has no other name for it
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # who reads it has gone
             stream.flush()

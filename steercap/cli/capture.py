@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from steercap.core.spec import CaptureSpec, Layers
     from steercap.model import SteerModel
+    from steercap.requests.answers import RawOutput
     from steercap.requests.handle import CaptureHandle
     from steercap.steering.spec import SteeringSpec
     from steercap.vectors.directions import DirectionSet
@@ -121,7 +122,7 @@ async def capture_to(
     store = out if isinstance(out, Store) else Store(out, terminal)
     digits = max(4, len(str(len(prompts) - 1)))
 
-    def take(number: int, _output: Any, handle: CaptureHandle | None) -> None:
+    def take(number: int, _raw: RawOutput, handle: CaptureHandle | None) -> None:
         assert handle is not None
         path = store.save(handle, f"{number:0{digits}}.safetensors")
         tensors = list(handle.captures.values())

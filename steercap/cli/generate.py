@@ -23,6 +23,7 @@ from steercap.cli.terminal import Terminal
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
+    from steercap.requests.answers import RawOutput
     from steercap.steering.spec import SteeringSpec
 
 PANEL: Final = "Sampling"
@@ -95,12 +96,12 @@ async def answer(
     """
     found = [[Answer(prompt.shown, sample) for sample in range(params.get("n", 1))] for prompt in prompts]
 
-    def take(number: int, output: Any, _handle: object) -> None:
-        for sample, given in enumerate(output.outputs):
+    def take(number: int, raw: RawOutput, _handle: object) -> None:
+        for sample, given in enumerate(raw.output.outputs):
             tokens = found[number][sample].tokens + len(given.token_ids)
             changed: dict[str, Any] = {"clean" if spec is None else "steered": given.text, "tokens": tokens}
-            if spec is not None:
-                changed["rows_edited"] = output.steering[sample].rows
+            if raw.steering is not None:
+                changed["rows_edited"] = raw.steering[sample].rows
             found[number][sample] = msgspec.structs.replace(found[number][sample], **changed)
         bar.advance(task)
 

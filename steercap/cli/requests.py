@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from steercap.cli.prompts import Prompt
     from steercap.core.spec import CaptureSpec
     from steercap.model import SteerModel
+    from steercap.requests.answers import RawOutput
     from steercap.requests.handle import CaptureHandle
     from steercap.steering.spec import SteeringSpec
 
@@ -23,7 +24,7 @@ async def run_each(
     model: SteerModel,
     prompts: Sequence[Prompt],
     params: Mapping[str, Any],
-    take: Callable[[int, Any, CaptureHandle | None], None],
+    take: Callable[[int, RawOutput, CaptureHandle | None], None],
     *,
     steering: SteeringSpec | None = None,
     capture: CaptureSpec | None = None,
@@ -34,7 +35,7 @@ async def run_each(
         model: an open model.
         prompts: texts and conversations.
         params: fields of vLLM's SamplingParams.
-        take: called with the number of the prompt, vLLM's RequestOutput, and a fetched handle if rows are kept, which
+        take: called with the number of the prompt, its RawOutput, and a fetched handle if rows are kept, which
             is released afterwards.
         steering: what is changed in all of them.
         capture: what is kept of all of them; one sample each.
@@ -51,9 +52,9 @@ async def run_each(
             if capture is None:
                 take(number, found, None)
                 return
-            output, handle = found
+            raw, handle = found
             async with handle:
-                take(number, output, handle)
+                take(number, raw, handle)
 
     async with asyncio.TaskGroup() as group:
         for number, prompt in enumerate(prompts):

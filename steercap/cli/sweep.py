@@ -2,171 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from steercap.cli.command import command
-from steercap.cli.contents import directions_in, load
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ModelOptions, opened
 from steercap.cli.foreseen import Foreseen, check_sampling, foreseen
-from steercap.cli.persona import is_file, trait_of
-from steercap.cli.prompts import PromptOptions
-from steercap.cli.selections import names_of, numbers_of, tokens_of
-from steercap.cli.steering import base_of
+from steercap.cli.selections import names_of, numbers_of
+from steercap.cli.sweep_file import measure_of, read_settings, sweep_of
+from steercap.cli.sweep_shown import report
 from steercap.cli.terminal import Terminal
-from steercap.errors import InvalidFile
 
 if TYPE_CHECKING:
-    from steercap.experiments import Effect, Measure, Sweep, SweepResults
-    from steercap.experiments.summaries import Mean
+    from steercap.experiments import Measure, Sweep, SweepResults
     from steercap.model import SteerModel
-
-
-class SweepFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a YAML file of a sweep holds; see `steercap.experiments.Sweep`. Flags say the same, and come first.
-
-    Args:
-        vectors: file of vectors or directions; a path from the folder of the YAML file.
-        names: which of its directions; all if left out.
-        base: of a `.pt`, the row of layer 0.
-        layers: each alone, or several at once: `[10, [10, 12, 14]]`.
-        scales: factors.
-        prompts: a file of prompts, or texts.
-        chat: whether prompts go through the chat template.
-        operations, relative, random, reversed, seed, samples: as of `Sweep`.
-        tokens: which are steered, as in the shell.
-        max_tokens, temperature: of the sampling.
-        measures: names in `MEASURES`; "score:evil" is the score of a trait, "score:evil:keywords" by another scorer; a
-            trait of one's own is a file, "score:mine.yaml", its path from the folder of the YAML file.
-    """
-
-    vectors: str
-    layers: tuple[int | tuple[int, ...], ...]
-    scales: tuple[float, ...]
-    prompts: str | tuple[str, ...]
-    names: tuple[str, ...] | None = None
-    base: int | None = None
-    chat: bool = False
-    operations: tuple[str, ...] = ("add",)
-    tokens: str = "generated"
-    relative: bool = False
-    random: int = 20
-    reversed: bool = True
-    seed: int = 0
-    samples: int = 1
-    max_tokens: int = 64
-    temperature: float = 0.0
-    measures: tuple[str, ...] = ("repetition",)
-
-
-def read_settings(path: Path | None, flags: Mapping[str, Any]) -> SweepFile:
-    """The settings of a YAML file, if there is one, with what flags say in their place.
-
-    Raises:
-        InvalidFile: no YAML, or a key that is unknown or does not fit.
-        typer.BadParameter: something that neither says.
-    """
-    import yaml
-
-    found: Any = {}
-    if path is not None:
-        try:
-            found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-            raise InvalidFile(f"{path} cannot be read as YAML: {error}") from error
-        if not isinstance(found, dict):
-            raise InvalidFile(f"{path} holds {type(found).__name__}; give keys and values, such as vectors: file")
-        for name in ("vectors", "prompts"):
-            if isinstance(found.get(name), str):
-                found[name] = str(path.parent / found[name])
-        if isinstance(found.get("measures"), list):
-            found["measures"] = [_from(path.parent, measure) for measure in found["measures"]]
-    found |= {name: value for name, value in flags.items() if value is not None}
-    if missing := [name for name in ("vectors", "layers", "scales", "prompts") if name not in found]:
-        raise typer.BadParameter(
-            f"give --{missing[0]}, or a YAML file with {missing[0]}:", param_hint=f"--{missing[0]}"
-        )
-    try:
-        return msgspec.convert(found, SweepFile)
-    except msgspec.ValidationError as error:
-        raise InvalidFile(f"{path or 'the flags'}: {error}; known: {', '.join(SweepFile.__struct_fields__)}") from error
-
-
-def sweep_of(settings: SweepFile) -> Sweep:
-    """The sweep that settings describe.
-
-    Raises:
-        InvalidFile: vectors or prompts that cannot be read.
-        InvalidSpec: what `Sweep` refuses.
-    """
-    from steercap.experiments import Sweep
-
-    path = Path(settings.vectors)
-    directions = directions_in(load(path, base=base_of(settings.base)), path)
-    if isinstance(settings.prompts, str):
-        prompts = PromptOptions(file=settings.prompts, chat=settings.chat).read()
-    else:
-        prompts = PromptOptions(prompts=list(settings.prompts), chat=settings.chat).read()
-    return Sweep(
-        vectors=directions if settings.names is None else directions.select(settings.names),
-        layers=settings.layers,
-        scales=settings.scales,
-        prompts=[prompt.content for prompt in prompts],
-        operations=settings.operations,
-        tokens=tokens_of(settings.tokens),
-        relative=settings.relative,
-        random=settings.random,
-        reversed=settings.reversed,
-        seed=settings.seed,
-        sampling={"max_tokens": settings.max_tokens, "temperature": settings.temperature},
-        samples=settings.samples,
-    )
-
-
-def measure_of(text: str) -> str | Measure:
-    """A measure by name, or the score of a trait: "score:evil", "score:evil:keywords", "score:mine.yaml".
-
-    Raises:
-        UnknownName: no such measure, trait or scorer.
-        InvalidFile: a YAML file that holds no trait.
-        typer.BadParameter: a score without a trait.
-    """
-    from steercap.experiments import MEASURES
-    from steercap.experiments.measures.score import Score
-
-    name, colon, rest = text.partition(":")
-    trait, scorer = _scored(rest)
-    if name == "score" and trait:
-        return Score(trait_of(trait), *scorer)
-    if name == "score" or colon:
-        raise typer.BadParameter(
-            f"{text!r}: give a measure, or score:TRAIT, or score:TRAIT:SCORER, where TRAIT is a name or a YAML file",
-            param_hint="--measures",
-        )
-    _ = MEASURES[name]
-    return name
-
-
-def _scored(text: str) -> tuple[str, list[str]]:
-    """The trait of a score, and its scorer if one is named; a path may hold colons."""
-    trait, colon, scorer = text.rpartition(":")
-    return (trait, [scorer]) if colon and not is_file(text) else (text, [])
-
-
-def _from(folder: Path, measure: Any) -> Any:
-    """A measure whose trait is a file, its path from a folder."""
-    if not isinstance(measure, str) or not measure.startswith("score:"):
-        return measure
-    trait, scorer = _scored(measure.removeprefix("score:"))
-    return ":".join(["score", str(folder / trait), *scorer]) if is_file(trait) else measure
 
 
 async def swept(
@@ -197,64 +50,6 @@ async def swept(
         return await run_sweep(model, sweep, out=out, measures=measures, progress=progress)
 
 
-def table_of(results: SweepResults, measure: str) -> Table:
-    """A row a vector and scale, beside its controls."""
-    effects = results.effects(measure)
-    table = Table(
-        title=measure,
-        title_justify="left",
-        title_style="bold",
-        caption="outside: beyond the range of the random vectors, in widths of it; sd: from their mean, in their "
-        "standard deviations",
-        caption_justify="left",
-    )
-    several = len({one.condition.vector for one in effects}) > 1, len({one.condition.operation for one in effects}) > 1
-    for shown, name in zip((*several, True, True), ("vector", "operation", "layers", "scale"), strict=True):
-        if shown:
-            table.add_column(name, justify="left" if name in {"vector", "operation"} else "right")
-    for name in ("steered", "none", "reversed", "random", "outside", "sd"):
-        table.add_column(name, justify="right")
-    for one in effects:
-        at = one.condition
-        table.add_row(
-            *(text for shown, text in zip(several, (at.vector, at.operation), strict=True) if shown),
-            "+".join(map(str, at.layers)),
-            f"{at.scale:g}",
-            Text(_number(one.steered.value), style="bold" if one.outside else ""),
-            _number(one.plain.value),
-            _number(one.turned.value) if one.turned is not None else "",
-            f"{_number(min(one.random))} to {_number(max(one.random))}" if one.random else "",
-            "" if math.isnan(one.outside) else f"{one.outside:.1f}×",
-            "" if math.isnan(one.deviations) else f"{one.deviations:+.1f}",
-        )
-    return table
-
-
-def document_of(results: SweepResults, out: Path) -> dict[str, Any]:
-    """Effects by measure, for JSON; NaN is null there."""
-
-    def plain(effect: Effect) -> dict[str, Any]:
-        turned: Mean | None = effect.turned
-        return {
-            **msgspec.to_builtins(effect.condition),
-            "steered": effect.steered,
-            "none": effect.plain,
-            "reversed_mean": turned,
-            "random": effect.random,
-            "outside": effect.outside if math.isfinite(effect.outside) else None,
-            "deviations": effect.deviations if math.isfinite(effect.deviations) else None,
-        }
-
-    effects = {measure: [plain(effect) for effect in results.effects(measure)] for measure in results.values}
-    return {"out": str(out), "answers": len(results.records), "effects": effects}
-
-
-def drawn(results: SweepResults, out: Path) -> list[Path]:
-    """A picture a vector, in the folder of the sweep."""
-    names = {name: "".join(letter if letter.isalnum() else "_" for letter in name) for name in results.sweep.vectors}
-    return [results.plot(out / f"{safe}.png", vector=name) for name, safe in names.items()] if results.values else []
-
-
 def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Foreseen) -> None:
     """See that a sweep can be run.
 
@@ -277,27 +72,6 @@ def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Fores
     for name, vectors in sweep.vectors.items():
         planned.check_width(vectors.width, f"{name!r}")
         planned.check_layers({layer for layers in sweep.groups for layer in layers}, vectors.site)
-
-
-def report(results: SweepResults, out: Path, terminal: Terminal, *, plot: bool) -> None:
-    """Show the effects, and draw them.
-
-    Raises:
-        OSError: a picture cannot be written; all else has been shown.
-    """
-    pictures, failed = [], None
-    try:
-        pictures = drawn(results, out) if plot else []
-    except OSError as error:
-        failed = error
-    document = {**document_of(results, out), "pictures": list(map(str, pictures))}
-    terminal.show(document, *(table_of(results, measure) for measure in results.values), f"{out}/results.parquet")
-    if failed is not None:
-        raise failed
-
-
-def _number(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.3g}"
 
 
 def _layers(text: str | None) -> list[int | list[int]] | None:

@@ -191,7 +191,7 @@ def _diverted(stream: Any, number: int, console: Console, target: int) -> Iterat
         yield
         return
     stream.flush()
-    width, file = console.width, console._file
+    width, file = console.width, console._file  # noqa: SLF001 -- None where it follows the stream, which no name tells
     ours = os.fdopen(os.dup(number), "w", encoding=stream.encoding, errors=stream.errors)
     try:
         console.file, console.width = ours, width
@@ -201,5 +201,5 @@ def _diverted(stream: Any, number: int, console: Console, target: int) -> Iterat
         stream.flush()
         ours.flush()
         os.dup2(ours.fileno(), number)
-        console._file = file
+        console._file = file  # noqa: SLF001 -- as above: `console.file = None` is no file
         ours.close()

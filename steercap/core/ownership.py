@@ -11,10 +11,17 @@ from steercap.errors import InvalidRequest
 
 
 class Unshared:
-    """Cannot be copied or pickled: `copy`, `deepcopy` and `pickle` raise InvalidRequest, which says what to do."""
+    """Cannot be copied or pickled: `copy`, `deepcopy` and `pickle` raise InvalidRequest, which says what to do.
 
-    #: What to do in the place of it.
+    Args:
+        instead: what to do in the place of it; a keyword of the class statement.
+    """
+
     _instead: ClassVar[str]
+
+    def __init_subclass__(cls, *, instead: str) -> None:
+        super().__init_subclass__()
+        cls._instead = instead
 
     def __reduce_ex__(self, _protocol: SupportsIndex) -> NoReturn:
         raise InvalidRequest(f"a {type(self).__name__} cannot be copied or pickled: {self._instead}")

@@ -115,7 +115,7 @@ async def _asked(model: SteerModel, sweep: Sweep, request: Request, spec: Steeri
     """One answer, steered as its condition says and no other way."""
     prompt, params = sweep.prompts[request.prompt], sweep.sampling_of(request)
     call: Any = model.generate if isinstance(prompt, str) else model.chat
-    output = await call(prompt, params, steering=spec, raw_output=True)
+    output = (await call(prompt, params, steering=spec, raw_output=True)).output
     (sample,) = output.outputs
     condition = request.condition
     return Record(

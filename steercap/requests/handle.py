@@ -18,7 +18,7 @@ from steercap.core.ownership import Unshared
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
 from steercap.core.values import index_of, shown
-from steercap.errors import InvalidSpec
+from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.requests import files
 from steercap.requests.captures import Captures
 from steercap.requests.fetching import fetch_all
@@ -28,11 +28,15 @@ if TYPE_CHECKING:
     from steercap.vectors.directions import Mark
 
 
+#: What to do in the place of a copy.
+INSTEAD: Final = "its rows have one owner; use handle.save(path), and CaptureHandle.load(path) where it is wanted"
+#: Lists within lists of handles: deeper ones hold themselves.
+DEEPEST: Final = 8
 #: A stage in a word; both others are "released".
 _STATES: Final = {Stage.KEPT: "not fetched", Stage.COMING: "not fetched", Stage.HERE: "fetched"}
 
 
-class CaptureHandle(Unshared):
+class CaptureHandle(Unshared, instead=INSTEAD):
     """One finished request's activations, fetched when you ask for them.
 
     The rows stay in the worker until `fetch()`, `release()`, the end of `async with handle:` or garbage collection
@@ -50,8 +54,6 @@ class CaptureHandle(Unshared):
         marks: fingerprints of these directions, by layer; empty in files of older versions.
         lifecycle: where the rows are.
     """
-
-    _instead = "its rows have one owner; use handle.save(path), and CaptureHandle.load(path) where it is wanted"
 
     def __init__(
         self,
@@ -227,3 +229,18 @@ class CaptureHandle(Unshared):
     def __repr__(self) -> str:
         state = _STATES.get(self.lifecycle.stage, "released")
         return f"CaptureHandle({self.request_id}, {len(self.points)} points, {state}, text={self.text[:40]!r})"
+
+
+def flat(handles: Any, depth: int = 0) -> list[CaptureHandle]:
+    """Handles in lists as they came, one after the other; None is left out.
+
+    Raises:
+        InvalidRequest: something else.
+    """
+    if handles is None:
+        return []
+    if isinstance(handles, CaptureHandle):
+        return [handles]
+    if not isinstance(handles, (list, tuple)) or depth > DEEPEST:
+        raise InvalidRequest(f"handles={shown(handles)}; give handles of generate or chat, in lists as they came")
+    return [handle for group in handles for handle in flat(group, depth + 1)]

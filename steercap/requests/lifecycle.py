@@ -94,7 +94,7 @@ class Source:
         return Wanted(self.owner, len(self.expected.tokens) - 1)
 
 
-class Lifecycle(Unshared):
+class Lifecycle(Unshared, instead="its rows have one owner"):
     """Where the rows of one handle are, and what may become of them.
 
     Dropped with its handle, it frees what the worker holds.
@@ -109,8 +109,6 @@ class Lifecycle(Unshared):
         turn: held by who fetches.
         idiom: how messages show code.
     """
-
-    _instead = "its rows have one owner"
 
     def __init__(self, name: str, *, source: Source | None = None, found: Found | None = None) -> None:
         self.name = name

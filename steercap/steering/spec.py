@@ -50,7 +50,7 @@ class SteeringSpec:
         for edit in self.edits:
             if not isinstance(edit, (Edit, SteeringSpec)):
                 raise InvalidSpec(f"SteeringSpec: {shown(edit)} is not an edit; give steercap's Add, Cap, Ablate, ...")
-            if self.preserve_norm and isinstance(edit, SteeringSpec) and edit._keeps_norm():
+            if self.preserve_norm and isinstance(edit, SteeringSpec) and edit.keeps_norm:
                 raise InvalidSpec("SteeringSpec: preserve_norm inside preserve_norm; set it once, outside or inside")
         if not self.edits:
             raise InvalidSpec("SteeringSpec([]) changes nothing; give at least one edit, or steering=None")
@@ -80,8 +80,10 @@ class SteeringSpec:
         """
         return native.load(path, _kind(), SteeringSpec)
 
-    def _keeps_norm(self) -> bool:
-        return self.preserve_norm or any(isinstance(edit, SteeringSpec) and edit._keeps_norm() for edit in self.edits)
+    @property
+    def keeps_norm(self) -> bool:
+        """Whether it, or a spec within it, gives rows back the norms they had."""
+        return self.preserve_norm or any(isinstance(edit, SteeringSpec) and edit.keeps_norm for edit in self.edits)
 
     def segments(self, path: tuple[int, ...] = ()) -> Iterator[tuple[Edit, tuple[int, ...] | None]]:
         """Every edit, with the place of the spec that preserves the norm around it; None where none does.

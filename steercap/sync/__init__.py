@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from steercap.sync import experiments, persona, vectors
     from steercap.sync.experiments import run_sweep
-    from steercap.sync.model import CaptureHandle, SteerModel
+    from steercap.sync.handle import CaptureHandle
+    from steercap.sync.model import SteerModel
     from steercap.sync.vectors import extract, mean_rows
 
 __all__ = ["CaptureHandle", "SteerModel", "experiments", "extract", "mean_rows", "persona", "run_sweep", "vectors"]
 
 _HOMES = {
-    "CaptureHandle": "model",
+    "CaptureHandle": "handle",
     "SteerModel": "model",
     "extract": "vectors",
     "mean_rows": "vectors",

@@ -12,7 +12,7 @@ import torch
 
 from steercap.core.spec import CaptureSpec
 from steercap.model import SteerModel
-from steercap.requests.handle import CaptureHandle
+from steercap.requests.handle import CaptureHandle, flat
 from steercap.sites import SITES
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.bad import BAD_REQUESTS, PROMPT, SIX, Bad
@@ -94,9 +94,10 @@ async def workers_agree(model: SteerModel, reference: Reference) -> tuple[dict[s
     Returns the worst rows, and the handles of clean requests.
     """
     handles = await captured(model, (1, 20, 90), 7, seed=1)
-    _, last = await model.generate(
+    _, given = await model.generate(
         handles[1].prompt_token_ids, SEVEN, capture=CaptureSpec(layers=-1, reduce="mean"), steering=None
     )
+    (last,) = flat(given)
     specs = [spec(name, 128, seed=7, layers="all", site=site) for name, site in product(OPERATIONS, ALL_SITES)]
     steered = await captured(model, [10] * len(specs), 7, seed=100, steering=specs)
     cached = await model.generate(list(steered[0].prompt_token_ids), SEVEN, steering=specs[0], raw_output=True)
@@ -104,6 +105,7 @@ async def workers_agree(model: SteerModel, reference: Reference) -> tuple[dict[s
     found = await asyncio.to_thread(hold, handles, reference)
     edits = await asyncio.to_thread(hold, steered, reference, specs)
     assert steered[0].receipt.steering is not None
+    assert cached.steering is not None
     assert steered[0].receipt.steering.rows == cached.steering[0].rows == (4 * 16,)
     full = handles[1].captures[3, "resid_post"]
     assert (last.captures[-1][0] - full.mean(0)).abs().max() < 1e-4
@@ -116,8 +118,8 @@ async def same_tokens_elsewhere(handles: Sequence[CaptureHandle], other: SteerMo
     The other engine computes in one prefill pass what these may have computed token by token.
     """
     prompts = [{"prompt_token_ids": inputs_of(handle)} for handle in handles]
-    _, others = await other.generate(prompts, {"max_tokens": 1}, capture=EVERYTHING)
-    await other.fetch_captures_batch(others)
+    _, found = await other.generate(prompts, {"max_tokens": 1}, capture=EVERYTHING)
+    await other.fetch_captures_batch(others := flat(found))
     return worst(
         by_part(handle, {point: known.captures[point][handle.positions] for point in handle.points})
         for handle, known in zip(handles, others, strict=True)

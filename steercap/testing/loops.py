@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap.errors import WrongEventLoop
+from steercap.requests.handle import flat
 from steercap.testing.rows import GREEDY, random_prompt
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ async def loops(model: SteerModel, rng: random.Random, count: int) -> Counter[st
             WrongEventLoop, or took long.
     """
     prompt = random_prompt(9, 1)
-    text, handle = await model.generate(prompt, _SHORT, capture_layers=[0])
+    text, given = await model.generate(prompt, _SHORT, capture_layers=[0])
+    (handle,) = flat(given)
     stream = model.stream(prompt, {**_SHORT, "max_tokens": 100, "ignore_eos": True})
     await anext(stream)
     elsewhere: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
@@ -50,7 +52,8 @@ async def loops(model: SteerModel, rng: random.Random, count: int) -> Counter[st
     found: Counter[str] = Counter()
 
     async def here() -> None:
-        answer, taken = await model.generate(prompt, _SHORT, capture_layers=[0])
+        answer, given = await model.generate(prompt, _SHORT, capture_layers=[0])
+        (taken,) = flat(given)
         assert answer == text, (answer, text)
         if rng.random() < 0.5:
             await taken.fetch()

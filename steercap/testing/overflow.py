@@ -17,7 +17,7 @@ from steercap.edits.sae_feature import SAEFeature
 from steercap.edits.set_projection import SetProjection
 from steercap.errors import SteeringNotApplied
 from steercap.model import SteerModel
-from steercap.requests.handle import CaptureHandle
+from steercap.requests.handle import CaptureHandle, flat
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.parity import compare_rows
 from steercap.testing.rows import GREEDY, flattened, random_prompt
@@ -85,12 +85,13 @@ async def overflowing_edits(
         prompt = random_prompt(rng.choice((2, 31, 64, 100)), 800 + number)
         params = {"max_tokens": rng.randint(2, 12), **GREEDY}
         try:
-            _, handle = await model.generate(prompt, params, capture=capture, steering=spec)
+            _, taken = await model.generate(prompt, params, capture=capture, steering=spec)
         except SteeringNotApplied as error:
             if " overflows at " not in str(error):
                 raise
             found["overflowed"] += 1
             return
+        (handle,) = flat(taken)
         async with handle:  # which raises CaptureNotFinite if a row is not
             found["steered"] += 1
 

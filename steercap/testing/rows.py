@@ -143,7 +143,8 @@ def counter(model: SteerModel, name: str) -> float:
     manager: Any = model.engine.logger_manager
     loggers = [part for one in manager.stat_loggers for part in (one, getattr(one, "spec_decoding_prom", None))]
     (found,) = (one for one in loggers if hasattr(one, name))
-    return float(sum(child._value.get() for child in getattr(found, name).values()))
+    samples = [sample for child in getattr(found, name).values() for one in child.collect() for sample in one.samples]
+    return float(sum(sample.value for sample in samples if sample.name.endswith("_total")))
 
 
 def hold(handles: Any, reference: Reference, specs: Sequence[SteeringSpec | None] | None = None) -> dict[str, Parity]:

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from steercap.core.spec import REDUCTIONS, CaptureSpec
 from steercap.model import SteerModel
-from steercap.requests.handle import CaptureHandle
+from steercap.requests.handle import CaptureHandle, flat
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.parity import Parity
 from steercap.testing.reference import Reference
@@ -73,8 +73,9 @@ class Counts:
 async def a_prompt_longer_than_a_step(model: SteerModel, reference: Reference) -> Shown:
     """A prompt computed in chunks gives the rows of the whole."""
     steps = (await model.stats()).steps
-    _, handle = await model.generate(random_prompt(230, 1), {"max_tokens": 10, **GREEDY}, capture=EVERYTHING)
+    _, found = await model.generate(random_prompt(230, 1), {"max_tokens": 10, **GREEDY}, capture=EVERYTHING)
     steps = (await model.stats()).steps - steps
+    (handle,) = flat(found)
     await handle.fetch()
     return Shown(await held(handle, reference), {"steps": steps})
 
@@ -84,23 +85,25 @@ async def prefix_cache_hits(model: SteerModel, reference: Reference) -> Shown:
     prompt, params = random_prompt(200, 2), {"max_tokens": 6, **GREEDY}
     first = await model.generate(prompt, params, raw_output=True)
     again = await model.generate(prompt, params, raw_output=True)
-    assert again.num_cached_tokens == 192  # whole blocks of 32 below 200
-    captured, handle = await model.generate(prompt, params, capture=EVERYTHING, raw_output=True)
-    assert captured.num_cached_tokens == 0
-    late, tail = await model.generate(prompt, params, capture=LATE, raw_output=True)
-    assert late.num_cached_tokens == 192  # what it keeps is computed anyway
-    assert {tuple(out.outputs[0].token_ids) for out in (first, again, captured, late)} == {handle.output_token_ids}
+    assert again.output.num_cached_tokens == 192  # whole blocks of 32 below 200
+    captured, whole = await model.generate(prompt, params, capture=EVERYTHING, raw_output=True)
+    assert captured.output.num_cached_tokens == 0
+    late, last = await model.generate(prompt, params, capture=LATE, raw_output=True)
+    assert late.output.num_cached_tokens == 192  # what it keeps is computed anyway
+    handle, tail = flat([whole, last])
+    said = {tuple(raw.output.outputs[0].token_ids) for raw in (first, again, captured, late)}
+    assert said == {handle.output_token_ids}
     await model.fetch_captures_batch([handle, tail])
     assert tail.positions.tolist() == list(range(199, 205))
-    return Shown(await held([handle, tail], reference), {"cached tokens": late.num_cached_tokens})
+    return Shown(await held([handle, tail], reference), {"cached tokens": late.output.num_cached_tokens})
 
 
 async def preemption(model: SteerModel, reference: Reference) -> Shown:
     """Requests that are thrown out and recomputed have each row once, and right."""
     counts = Counts(model)
     prompts = [random_prompt(100 + seed, seed) for seed in range(16)]
-    _, handles = await model.generate(prompts, {"max_tokens": 60, **GREEDY}, capture=EVERYTHING)
-    await model.fetch_captures_batch(handles)
+    _, found = await model.generate(prompts, {"max_tokens": 60, **GREEDY}, capture=EVERYTHING)
+    await model.fetch_captures_batch(handles := flat(found))
     assert all(handle.receipt.rows == len(handle.prompt_token_ids) + 59 for handle in handles)
     return Shown(await held(handles, reference), counts.since() | {"rows written again": _again(handles)})
 
@@ -110,9 +113,11 @@ async def steered_preemption(model: SteerModel, reference: Reference) -> Shown:
     counts = Counts(model)
     prompts = [random_prompt(100 + seed, 200 + seed) for seed in range(16)]
     specs = [spec("cap" if seed % 2 else "relative", WIDTH, seed=seed, layers="all") for seed in range(16)]
-    _, handles = await model.generate(prompts, {"max_tokens": 60, **GREEDY}, capture=EVERYTHING, steering=specs)
-    await model.fetch_captures_batch(handles)
-    assert all(handle.receipt.steering.rows == (LAYERS * handle.receipt.rows,) for handle in handles)
+    _, found = await model.generate(prompts, {"max_tokens": 60, **GREEDY}, capture=EVERYTHING, steering=specs)
+    await model.fetch_captures_batch(handles := flat(found))
+    for handle in handles:
+        assert handle.receipt.steering is not None
+        assert handle.receipt.steering.rows == (LAYERS * handle.receipt.rows,)
     return Shown(await held(handles, reference, specs), counts.since() | {"rows written again": _again(handles)})
 
 
@@ -121,16 +126,16 @@ async def reductions_along(model: SteerModel, reference: Reference) -> Shown:
     prompts = [random_prompt(100 + seed, 400 + seed) for seed in range(16)]
     params = [{"max_tokens": 60, **GREEDY} for _ in prompts]
     outputs = await model.generate(prompts, params, raw_output=True)
-    for number, (one, output) in enumerate(zip(params, outputs, strict=True)):
-        one["stop_token_ids"] = [output.outputs[0].token_ids[40 + number]]  # which may have come before
+    for number, (one, raw) in enumerate(zip(params, outputs, strict=True)):
+        one["stop_token_ids"] = [raw.output.outputs[0].token_ids[40 + number]]  # which may have come before
     chosen: list[Any] = ["all", "generated", "prompt", [7, -1, "generated"], slice(3, None, 5)]
     specs = [
         CaptureSpec(sites=ALL_SITES, tokens=chosen[number % len(chosen)], reduce=REDUCTIONS[number % len(REDUCTIONS)])
         for number in range(len(prompts))
     ]
     counts = Counts(model)
-    _, handles = await model.generate(prompts, params, capture=specs)
-    await model.fetch_captures_batch(handles)
+    _, found = await model.generate(prompts, params, capture=specs)
+    await model.fetch_captures_batch(handles := flat(found))
     lengths = [len(handle.output_token_ids) for handle in handles]
     assert all(length <= 41 + number for number, length in enumerate(lengths))
     return Shown(

@@ -120,7 +120,7 @@ async def structured_outputs(
             counts["cancelled"] += 1
             return
         output = task.result()[0] if "capture" in arguments else task.result()
-        for sample in output.outputs:
+        for sample in output.output.outputs:
             counts[_judged(structure, sample, params)] += 1
 
     for start in range(0, count, together):

@@ -90,7 +90,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
         object.__setattr__(self, "directions", Kept(named))
         first, *others = self.values()
         for other in others:
-            first._check(other)
+            first.require_alike(other)
 
     @property
     def model(self) -> str:

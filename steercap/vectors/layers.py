@@ -126,7 +126,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         Raises:
             InvalidSpec: it is of another model, site, width or other layers.
         """
-        self._check(other)
+        self.require_alike(other)
         return {layer: float(vector.double() @ other[layer].double()) for layer, vector in self.items()}
 
     def cosine(self, other: LayerVectors) -> dict[int, float]:
@@ -136,7 +136,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
             InvalidSpec: it is of another model, site, width or other layers.
             InvalidVector: a vector is zero.
         """
-        self._check(other)
+        self.require_alike(other)
         return {layer: min(max(dot, -1.0), 1.0) for layer, dot in self.unit().dot(other.unit()).items()}
 
     def without(self, *others: LayerVectors) -> LayerVectors:
@@ -146,7 +146,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
             InvalidSpec: one is of another model, site, width or other layers.
         """
         for other in others:
-            self._check(other)
+            self.require_alike(other)
 
         def left(layer: int, vector: torch.Tensor) -> torch.Tensor:
             span = torch.stack([other[layer].double() for other in others], dim=1)
@@ -176,7 +176,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return self._scaled(-1, operator.mul)
 
     def _combined(self, other: LayerVectors, how: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> LayerVectors:
-        self._check(other)
+        self.require_alike(other)
         return self._each(lambda layer, vector: how(vector, other[layer].double()))
 
     def _scaled(self, scale: object, how: Callable[[torch.Tensor, float], torch.Tensor]) -> LayerVectors:
@@ -193,8 +193,12 @@ class LayerVectors(Mapping[int, torch.Tensor]):
             {layer: how(layer, vector.double()) for layer, vector in self.items()}, model=self.model, site=self.site
         )
 
-    def _check(self, other: LayerVectors) -> None:
-        """See that another's vectors can be combined with these."""
+    def require_alike(self, other: LayerVectors) -> None:
+        """See that another's vectors can be combined with these.
+
+        Raises:
+            InvalidSpec: they are of another model, site, width or other layers.
+        """
         if not isinstance(other, LayerVectors):
             raise InvalidSpec(f"{self!r} is combined with other LayerVectors, not with {shown(other)}")
         for what in ("model", "site", "width"):

@@ -113,13 +113,13 @@ async def test_a_stop_string_ends_the_rows_where_the_tokens_end(tiny, tiny_refer
     """The engine may run on past a stop string that only the client sees; those rows are not handed over."""
     prompt = random_prompt(8, 6)
     full = await tiny.generate(prompt, {"max_tokens": 40, **GREEDY}, raw_output=True)
-    text = full.outputs[0].text
+    text = full.output.outputs[0].text
     stop = next(text[at : at + 2] for at in range(6, len(text) - 2) if text[at : at + 2].strip())
-    output, handle = await tiny.generate(
+    raw, handle = await tiny.generate(
         prompt, {"max_tokens": 40, "stop": [stop], **GREEDY}, capture_layers="all", raw_output=True
     )
     await handle.fetch()
-    tokens = len(output.outputs[0].token_ids)
+    tokens = len(raw.output.outputs[0].token_ids)
     assert tokens < 40
     assert handle.receipt.rows == 8 + tokens - 1
     hold(parity(handle, tiny_reference))
@@ -142,9 +142,9 @@ async def test_tokens_are_the_same_with_and_without_capture(tiny) -> None:
     prompts = [random_prompt(length, length) for length in (1, 5, 60)]
     params = {"max_tokens": 30, **GREEDY}
     bare = await tiny.generate(prompts, params, raw_output=True)
-    outputs, handles = await tiny.generate(prompts, params, capture=CaptureSpec(sites=ALL_SITES), raw_output=True)
-    assert [out.outputs[0].token_ids for out in outputs] == [out.outputs[0].token_ids for out in bare]
-    assert [tuple(out.outputs[0].token_ids) for out in outputs] == [handle.output_token_ids for handle in handles]
+    raws, handles = await tiny.generate(prompts, params, capture=CaptureSpec(sites=ALL_SITES), raw_output=True)
+    assert [raw.output.outputs[0].token_ids for raw in raws] == [raw.output.outputs[0].token_ids for raw in bare]
+    assert [tuple(raw.output.outputs[0].token_ids) for raw in raws] == [handle.output_token_ids for handle in handles]
 
 
 async def test_reading_gives_the_rows_of_every_token(tiny, tiny_reference, tmp_path) -> None:
@@ -190,14 +190,14 @@ async def test_reading_takes_what_generating_takes(tiny) -> None:
 async def test_generated_rows_that_never_came_are_an_empty_tensor(tiny) -> None:
     """A reply of one token has no generated row: empty, with or without reduction, never made up."""
     prompt = random_prompt(10, 11)
-    (first,) = (await tiny.generate(prompt, {"max_tokens": 1, **GREEDY}, raw_output=True)).outputs[0].token_ids
+    (first,) = (await tiny.generate(prompt, {"max_tokens": 1, **GREEDY}, raw_output=True)).output.outputs[0].token_ids
     params = {"max_tokens": 8, "temperature": 0.0, "stop_token_ids": [first]}
     for reduce in (None, "mean"):
-        output, handle = await tiny.generate(
+        raw, handle = await tiny.generate(
             prompt, params, capture=CaptureSpec(layers=1, tokens="generated", reduce=reduce), raw_output=True
         )
         await handle.fetch()
-        assert len(output.outputs[0].token_ids) == 1
+        assert len(raw.output.outputs[0].token_ids) == 1
         assert handle.captures[1].shape == (0, 128)
         assert handle.positions.tolist() == []
 
@@ -205,7 +205,7 @@ async def test_generated_rows_that_never_came_are_an_empty_tensor(tiny) -> None:
 async def test_fetch_is_lazy_idempotent_and_one_call_for_all(tiny, monkeypatch) -> None:
     """Nothing moves before `fetch`; a batch is one RPC; fetched rows are not fetched again."""
     calls = []
-    vllm = tiny._engine.vllm
+    vllm = tiny.serving.engine.vllm
     original = vllm.rpc
 
     async def counted(frame: bytes, *engine: int) -> list[list[bytes]]:
@@ -228,19 +228,19 @@ async def test_bytes_over_rpc_equal_shared_memory(tiny) -> None:
     """The wire gives the same rows as shared memory, bit for bit, in as many RPCs as their size asks for."""
     from steercap.transport import reader
 
-    engine = tiny._engine
+    engine = tiny.serving.engine
     ((rank,),) = engine._ranks
     assert isinstance(rank.reader, reader.SharedReader)
     prompt = random_prompt(100, 12)
     _, handle = await tiny.generate(prompt, SIX, capture=CaptureSpec(sites=ALL_SITES))
     wire = reader.WireReader(rank.attached, engine._line_source(0, 0))
-    (shared,) = await engine.collect([handle._wanted()])
+    (shared,) = await engine.collect([handle.lifecycle.source.wanted])
     engine._ranks = ((replace(rank, reader=wire),),)
     try:
         for size in (reader.WIRE_BYTES, 4096):
             reader.WIRE_BYTES, before = size, reader.WIRE_BYTES
             try:
-                (sent,) = await engine.collect([handle._wanted()])
+                (sent,) = await engine.collect([handle.lifecycle.source.wanted])
             finally:
                 reader.WIRE_BYTES = before
             assert all(torch.equal(*both) for both in zip(shared.rows, sent.rows, strict=True))
@@ -280,13 +280,13 @@ async def test_a_stream_brings_each_row_once(tiny, tiny_reference) -> None:
     """Chunks put together are the whole: text, tokens and rows; the first has the prompt's rows."""
     prompt = random_prompt(30, 9)
     params = {"max_tokens": 12, **GREEDY}
-    output, whole = await tiny.generate(prompt, params, capture=CaptureSpec(sites=ALL_SITES), raw_output=True)
+    raw, whole = await tiny.generate(prompt, params, capture=CaptureSpec(sites=ALL_SITES), raw_output=True)
     await whole.fetch()
     chunks = [chunk async for chunk in tiny.stream(prompt, params, capture=CaptureSpec(sites=ALL_SITES))]
     assert len(chunks) > 1
     assert [chunk.finished for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert "".join(chunk.text for chunk in chunks) == whole.text
-    assert [token for chunk in chunks for token in chunk.token_ids] == list(output.outputs[0].token_ids)
+    assert [token for chunk in chunks for token in chunk.token_ids] == list(raw.output.outputs[0].token_ids)
     assert torch.cat([chunk.positions for chunk in chunks]).tolist() == whole.positions.tolist()
     assert len(chunks[0].positions) >= 30
     known = tiny_reference.rows([*whole.prompt_token_ids, *whole.output_token_ids][:-1], whole.points)

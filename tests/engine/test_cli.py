@@ -18,7 +18,9 @@ from steercap import Add, CaptureSpec, SteeringSpec
 from steercap.cli.capture import capture_to, heatmaps_of
 from steercap.cli.generate import answer
 from steercap.cli.prompts import Prompt
-from steercap.cli.sweep import SweepFile, document_of, drawn, sweep_of, swept, table_of
+from steercap.cli.sweep import swept
+from steercap.cli.sweep_file import SweepFile, sweep_of
+from steercap.cli.sweep_shown import document_of, drawn, table_of
 from steercap.cli.terminal import Output, Terminal
 from steercap.cli.vectors import extract_from, texts_between
 from steercap.errors import InvalidFile, InvalidSpec

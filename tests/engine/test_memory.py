@@ -114,7 +114,7 @@ async def test_patience_that_ends_for_one_lets_the_next_run(little) -> None:
     with pytest.raises(errors.CaptureMemoryFull, match="no handle was released"):
         await large
     _, handle = await small
-    budget = little._engine.admission.budget
+    budget = little.serving.engine.admission.budget
     assert budget.reserved == sum(ticket.pages for ticket in budget._held)
     assert len(budget._held) == 4
     await little.fetch_captures_batch([*held, handle])

@@ -35,7 +35,7 @@ async def test_two_workers_give_the_rows_of_transformers(layout, tiny_reference)
         _, handles = await workers_agree(model, tiny_reference)
         await projections_agree(model)
         assert await settled(model) == (0, 0, 0)
-        assert len(model._engine._all_ranks) == (1 if layout.startswith("tensor") else 2)
+        assert len(model.serving.engine._all_ranks) == (1 if layout.startswith("tensor") else 2)
     assert set(handles[0].captures) == set(points(range(4), *ALL_SITES))
 
 
@@ -46,10 +46,10 @@ async def test_two_engines_give_the_rows_of_transformers(tiny_reference) -> None
     prompts = [random_prompt(length, length) for length in range(1, 25)]
     added = spec("add", 128, seed=7, layers="all")
     async with opened(tiny_checkpoint("qwen3"), sites=ALL_SITES, **TINY_ENGINE, data_parallel_size=2) as model:
-        assert model._engine.engines == 2
+        assert model.serving.engine.engines == 2
         both = CaptureSpec(sites=ALL_SITES)
         _, handles = await model.generate(prompts, SEVEN, capture=both)
-        held = [workers[0].requests for workers in await model._engine.census()]
+        held = [workers[0].requests for workers in await model.serving.engine.census()]
         assert sorted(held) == [12, 12]
         _, samples = await model.generate(prompts[9], {**SIX_STEPS, "n": 4}, capture=both, steering=added)
         alone = await model.generate(prompts, {**SIX_STEPS, "n": 3}, steering=added, raw_output=True)

@@ -96,11 +96,11 @@ async def test_seeds_of_chunked_prompts(cramped) -> None:
     """64 seeded prompts that are chunked and preempted: each text is the one it has alone, whatever ran beside it."""
     prompts = [random_prompt(100, seed) for seed in range(64)]
     params = [{"max_tokens": 20, "temperature": 1.0, "seed": seed % 7, "ignore_eos": True} for seed in range(64)]
-    outputs = await cramped.generate(prompts, params, raw_output=True)
+    raws = await cramped.generate(prompts, params, raw_output=True)
     alone = [await cramped.generate(prompts[place], params[place], raw_output=True) for place in range(0, 64, 9)]
-    found = [outputs[place].outputs[0].token_ids for place in range(0, 64, 9)]
-    assert found == [one.outputs[0].token_ids for one in alone]
-    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) > 50
+    found = [raws[place].output.outputs[0].token_ids for place in range(0, 64, 9)]
+    assert found == [one.output.outputs[0].token_ids for one in alone]
+    assert len({tuple(raw.output.outputs[0].token_ids) for raw in raws}) > 50
 
 
 async def test_structured_outputs(cramped) -> None:
@@ -147,8 +147,8 @@ async def test_logprobs_of_prompts_are_refused_beside_adapters(lora) -> None:
     """vLLM has no adapter by row for them, with an adapter or without; the next request runs."""
     with pytest.raises(errors.InvalidRequest, match="prompt_logprobs on an engine with enable_lora=True"):
         await lora.generate([random_prompt(30, 1)] * 2, {"prompt_logprobs": 2})
-    outputs = await lora.generate([random_prompt(30, 1)] * 2, {"logprobs": 2, "max_tokens": 2}, raw_output=True)
-    assert [len(output.outputs[0].logprobs) for output in outputs] == [2, 2]
+    raws = await lora.generate([random_prompt(30, 1)] * 2, {"logprobs": 2, "max_tokens": 2}, raw_output=True)
+    assert [len(raw.output.outputs[0].logprobs) for raw in raws] == [2, 2]
 
 
 BROKEN: dict[str, Any] = {

@@ -96,8 +96,8 @@ async def test_tokens_are_those_of_plain_vllm(smol) -> None:
         plain.output_handler.cancel()
         await asyncio.wait([plain.output_handler])
         plain.shutdown()
-    assert [list(out.outputs[0].token_ids) for out in idle] == known
-    assert [list(out.outputs[0].token_ids) for out in captured] == known
+    assert [list(raw.output.outputs[0].token_ids) for raw in idle] == known
+    assert [list(raw.output.outputs[0].token_ids) for raw in captured] == known
 
 
 async def test_chat_knows_whose_row_is_whose(smol, smol_reference) -> None:

@@ -98,10 +98,10 @@ async def test_a_steered_prefix_is_read_by_its_equals_alone(cramped) -> None:
 
     async def cached(steering, tokens=prompt, **fields) -> int:
         given = {"prompt_token_ids": tokens, **fields}
-        output = await cramped.generate(given, PARAMS, steering=steering, raw_output=True)
-        if output.steering:
-            assert output.steering[0].cached == output.num_cached_tokens
-        return output.num_cached_tokens
+        raw = await cramped.generate(given, PARAMS, steering=steering, raw_output=True)
+        if raw.steering:
+            assert raw.steering[0].cached == raw.output.num_cached_tokens
+        return raw.output.num_cached_tokens
 
     assert [await cached(one()), await cached(None)] == [0, 0]
     assert [await cached(one()), await cached(None)] == [192, 192]
@@ -129,10 +129,10 @@ async def test_cached_and_computed_prefixes_give_the_same_rows(cramped, tiny_ref
     for _ in range(2):
         _, handle = await cramped.generate(random_prompt(150, 8), PARAMS, capture=capture, steering=steering)
         handles.append(handle)
-    output, clean = await cramped.generate(random_prompt(150, 8), PARAMS, capture=capture, raw_output=True)
+    raw, clean = await cramped.generate(random_prompt(150, 8), PARAMS, capture=capture, raw_output=True)
     await cramped.fetch_captures_batch([*handles, clean])
     assert [handle.receipt.steering.cached for handle in handles] == [0, 128]
-    assert output.num_cached_tokens == 0
+    assert raw.output.num_cached_tokens == 0
     hold([*handles, clean], tiny_reference, [steering, steering, None])
 
 
@@ -255,7 +255,7 @@ async def test_random_vectors_do_not_do_what_a_vector_does(tiny) -> None:
         for v in (direction, *(vector(WIDTH, seed=50 + number) for number in range(20)))
     ]
     outputs = await tiny.generate([prompt] * 21, PARAMS, steering=specs, raw_output=True)
-    said = [set(output.outputs[0].token_ids) for output in outputs]
+    said = [set(raw.output.outputs[0].token_ids) for raw in outputs]
     assert said[0] == {wanted}
     assert sum(wanted in one for one in said[1:]) == 0
 
@@ -264,7 +264,7 @@ async def test_a_worker_that_does_not_edit_is_found_out(tiny) -> None:
     """A slot that holds something else: no text, and what was written meanwhile is never read again."""
     steering = spec("add", WIDTH, seed=77, layer=0)
     prompt = random_prompt(140, 15)
-    engine = tiny._engine
+    engine = tiny.serving.engine
     await tiny.generate(prompt, PARAMS, steering=steering)
     held = engine.configurations.slots._slots.held[engine.lowered(steering).configuration.digest]
     right = held.places
@@ -272,9 +272,9 @@ async def test_a_worker_that_does_not_edit_is_found_out(tiny) -> None:
     with pytest.raises(SteeringNotApplied, match="does not hold this request's configuration"):
         await tiny.generate(prompt, PARAMS, steering=steering)
     held.places = right
-    output = await tiny.generate(prompt, PARAMS, steering=steering, raw_output=True)
-    assert output.num_cached_tokens == 0
-    assert output.steering[0].rows == (149,)
+    raw = await tiny.generate(prompt, PARAMS, steering=steering, raw_output=True)
+    assert raw.output.num_cached_tokens == 0
+    assert raw.steering[0].rows == (149,)
     await settled(tiny)
     assert (await engine.census())[0][0].steered == 0
 
@@ -291,7 +291,7 @@ async def test_a_steered_request_that_is_cancelled_leaves_nothing(tiny) -> None:
     await settled(tiny)
     stats = await tiny.stats()
     assert (stats.steering_slots_in_use, stats.vector_bytes_in_use) == (0, 0)
-    assert (await tiny._engine.census())[0][0].steered == 0
+    assert (await tiny.serving.engine.census())[0][0].steered == 0
 
 
 async def test_a_stop_string_ends_the_count(tiny, tiny_reference) -> None:
@@ -299,9 +299,9 @@ async def test_a_stop_string_ends_the_count(tiny, tiny_reference) -> None:
     steering = spec("relative", WIDTH, seed=21, layers="all")
     prompt = random_prompt(12, 17)
     whole = await tiny.generate(prompt, {"max_tokens": 60, **GREEDY}, steering=steering, raw_output=True)
-    ids = list(whole.outputs[0].token_ids)
+    ids = list(whole.output.outputs[0].token_ids)
     stop = tiny.tokenizer.decode([next(token for token in ids[8:] if token < 128)])
-    outputs, handles = await tiny.generate(
+    raws, handles = await tiny.generate(
         [prompt] * 8,
         {"max_tokens": 60, "stop": [stop], **GREEDY},
         capture=EVERYTHING,
@@ -309,7 +309,7 @@ async def test_a_stop_string_ends_the_count(tiny, tiny_reference) -> None:
         raw_output=True,
     )
     await tiny.fetch_captures_batch(handles)
-    assert outputs[0].outputs[0].finish_reason == "stop"
+    assert raws[0].output.outputs[0].finish_reason == "stop"
     total = len(prompt) + len(handles[0].output_token_ids) - 1
     assert total < len(prompt) + 59
     assert all(handle.receipt.steering.rows == (4 * total,) for handle in handles)
@@ -325,7 +325,7 @@ async def test_a_stream_left_early_gives_its_slot_back(tiny) -> None:
     await stream.aclose()
     await settled(tiny)
     assert (await tiny.stats()).steering_slots_in_use == 0
-    assert (await tiny._engine.census())[0][0].steered == 0
+    assert (await tiny.serving.engine.census())[0][0].steered == 0
 
 
 async def test_vectors_are_sent_once(tiny) -> None:

@@ -25,7 +25,7 @@ def test_sync_gives_what_async_gives(tiny_reference, tmp_path) -> None:
         text, handle = model.generate(random_prompt(9, 1), {"max_tokens": 4, **GREEDY}, capture_layers="all")
         with handle:
             assert handle.text == text
-            assert parity(handle._handle, tiny_reference)["resid_post generated"].cosine > 0.99999
+            assert parity(handle.awaited, tiny_reference)["resid_post generated"].cosine > 0.99999
         texts, handles = model.generate([random_prompt(9, 1)] * 3, {"max_tokens": 4, **GREEDY}, capture_layers=[1])
         model.fetch_captures_batch(handles)
         assert len(texts) == 3

@@ -27,7 +27,7 @@ from steercap.cli.persona import ScoreOptions, SizeOptions, settings_of
 from steercap.cli.prompts import PromptOptions, records_of
 from steercap.cli.selections import layers_of, tokens_of
 from steercap.cli.steering import SteerOptions
-from steercap.cli.sweep import measure_of, read_settings, sweep_of
+from steercap.cli.sweep_file import measure_of, read_settings, sweep_of
 from steercap.cli.vectors import texts_in
 from steercap.config import CPU
 from steercap.core.spec import CaptureSpec, resolve_layers

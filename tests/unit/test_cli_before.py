@@ -26,7 +26,7 @@ from steercap.cli.capture import Store
 from steercap.cli.engines import ModelOptions
 from steercap.cli.generate import Answer, report
 from steercap.cli.onward import folded, sweeps_of
-from steercap.cli.sweep import measure_of, read_settings
+from steercap.cli.sweep_file import measure_of, read_settings
 from steercap.cli.terminal import Output, Terminal
 from steercap.cli.vectors import report as extracted
 from steercap.engine.checkpoint import is_path, require_there

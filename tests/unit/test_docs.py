@@ -22,7 +22,7 @@ from docs_pages import ROOT, Block, blocks, model_of, pages, steercap_commands
 
 from steercap import errors
 from steercap.cli.app import app
-from steercap.cli.sweep import SweepFile
+from steercap.cli.sweep_file import SweepFile
 from steercap.edits import EDITS
 from steercap.persona import load_trait
 from steercap.persona.scores import SCORERS

@@ -46,12 +46,12 @@ from steercap.experiments import Sweep
 from steercap.experiments.measures.repetition import Repetition
 from steercap.experiments.measures.score import Score
 from steercap.experiments.running import measures_of
-from steercap.model import _flat
 from steercap.persona import PersonaSettings
 from steercap.persona.scores import make_scorer
 from steercap.persona.scores.judge import Judge
 from steercap.persona.scores.keywords import Keywords
 from steercap.requests.captures import Captures
+from steercap.requests.handle import flat
 from steercap.requests.lifecycle import Found, Lifecycle
 from steercap.sites import SITES
 from steercap.steering.lowering import lower, scopes_of
@@ -399,7 +399,7 @@ FURTHER: dict[str, Callable[[Any], Any]] = {
     "in Captures": lambda value: value in captures(),
     "CaptureHandle.rows_of": lambda value: handle().rows_of(value),
     "ENCODINGS[]": lambda value: ENCODINGS[value],
-    "fetch_captures_batch": _flat,
+    "fetch_captures_batch": flat,
     "make_scorer": make_scorer,
     "make_scorer arguments": lambda value: make_scorer("keywords", value),
     "Judge.base_url": lambda value: Judge(value, "m"),

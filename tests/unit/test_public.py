@@ -265,9 +265,9 @@ def test_every_setting_is_an_argument() -> None:
 def test_a_preset_stands_under_what_is_given() -> None:
     """`preset="cpu"` brings engine arguments; those of the call count before them; another name is refused."""
     bare, preset = SteerModel("m"), SteerModel("m", preset="cpu")
-    assert bare._engine_args == {}
-    assert preset._engine_args == dict(CPU)
-    given = SteerModel("m", preset="cpu", max_model_len=64, seed=3)._engine_args
+    assert bare.serving.engine_args == {}
+    assert preset.serving.engine_args == dict(CPU)
+    given = SteerModel("m", preset="cpu", max_model_len=64, seed=3).serving.engine_args
     assert given == {**CPU, "max_model_len": 64, "seed": 3}
     with pytest.raises(InvalidSetting, match="preset='gpu'; use one of 'cpu'"):
         SteerModel("m", preset="gpu")

@@ -73,7 +73,7 @@ def test_a_coroutine_function_has_a_twin(name) -> None:
 OTHERWISE_NAMED = {"aclose": "close"}
 
 
-@pytest.mark.parametrize("name", [name for name in vars(SteerModel) if not name.startswith("_")])
+@pytest.mark.parametrize("name", [name for name in dir(SteerModel) if not name.startswith("_")])
 def test_a_method_of_the_model_has_a_twin(name) -> None:
     """Every public name of SteerModel, with its arguments; nothing of them is a coroutine function."""
     there, here = getattr(SteerModel, name), getattr(steercap.sync.SteerModel, OTHERWISE_NAMED.get(name, name))
@@ -96,7 +96,7 @@ def test_the_model_takes_the_same_arguments() -> None:
 def test_completion_shows_what_a_handle_has() -> None:
     """`dir()` of a handle of `steercap.sync` names all that the handle behind it has, and each can be had."""
     there = a_handle()
-    here = steercap.sync.model.CaptureHandle(there, None)
+    here = steercap.sync.CaptureHandle(there, None)
     public = {name for name in dir(there) if not name.startswith("_")}
     assert public <= set(dir(here))
     assert all(getattr(here, name) is not None for name in public)
@@ -148,7 +148,7 @@ def test_messages_without_await(tmp_path) -> None:
     unfetched.lifecycle = Lifecycle("r")
     with pytest.raises(errors.CaptureNotFetched, match=r"`await handle\.fetch"):
         _ = unfetched.captures
-    here = steercap.sync.model.CaptureHandle(unfetched, None)
+    here = steercap.sync.CaptureHandle(unfetched, None)
     with pytest.raises(errors.CaptureNotFetched, match=r"not fetched; `handle\.fetch") as raised:
         _ = here.captures
     assert "await" not in str(raised.value)

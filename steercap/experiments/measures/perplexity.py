@@ -38,8 +38,8 @@ class Perplexity(Measure):
         read = [[*record.prompt_token_ids, *record.output_token_ids][:longest] for record in records]
         outputs = await model.generate(read, READ, steering=None, raw_output=True)
         return [
-            _perplexity(ids, len(record.prompt_token_ids), output.prompt_logprobs)
-            for ids, record, output in zip(read, records, outputs, strict=True)
+            _perplexity(ids, len(record.prompt_token_ids), raw.output.prompt_logprobs)
+            for ids, record, raw in zip(read, records, outputs, strict=True)
         ]
 
 

@@ -105,7 +105,7 @@ def _ends(model: SteerModel) -> Ends:
 
 
 async def _answer(model: SteerModel, settings: PersonaSettings, ask: Ask, ends: Ends) -> Response:
-    output: Any = await model.chat(
+    raw = await model.chat(
         [{"role": "system", "content": ask.system_prompt}, {"role": "user", "content": ask.question_text}],
         {
             "max_tokens": settings.max_tokens,
@@ -116,7 +116,7 @@ async def _answer(model: SteerModel, settings: PersonaSettings, ask: Ask, ends: 
         steering=None,
         raw_output=True,
     )
-    (sample,) = output.outputs
+    (sample,) = raw.output.outputs
     finish = str(sample.finish_reason)
     ids = said(sample.token_ids, ends, finish, sample.stop_reason)
     return Response(**msgspec.structs.asdict(ask), answer=sample.text, token_ids=ids, finish=finish)

@@ -1,0 +1,113 @@
+"""From what a call asks to what it gives: prompts become jobs, their ends texts and handles.
+
+Number 1 in the life of a request, and its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from steercap.core.chat import MessageSpan
+from steercap.core.prompts import Ask, conversations_in, each, flag_asked, listed, template_arguments, templated
+from steercap.core.receipt import SteeringReceipt
+from steercap.core.spec import CaptureSpec
+from steercap.errors import InvalidRequest
+from steercap.requests.handle import CaptureHandle
+from steercap.requests.job import Done, Job, prepare, run_all
+from steercap.requests.serving import Serving
+from steercap.requests.stream import Chunk, stream
+
+if TYPE_CHECKING:
+    from steercap.adapters.types import RequestOutput
+
+
+@dataclass(frozen=True)
+class RawOutput:
+    """What `raw_output=True` gives in the place of a text.
+
+    Args:
+        output: vLLM's RequestOutput, as vLLM made it: `raw.output.outputs[0].text`, `.token_ids`, `.logprobs`.
+        steering: a receipt for each sample, None where nothing was to be changed.
+    """
+
+    output: RequestOutput
+    steering: tuple[SteeringReceipt, ...] | None
+
+
+async def generated(serving: Serving, prompts: Any, ask: Ask) -> Any:
+    """What `SteerModel.generate` gives."""
+    serving.here()
+    many, given = listed(prompts)
+    return await _answered(serving, [(prompt, []) for prompt in given], ask, many=many)
+
+
+async def read(serving: Serving, prompts: Any, ask: Ask) -> Any:
+    """What `SteerModel.read` gives."""
+    _, handles = await generated(serving, prompts, ask)
+    return handles
+
+
+async def replied(serving: Serving, messages: Any, ask: Ask, template_kwargs: Any) -> Any:
+    """What `SteerModel.chat` gives."""
+    tokenizer = serving.here().vllm.tokenizer
+    many, conversations = conversations_in(messages)
+    spans, arguments = ask.spec is not None, template_arguments(template_kwargs)
+    rendered = [templated(tokenizer, conversation, arguments, spans=spans) for conversation in conversations]
+    return await _answered(serving, [({"prompt_token_ids": ids}, found) for ids, found in rendered], ask, many=many)
+
+
+async def streamed(serving: Serving, prompt: Any, ask: Ask) -> AsyncGenerator[Chunk, None]:
+    """What `SteerModel.stream` yields."""
+    many, given = listed(prompt)
+    spec = ask.spec
+    if many or isinstance(spec, (list, tuple)) or (isinstance(spec, CaptureSpec) and spec.reduce):
+        raise InvalidRequest("stream takes one prompt, and rows rather than their reduction; use generate")
+    engine = serving.here()
+    job = await prepare(engine, given[0], ask.sampling_params, spec, ask.steering, options=ask.options)
+    if job.params.n != 1:
+        raise InvalidRequest(f"stream gives one sample, not n={job.params.n}; use generate")
+    chunks = stream(job)
+    try:
+        while (chunk := await serving.run(lambda: anext(chunks, None))) is not None:
+            yield chunk
+    finally:
+        if engine.home.is_here:
+            with suppress(RuntimeError):  # a loop that ends closes all generators at once, this one too
+                await chunks.aclose()
+        else:  # what it waits for there cannot be awaited here
+            engine.home.call(lambda: asyncio.ensure_future(chunks.aclose()))
+
+
+async def _answered(serving: Serving, prompts: Sequence[tuple[Any, list[MessageSpan]]], ask: Ask, *, many: bool) -> Any:
+    """Run prompts, with the spans of their messages, and give back what the user gets."""
+    engine, captured, raw = serving.here(), ask.spec is not None, flag_asked("raw_output", ask.raw_output)
+    params = each(ask.sampling_params, len(prompts), "sampling_params")
+    specs = each(ask.spec, len(prompts), "capture")
+    edits = each(ask.steering, len(prompts), "steering")
+    jobs = [
+        await prepare(engine, prompt, *asked, options=ask.options, spans=spans, reading=ask.reading)
+        for (prompt, spans), *asked in zip(prompts, params, specs, edits, strict=True)
+    ]
+    done = await run_all(jobs, serving.running)
+    texts = [_raw(one) if raw else _texts(one.output) for one in done]
+    handles = [_unnested(one.handles, job) for one, job in zip(done, jobs, strict=True)]
+    if not many:
+        return (texts[0], handles[0]) if captured else texts[0]
+    return (texts, handles) if captured else texts
+
+
+def _raw(done: Done) -> RawOutput:
+    return RawOutput(done.output, None if done.receipts is None else tuple(done.receipts))
+
+
+def _texts(output: RequestOutput) -> str | list[str]:
+    texts = [sample.text for sample in output.outputs]
+    return texts[0] if len(texts) == 1 else texts
+
+
+def _unnested(handles: list[CaptureHandle] | None, job: Job) -> Any:
+    return handles[0] if handles is not None and job.params.n == 1 else handles

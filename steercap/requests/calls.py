@@ -1,0 +1,389 @@
+"""What an open model is asked: generate, chat, read, stream, with the type of what each gives.
+
+Number 1 in the life of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, Unpack, overload
+
+from steercap.core.prompts import Ask
+from steercap.core.spec import CaptureSpec, Layers
+from steercap.requests.answers import RawOutput, generated, read, replied, streamed
+from steercap.requests.asked import (
+    ByLayers,
+    BySpec,
+    BySpecs,
+    ChatByLayers,
+    ChatBySpec,
+    ChatBySpecs,
+    ChatPlain,
+    Coming,
+    Conversation,
+    Off,
+    On,
+    Params,
+    Plain,
+    Prompt,
+    Reading,
+    Several,
+    Steering,
+    Text,
+)
+from steercap.requests.context import FROM_CONTEXT, FromContext, by_word_or_context
+from steercap.requests.serving import Serving
+from steercap.requests.stream import Chunk
+
+if TYPE_CHECKING:
+    from steercap.adapters.types import SamplingParams
+
+#: Sampling parameters of `read`: vLLM runs no prompt without sampling one token, which has no row.
+READ: Final = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
+#: The kind of handle that is given.
+Handle = TypeVar("Handle")
+
+
+class Calls(Generic[Handle]):
+    """The calls of an open model.
+
+    One prompt gives one answer and several give a list. What is captured comes beside the texts. Where `n` decides
+    whether there is one text or a list of them, the type is both.
+    """
+
+    serving: Serving
+
+    @overload
+    def generate(
+        self, prompts: Prompt, sampling_params: Params = None, *, raw_output: Off = False, **asked: Unpack[Plain]
+    ) -> Coming[Text]: ...
+    @overload
+    def generate(
+        self, prompts: Prompt, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[Plain]
+    ) -> Coming[RawOutput]: ...
+    @overload
+    def generate(
+        self, prompts: Prompt, sampling_params: Params = None, *, raw_output: Off = False, **asked: Unpack[ByLayers]
+    ) -> Coming[tuple[Text, Handle | list[Handle]]]: ...
+    @overload
+    def generate(
+        self, prompts: Prompt, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[ByLayers]
+    ) -> Coming[tuple[RawOutput, Handle | list[Handle]]]: ...
+    @overload
+    def generate(
+        self, prompts: Prompt, sampling_params: Params = None, *, raw_output: Off = False, **asked: Unpack[BySpec]
+    ) -> Coming[tuple[Text, Handle | list[Handle]]]: ...
+    @overload
+    def generate(
+        self, prompts: Prompt, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[BySpec]
+    ) -> Coming[tuple[RawOutput, Handle | list[Handle]]]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Several[Prompt],
+        sampling_params: Params = None,
+        *,
+        raw_output: Off = False,
+        **asked: Unpack[Plain],
+    ) -> Coming[list[Text]]: ...
+    @overload
+    def generate(
+        self, prompts: Several[Prompt], sampling_params: Params = None, *, raw_output: On, **asked: Unpack[Plain]
+    ) -> Coming[list[RawOutput]]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Several[Prompt],
+        sampling_params: Params = None,
+        *,
+        raw_output: Off = False,
+        **asked: Unpack[ByLayers],
+    ) -> Coming[tuple[list[Text], list[Handle | list[Handle]]]]: ...
+    @overload
+    def generate(
+        self, prompts: Several[Prompt], sampling_params: Params = None, *, raw_output: On, **asked: Unpack[ByLayers]
+    ) -> Coming[tuple[list[RawOutput], list[Handle | list[Handle]]]]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Several[Prompt],
+        sampling_params: Params = None,
+        *,
+        raw_output: Off = False,
+        **asked: Unpack[BySpec],
+    ) -> Coming[tuple[list[Text], list[Handle | list[Handle]]]]: ...
+    @overload
+    def generate(
+        self, prompts: Several[Prompt], sampling_params: Params = None, *, raw_output: On, **asked: Unpack[BySpec]
+    ) -> Coming[tuple[list[RawOutput], list[Handle | list[Handle]]]]: ...
+    @overload
+    def generate(
+        self,
+        prompts: Several[Prompt],
+        sampling_params: Params = None,
+        *,
+        raw_output: Off = False,
+        **asked: Unpack[BySpecs],
+    ) -> Coming[tuple[list[Text], list[Handle | list[Handle] | None]]]: ...
+    @overload
+    def generate(
+        self, prompts: Several[Prompt], sampling_params: Params = None, *, raw_output: On, **asked: Unpack[BySpecs]
+    ) -> Coming[tuple[list[RawOutput], list[Handle | list[Handle] | None]]]: ...
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: Params = None,
+        *,
+        capture_layers: Layers | None = None,
+        capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
+        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        raw_output: bool = False,
+        lora_request: Any = None,
+        priority: int = 0,
+    ) -> Coroutine[Any, Any, Any]:
+        """Generate text, keeping the activations asked for.
+
+        Args:
+            prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these.
+            sampling_params: vLLM's SamplingParams or a dict of its fields, for all prompts or one each.
+            capture_layers: shorthand for `capture=CaptureSpec(layers=capture_layers)`.
+            capture: what to keep, for all prompts, or one each (None keeps nothing).
+            steering: what to change: a SteeringSpec (or one edit) for all prompts, or one each; None changes
+                nothing. Left out, it is what `model.steered` says around the call.
+            raw_output: return a `RawOutput` in place of each text: vLLM's RequestOutput as `output`, as `steering`
+                a `SteeringReceipt` for each sample, None where nothing was to be changed.
+            lora_request: vLLM's LoRARequest, for an engine started with `enable_lora=True`.
+            priority: vLLM's request priority, for an engine started with `scheduling_policy="priority"`.
+
+        Returns:
+            The text, or a list of texts for a list of prompts; with `n > 1`, a list of n texts for each prompt. If
+            anything is captured, the pair (texts, handles), where handles is nested like texts and holds a
+            `CaptureHandle` for each text, None where nothing is kept.
+
+        There are prompt + generated - 1 rows: the last sampled token is never an input to the model. Layer `i` of
+        "resid_post" is transformers' `hidden_states[i + 1]`, before the final norm for the last layer.
+
+        Raises:
+            InvalidPrompt, InvalidSpec, InvalidSelection, PointNotArmed: before anything runs.
+            CaptureMemoryFull, SteeringSlotsFull: there is no room.
+            SteeringNotApplied: a worker did not make every edit; the text is withheld.
+            ModelClosed: the model is not open.
+        """
+        options = {"lora_request": lora_request, "priority": priority}
+        ask = Ask(
+            sampling_params, capture_layers, capture, by_word_or_context(self, steering), options, raw_output=raw_output
+        )
+        return generated(self.serving, prompts, ask)
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation,
+        sampling_params: Params = None,
+        *,
+        raw_output: Off = False,
+        **asked: Unpack[ChatPlain],
+    ) -> Coming[Text]: ...
+    @overload
+    def chat(
+        self, messages: Conversation, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[ChatPlain]
+    ) -> Coming[RawOutput]: ...
+    @overload
+    def chat(
+        self,
+        messages: Conversation,
+        sampling_params: Params = None,
+        *,
+        raw_output: Off = False,
+        **asked: Unpack[ChatByLayers],
+    ) -> Coming[tuple[Text, Handle | list[Handle]]]: ...
+    @overload
+    def chat(
+        self, messages: Conversation, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[ChatByLayers]
+    ) -> Coming[tuple[RawOutput, Handle | list[Handle]]]: ...
+    @overload
+    def chat(
+        self,
+        messages: Conversation,
+        sampling_params: Params = None,
+        *,
+        raw_output: Off = False,
+        **asked: Unpack[ChatBySpec],
+    ) -> Coming[tuple[Text, Handle | list[Handle]]]: ...
+    @overload
+    def chat(
+        self, messages: Conversation, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[ChatBySpec]
+    ) -> Coming[tuple[RawOutput, Handle | list[Handle]]]: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        sampling_params: Params = None,
+        *,
+        raw_output: Off = False,
+        **asked: Unpack[ChatPlain],
+    ) -> Coming[list[Text]]: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        sampling_params: Params = None,
+        *,
+        raw_output: On,
+        **asked: Unpack[ChatPlain],
+    ) -> Coming[list[RawOutput]]: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        sampling_params: Params = None,
+        *,
+        raw_output: Off = False,
+        **asked: Unpack[ChatByLayers],
+    ) -> Coming[tuple[list[Text], list[Handle | list[Handle]]]]: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        sampling_params: Params = None,
+        *,
+        raw_output: On,
+        **asked: Unpack[ChatByLayers],
+    ) -> Coming[tuple[list[RawOutput], list[Handle | list[Handle]]]]: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        sampling_params: Params = None,
+        *,
+        raw_output: Off = False,
+        **asked: Unpack[ChatBySpec],
+    ) -> Coming[tuple[list[Text], list[Handle | list[Handle]]]]: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        sampling_params: Params = None,
+        *,
+        raw_output: On,
+        **asked: Unpack[ChatBySpec],
+    ) -> Coming[tuple[list[RawOutput], list[Handle | list[Handle]]]]: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        sampling_params: Params = None,
+        *,
+        raw_output: Off = False,
+        **asked: Unpack[ChatBySpecs],
+    ) -> Coming[tuple[list[Text], list[Handle | list[Handle] | None]]]: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        sampling_params: Params = None,
+        *,
+        raw_output: On,
+        **asked: Unpack[ChatBySpecs],
+    ) -> Coming[tuple[list[RawOutput], list[Handle | list[Handle] | None]]]: ...
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: Params = None,
+        *,
+        capture_layers: Layers | None = None,
+        capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
+        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        raw_output: bool = False,
+        lora_request: Any = None,
+        priority: int = 0,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Coroutine[Any, Any, Any]:
+        """Generate the next message of a conversation, or of each of several.
+
+        Args:
+            messages: one conversation, a list of {"role", "content"} dicts, or a list of conversations.
+            sampling_params, capture_layers, capture, steering, raw_output, lora_request, priority: as for `generate`.
+            chat_template_kwargs: further arguments of the tokenizer's chat template.
+
+        Returns:
+            As for `generate`. Handles know which rows belong to which message, the template's own tokens to none:
+            `handle.messages`, `handle.rows_of(0)`, `handle.rows_of("assistant")`.
+
+        Raises:
+            InvalidRequest: the tokenizer has no chat template, or it refuses the messages.
+            The errors of `generate`.
+        """
+        options = {"lora_request": lora_request, "priority": priority}
+        ask = Ask(
+            sampling_params, capture_layers, capture, by_word_or_context(self, steering), options, raw_output=raw_output
+        )
+        return replied(self.serving, messages, ask, chat_template_kwargs)
+
+    @overload
+    def read(self, prompts: Prompt, **asked: Unpack[Reading]) -> Coming[Handle]: ...
+    @overload
+    def read(self, prompts: Several[Prompt], **asked: Unpack[Reading]) -> Coming[list[Handle]]: ...
+    @overload
+    def read(self, prompts: Several[Prompt], **asked: Unpack[BySpecs]) -> Coming[list[Handle | None]]: ...
+    def read(
+        self,
+        prompts: Any,
+        *,
+        capture_layers: Layers | None = None,
+        capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
+        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        lora_request: Any = None,
+        priority: int = 0,
+    ) -> Coroutine[Any, Any, Any]:
+        """Have the model read texts and keep their activations, without generating.
+
+        Args:
+            prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these; each at least one token shorter
+                than `max_model_len`.
+            capture_layers, capture: as for `generate`; left out, all layers at "resid_post".
+            steering, lora_request, priority: as for `generate`.
+
+        Returns:
+            A `CaptureHandle`, or a list of them for a list of prompts (None where nothing is kept), with a row for
+            every token selected, the last one included. `handle.text` and `handle.output_token_ids` are empty.
+
+        Raises:
+            EmptySelection: `tokens="generated"`: nothing is generated.
+            The errors of `generate`.
+        """
+        options = {"lora_request": lora_request, "priority": priority}
+        spec = CaptureSpec() if capture_layers is None and capture is None else capture
+        ask = Ask(READ, capture_layers, spec, by_word_or_context(self, steering), options, reading=True)
+        return read(self.serving, prompts, ask)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        capture_layers: Layers | None = None,
+        capture: CaptureSpec | None = None,
+        steering: Steering | FromContext = FROM_CONTEXT,
+        lora_request: Any = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[Chunk, None]:
+        """Generate text for one prompt, yielding text and rows as they come.
+
+        Args:
+            prompt: one prompt, as for `generate`.
+            sampling_params, capture_layers, capture, steering, lora_request, priority: as for `generate`, for one
+                sample.
+
+        Yields:
+            Chunks whose texts, token ids and rows, one after the other, are those of the whole; the first one brings
+            the rows of the prompt. Closing the generator (`contextlib.aclosing`, or
+            dropping it after leaving the loop) cancels the request.
+
+        Raises:
+            InvalidRequest: several prompts, `n > 1`, or a reduction, which needs the whole sequence.
+            The errors of `generate`, and CaptureIncomplete. SteeringNotApplied comes in place of the last chunk.
+        """
+        options = {"lora_request": lora_request, "priority": priority}
+        ask = Ask(sampling_params, capture_layers, capture, by_word_or_context(self, steering), options)
+        return streamed(self.serving, prompt, ask)

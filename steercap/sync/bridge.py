@@ -1,0 +1,99 @@
+"""What stands between a caller that does not await and the event loop of its model.
+
+Number 1 in the life of a request.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from steercap import model as models
+from steercap.core.idiom import BLOCKING
+from steercap.errors import ModelClosed
+from steercap.requests.handle import CaptureHandle as Awaited
+from steercap.sync.handle import CaptureHandle
+from steercap.sync.loop import LoopThread
+
+Value = TypeVar("Value")
+
+
+class Bridge:
+    """A model that is awaited, and the thread whose loop it belongs to.
+
+    Args:
+        model: the model; not started.
+    """
+
+    def __init__(self, model: models.SteerModel) -> None:
+        model.serving.idiom = BLOCKING
+        self.model = model
+        self._thread: LoopThread | None = None
+        self._life = threading.Lock()
+
+    def start(self) -> None:
+        """Start the loop and the model."""
+        with self._life:
+            self._thread = self._thread or LoopThread()
+        try:
+            self._thread.run(self.model.start())
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the model and end the loop. Idempotent."""
+        with self._life:  # who comes second returns when it is closed
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                try:
+                    thread.run(self.model.aclose())
+                finally:
+                    thread.stop()
+
+    def run(self, work: Coroutine[Any, Any, Value]) -> Value:
+        """Run a coroutine to its end.
+
+        Raises:
+            ModelClosed: the model is not open.
+        """
+        if self._thread is None:
+            work.close()
+            self.model.serving.opened()  # says that it is closed, or was never started
+            raise AssertionError
+        return self._thread.run(work)
+
+    def done(self, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any, **kwargs: Any) -> Any:
+        """Run a coroutine function with the model behind this one, and with the handles behind those given."""
+        arguments = [_unwrapped(argument) for argument in args]
+        named = {name: _unwrapped(argument) for name, argument in kwargs.items()}
+        return self._wrapped(self.run(work(self.model, *arguments, **named)))
+
+    def taken(self, chunks: AsyncGenerator[Value, None]) -> Generator[Value, None, None]:
+        """What an asynchronous generator yields; closing this one closes it."""
+        try:
+            while (chunk := self.run(_after(chunks))) is not None:
+                yield chunk
+        finally:
+            with suppress(ModelClosed):  # which has ended it
+                self.run(chunks.aclose())
+
+    def _wrapped(self, found: Any) -> Any:
+        if isinstance(found, Awaited):
+            assert self._thread is not None
+            return CaptureHandle(found, self._thread)
+        if type(found) in {list, tuple}:
+            return type(found)(self._wrapped(item) for item in found)
+        return found
+
+
+async def _after(chunks: AsyncGenerator[Value, None]) -> Value | None:
+    return await anext(chunks, None)
+
+
+def _unwrapped(handles: Any) -> Any:
+    if isinstance(handles, CaptureHandle):
+        return handles.awaited
+    return type(handles)(_unwrapped(item) for item in handles) if type(handles) in {list, tuple} else handles

@@ -1,0 +1,102 @@
+"""A handle for callers that do not await.
+
+Number 8 in the life of a request.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from steercap.core.idiom import BLOCKING
+from steercap.core.ownership import Unshared
+from steercap.core.spec import Point
+from steercap.requests import handle as handles
+from steercap.sync.loop import LoopThread
+
+if TYPE_CHECKING:
+    import torch
+
+    from steercap.core.chat import MessageSpan
+    from steercap.core.receipt import Receipt
+    from steercap.requests.captures import Captures
+    from steercap.requests.lifecycle import Lifecycle
+    from steercap.vectors.directions import Mark
+
+
+class CaptureHandle(Unshared, instead=handles.INSTEAD):
+    """`steercap.CaptureHandle` without `await`.
+
+    `fetch()` returns when the rows are here, and `with handle:` fetches and frees. Everything else is the handle's own.
+
+    Attributes:
+        awaited: the `steercap.CaptureHandle` behind this one, whose `fetch` is awaited in the model's event loop.
+    """
+
+    request_id: str
+    model: str
+    text: str
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]
+    points: tuple[Point, ...]
+    messages: tuple[MessageSpan, ...]
+    num_layers: int
+    directions: tuple[str, ...]
+    marks: dict[int, tuple[Mark, ...]]
+    lifecycle: Lifecycle
+    fetched: bool
+    captures: Captures
+    receipt: Receipt
+    positions: torch.Tensor
+    token_ids: torch.Tensor
+
+    def __init__(self, awaited: handles.CaptureHandle, thread: LoopThread | None) -> None:
+        awaited.lifecycle.idiom = BLOCKING
+        self.awaited = awaited
+        self._thread = thread
+
+    def fetch(self) -> Self:
+        """Bring the rows here, and free them in the worker. A second call does nothing.
+
+        Returns:
+            This handle, its `captures`, `positions`, `token_ids` and `receipt` readable.
+
+        Raises:
+            CaptureIncomplete: rows are missing or belong to another token.
+            CaptureReleased: the handle was released before.
+            EngineFailure: the engine has died or was closed.
+        """
+        if self._thread is not None and not self.awaited.fetched:
+            self._thread.run(self.awaited.fetch())
+        return self
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read a handle that `save` wrote; it is fetched already.
+
+        Raises:
+            InvalidFile: the file is truncated, of another kind, or of a newer version.
+        """
+        return cls(handles.CaptureHandle.load(path), None)
+
+    def release(self) -> None:
+        """Drop the rows, here and in the worker. Idempotent; nothing can be read afterwards."""
+        self.awaited.release()
+
+    def __enter__(self) -> Self:
+        return self.fetch()
+
+    def __exit__(self, *_exc: object) -> None:
+        self.release()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "awaited":  # a copy that is being made has none yet
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.awaited, name)
+
+    def __dir__(self) -> list[str]:
+        """Its own names, and those of the handle."""
+        return sorted({*super().__dir__(), *(name for name in dir(self.awaited) if not name.startswith("_"))})
+
+    def __repr__(self) -> str:
+        return repr(self.awaited)
