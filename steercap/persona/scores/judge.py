@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import httpx
 
+from steercap.concurrency.bounded import each_of
 from steercap.core.values import flag_of, index_of, number_of, shown
 from steercap.errors import InvalidSetting, JudgeFailed
 from steercap.persona.scores.base import Scored, Scorer
@@ -89,22 +90,14 @@ class Judge(Scorer):
             )
 
     async def score(self, trait: Trait, exchanges: Sequence[Scored]) -> list[float | None]:
-        running = asyncio.Semaphore(self.concurrency)
         key = self.api_key or os.environ.get(self.api_key_env, "")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with httpx.AsyncClient(headers=headers, timeout=self.timeout) as client:
 
             async def one(exchange: Scored) -> float | None:
-                async with running:
-                    return number(await self._reply(client, asked(trait, exchange)))
+                return number(await self._reply(client, asked(trait, exchange)))
 
-            tasks: list[asyncio.Task[float | None]] = []
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks += [group.create_task(one(exchange)) for exchange in exchanges]
-            except* JudgeFailed as failed:
-                raise failed.exceptions[0] from None
-        return [task.result() for task in tasks]
+            return await each_of(exchanges, one, self.concurrency)
 
     async def _reply(self, client: httpx.AsyncClient, prompt: str) -> Mapping[str, Any]:
         """The first choice of the endpoint's answer."""
