@@ -72,9 +72,9 @@ def _listed(layers: int | list[int]) -> list[int]:
 
 
 def _sweep(path: Path) -> Found:
-    from steercap.experiments.store import read_definition
+    from steercap.experiments.store import SWEEP
 
-    definition = read_definition(path / "sweep.json")
+    definition = SWEEP.read(path)
     answers = sum(_records(part) for part in (path / "answers").glob("*.parquet"))
     asked = _asked(definition)
     known = {
