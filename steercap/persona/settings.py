@@ -276,10 +276,7 @@ def _layers(layers: Any) -> str | int | tuple[int, ...]:
         return layers
     if (index := index_of(layers)) is not None:
         return index
-    try:
-        indices = [index_of(layer) for layer in parts_of(layers) or []]
-    except OverflowError:
-        indices = []
+    indices = [index_of(layer) for layer in parts_of(layers, "layers", InvalidSetting) or []]
     found = tuple(index for index in indices if index is not None)
     if len(found) < len(indices):
         found = ()

@@ -125,10 +125,7 @@ def check_groups(
 
 
 def _groups(given: Any, kind: str) -> list[Hashable]:
-    try:
-        found = parts_of(given)
-    except OverflowError as error:
-        raise InvalidSpec(f"Contrast: {kind}_groups hold {error}") from error
+    found = parts_of(given, f"Contrast: {kind}_groups")
     if found is None or not all(isinstance(group, Hashable) for group in found):
         raise InvalidSpec(f"Contrast: {kind}_groups={shown(given)}; give a list of text or numbers, one for each text")
     return found
