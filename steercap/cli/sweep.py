@@ -22,6 +22,7 @@ from steercap.cli.prompts import PromptOptions
 from steercap.cli.selections import names_of, numbers_of, tokens_of
 from steercap.cli.steering import base_of
 from steercap.cli.terminal import Terminal
+from steercap.core.extras import extra, require
 from steercap.errors import InvalidFile
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def read_settings(path: Path | None, flags: Mapping[str, Any]) -> SweepFile:
         InvalidFile: no YAML, or a key that is unknown or does not fit.
         typer.BadParameter: something that neither says.
     """
-    import yaml
+    with extra("experiments"):
+        import yaml
 
     found: Any = {}
     if path is not None:
@@ -265,6 +267,7 @@ def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Fores
         planned: the engine.
 
     Raises:
+        MissingExtra: the extra "experiments" or "plots" is not installed.
         InvalidSpec: two measures of one name, or one called as a column of the table.
         RunDiffers, InvalidFile: the folder holds another sweep.
         PointNotArmed, InvalidVector: the vectors do not fit the model.
@@ -272,6 +275,7 @@ def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Fores
     from steercap.experiments.running import measures_of
     from steercap.experiments.store import check_same
 
+    require("experiments", "plots")
     measures_of(measures)
     check_same(out, sweep)
     for name, vectors in sweep.vectors.items():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap.concurrency.bounded import each_of
+from steercap.core.extras import require
 from steercap.core.spec import Point
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec, InvalidVector, PointNotArmed
@@ -52,11 +53,13 @@ async def run_sweep(
         progress: called with the number of answers so far, and of all answers.
 
     Raises:
+        MissingExtra: the extra "experiments" is not installed.
         RunDiffers: the folder holds another sweep, or that of another model: other weights are another model, whatever
             their folder is called.
         PointNotArmed, InvalidVector: the vectors do not fit the engine; before anything runs.
         The errors of `SteerModel.generate`; what was answered until then is kept.
     """
+    require("experiments")
     chosen = measures_of(measures)
     _check(model, sweep)
     folder = Folder(out, sweep.definition(identity(model)))

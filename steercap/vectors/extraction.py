@@ -105,6 +105,7 @@ async def extract(
     Raises:
         InvalidSpec: no texts, or too few to hold any out.
         UnknownName: a method that does not exist.
+        MissingExtra: a method whose libraries are not installed.
         The errors of `SteerModel.generate`.
     """
     _check_texts(positive, negative)
