@@ -35,6 +35,15 @@ settings.register_profile("steercap", deadline=None)  # examples differ in what 
 settings.load_profile("steercap")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts an engine of its own as slow: one engine, the one of `tiny`, serves all that `make test` runs."""
+    for item in items:
+        used = set(getattr(item, "fixturenames", ()))
+        on_engines = "unit" not in item.path.parts
+        if on_engines and ("tiny" not in used or used & {"cramped", "smol"}):
+            item.add_marker(pytest.mark.slow)
+
+
 class Leftovers:
     """What exists now and must not exist in addition later."""
 

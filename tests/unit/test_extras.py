@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from check_wheel import BASE_ONLY
 
 import steercap
 from steercap.core.extras import EXTRAS, extra, require
@@ -157,51 +158,6 @@ import sys
 for library in {sorted({library for names in EXTRAS.values() for library in names})}:
     sys.modules[library] = None  # as if it were not installed
 """
-FUNCTIONS = """
-import asyncio
-from pathlib import Path
-import torch
-import steercap
-from steercap import *
-from steercap import edits, errors, experiments, formats, persona, sync, testing, vectors, views
-from steercap.errors import MissingExtra
-from steercap.vectors import Contrast, DirectionSet, LayerVectors, directions_of
-
-out = Path(sys.argv[1])
-rows = torch.randn(8, 2, 4)
-contrast = Contrast(rows + 1, rows - 1, range(8), range(8))
-found = directions_of("warm", contrast, [1, 2])
-assert set(found.provenance.auc["warm"]) == {1, 2}
-found.save(out / "warm.safetensors")
-loaded = DirectionSet.load(out / "warm.safetensors")
-SteeringSpec([Add(loaded["warm"][1], layer=1), Cap(loaded["warm"][2], layers=[2], high=1.0)]).save(out / "spec.safetensors")
-CaptureSpec(layers=[1, 2], tokens="prompt")
-model, blocking = SteerModel("some/model"), sync.SteerModel("some/model")
-heat = views.TokenHeatmap(["a", "b"], [0.5, 1.0])
-assert "<span" in heat._repr_html_()
-
-def says(extra, work):
-    try:
-        work()
-    except MissingExtra as error:
-        assert f"pip install 'steercap[{extra}]'" in str(error), error
-    else:
-        raise AssertionError(f"{extra} was not missed")
-
-says("probes", lambda: directions_of("warm", contrast, [1, 2], method="probe"))
-says("probes", lambda: vectors.contrast.check_groups(range(8), range(8), method="probe", held_out=0.25))
-says("plots", lambda: heat.plot(out / "heat.png"))
-says("gguf", lambda: formats.save_control_vector(loaded["warm"], out / "warm.gguf", model_hint="llama"))
-says("personas", lambda: persona.load_trait(out / "trait.yaml"))
-says("personas", lambda: persona.traits())
-says("experiments", lambda: asyncio.run(experiments.run_sweep(None, None, out=out)))
-says("personas", lambda: asyncio.run(persona.run(None, None, out=out)))
-says("cuda", lambda: asyncio.run(model.start()))
-says("cuda", lambda: views.Unembedding.load("some/model"))
-says("cuda", lambda: testing.tiny_checkpoint("qwen3"))
-says("cli", lambda: __import__("steercap.cli.app"))
-print("all of it")
-"""
 
 
 def bare(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -212,7 +168,7 @@ def bare(code: str, *arguments: str, **environment: str) -> subprocess.Completed
 
 def test_the_base_is_enough_for_capture_and_steering(tmp_path) -> None:
     """Public names, specs, edits, directions and their files; the rest says which extra it needs, before it begins."""
-    done = bare(FUNCTIONS, str(tmp_path), HOME=str(tmp_path), PYTHONPATH=str(ROOT.parent))
+    done = bare(BASE_ONLY, str(tmp_path), HOME=str(tmp_path), PYTHONPATH=str(ROOT.parent))
     assert done.stdout.strip() == "all of it", done.stderr
 
 
