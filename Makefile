@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | docs: each does all its own set-up, in .venv; running it again is quick.
+# make setup | demo | test | test-all | lint | docs: each does all its own set-up, in .venv; running it again is quick.
 #
 # PYTHON     the interpreter to build .venv with (3.11 or newer)
 # PIP_ARGS   further arguments of every pip call, such as --index-url
@@ -18,7 +18,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test lint docs clean
+.PHONY: setup demo test test-all lint docs clean
 
 setup: $(STAMP)
 
@@ -43,8 +43,13 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo || $(BIN)/lint-imports
 
+# What a newcomer runs, and everybody before a commit: at most 15 minutes on two cores.
 test: lint
-	$(BIN)/python -m pytest --durations=15
+	$(BIN)/python -m pytest -m "not slow" --durations=15
+
+# That, and then the rest.
+test-all: test
+	$(BIN)/python -m pytest -m slow --durations=15
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -11,9 +11,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from steercap.core.extras import extra
+from steercap.errors import MissingExtra
 
 if TYPE_CHECKING:
     import torch
@@ -52,13 +56,16 @@ async def run(out: Path, console: Console | None = None) -> Path:
         out: folder for the picture.
         console: where to report; stdout if None.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    with extra("demo"):
+        import matplotlib as mpl
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from steercap import SteerModel
     from steercap.runs.heartbeat import heartbeat
     from steercap.testing import smollm2
 
+    mpl.use("Agg")
     console = console or Console()
     columns = TextColumn("{task.description:34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as bar, heartbeat(bar, console):
@@ -150,12 +157,10 @@ def separation(told: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _draw(checkpoint: Path, lens: CaptureHandle, told: dict[str, torch.Tensor], out: Path) -> Path:
-    import matplotlib as mpl
-
     from steercap.views import logit_lens
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    with extra("demo"):
+        from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(15, 8.5), width_ratios=[1.35, 1], layout="constrained")
     image = logit_lens(lens, checkpoint).draw(left)
@@ -184,7 +189,8 @@ def _draw_separation(axes: Any, praise: torch.Tensor, complaint: torch.Tensor) -
 def _report(
     answers: Sequence[CaptureHandle], turned: dict[str, str], lens: CaptureHandle, picture: Path, console: Console
 ) -> None:
-    from rich.table import Table
+    with extra("demo"):
+        from rich.table import Table
 
     table = Table("question", "answer", "captured", title="SmolLM2-135M-Instruct, one batch", show_lines=True)
     for question, handle in zip(QUESTIONS, answers, strict=True):
@@ -206,7 +212,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder for the picture (default: out/demo)")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    asyncio.run(run(parser.parse_args().out))
+    out = parser.parse_args().out
+    try:
+        asyncio.run(run(out))
+    except MissingExtra as error:
+        sys.exit(f"steercap: {error}")
 
 
 if __name__ == "__main__":

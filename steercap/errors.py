@@ -36,6 +36,7 @@ SteercapError
 ├── PersonaError (RuntimeError)     a pipeline that cannot go on
 │   ├── JudgeFailed                 the endpoint that judges answers refuses, or cannot be reached
 │   └── TooFewKept                  too few answers show the trait, or its opposite, to find a direction
+├── MissingExtra (ImportError)      a library that an extra of the package brings is not installed
 └── InvalidFile (ValueError)        a file that is not what its name or header claims
 """
 
@@ -186,6 +187,10 @@ class JudgeFailed(PersonaError):
 
 class TooFewKept(PersonaError):
     """Too few answers are left, after filtering by score, to find a direction with."""
+
+
+class MissingExtra(SteercapError, ImportError):
+    """A library that is not installed; the message says which extra of the package brings it."""
 
 
 class InvalidFile(SteercapError, ValueError):

@@ -103,6 +103,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
 
         Raises:
             MainGuardMissing: the script would start engine after engine.
+            MissingExtra: vLLM is not installed.
             ModelNotLoaded, UnsupportedModel, UnsupportedRunner: the model cannot be served with taps.
             TapsNotInstalled: a tap does not read, or its edits have no effect.
             ModelClosed: the model was closed, before or meanwhile.

@@ -7,7 +7,7 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,21 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from steercap import SteerModel  # noqa: E402
+from steercap.adapters.reaper import mapped, named, pids  # noqa: E402
 from steercap.testing import Reference, smollm2, tiny_checkpoint  # noqa: E402
 from steercap.testing.rows import ALL_SITES, CRAMPED, TINY_ENGINE  # noqa: E402
 
 settings.register_profile("steercap", deadline=None)  # examples differ in what they compile
 settings.load_profile("steercap")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts an engine of its own as slow: one engine, the one of `tiny`, serves all that `make test` runs."""
+    for item in items:
+        used = set(getattr(item, "fixturenames", ()))
+        on_engines = "unit" not in item.path.parts
+        if on_engines and ("tiny" not in used or used & {"cramped", "smol"}):
+            item.add_marker(pytest.mark.slow)
 
 
 class Leftovers:
@@ -75,31 +85,17 @@ class Leftovers:
 
 def mapped_files() -> set[Path]:
     """Files of /dev/shm that this process or a child of it maps."""
-    return _mapped(process.pid for process in _own_processes())
+    return {Path(path) for path in mapped(_own_processes())}
 
 
 def files_of_others() -> set[Path]:
     """Files of /dev/shm that programs beside this one map, or carry in their names: they are not our business."""
-    others = set(psutil.pids()) - {process.pid for process in _own_processes()}
-    named = {path for path in Path("/dev/shm").iterdir() if others.intersection(_numbers_in(path.name))}
-    return _mapped(others) | named
+    others = set(pids()) - _own_processes()
+    return {Path(path) for path in mapped(others) | named(others)}
 
 
-def _own_processes() -> list[psutil.Process]:
-    return [psutil.Process(), *psutil.Process().children(recursive=True)]
-
-
-def _numbers_in(name: str) -> list[int]:
-    return [int(part) for part in name.split("-") if part.isdigit()]
-
-
-def _mapped(pids: Iterable[int]) -> set[Path]:
-    found = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            found |= {Path(line.split()[-1]) for line in lines if "/dev/shm/" in line}
-    return found
+def _own_processes() -> set[int]:
+    return {process.pid for process in (psutil.Process(), *psutil.Process().children(recursive=True))}
 
 
 @asynccontextmanager

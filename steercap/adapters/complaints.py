@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from steercap.core.values import shown
+
 #: What msgspec says of a wrong value, then its path.
 _COMPLAINT: Final = re.compile(r"(?P<says>.*?) - at (?P<key>`key` in )?`\$(?P<path>.*)`", re.DOTALL)
 
@@ -32,12 +34,3 @@ def named(complaint: str, given: Mapping[str, Any], places: tuple[str, ...] = ()
     where = f"a key of {path}" if found["key"] else path
     says = f"{where}: {found['says'][:1].lower()}{found['says'][1:]}"
     return f"{says} ({name}={shown(given[name])})" if name in given else says
-
-
-def shown(value: Any, most: int = 80) -> str:
-    """A value as a message shows it: cut short, and whatever its own repr does."""
-    try:
-        text = repr(value)
-    except Exception as error:  # noqa: BLE001 -- the user's own code
-        text = f"a {type(value).__name__} ({type(error).__name__} in its repr)"
-    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -34,6 +34,7 @@ from steercap.adapters.wire import Wire, prompt_dict
 from steercap.config import Settings
 from steercap.core.plan import EXTRA_ARGS_KEY, Plan
 from steercap.core.spec import Point
+from steercap.core.values import shown
 from steercap.errors import (
     EngineFailure,
     InvalidPrompt,
@@ -180,15 +181,15 @@ class VllmEngine:
             parsed = parse_model_prompt(self.llm.model_config, prompt)
             (payload,) = await renderer.render_cmpl_async([parsed])
         except Exception as error:  # of any kind: vLLM and tokenizers compare and index before they look at types
-            raise InvalidPrompt(f"{_shown(prompt)} cannot be a prompt: {error}") from error
+            raise InvalidPrompt(f"{shown(prompt)} cannot be a prompt: {error}") from error
         if payload["type"] == "embeds":
             raise InvalidPrompt("a prompt of embeddings has no token ids to label rows with; pass text or token ids")
         token_ids = tuple(payload["prompt_token_ids"])
         if not token_ids:
-            raise InvalidPrompt(f"{_shown(prompt)} holds no token; a prompt needs at least one")
+            raise InvalidPrompt(f"{shown(prompt)} holds no token; a prompt needs at least one")
         if len(token_ids) >= self.max_model_len:
             raise InvalidPrompt(
-                f"{_shown(prompt)} has {len(token_ids)} tokens, but the context holds {self.max_model_len}, "
+                f"{shown(prompt)} has {len(token_ids)} tokens, but the context holds {self.max_model_len}, "
                 "one generated token at least included; shorten it or start the engine with a larger max_model_len"
             )
         return Rendered(payload, token_ids)
@@ -436,8 +437,3 @@ def _check_supported(config: Any) -> None:
         raise UnsupportedRunner(
             "with speculative decoding, async_scheduling=True schedules positions before it knows them; leave it out"
         )
-
-
-def _shown(prompt: Any) -> str:
-    text = repr(prompt)
-    return text if len(text) <= 60 else f"{text[:57]}..."

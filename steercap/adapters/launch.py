@@ -28,6 +28,7 @@ from steercap.adapters.entry import COORDINATOR, ENGINE_CORE, Entry, quieten, wa
 from steercap.adapters.reaper import Reaper
 from steercap.concurrency.loops import on_thread
 from steercap.config import Settings
+from steercap.core.extras import extra
 from steercap.errors import EngineFailure, ModelClosed
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class Launch:
         try:
             self.require_wanted()
             quieten(log=_LOG)
-            from steercap.adapters.engine import VllmEngine
+            with extra("cuda", "cpu"):
+                from steercap.adapters.engine import VllmEngine
 
             _hook_launchers()
             self.require_wanted()

@@ -21,7 +21,8 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_adapter_absolute_path
 from vllm.sampling_params import SamplingParams
 
-from steercap.adapters.complaints import named, shown
+from steercap.adapters.complaints import named
+from steercap.core.values import shown
 from steercap.errors import InvalidRequest
 
 _SETTINGS: Final = "adapter_config.json"

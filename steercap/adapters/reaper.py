@@ -87,7 +87,7 @@ class Reaper:
             The files.
         """
         found = _processes(self.mark, self._roots)
-        files = _mapped(found) | _named(found)
+        files = mapped(found) | named(found)
         self._tell("".join(f"shared {path}\n" for path in files).encode())
         return files
 
@@ -140,7 +140,7 @@ def reap(mark: str, roots: Mapping[int, str], patience: float = PATIENCE) -> tup
         for pid in found - killed.keys():
             if began := _began(pid):
                 killed[pid] = began
-        left |= _mapped(found) | _named(found)
+        left |= mapped(found) | named(found)
         for number in (signal.SIGSTOP, signal.SIGKILL):  # or who outlives the others for a moment complains of it
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
@@ -149,7 +149,7 @@ def reap(mark: str, roots: Mapping[int, str], patience: float = PATIENCE) -> tup
             return False, set()
         time.sleep(0.005)
     if left:
-        left -= _mapped(_pids())
+        left -= mapped(pids())
     removed = set()
     for path in left:
         with contextlib.suppress(FileNotFoundError):
@@ -163,7 +163,7 @@ def _processes(mark: str, roots: Mapping[int, str]) -> set[int]:
     needle = f"{MARK}={mark}".encode()
     found = {pid for pid, began in roots.items() if _began(pid) == began}
     parents: dict[int, int] = {}
-    for pid in _pids():
+    for pid in pids():
         status = _status(pid)
         if status is None:
             continue
@@ -175,7 +175,8 @@ def _processes(mark: str, roots: Mapping[int, str]) -> set[int]:
     return found - {os.getpid()}
 
 
-def _pids() -> Iterator[int]:
+def pids() -> Iterator[int]:
+    """The processes there are."""
     return (int(name) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208
 
 
@@ -194,19 +195,19 @@ def _began(pid: int) -> str | None:
     return status[19] if status else None
 
 
-def _mapped(pids: Iterable[int]) -> set[str]:
+def mapped(processes: Iterable[int]) -> set[str]:
     """Files of shared memory that processes map."""
     found = set()
-    for pid in pids:
+    for pid in processes:
         lines = _read(f"/proc/{pid}/maps").decode(errors="replace").splitlines()
         found |= {line[line.index(_SHARED) :] for line in lines if _SHARED in line}
     return {path for path in found if not path.endswith(" (deleted)")}
 
 
-def _named(pids: Iterable[int]) -> set[str]:
+def named(processes: Iterable[int]) -> set[str]:
     """Files of shared memory that carry the id of their process in the name, as loky's semaphores do."""
     names = os.listdir(_SHARED) if os.path.isdir(_SHARED) else []  # noqa: PTH112, PTH208
-    return {f"{_SHARED}{name}" for pid in pids for name in names if f"-{pid}-" in name}
+    return {f"{_SHARED}{name}" for pid in processes for name in names if f"-{pid}-" in name}
 
 
 def _listening(pid: int) -> set[str]:
@@ -283,7 +284,7 @@ def main() -> None:
     roots = dict(rest.split() for kind, rest in lines if kind == "root")
     reap(mark, {int(pid): began for pid, began in roots.items()}, patience=10 * PATIENCE)
     shutil.rmtree(folder, ignore_errors=True)
-    shared = {path for kind, path in lines if kind == "shared"} - _mapped(_pids())
+    shared = {path for kind, path in lines if kind == "shared"} - mapped(pids())
     sockets = {path for kind, path in lines if kind == "file" and os.getppid() != client}  # a client closes its own
     for path in shared | sockets:
         with contextlib.suppress(OSError):

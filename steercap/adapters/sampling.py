@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from steercap.adapters.complaints import named, shown
+from steercap.adapters.complaints import named
 from steercap.core.plan import EXTRA_ARGS_KEY
+from steercap.core.values import shown
 from steercap.errors import InvalidRequest
 
 #: Fields that vLLM fills in itself, and those it says are its own.

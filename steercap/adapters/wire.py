@@ -18,8 +18,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from steercap.adapters.complaints import named, shown
-from steercap.core.values import index_of
+from steercap.adapters.complaints import named
+from steercap.core.values import index_of, shown
 from steercap.errors import InvalidPrompt, InvalidRequest
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "cache_salt")

@@ -7,6 +7,10 @@ import signal
 import sys
 from typing import Final
 
+from steercap.core.extras import require
+
+require("cli")  # every module of this room imports what it brings
+
 #: Exit codes of a command that was interrupted or terminated.
 STOPPED: Final = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 

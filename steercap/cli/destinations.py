@@ -8,10 +8,15 @@ import tempfile
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 import typer
 
 from steercap.cli.terminal import Terminal
+from steercap.core.extras import require
+
+#: What writes a file, by its extension, where it is an extra.
+BROUGHT: Final = {".gguf": ("gguf",), ".png": ("plots",)}
 
 
 def file_ready(path: Path, *, extensions: Sequence[str], option: str = "--out", hint: str = "") -> None:
@@ -25,6 +30,7 @@ def file_ready(path: Path, *, extensions: Sequence[str], option: str = "--out", 
         hint: what else to say where the extension is another.
 
     Raises:
+        MissingExtra: what writes such a file is not installed.
         typer.BadParameter: another extension, a folder, or a place where nothing can be written.
     """
     if path.suffix.lower() not in extensions:
@@ -32,6 +38,7 @@ def file_ready(path: Path, *, extensions: Sequence[str], option: str = "--out", 
         raise typer.BadParameter(f"{path}: give a name that ends in {known}{hint}", param_hint=option)
     if path.is_dir():
         raise typer.BadParameter(f"{path} is a folder; give the name of a file", param_hint=option)
+    require(*BROUGHT.get(path.suffix.lower(), ()))
     _try(path, option)
 
 

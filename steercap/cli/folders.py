@@ -13,6 +13,7 @@ from rich.text import Text
 
 from steercap.cli.contents import kind_of
 from steercap.cli.tables import facts, span
+from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 
 if TYPE_CHECKING:
@@ -72,9 +73,9 @@ def _listed(layers: int | list[int]) -> list[int]:
 
 
 def _sweep(path: Path) -> Found:
-    from steercap.experiments.store import read_definition
+    from steercap.experiments.store import SWEEP
 
-    definition = read_definition(path / "sweep.json")
+    definition = SWEEP.read(path)
     answers = sum(_records(part) for part in (path / "answers").glob("*.parquet"))
     asked = _asked(definition)
     known = {
@@ -193,8 +194,9 @@ def _tables_in(path: Path, names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _records(path: Path) -> int:
-    import pyarrow as pa
-    from pyarrow import parquet
+    with extra("experiments", "personas"):
+        import pyarrow as pa
+        from pyarrow import parquet
 
     try:
         return int(parquet.read_metadata(path).num_rows)

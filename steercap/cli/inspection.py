@@ -15,6 +15,7 @@ from steercap.cli.contents import kind_of
 from steercap.cli.folders import inspected_folder
 from steercap.cli.tables import document_of, facts, origin, span, told_of
 from steercap.cli.terminal import Terminal
+from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 
 #: Rows of a table of records that are shown.
@@ -153,8 +154,9 @@ def _pt(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
 
 
 def _parquet(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
-    import pyarrow as pa
-    from pyarrow import parquet
+    with extra("experiments", "personas"):
+        import pyarrow as pa
+        from pyarrow import parquet
 
     try:
         file = parquet.ParquetFile(path)

@@ -22,6 +22,7 @@ from steercap.cli.onward import folded, sweeps_of
 from steercap.cli.selections import layers_of
 from steercap.cli.tables import document_of, facts
 from steercap.cli.terminal import Terminal
+from steercap.core.extras import require
 
 if TYPE_CHECKING:
     from steercap.core.spec import Layers
@@ -281,6 +282,7 @@ def check(settings: PersonaSettings, layers: Layers, out: Path, planned: Foresee
 
     Raises:
         typer.BadParameter: a number of the sampling that vLLM does not take.
+        MissingExtra: the extra "personas" is not installed.
         RunDiffers, InvalidFile: the folder holds another run.
         UnknownName, LayerOutOfRange, PointNotArmed: rows cannot be read there.
     """
@@ -288,6 +290,7 @@ def check(settings: PersonaSettings, layers: Layers, out: Path, planned: Foresee
     from steercap.persona.folder import check_same
     from steercap.persona.settings import described
 
+    require("personas")
     check_sampling(temperature=settings.temperature, seed=settings.seed)
     planned.check_capture(CaptureSpec(layers=layers, sites=settings.site))
     check_same(out, described(settings))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
+
+from steercap.concurrency.bounded import each_of
 
 if TYPE_CHECKING:
     from steercap.cli.prompts import Prompt
@@ -41,21 +42,18 @@ async def run_each(
         capture: what is kept of all of them; one sample each.
 
     Raises:
-        The errors of `SteerModel.generate`; of several at once an ExceptionGroup.
+        The errors of `SteerModel.generate`, the first of them.
     """
-    room = asyncio.Semaphore(UNDER_WAY if capture is None else CAPTURING)
 
-    async def run(number: int, prompt: Prompt) -> None:
-        async with room:
-            ask: Any = model.generate if isinstance(prompt.content, str) else model.chat
-            found = await ask(prompt.content, params, capture=capture, steering=steering, raw_output=True)
-            if capture is None:
-                take(number, found, None)
-                return
-            raw, handle = found
-            async with handle:
-                take(number, raw, handle)
+    async def run(numbered: tuple[int, Prompt]) -> None:
+        number, prompt = numbered
+        ask: Any = model.generate if isinstance(prompt.content, str) else model.chat
+        found = await ask(prompt.content, params, capture=capture, steering=steering, raw_output=True)
+        if capture is None:
+            take(number, found, None)
+            return
+        raw, handle = found
+        async with handle:
+            take(number, raw, handle)
 
-    async with asyncio.TaskGroup() as group:
-        for number, prompt in enumerate(prompts):
-            group.create_task(run(number, prompt))
+    await each_of(enumerate(prompts), run, UNDER_WAY if capture is None else CAPTURING)

@@ -16,6 +16,7 @@ from steercap.cli.selections import names_of, numbers_of
 from steercap.cli.sweep_file import measure_of, read_settings, sweep_of
 from steercap.cli.sweep_shown import report
 from steercap.cli.terminal import Terminal
+from steercap.core.extras import require
 
 if TYPE_CHECKING:
     from steercap.experiments import Measure, Sweep, SweepResults
@@ -60,6 +61,7 @@ def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Fores
         planned: the engine.
 
     Raises:
+        MissingExtra: the extra "experiments" or "plots" is not installed.
         InvalidSpec: two measures of one name, or one called as a column of the table.
         RunDiffers, InvalidFile: the folder holds another sweep.
         PointNotArmed, InvalidVector: the vectors do not fit the model.
@@ -67,6 +69,7 @@ def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Fores
     from steercap.experiments.running import measures_of
     from steercap.experiments.store import check_same
 
+    require("experiments", "plots")
     measures_of(measures)
     check_same(out, sweep)
     for name, vectors in sweep.vectors.items():

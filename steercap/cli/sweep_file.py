@@ -14,6 +14,7 @@ from steercap.cli.persona import is_file, trait_of
 from steercap.cli.prompts import PromptOptions
 from steercap.cli.selections import tokens_of
 from steercap.cli.steering import base_of
+from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def read_settings(path: Path | None, flags: Mapping[str, Any]) -> SweepFile:
         InvalidFile: no YAML, or a key that is unknown or does not fit.
         typer.BadParameter: something that neither says.
     """
-    import yaml
+    with extra("experiments"):
+        import yaml
 
     found: Any = {}
     if path is not None:

@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
+from itertools import chain, islice
 from typing import TypeVar
 
-from steercap.errors import SteercapError, first_error
+from steercap.errors import InvalidSetting, first_error
 
 Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
-async def each_of(items: Sequence[Item], work: Callable[[Item], Awaitable[None]], limit: int) -> None:
-    """Do some work on each item, begun in their order.
+async def each_of(items: Iterable[Item], work: Callable[[Item], Awaitable[Result]], limit: int) -> list[Result]:
+    """Do some work on each item, begun in their order; when this returns or raises, none of it is under way.
 
     Args:
-        items: what is worked on.
+        items: what is worked on; the next one is taken when it is begun.
         work: what is done.
         limit: how many are under way at once.
 
-    Raises:
-        SteercapError: the first that one of them raised; the others are cancelled.
-    """
-    left = iter(items)
+    Returns:
+        What became of each item, in their order.
 
-    async def worker() -> None:
-        for item in left:
-            await work(item)
+    Raises:
+        InvalidSetting: a limit below 1.
+        The first error that one of them raised, by itself rather than in a group; the others are cancelled.
+    """
+    if limit < 1:
+        raise InvalidSetting(f"{limit} at once; give 1 or more")
+    left, results = enumerate(items), dict[int, Result]()
+
+    async def work_off(first: tuple[int, Item]) -> None:
+        for place, item in chain([first], left):
+            results[place] = await work(item)
 
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(limit, len(items))):
-                group.create_task(worker())
-    except* SteercapError as failed:
-        raise first_error(failed) from None
+            for first in islice(left, limit):
+                group.create_task(work_off(first))
+    except BaseExceptionGroup as failed:
+        error = first_error(failed)
+        raise error from error.__cause__  # it keeps its own cause, and the group is none
+    return [results[place] for place in range(len(results))]

@@ -130,7 +130,7 @@ def parse_sites(sites: Any) -> tuple[str, ...]:
     Raises:
         InvalidSpec: none, or something else than names.
     """
-    found = [sites] if isinstance(sites, str) else _parts(sites, "sites")
+    found = [sites] if isinstance(sites, str) else parts_of(sites, "sites")
     if found is None or not all(isinstance(site, str) for site in found):
         raise InvalidSpec(f"sites={shown(sites)}; give the name of a site, or several in a list")
     if not found:
@@ -154,7 +154,7 @@ def parse_layers(layers: Any) -> Layers:
         return _plain_slice(found)
     if (index := index_of(found)) is not None:
         return index
-    parts = None if isinstance(found, str) else _parts(found, "layers")
+    parts = None if isinstance(found, str) else parts_of(found, "layers")
     if parts is None:
         raise InvalidSpec(
             f"layers={shown(layers)} is not a layer; use 'all', an index, a slice, a sequence of indices or a mask"
@@ -196,13 +196,6 @@ def check_armed(points: Iterable[Point], armed: Iterable[Point], known_sites: It
                 + (f" at layers {armed_layers} for {point.site!r}" if armed_layers else "")
                 + f"; arm it with SteerModel(..., sites=[..., {point.site!r}], layers=...)"
             )
-
-
-def _parts(values: Any, name: str) -> list[Any] | None:
-    try:
-        return parts_of(values)
-    except OverflowError as error:
-        raise InvalidSpec(f"{name}={shown(values)} holds {error}") from error
 
 
 def _plain_slice(layers: slice) -> slice:

@@ -119,10 +119,7 @@ def _terms(tokens: Any, depth: int) -> Iterable[Term]:
 
 def _union(tokens: Any, depth: int) -> Iterable[Term]:
     """The terms of a mask, or of several selections."""
-    try:
-        parts = parts_of(tokens) if depth < DEEPEST else None
-    except OverflowError as error:
-        raise InvalidSelection(f"tokens={shown(tokens)} holds {error}; use a slice, or a name") from error
+    parts = parts_of(tokens, "tokens", InvalidSelection) if depth < DEEPEST else None
     if parts is None:
         raise InvalidSelection(
             f"tokens={shown(tokens)} is not a selection; use a name, a slice, integer positions, a mask, "

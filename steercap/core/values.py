@@ -17,6 +17,8 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 
+from steercap.errors import InvalidRequest, InvalidSpec
+
 #: Most values of one selection, and what no position or layer reaches: beyond any context, within 64 bits.
 MOST_VALUES: Final = 1 << 20
 FAR: Final = 1 << 31
@@ -93,19 +95,24 @@ def plain(value: Any) -> Any:
     return _line(found) if isinstance(found, list) else found
 
 
-def parts_of(value: Any) -> list[Any] | None:
+def parts_of(value: Any, what: str, wrong: type[InvalidRequest] = InvalidSpec) -> list[Any] | None:
     """The parts of something that holds several, plain; None of anything else, and of a set of truth values.
 
+    Args:
+        value: what a user gave.
+        what: what it is, for the message: "layers".
+        wrong: the error to raise.
+
     Raises:
-        OverflowError: more than `MOST_VALUES`, or no end.
+        InvalidRequest: of the kind `wrong`: more than `MOST_VALUES`, or no end.
     """
-    value = plain(value)
+    given, value = value, plain(value)
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, bytearray, Mapping)):
         return None
     too_many = isinstance(value, range) and bool(value[MOST_VALUES:])
     found = [] if too_many else [plain(part) for part in islice(value, MOST_VALUES + 1)]
     if too_many or len(found) > MOST_VALUES:
-        raise OverflowError(f"more than {MOST_VALUES:,} values")
+        raise wrong(f"{what}={shown(given)} holds more than {MOST_VALUES:,} values; give fewer")
     unordered = isinstance(value, AbstractSet) and any(isinstance(part, bool) for part in found)
     return None if unordered else found
 

@@ -55,10 +55,8 @@ class Replace(Edit):
             return given
         if (position := index_of(given)) is not None:
             return (position,)
-        try:
-            parts = None if isinstance(given, AbstractSet) else parts_of(given)
-        except OverflowError as error:
-            raise InvalidEdit(f"Replace: positions={shown(given)} holds {error}") from error
+        unordered = isinstance(given, AbstractSet)
+        parts = None if unordered else parts_of(given, "Replace: positions", InvalidEdit)
         if parts is None:
             raise InvalidEdit(
                 f"Replace: positions={shown(given)}; give integers, in the order of the rows, or a mask of truth values"

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from steercap.core.extras import extra
 from steercap.errors import ModelNotLoaded
 
 #: By what a folder is known as a model, as vLLM looks for it: of transformers, or of Mistral's own format.
@@ -105,8 +106,9 @@ def local_folder(name: str) -> Path | None:
         return Path(name)
     if is_path(name) or importlib.util.find_spec("huggingface_hub") is None:
         return None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    with extra("cuda", "cpu"):
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
 
     try:
         found = try_to_load_from_cache(name, "config.json")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -273,10 +272,7 @@ def _named(name: object, vectors: object) -> LayerVectors:
 
 
 def _several(given: object, axis: str) -> list[Any]:
-    try:
-        found = parts_of(given)
-    except OverflowError as error:
-        raise InvalidSpec(f"Sweep: {axis} hold {error}") from error
+    found = parts_of(given, f"Sweep: {axis}")
     if found is None:
         raise InvalidSpec(f"Sweep: {axis}={shown(given)}; give a list or mapping with at least one entry")
     return found
@@ -287,8 +283,7 @@ def _together(layers: object) -> tuple[int, ...]:
     index = index_of(layers)
     indices: list[int | None] = [index]
     if index is None:
-        with contextlib.suppress(OverflowError):
-            indices = [index_of(layer) for layer in parts_of(layers) or [None]]
+        indices = [index_of(layer) for layer in parts_of(layers, "Sweep: layers") or [None]]
     if None in indices:
         raise InvalidSpec(f"Sweep: layers hold {shown(layers)}; give an index, or several that are steered at once")
     found = tuple(layer for layer in indices if layer is not None)

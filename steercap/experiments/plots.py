@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 
+from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
 from steercap.experiments.grid import Condition, Sweep
 from steercap.experiments.measures.base import Measure
@@ -73,7 +74,8 @@ def plot_doses(
 
 
 def _figure(results: Plotted, vector: str, labels: Sequence[str]) -> Figure:
-    from matplotlib.figure import Figure
+    with extra("plots"):
+        from matplotlib.figure import Figure
 
     summary = results.summary()
     own = [one.condition for one in summary if one.condition.vector == vector]
@@ -151,7 +153,8 @@ def _draw(axes: Any, means: Mapping[Condition, Mean], plain: Mean, operation: st
 
 def _scale_log(axes: Any) -> None:
     """A logarithmic axis that says 2, 5, 10, ..., whatever part of it is seen."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+    with extra("plots"):
+        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))

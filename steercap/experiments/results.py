@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
 from steercap.experiments.grid import Condition, Sweep
 from steercap.experiments.measures.base import Measure
@@ -43,7 +44,8 @@ class SweepResults:
     @property
     def table(self) -> pa.Table:
         """A row for each answer, its numbers in columns of their own, as a pyarrow Table."""
-        import pyarrow as pa
+        with extra("experiments"):
+            import pyarrow as pa
 
         rows = [msgspec.to_builtins(record) for record in self.records]
         for label, values in self.values.items():
@@ -53,7 +55,8 @@ class SweepResults:
 
     def save(self, path: str | Path) -> Path:
         """Write the table as one Parquet file, which appears whole or not at all."""
-        from pyarrow import parquet
+        with extra("experiments"):
+            from pyarrow import parquet
 
         with write_whole(Path(path)) as scratch:
             parquet.write_table(self.table, scratch)

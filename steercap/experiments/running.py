@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from steercap.concurrency.bounded import each_of
+from steercap.core.extras import require
 from steercap.core.spec import Point
 from steercap.core.values import shown
-from steercap.errors import InvalidSpec, InvalidVector, PointNotArmed, first_error
+from steercap.errors import InvalidSpec, InvalidVector, PointNotArmed
 from steercap.experiments.grid import Request, Sweep
 from steercap.experiments.measures import MEASURES
 from steercap.experiments.measures.base import Measure
@@ -52,11 +53,13 @@ async def run_sweep(
         progress: called with the number of answers so far, and of all answers.
 
     Raises:
+        MissingExtra: the extra "experiments" is not installed.
         RunDiffers: the folder holds another sweep, or that of another model: other weights are another model, whatever
             their folder is called.
         PointNotArmed, InvalidVector: the vectors do not fit the engine; before anything runs.
         The errors of `SteerModel.generate`; what was answered until then is kept.
     """
+    require("experiments")
     chosen = measures_of(measures)
     _check(model, sweep)
     folder = Folder(out, sweep.definition(identity(model)))
@@ -88,27 +91,24 @@ async def _answer(
 ) -> None:
     requests = list(sweep.requests())
     missing = [one for one in requests if one.number not in kept.rows or not kept.rows[one.number].answers(one)]
-    places = asyncio.Semaphore(concurrent)
 
-    async def ask(request: Request, spec: SteeringSpec | None) -> None:
-        try:
-            kept.add([await _asked(model, sweep, request, spec)])
-            progress(len(kept.rows), len(requests))
-        finally:
-            places.release()
+    async def ask(steered: tuple[Request, SteeringSpec | None]) -> None:
+        kept.add([await _asked(model, sweep, *steered)])
+        progress(len(kept.rows), len(requests))
 
     try:
-        async with asyncio.TaskGroup() as group:
-            for condition, alike in groupby(missing, lambda request: request.condition):
-                spec = sweep.spec(condition)
-                for request in alike:
-                    await places.acquire()
-                    group.create_task(ask(request, spec))
-    except BaseExceptionGroup as errors:
-        raise first_error(errors) from None
+        await each_of(_steered(sweep, missing), ask, concurrent)
     finally:
         kept.flush()
     kept.join()
+
+
+def _steered(sweep: Sweep, requests: Iterable[Request]) -> Iterator[tuple[Request, SteeringSpec | None]]:
+    """Requests with their steering, which those of one condition share."""
+    for condition, alike in groupby(requests, lambda request: request.condition):
+        spec = sweep.spec(condition)
+        for request in alike:
+            yield request, spec
 
 
 async def _asked(model: SteerModel, sweep: Sweep, request: Request, spec: SteeringSpec | None) -> Record:

@@ -15,11 +15,11 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
-from steercap.errors import InvalidFile, RunDiffers
+from steercap.core.values import shown
 from steercap.experiments.grid import Condition, Definition, Request, Sweep
 from steercap.experiments.measures.base import Answered, Measure
-from steercap.files.base import write_whole
 from steercap.files.tables import Parts
+from steercap.runs.folder import FolderKind
 
 #: Seconds between parts: what a killed process loses at most. A part takes some milliseconds to write.
 FLUSH_SECONDS: Final = 2.0
@@ -123,12 +123,8 @@ class Folder:
 
     def __init__(self, path: str | Path, definition: Definition) -> None:
         self.path = Path(path)
-        file = self.path / "sweep.json"
-        if file.exists():
-            _compare(file, definition)
-        else:
-            with write_whole(file) as scratch:
-                scratch.write_bytes(msgspec.json.format(msgspec.json.encode(definition)))
+        if SWEEP.open(self.path, definition) is None:
+            SWEEP.write(self.path, definition)
         self.answers: Kept[Record] = Kept(self.path / "answers", Record)
 
     def values(self, measure: Measure) -> Kept[Value]:
@@ -146,35 +142,15 @@ def check_same(path: str | Path, sweep: Sweep) -> None:
         sweep: that is to be run.
 
     Raises:
-        RunDiffers: a sweep of another definition is in it.
-        InvalidFile: its sweep.json cannot be read.
+        RunDiffers, InvalidFile: as of `Folder`.
     """
-    file = Path(path) / "sweep.json"
-    if file.exists():
-        _compare(file, sweep.definition(read_definition(file).model))
+    SWEEP.check_same(path, lambda found: sweep.definition(found.model))
 
 
-def read_definition(file: Path) -> Definition:
-    """What the sweep.json of a folder says.
-
-    Raises:
-        InvalidFile: it cannot be read.
-    """
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=Definition)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise InvalidFile(f"{file} cannot be read as the definition of a sweep: {error}") from error
-
-
-def _compare(file: Path, definition: Definition) -> None:
-    kept = read_definition(file)
-    was, now = _fields(kept), _fields(definition)
+def _differing(found: Definition, wanted: Definition) -> list[str]:
+    was, now = _fields(found), _fields(wanted)
     differ = [name for name in {**was, **now} if was.get(name) != now.get(name)]
-    if differ:
-        said = "; ".join(f"{name} was {_short(was.get(name))}, is {_short(now.get(name))}" for name in differ)
-        raise RunDiffers(
-            f"{file.parent} holds another sweep: {said}; give another folder, or the sweep it was begun with"
-        )
+    return [f"{name} was {shown(was.get(name))}, is {shown(now.get(name))}" for name in differ]
 
 
 def _fields(definition: Definition) -> dict[str, object]:
@@ -184,6 +160,5 @@ def _fields(definition: Definition) -> dict[str, object]:
     return {**{f"model.{name}": value for name, value in model.items()}, **said}
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+#: Folders of sweeps: all of the definition counts.
+SWEEP: Final = FolderKind("sweep.json", Definition, "sweep", _differing)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
+import re
 import struct
 import uuid
 from collections.abc import Iterator
@@ -35,6 +37,8 @@ _NO_PICKLE: Final = (
 )
 
 
+#: The name of a file until it is whole, and the process that writes it.
+_SCRATCH: Final = re.compile(r"\..+\.(?P<pid>[0-9a-f]{8})[0-9a-f]{24}")
 #: What is written, by the extension of its file.
 WRITTEN: Final = {
     ".safetensors": "`save` of a SteeringSpec, LayerVectors, a DirectionSet or a CaptureHandle",
@@ -68,7 +72,7 @@ def write_whole(path: Path) -> Iterator[Path]:
         OSError: it cannot be written, whatever safetensors or torch call it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    scratch = path.with_name(f".{path.name}.{os.getpid():08x}{uuid.uuid4().hex[:24]}")
     try:
         yield scratch
         scratch.replace(path)
@@ -79,6 +83,14 @@ def write_whole(path: Path) -> Iterator[Path]:
         if isinstance(error, (SafetensorError, RuntimeError)) and not isinstance(error, SteercapError):
             raise OSError(f"{path} cannot be written: {_first_line(error)}") from error
         raise
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed processes had begun to write below a folder; what a process that lives writes now stays."""
+    for path in folder.rglob(".*"):
+        found = _SCRATCH.fullmatch(path.name)
+        if found is not None and not Path(f"/proc/{int(found['pid'], 16)}").exists():
+            path.unlink(missing_ok=True)
 
 
 def write_tensors(path: Path, header: msgspec.Struct, tensors: dict[str, torch.Tensor]) -> Path:

@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 from steercap.files.base import check_extension, write_whole
 
@@ -31,8 +32,9 @@ def write_table(path: str | Path, records: Sequence[msgspec.Struct]) -> Path:
     Raises:
         InvalidFile: the name has another extension.
     """
-    import pyarrow as pa
-    from pyarrow import parquet
+    with extra("experiments", "personas"):
+        import pyarrow as pa
+        from pyarrow import parquet
 
     check_extension(Path(path), ".parquet")
     table = pa.Table.from_pylist([msgspec.to_builtins(record) for record in records])
@@ -51,8 +53,9 @@ def read_table(path: str | Path, kind: type[Record]) -> list[Record]:
     Raises:
         InvalidFile: no such file, no Parquet, or a table of something else.
     """
-    import pyarrow as pa
-    from pyarrow import parquet
+    with extra("experiments", "personas"):
+        import pyarrow as pa
+        from pyarrow import parquet
 
     try:
         rows = parquet.read_table(Path(path)).to_pylist()

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from steercap.core.extras import extra
 from steercap.errors import InvalidFile, InvalidSpec
 from steercap.files.base import blame, check_extension, write_whole
 from steercap.vectors import LayerVectors
@@ -30,7 +31,8 @@ def load_control_vector(path: str | Path) -> LayerVectors:
     Raises:
         InvalidFile: damaged, a GGUF file of something else, or a tensor that is not a finite float32 direction.
     """
-    from gguf import GGUFReader
+    with extra("gguf"):
+        from gguf import GGUFReader
 
     path = Path(path)
     try:
@@ -71,7 +73,8 @@ def save_control_vector(vectors: LayerVectors, path: str | Path, *, model_hint: 
 
 
 def _write(vectors: LayerVectors, path: Path, hint: str) -> None:
-    from gguf import GGUFWriter
+    with extra("gguf"):
+        from gguf import GGUFWriter
 
     writer = GGUFWriter(path, ARCHITECTURE)
     try:

@@ -10,7 +10,6 @@ asked for stays where it is, in the tables too, and is used again when it is ask
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,13 +17,10 @@ from typing import Any, Final
 
 import msgspec
 
-from steercap.errors import InvalidFile, RunDiffers
-from steercap.files.base import write_whole
 from steercap.persona.settings import JOINT, STAGES, other_answers, stage_hashes, trait_hashes
+from steercap.runs.folder import FolderKind
 
 VERSION: Final = 1
-#: Differences named in an error.
-NAMED: Final = 5
 #: Digits of a SHA-256 that a folder of parts is named by.
 _SHORT: Final = 16
 
@@ -45,6 +41,10 @@ class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settings: dict[str, Any]
     done: dict[str, str] = {}
 
+    def __post_init__(self) -> None:
+        if self.version != VERSION:  # msgspec's decoder makes a complaint about the file of it
+            raise ValueError(f"it is of version {self.version}; this steercap reads {VERSION}")
+
 
 def check_same(path: str | Path, settings: Mapping[str, Any]) -> None:
     """See that a folder holds no answers of other settings; of which model is not asked.
@@ -56,9 +56,7 @@ def check_same(path: str | Path, settings: Mapping[str, Any]) -> None:
     Raises:
         RunDiffers, InvalidFile: as of `RunFolder`.
     """
-    found = _state_of(Path(path))
-    if found is not None:
-        _check(Path(path), found, _State(VERSION, found.model, _plain(settings), {}))
+    RUN.check_same(path, lambda found: _State(VERSION, found.model, _plain(settings)))
 
 
 class RunFolder:
@@ -86,15 +84,12 @@ class RunFolder:
             for trait, digest in each[stage].items()
         }
         wanted = _State(VERSION, dict(model), _plain(settings))
-        found = _state_of(self.path)
+        found = RUN.open(self.path, wanted)
         if found is not None:
-            _check(self.path, found, wanted)
             known = {**wanted.settings, "traits": {**found.settings["traits"], **wanted.settings["traits"]}}
             wanted = msgspec.structs.replace(wanted, settings=known, done=found.done)
         self._state = wanted
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._sweep()
-        self._write()
+        RUN.write(self.path, self._state)
 
     def is_done(self, stage: str) -> bool:
         """Whether a stage's results are there for every trait, under what it depends on now."""
@@ -140,32 +135,7 @@ class RunFolder:
 
     def _mark(self, done: dict[str, str]) -> None:
         self._state = msgspec.structs.replace(self._state, done=done)
-        self._write()
-
-    def _write(self) -> None:
-        with write_whole(self.path / "settings.json") as scratch:
-            scratch.write_bytes(msgspec.json.format(msgspec.json.encode(self._state), indent=2))
-
-    def _sweep(self) -> None:
-        """Remove what a killed process had begun to write."""
-        for path in self.path.rglob(".*"):
-            if re.fullmatch(r"\..+\.[0-9a-f]{32}", path.name):
-                path.unlink(missing_ok=True)
-
-
-def _state_of(folder: Path) -> _State | None:
-    """What a folder says of itself, None if it says nothing.
-
-    Raises:
-        InvalidFile: it cannot be read.
-    """
-    path = folder / "settings.json"
-    if not path.exists():
-        return None
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=_State)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise InvalidFile(f"{path} holds no settings of a run: {error}; choose another folder") from error
+        RUN.write(self.path, self._state)
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,20 +144,10 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def _check(path: Path, found: _State, wanted: _State) -> None:
-    """See that the answers in a folder are those that are wanted."""
-    if found.version != VERSION:
-        raise InvalidFile(f"{path} is a run folder of version {found.version}; this steercap reads {VERSION}")
-    try:
-        what = other_answers(wanted.settings, found.settings, (wanted.model, found.model))
-    except (LookupError, TypeError, AttributeError) as error:
-        raise InvalidFile(
-            f"{path / 'settings.json'} lacks what this steercap must know to go on ({type(error).__name__}: {error}); "
-            "it was written by another version, or changed: choose another folder"
-        ) from error
-    if what:
-        more = f", and {len(what) - NAMED} more" if len(what) > NAMED else ""
-        raise RunDiffers(
-            f"{path} holds answers of another run ({'; '.join(what[:NAMED])}{more}); choose another folder, or ask for "
-            "the same"
-        )
+def _differing(found: _State, wanted: _State) -> list[str]:
+    """What differs, of what answers depend on: where later settings do, later stages are done again."""
+    return other_answers(wanted.settings, found.settings, (wanted.model, found.model))
+
+
+#: Folders of runs of personas.
+RUN: Final = FolderKind("settings.json", _State, "run", _differing)

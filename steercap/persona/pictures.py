@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from steercap.core.extras import extra
 from steercap.persona.records import SIGNS, Records
 from steercap.persona.settings import PersonaSettings
 from steercap.vectors import DirectionSet, chance_band
@@ -95,8 +96,9 @@ def draw_cosines(directions: DirectionSet, layer: int, path: Path) -> Path:
 
 
 def _figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    with extra("plots"):
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
 
     # Not through pyplot: a notebook's backend, and its open figures, are left alone.
     figure = Figure(figsize=(width, height), layout="constrained")

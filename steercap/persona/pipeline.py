@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from steercap.core.extras import require
 from steercap.core.spec import CaptureSpec, check_armed
 from steercap.files.tables import write_table
 from steercap.persona.folder import RunFolder
@@ -66,12 +67,14 @@ async def run(
     Source: Chen et al., Persona Vectors: Monitoring and Controlling Character Traits in Language Models.
 
     Raises:
+        MissingExtra: the extra "personas" is not installed.
         RunDiffers: the folder holds answers of another model or run; the message names the difference.
         InvalidFile: the folder holds something else.
         PointNotArmed, LayerOutOfRange: no tap where rows are to be read; before anything is generated.
         TooFewKept: of every trait, too few answers show it, or its opposite.
         The errors of `SteerModel.chat`, and of the scorer.
     """
+    require("personas")
     check(model, settings)
     folder = RunFolder(out, identity(model), described(settings))
     responses = await generate(model, settings, folder, progress)

@@ -251,7 +251,7 @@ def differences(mine: Any, theirs: Any, at: str = "") -> list[str]:
         names = dict.fromkeys([*theirs, *mine])
         parts = [(name, mine.get(name), theirs.get(name)) for name in names]
         return [line for name, ours, other in parts for line in differences(ours, other, f"{at}.{name}".strip("."))]
-    return [] if mine == theirs else [f"{at}: {_short(theirs)}, not {_short(mine)}"]
+    return [] if mine == theirs else [f"{at}: {shown(theirs)}, not {shown(mine)}"]
 
 
 def depends(stage: str) -> Sequence[str]:
@@ -276,10 +276,7 @@ def _layers(layers: Any) -> str | int | tuple[int, ...]:
         return layers
     if (index := index_of(layers)) is not None:
         return index
-    try:
-        indices = [index_of(layer) for layer in parts_of(layers) or []]
-    except OverflowError:
-        indices = []
+    indices = [index_of(layer) for layer in parts_of(layers, "layers", InvalidSetting) or []]
     found = tuple(index for index in indices if index is not None)
     if len(found) < len(indices):
         found = ()
@@ -289,8 +286,3 @@ def _layers(layers: Any) -> str | int | tuple[int, ...]:
             "range(start, stop, step)"
         )
     return found
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -11,8 +11,8 @@ from types import MappingProxyType
 from typing import Final
 
 import msgspec
-import yaml
 
+from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 
 #: What a rubric must hold, in braces.
@@ -86,6 +86,8 @@ def load_trait(path: str | Path) -> Trait:
     Raises:
         InvalidFile: no such file, no YAML, or a field that is missing, unknown or does not fit.
     """
+    with extra("personas"):
+        import yaml
     try:
         return msgspec.yaml.decode(Path(path).read_bytes(), type=Trait)
     except (OSError, msgspec.MsgspecError, yaml.YAMLError, UnicodeDecodeError) as error:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from rich.console import Console
-from rich.progress import Progress, Task
-from rich.text import Text
+from steercap.core.extras import extra
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, Task
 
 #: Seconds between two lines: seldom enough for a log, often enough to see that nothing hangs.
 SECONDS: Final = 15.0
@@ -26,6 +28,8 @@ def heartbeat(bar: Progress, console: Console, *, seconds: float = SECONDS) -> I
         console: where.
         seconds: between two lines.
     """
+    with extra("cli"):
+        from rich.text import Text
     if console.is_terminal:
         yield
         return

@@ -36,10 +36,8 @@ class SteeringSpec:
     preserve_norm: bool = False
 
     def __post_init__(self) -> None:
-        try:
-            edits = [self.edits] if isinstance(self.edits, (Edit, SteeringSpec)) else parts_of(self.edits)
-        except OverflowError as error:
-            raise InvalidSpec(f"SteeringSpec holds {error}") from error
+        alone = isinstance(self.edits, (Edit, SteeringSpec))
+        edits = [self.edits] if alone else parts_of(self.edits, "SteeringSpec: edits")
         if edits is None:
             raise InvalidSpec(f"SteeringSpec({shown(self.edits)}); give a list of edits")
         object.__setattr__(self, "edits", tuple(edits))

@@ -194,8 +194,10 @@ def _left(client: subprocess.Popen[str], mark: str, before: set[Path]) -> str:
 
 def _marked(mark: str) -> list[int]:
     """Processes that carry the mark, zombies aside."""
+    from steercap.adapters.reaper import pids
+
     needle, found = f"{_MARK}={mark}".encode(), []
-    for pid in _pids():
+    for pid in pids():
         with contextlib.suppress(OSError):
             if needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.append(pid)
@@ -204,17 +206,9 @@ def _marked(mark: str) -> list[int]:
 
 def _in_use() -> set[Path]:
     """Files of shared memory that some process maps, or is named in: other programs run beside this one."""
-    found, names = set(), list(_SHARED.iterdir())
-    for pid in _pids():
-        with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
-            found |= {Path(line[line.index(str(_SHARED)) :]) for line in lines if f" {_SHARED}/" in line}
-        found |= {path for path in names if f"-{pid}-" in path.name}
-    return found
+    from steercap.adapters.reaper import mapped, named, pids
 
-
-def _pids() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return {Path(path) for path in mapped(pids()) | named(pids())}
 
 
 def _shown(pid: int) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from steercap.core.extras import extra
 from steercap.core.spec import Point
 from steercap.families import family_of
 from steercap.families.base import Family
@@ -32,7 +33,8 @@ class Reference:
     """
 
     def __init__(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
-        from transformers import AutoModelForCausalLM
+        with extra("cuda", "cpu"):
+            from transformers import AutoModelForCausalLM
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, attn_implementation="eager")
         self.model.eval()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from pathlib import Path
 from typing import Final
 
+from steercap.core.extras import extra
 from steercap.errors import ModelNotLoaded
 from steercap.testing.cache import cached
 
@@ -28,7 +30,11 @@ def smollm2() -> Path:
 
 def _convert(folder: Path) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with extra("cuda", "cpu"):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    with extra("demo"):
+        importlib.import_module("gguf")  # transformers asks for it only once it reads the file
 
     source = str(_package_folder())
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)

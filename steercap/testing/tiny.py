@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from steercap.core.extras import extra
 from steercap.families import FAMILIES
 from steercap.testing.cache import cached
 
@@ -28,7 +29,9 @@ def tiny_checkpoint(family: str) -> Path:
 
 def _write(family: str, folder: Path) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with extra("cuda", "cpu"):
+        from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = dict(FAMILIES[family].tiny)
     special = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
@@ -45,8 +48,9 @@ def _write(family: str, folder: Path) -> None:
 
 
 def _tokenizer() -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    with extra("cuda", "cpu"):
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     roles = {f"{role}_token": f"<{role}>" for role in ("bos", "eos", "pad")}

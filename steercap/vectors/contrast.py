@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 
+from steercap.core.extras import require
 from steercap.core.values import number_of, parts_of, shown
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.vectors.directions import DirectionSet, Provenance
@@ -115,9 +116,11 @@ def check_groups(
 
     Raises:
         UnknownName: a method that does not exist.
+        MissingExtra: a method whose libraries are not installed.
         InvalidSpec: no texts, too few groups to hold any out, or no pairs for a method that needs them.
     """
     how = METHODS[method]
+    require(*how.extras)
     ours, theirs = (torch.zeros(len(groups), 1, 1) for groups in (positive, negative))
     seen, _ = Contrast(ours, theirs, positive, negative).split(held_out, seed)
     if how.paired:
@@ -125,10 +128,7 @@ def check_groups(
 
 
 def _groups(given: Any, kind: str) -> list[Hashable]:
-    try:
-        found = parts_of(given)
-    except OverflowError as error:
-        raise InvalidSpec(f"Contrast: {kind}_groups hold {error}") from error
+    found = parts_of(given, f"Contrast: {kind}_groups")
     if found is None or not all(isinstance(group, Hashable) for group in found):
         raise InvalidSpec(f"Contrast: {kind}_groups={shown(given)}; give a list of text or numbers, one for each text")
     return found
@@ -191,11 +191,26 @@ def separability(vectors: LayerVectors, contrast: Contrast, layers: Sequence[int
         contrast: rows that the vectors were not made from.
         layers: what the second axis of the rows is.
     """
-    from sklearn.metrics import roc_auc_score
+    found = {}
+    for at, layer in enumerate(layers):
+        along = vectors[layer].double()
+        found[layer] = area(contrast.positive[:, at].double() @ along, contrast.negative[:, at].double() @ along)
+    return found
 
-    kinds = [1] * len(contrast.positive) + [0] * len(contrast.negative)
-    rows = torch.cat([contrast.positive, contrast.negative]).double()
-    return {
-        layer: float(roc_auc_score(kinds, (rows[:, at] @ vectors[layer].double()).numpy()))
-        for at, layer in enumerate(layers)
-    }
+
+def area(positive: Float[torch.Tensor, " p"], negative: Float[torch.Tensor, " n"]) -> float:
+    """Area under the ROC curve: how often a positive number is above a negative one, equal ones counted half.
+
+    Source: Hanley and McNeil (1982), The meaning and use of the area under a receiver operating characteristic curve.
+
+    Args:
+        positive, negative: numbers of each kind, one at least.
+
+    Raises:
+        InvalidVector: NaN or infinity.
+    """
+    if not (positive.isfinite().all() and negative.isfinite().all()):
+        raise InvalidVector("rows that are to be told apart hold NaN or infinity; leave out the text that overflows")
+    ordered = negative.sort().values
+    below, up_to = (torch.searchsorted(ordered, positive.contiguous(), right=right).sum() for right in (False, True))
+    return float(below + up_to) / (2 * len(positive) * len(negative))

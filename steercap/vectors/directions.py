@@ -262,10 +262,7 @@ def alike(one: Mark, other: Mark) -> bool:
 
 
 def _parts(given: object, what: str) -> list[Any]:
-    try:
-        found = parts_of(given)
-    except OverflowError as error:
-        raise InvalidSpec(f"{what}={shown(given)} holds {error}") from error
+    found = parts_of(given, what)
     if found is None:
         raise InvalidSpec(f"{what}={shown(given)}; give several in a list")
     return found

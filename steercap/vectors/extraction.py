@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from jaxtyping import Float
 
+from steercap.concurrency.bounded import each_of
 from steercap.core.prompts import listed, templated
 from steercap.core.protocols import ReadingModel
 from steercap.core.spec import CaptureSpec, Layers, Reduction
@@ -105,6 +105,7 @@ async def extract(
     Raises:
         InvalidSpec: no texts, or too few to hold any out.
         UnknownName: a method that does not exist.
+        MissingExtra: a method whose libraries are not installed.
         The errors of `SteerModel.generate`.
     """
     _check_texts(positive, negative)
@@ -153,31 +154,28 @@ async def mean_rows(
     if not texts:
         raise InvalidSpec("no texts to read; give at least one")
     asked = [_asked(model.tokenizer, text, TokenSelection.parse(tokens)) for text in texts]
-    running = asyncio.Semaphore(CALLS)
     finished = 0
 
     async def read(part: Sequence[tuple[list[int], TokenSelection]]) -> tuple[torch.Tensor, int]:
         nonlocal finished
-        async with running:
-            specs = [CaptureSpec(layers=layers, sites=site, tokens=wanted, reduce=reduce) for _, wanted in part]
-            prompts = [{"prompt_token_ids": ids} for ids, _ in part]
-            handles = await model.read(prompts, capture=specs, steering=None)
-            await model.fetch_captures_batch(handles)
-            moved = sum(rows.nbytes for handle in handles for rows in handle.captures.values())
-            finished += len(part)
-            if progress is not None:
-                progress(finished)
-            return torch.stack([_row(handle.captures) for handle in handles]), moved
+        specs = [CaptureSpec(layers=layers, sites=site, tokens=wanted, reduce=reduce) for _, wanted in part]
+        prompts = [{"prompt_token_ids": ids} for ids, _ in part]
+        handles = await model.read(prompts, capture=specs, steering=None)
+        await model.fetch_captures_batch(handles)
+        moved = sum(rows.nbytes for handle in handles for rows in handle.captures.values())
+        finished += len(part)
+        if progress is not None:
+            progress(finished)
+        return torch.stack([_row(handle.captures) for handle in handles]), moved
 
-    async with asyncio.TaskGroup() as group:
-        parts = [asked[first : first + CALL_TEXTS] for first in range(0, len(asked), CALL_TEXTS)]
-        tasks = [group.create_task(read(part)) for part in parts]
-    found = CaptureSpec(layers=layers, sites=site).points(model.num_layers)
+    parts = [asked[first : first + CALL_TEXTS] for first in range(0, len(asked), CALL_TEXTS)]
+    found = await each_of(parts, read, CALLS)
+    points = CaptureSpec(layers=layers, sites=site).points(model.num_layers)
     return Rows(
-        torch.cat([task.result()[0] for task in tasks]),
-        tuple(point.layer for point in found),
+        torch.cat([rows for rows, _ in found]),
+        tuple(point.layer for point in points),
         tuple(_digest(ids) for ids, _ in asked),
-        sum(task.result()[1] for task in tasks),
+        sum(moved for _, moved in found),
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from steercap.core.extras import extra
 from steercap.core.values import index_of, number_of, shown
 from steercap.errors import InvalidRequest
 from steercap.files.base import write_whole
@@ -135,7 +136,8 @@ class TokenHeatmap:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Coloured text for a terminal, in lines that end between tokens."""
-        from rich.text import Text
+        with extra("cli"):
+            from rich.text import Text
 
         if self.title:
             yield Text(self.title, style="bold")
@@ -147,8 +149,9 @@ class TokenHeatmap:
 
     def _lines(self, place: int, width: int) -> Iterator[Text]:
         """The tokens under one name, in lines of at most `width` cells; a longer token is folded by rich."""
-        from rich.cells import cell_len
-        from rich.text import Text
+        with extra("cli"):
+            from rich.cells import cell_len
+            from rich.text import Text
 
         line = Text(overflow="fold")
         for at, token in enumerate(self.tokens):
@@ -176,7 +179,8 @@ class TokenHeatmap:
         Raises:
             InvalidRequest: more tokens than one picture can hold, 9,600.
         """
-        from matplotlib.figure import Figure
+        with extra("plots"):
+            from matplotlib.figure import Figure
 
         lines = list(lines_of(self.tokens, LINE))
         if len(lines) > LINES:
@@ -206,7 +210,8 @@ class TokenHeatmap:
 
     def _draw(self, axes: Any, first: int, line: Sequence[str]) -> Any:
         """Draw one line of tokens; the image, for its scale."""
-        from matplotlib.colors import LinearSegmentedColormap
+        with extra("plots"):
+            from matplotlib.colors import LinearSegmentedColormap
 
         assert self.limit is not None
         ends = [tuple(part / 255 for part in end) for end in (BELOW, CENTRE, ABOVE)]

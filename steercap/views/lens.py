@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 
+from steercap.core.extras import extra
 from steercap.errors import InvalidRequest, ModelNotLoaded, UnsupportedModel
 from steercap.files.base import write_whole
 from steercap.views.colours import ABOVE, CENTRE, colour, ink
@@ -87,8 +88,9 @@ class LogitLens:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Coloured tables for a terminal, as many columns each as fit its width; the last layer is on top."""
-        from rich.table import Table
-        from rich.text import Text
+        with extra("cli"):
+            from rich.table import Table
+            from rich.text import Text
 
         yield Text(self.title, style="bold")
         for first, line in lines_of(self.read, max(1, (options.max_width - 6) // (LETTERS + 1))):
@@ -111,7 +113,8 @@ class LogitLens:
         Args:
             path: the file; its ending says the format.
         """
-        from matplotlib.figure import Figure
+        with extra("plots"):
+            from matplotlib.figure import Figure
 
         lines = list(lines_of(self.read, COLUMNS))
         size = (
@@ -138,7 +141,8 @@ class LogitLens:
         Returns:
             matplotlib's image, for a colour bar.
         """
-        from matplotlib.colors import LinearSegmentedColormap
+        with extra("plots"):
+            from matplotlib.colors import LinearSegmentedColormap
 
         ends = [tuple(part / 255 for part in end) for end in (CENTRE, ABOVE)]
         colours = LinearSegmentedColormap.from_list("steercap lens", ends, N=255)
@@ -231,7 +235,8 @@ def _checkpoint(model: Source) -> tuple[str, str | None]:
 def _tokenizer(model: Source) -> Any:
     if not isinstance(model, (str, os.PathLike)):
         return model.tokenizer
-    from transformers import AutoTokenizer
+    with extra("cuda", "cpu"):
+        from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(os.fspath(model))

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from steercap.core.extras import extra
+
 Item = TypeVar("Item")
 
 #: The font of pictures, which comes with matplotlib.
@@ -55,6 +57,7 @@ def lines_of(items: Sequence[Item], count: int) -> Iterator[tuple[int, Sequence[
 
 @functools.cache
 def _font() -> Any:
-    from matplotlib.font_manager import findfont, get_font
+    with extra("plots"):
+        from matplotlib.font_manager import findfont, get_font
 
     return get_font(findfont(FONT))

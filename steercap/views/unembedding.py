@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import nn
 
+from steercap.core.extras import extra
 from steercap.errors import InvalidFile, InvalidRequest, ModelNotLoaded, UnsupportedModel
 from steercap.families import family_of
 
@@ -58,7 +59,8 @@ class Unembedding:
                 norm and an unembedding alone (OPT-350m), or quantised weights of these.
             InvalidFile: the files lack a tensor that the configuration promises.
         """
-        from transformers import AutoConfig
+        with extra("cuda", "cpu"):
+            from transformers import AutoConfig
 
         path = os.fspath(checkpoint)
         try:
@@ -115,7 +117,8 @@ def _modules(path: str, config: PretrainedConfig) -> tuple[nn.Module, nn.Module,
     Raises:
         UnsupportedModel: not a model whose last layer is followed by these alone.
     """
-    from transformers import AutoModelForCausalLM
+    with extra("cuda", "cpu"):
+        from transformers import AutoModelForCausalLM
 
     family = family_of(config.architectures or ())
     with torch.device("meta"):
@@ -177,7 +180,8 @@ def _files(path: str, revision: str | None) -> dict[str, Path]:
 
 
 def _file(path: str, name: str, revision: str | None) -> Path | None:
-    from transformers.utils import cached_file
+    with extra("cuda", "cpu"):
+        from transformers.utils import cached_file
 
     found = cached_file(
         path,

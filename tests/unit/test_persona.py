@@ -20,7 +20,6 @@ import yaml
 from rich.console import Console
 
 from steercap.cli.persona import left_out_of, table_of
-from steercap.concurrency.bounded import each_of
 from steercap.core.spec import Point
 from steercap.errors import (
     InvalidFile,
@@ -517,26 +516,6 @@ def test_records_are_written_in_parts_as_they_come(tmp_path) -> None:
 
 
 # Stages that need no engine
-
-
-async def test_work_is_limited_and_an_error_comes_as_itself() -> None:
-    """So many at once and no more; the first error of ours ends the others, in no group."""
-    now, most, done = 0, 0, []
-
-    async def work(item: int) -> None:
-        nonlocal now, most
-        now, most = now + 1, max(most, now + 1)
-        await asyncio.sleep(0)  # lets the others go on
-        now -= 1
-        done.append(item)
-        if item == 5:
-            raise JudgeFailed("the fifth")
-
-    await each_of(range(5), work, 3)
-    assert (most, sorted(done)) == (3, [0, 1, 2, 3, 4])
-    with pytest.raises(JudgeFailed, match="the fifth"):
-        await each_of(range(5, 100), work, 3)
-    assert len(done) < 15
 
 
 @pytest.mark.parametrize(

@@ -275,3 +275,23 @@ def test_a_preset_stands_under_what_is_given() -> None:
     documented = documented.replace('"', "'")
     assert all(f"`{name}={value!r}`" in documented for name, value in CPU.items() if name != "kv_cache_memory_bytes")
     assert f"kv_cache_memory_bytes={CPU['kv_cache_memory_bytes'] >> 20} MiB" in documented
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    """Its newest heading is `__version__`, with a day or Unreleased; headings are those of Keep a Changelog."""
+    text = (ROOT.parent / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert re.fullmatch(rf"\[{re.escape(steercap.__version__)}\] - (Unreleased|\d{{4}}-\d\d-\d\d)", versions[0])
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\S*\] - \d{4}-\d\d-\d\d", older) for older in versions[1:])
+    kinds = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert set(re.findall(r"^### (.*)$", text, re.MULTILINE)) <= kinds
+
+
+def test_the_two_commands_of_tests_leave_nothing_out_and_do_nothing_twice() -> None:
+    """`make test` runs what is not slow, `make test-all` that and then what is; CI runs the latter."""
+    makefile = (ROOT.parent / "Makefile").read_text()
+    assert re.findall(r"^(\S+): (\S+)\n\t\$\(BIN\)/python -m pytest (-m \S+(?: slow\")?)", makefile, re.MULTILINE) == [
+        ("test", "lint", '-m "not slow"'),
+        ("test-all", "test", "-m slow"),
+    ]
+    assert "exec make test-all" in (ROOT.parent / ".ci" / "run").read_text()

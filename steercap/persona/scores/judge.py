@@ -9,14 +9,17 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import httpx
-
+from steercap.concurrency.bounded import each_of
+from steercap.core.extras import extra
 from steercap.core.values import flag_of, index_of, number_of, shown
 from steercap.errors import InvalidSetting, JudgeFailed
 from steercap.persona.scores.base import Scored, Scorer
 from steercap.persona.trait import Trait
+
+if TYPE_CHECKING:
+    import httpx
 
 #: Tokens a judge may answer with: a number, or a few words around one.
 REPLY_TOKENS: Final = 16
@@ -89,25 +92,21 @@ class Judge(Scorer):
             )
 
     async def score(self, trait: Trait, exchanges: Sequence[Scored]) -> list[float | None]:
-        running = asyncio.Semaphore(self.concurrency)
+        with extra("personas"):
+            import httpx
         key = self.api_key or os.environ.get(self.api_key_env, "")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with httpx.AsyncClient(headers=headers, timeout=self.timeout) as client:
 
             async def one(exchange: Scored) -> float | None:
-                async with running:
-                    return number(await self._reply(client, asked(trait, exchange)))
+                return number(await self._reply(client, asked(trait, exchange)))
 
-            tasks: list[asyncio.Task[float | None]] = []
-            try:
-                async with asyncio.TaskGroup() as group:
-                    tasks += [group.create_task(one(exchange)) for exchange in exchanges]
-            except* JudgeFailed as failed:
-                raise failed.exceptions[0] from None
-        return [task.result() for task in tasks]
+            return await each_of(exchanges, one, self.concurrency)
 
     async def _reply(self, client: httpx.AsyncClient, prompt: str) -> Mapping[str, Any]:
         """The first choice of the endpoint's answer."""
+        with extra("personas"):
+            from httpx import TransportError
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [{"role": "user", "content": prompt}],
@@ -121,7 +120,7 @@ class Judge(Scorer):
             wait = min(self.backoff * 2**attempt, LONGEST_WAIT) * random.uniform(0.5, 1.0)  # noqa: S311 -- no secret
             try:
                 answer = await client.post(url, json=body)
-            except httpx.TransportError as error:
+            except TransportError as error:
                 trouble = f"{type(error).__name__}: {error}"
             else:
                 if answer.is_success:

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from steercap.core.extras import extra
 from steercap.errors import InvalidSetting, ModelNotLoaded
 from steercap.persona.scores.base import Scored, Scorer
 from steercap.persona.trait import Trait
+from steercap.vectors.contrast import area
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +98,7 @@ def cross_validated(trait: Trait) -> float:
     Each pair of examples is left out in turn, and what all of them get is compared: 1 tells all apart, 0.5 is chance.
     """
     import numpy as np
-    from sklearn.metrics import roc_auc_score
+    import torch
 
     pairs = len(trait.examples.positive)
     rows, kinds = embed([*trait.examples.positive, *trait.examples.negative]), [1] * pairs + [0] * pairs
@@ -105,7 +107,8 @@ def cross_validated(trait: Trait) -> float:
         out = [pair, pair + pairs]
         seen = [place for place in range(2 * pairs) if place not in out]
         chances[out] = _fitted(rows[seen], [kinds[place] for place in seen]).predict_proba(rows[out])[:, 1]
-    return float(roc_auc_score(kinds, chances))
+    found = torch.from_numpy(chances)
+    return area(found[:pairs], found[pairs:])
 
 
 @functools.cache
@@ -116,15 +119,17 @@ def _classifier(trait: Trait) -> Any:
 
 
 def _fitted(rows: Any, kinds: Sequence[int]) -> Any:
-    from sklearn.linear_model import LogisticRegression
+    with extra("probes"):
+        from sklearn.linear_model import LogisticRegression
 
     return LogisticRegression(C=C, max_iter=1000).fit(rows, kinds)
 
 
 @functools.cache
 def _encoder() -> tuple[Any, Any]:
-    from transformers import AutoModel, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
+    with extra("cuda", "cpu"):
+        from transformers import AutoModel, AutoTokenizer
+        from transformers.utils.logging import disable_progress_bar
 
     folder = _folder()
     disable_progress_bar()

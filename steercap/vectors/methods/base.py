@@ -16,6 +16,8 @@ class Method(ABC):
 
     #: Whether row i of both kinds belong together, so that there must be as many of each.
     paired: bool = False
+    #: What it needs beside steercap's own dependencies.
+    extras: tuple[str, ...] = ()
 
     @abstractmethod
     def direction(

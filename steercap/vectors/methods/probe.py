@@ -6,6 +6,7 @@ from typing import Final
 
 import torch
 
+from steercap.core.extras import extra
 from steercap.vectors.methods.base import Method, carrying
 
 #: Inverse strength of the penalty on standardised rows: with fewer rows than elements the classes can always be
@@ -16,8 +17,11 @@ C: Final = 0.01
 class Probe(Method):
     """Coefficients of an L2-penalised logistic regression on standardised rows, in the units of the stream."""
 
+    extras = ("probes",)
+
     def direction(self, positive: torch.Tensor, negative: torch.Tensor, seed: int) -> torch.Tensor:
-        from sklearn.linear_model import LogisticRegression
+        with extra("probes"):
+            from sklearn.linear_model import LogisticRegression
 
         rows = torch.cat([positive, negative])
         spread = rows.std(0, unbiased=False)

