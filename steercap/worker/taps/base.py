@@ -154,6 +154,6 @@ class Taps(ABC):
         self,
         hidden: Float[torch.Tensor, "n width"],
         residual: Float[torch.Tensor, "n width"] | None,
-        point: Int[torch.Tensor, 1],
+        point: Int[torch.Tensor, " 1"],
     ) -> None:
         """Copy and edit the rows wanted at `point`; called by the operator, once a point and pass."""

@@ -305,7 +305,7 @@ class CudaTaps(Taps):
         self,
         hidden: Float[torch.Tensor, "n width"],
         residual: Float[torch.Tensor, "n width"] | None,
-        point: Int[torch.Tensor, 1],
+        point: Int[torch.Tensor, " 1"],
     ) -> None:
         if hidden.shape[-1] != self.width or hidden.stride(-1) != 1 or len(hidden) > len(self._tokens):
             raise ValueError(

@@ -155,7 +155,7 @@ class HostTaps(Taps):
         self,
         hidden: Float[torch.Tensor, "n width"],
         residual: Float[torch.Tensor, "n width"] | None,
-        point: Int[torch.Tensor, 1],
+        point: Int[torch.Tensor, " 1"],
     ) -> None:
         if self.open_step is None:
             return
