@@ -94,7 +94,7 @@ def full8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What rows come back as, and the scale of each."""
     schema = PointSchema((rows.shape[1],), str(rows.dtype).removeprefix("torch."))
     stored = FULL8.encode(rows, schema, None)
-    return FULL8.decode(stored, schema, 0), stored[:, :4].contiguous().view(torch.float32)
+    return FULL8.decode(stored, schema, 0), stored[:, :4].flatten().clone().view(torch.float32)[:, None]
 
 
 def hold_to_bound(rows: torch.Tensor) -> None:
