@@ -184,7 +184,8 @@ async def same_tokens_elsewhere(handles: Sequence[CaptureHandle], other: SteerMo
     The other engine computes in one prefill pass what these may have computed token by token.
     """
     prompts = [{"prompt_token_ids": inputs_of(handle)} for handle in handles]
-    _, found = await other.generate(prompts, {"max_tokens": 1}, capture=EVERYTHING)
+    sites = tuple(dict.fromkeys(point.site for handle in handles for point in handle.points))
+    _, found = await other.generate(prompts, {"max_tokens": 1}, capture=CaptureSpec(sites=sites))
     await other.fetch_captures_batch(others := flat(found))
     return worst(
         by_part(handle, {point: known.captures[point][handle.positions] for point in handle.points})

@@ -16,20 +16,14 @@ from steercap.testing import Reference, tiny_checkpoint
 from steercap.testing.agreement import adds_up, edits_agree, places_of, rows_agree
 from steercap.testing.rows import GREEDY, MAX_ERROR, TINY_ENGINE, hold, random_prompt
 from steercap.testing.specs import OPERATIONS, VARIANTS, spec
-
-
-def sites_there(family: str) -> tuple[str, ...]:
-    """All sites that some layer of a family has."""
-    config = AutoConfig.from_pretrained(tiny_checkpoint(family))
-    layers = range(config.num_hidden_layers)
-    return tuple(name for name, site in SITES.items() if any(site.exists(FAMILIES[family], config, i) for i in layers))
+from steercap.testing.tiny import tiny_sites
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
 async def served(request) -> AsyncIterator[tuple[str, SteerModel, Reference]]:
     """One family: its name, its engine with all sites armed, and transformers on the same checkpoint."""
     path = tiny_checkpoint(request.param)
-    async with opened(path, sites=sites_there(request.param), **TINY_ENGINE) as model:
+    async with opened(path, sites=tiny_sites(request.param), **TINY_ENGINE) as model:
         yield request.param, model, Reference(path)
 
 
@@ -63,15 +57,15 @@ def test_a_router_and_neurons_are_where_the_model_has_them() -> None:
     there = {site: [SITES[site].exists(FAMILIES["qwen3_moe"], config, layer) for layer in range(4)] for site in SITES}
     assert there["router"] == [True, False, True, True]
     assert there["neurons"] == [False, True, False, False]
-    assert set(sites_there("qwen3_moe")) == set(SITES)
-    assert "router" not in sites_there("llama")
+    assert set(tiny_sites("qwen3_moe")) == set(SITES)
+    assert "router" not in tiny_sites("llama")
 
 
 async def test_compiled_rows_are_those_of_transformers(tiny_reference, record_property) -> None:
     """Through torch.compile's graph (inductor), taps at all sites fire, read and write the same rows as in eager mode."""
     prompts = [random_prompt(length, seed) for seed, length in enumerate((1, 40, 133))]
     arguments = {**TINY_ENGINE, "enforce_eager": False}
-    sites = sites_there("qwen3")
+    sites = tiny_sites("qwen3")
     names = list(product((*OPERATIONS, *VARIANTS), sites))
     everything = CaptureSpec(sites=sites)
     async with opened(tiny_checkpoint("qwen3"), sites=sites, **arguments) as model:
