@@ -15,7 +15,10 @@ import numpy as np
 import torch
 
 from steercap.core.messages import Attached, LineRange, Owner, Parcel
+from steercap.core.records import LINE_BYTES
 from steercap.core.rows import page_shape
+from steercap.core.schema import PointSchema
+from steercap.encodings import ENCODINGS
 from steercap.engine.fetching import Fetcher, Rank
 from steercap.transport.reader import SharedReader
 from steercap.transport.shared import HEADER_BYTES, SharedSegment
@@ -25,31 +28,33 @@ TICK = 0.0005
 
 def parcels(args: argparse.Namespace) -> tuple[SharedSegment, Attached, list[Parcel]]:
     """An arena full of requests, and where each one's rows are."""
-    line_bytes = args.width * 2
-    shape = page_shape(args.points, line_bytes)
-    pages = shape.pages(args.rows, args.points)
+    schemas = (PointSchema((args.width,), "bfloat16"),) * args.points
+    record = ENCODINGS["raw"].record(schemas).lines
+    shape = page_shape(record)
+    pages = shape.pages(args.rows, record)
     segment = SharedSegment.create(args.requests * pages * shape.page_bytes)
     memory = np.frombuffer(segment.memory, dtype=np.int64, offset=HEADER_BYTES)
     memory[:] = np.arange(len(memory))
     attached = Attached(
         points=tuple(range(args.points)),
-        width=args.width,
-        dtype="bfloat16",
+        schemas=schemas,
+        shard=0,
         page_lines=shape.lines,
         pages=args.requests * pages,
         bank_rows=0,
+        bank_width=args.width,
         tallies=0,
-        tally_records=0,
+        held=0,
         path=segment.path,
         nonce=segment.nonce,
     )
-    per_page = shape.records(args.points)
+    per_page = shape.records(record)
     found = []
     for request in range(args.requests):
         ranges = tuple(
             LineRange(
                 (page * args.requests + request) * shape.lines,
-                min(per_page, args.rows - page * per_page) * args.points,
+                min(per_page, args.rows - page * per_page) * record,
             )
             for page in range(pages)
         )
@@ -57,11 +62,11 @@ def parcels(args: argparse.Namespace) -> tuple[SharedSegment, Attached, list[Par
         found.append(
             Parcel(
                 owner=Owner(f"r{request}", 0),
-                codec="raw",
+                encoding="raw",
+                numbers=0,
                 points=attached.points,
                 lines=ranges,
                 stored_rows=args.rows,
-                dtype="bfloat16",
                 positions=labels,
                 token_ids=labels,
                 writes=args.rows,
@@ -101,14 +106,17 @@ async def main() -> None:
             watch.cancel()
             assert all(delivery.failure is None for delivery in deliveries)
             for parcel, delivery in zip(found, deliveries, strict=True):
-                last = lines[parcel.lines[-1].start + parcel.lines[-1].count - 1]
-                assert torch.equal(delivery.rows[0][-1, -1].view(torch.uint8), last)
+                stop = parcel.lines[-1].start + parcel.lines[-1].count
+                size = args.width * 2
+                last = lines[stop - -(-size // LINE_BYTES) : stop].flatten()[:size]
+                (rows,) = delivery.shards[args.points - 1]
+                assert torch.equal(rows[-1].view(torch.uint8), last)
             del deliveries
         rates = ", ".join(f"{moved / 1e9 / second:.2f}" for second in seconds)
         print(
             f"{moved / 1e9:.2f} GB, {fetcher.threads} threads: {rates} GB/s; the loop was late by {np.quantile(seen, 0.99) * 1e3:.2f} ms (99 %), {max(seen) * 1e3:.2f} ms at most"
         )
-        await fetcher.aclose()
+        fetcher.close()
 
 
 asyncio.run(main())

@@ -110,34 +110,39 @@ def kernel_times() -> dict[str, float]:
     import numpy as np
     import torch
 
+    from steercap.core.schema import PointSchema
     from steercap.core.spec import Point
     from steercap.steering.lowering import lower
     from steercap.worker.batch import BatchRows
     from steercap.worker.step import Step
-    from steercap.worker.taps.base import TapSizes
+    from steercap.worker.taps.base import Installed, TapSizes
     from steercap.worker.taps.host import HostTaps
 
     found = {}
+    point, schema = Point(0, "resid_post"), PointSchema((WIDTH,), "float32")
     for different in (1, 8, 64):
-        taps = HostTaps((0,), WIDTH, TapSizes(slots=64, bank_rows=64, entries=16, tokens=64))
+        taps = HostTaps(Installed((0,), (schema,), (False,)), TapSizes(slots=64, bank_rows=64, entries=16, tokens=64))
         for slot, spec in enumerate(specs("cap", [0], different)):
-            ready = lower(spec, armed={Point(0, "resid_post"): 0}, num_layers=1, width=WIDTH, edits_per_point=16)
+            ready = lower(spec, armed={point: 0}, schemas={point: schema}, num_layers=1, edits_per_point=16)
             (data,) = ready.vectors.values()
             taps.put([slot], torch.frombuffer(bytearray(data), dtype=torch.float32)[None])
             taps.configure(slot, ready.configuration, [[slot]])
         tokens, none = np.arange(64), np.full(64, -1)
         slots, masks = tokens // (64 // different), np.ones(64, dtype=np.int32)
         edits = taps.programs.evidence(slots, masks)
-        step = Step(slots, tokens, tokens, none, 0 * tokens, none, slots, masks, 0 * tokens, edits, {})
+        step = Step(
+            owners=slots, tokens=tokens, positions=tokens, firsts=tokens, lines=none, tallies=none, layouts=none,
+            slots=slots, masks=masks, copies=0 * tokens, edits=edits, replaced={},
+        )  # fmt: skip
         ids = torch.from_numpy(tokens)
-        hidden, residual, point = torch.randn(64, WIDTH), torch.randn(64, WIDTH), torch.zeros(1, dtype=torch.int32)
+        hidden, residual, place = torch.randn(64, WIDTH), torch.randn(64, WIDTH), torch.zeros(1, dtype=torch.int32)
         with torch.inference_mode():
-            taps.open(step, BatchRows(["all"], tokens[:1], tokens[-1:] + 1, ids, ids))
+            taps.open(step, BatchRows(["all"], tokens[:1], tokens[-1:] + 1, ids, ids), None)
             best = float("inf")
             for _ in range(7):
                 start = time.perf_counter()
                 for _ in range(300):
-                    taps.on_tap(hidden, residual, point)
+                    taps.on_tap(hidden, residual, place, 0)
                 best = min(best, (time.perf_counter() - start) / 300)
         found[f"K={different}"] = best * 1e6
     return found

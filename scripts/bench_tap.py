@@ -21,12 +21,14 @@ from rich.console import Console
 from rich.table import Table
 
 from steercap import Add, LowRank, SteeringSpec
+from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.kernels import triton_tap
 from steercap.steering.lowering import lower
 from steercap.worker.batch import BatchRows
+from steercap.worker.layouts import Form
 from steercap.worker.step import Step
-from steercap.worker.taps.base import TapSizes
+from steercap.worker.taps.base import Installed, TapSizes
 from steercap.worker.taps.cuda import CudaTaps
 from steercap.worker.taps.transfers import CudaTransfers
 
@@ -72,11 +74,16 @@ def cost(width: int, tokens: int, mode: str) -> float:
     device = torch.device("cuda")
     slots = min(specs, tokens)
     sizes = TapSizes(slots=256, bank_rows=4096, entries=16, tokens=max(tokens, 256), arena_bytes=None)
-    taps = CudaTaps(range(POINTS), width, sizes, torch.bfloat16, CudaTransfers(device), captures=True)
+    schema = PointSchema((width,), "bfloat16")
+    installed = Installed(tuple(range(POINTS)), (schema,) * POINTS, (True,) * POINTS)
+    taps = CudaTaps(installed, sizes, CudaTransfers(device))
     armed = {Point(layer, "resid_post"): layer for layer in range(POINTS)}
+    schemas = dict.fromkeys(armed, schema)
     row = 0
     for slot in range(slots):
-        ready = lower(spec_of(operation, width, slot), armed=armed, num_layers=POINTS, width=width, edits_per_point=16)
+        ready = lower(
+            spec_of(operation, width, slot), armed=armed, schemas=schemas, num_layers=POINTS, edits_per_point=16
+        )
         places = []
         for blob in ready.configuration.blobs:
             values = torch.frombuffer(bytearray(ready.vectors[blob.digest]), dtype=torch.float32).view(-1, width)
@@ -85,12 +92,11 @@ def cost(width: int, tokens: int, mode: str) -> float:
             row += len(values)
         taps.configure(slot, ready.configuration, places)
     every = np.arange(tokens)
-    layout = taps.layouts.acquire(range(POINTS), before_edits=False)
+    layout = taps.layouts.acquire(range(POINTS), Form())
     assert layout is not None
     chosen = every % slots if slots else np.full(tokens, -1)
     masks = np.full(tokens, 1 if slots else 0, dtype=np.int32)
-    lines = every * POINTS if copies else np.full(tokens, -1)
-    records = np.full(tokens, POINTS if copies else 0)
+    lines = every * layout.raw.lines if copies else np.full(tokens, -1)
     layouts = np.full(tokens, layout.number if copies else -1)
     nowhere = np.full(tokens, -1)
     step = Step(
@@ -100,9 +106,6 @@ def cost(width: int, tokens: int, mode: str) -> float:
         firsts=every,
         lines=lines,
         tallies=nowhere,
-        records=records,
-        stored=records,
-        projections=nowhere,
         layouts=layouts,
         slots=chosen,
         masks=masks,
@@ -126,7 +129,7 @@ def cost(width: int, tokens: int, mode: str) -> float:
     def tapped() -> None:
         for point in points:
             torch.add(hidden, 0.0, out=other)
-            taps.on_tap(hidden, residual, point)
+            taps.on_tap(hidden, residual, point, 0)
 
     return (replayed(tapped) - replayed(plain)) / POINTS
 

@@ -30,6 +30,8 @@ from steercap.transport.reader import Readable
 PART_BYTES: Final = 8 << 20
 #: Rows of fewer bytes are gathered as whole records, and taken apart afterwards.
 SMALL_BYTES: Final = 512
+#: Bytes of the largest element of a row.
+_ELEMENT: Final = 4
 
 
 class Assembly:
@@ -96,6 +98,7 @@ class Assembly:
                 stored = flat.view(rows, -1)[:, offset : offset + size].contiguous() if rows else flat.view(0, size)
             else:
                 stored = flat[first : first + rows * size].view(rows, size)
+                stored = stored.clone() if first % _ELEMENT else stored  # it is looked at as elements
                 first += rows * size
             found.append(self._encoding.decode(stored, schema, self._parcel.numbers))
         return found

@@ -68,7 +68,9 @@ def test_records_come_back_bit_for_bit(  # noqa: PLR0917 -- hypothesis gives the
         first += counts[place] * shape.lines + int(rng.integers(0, 4))
     arena = torch.from_numpy(rng.integers(0, 256, (first + 1, LINE_BYTES), dtype=np.uint8))
     ranges = tuple(LineRange(starts[place], count * shape.lines) for place, count in enumerate(counts) if count)
-    stored = [torch.tensor(rng.integers(0, 256, (rows, size), dtype=np.uint8)) for size in shape.sizes]
+    stored = [torch.empty((rows, size), dtype=torch.uint8) for size in shape.sizes]
+    for own in stored:
+        own.numpy()[:] = rng.integers(0, 256, own.shape)
     lines = [item.start + at for item in ranges for at in range(0, item.count, shape.lines)]
     for record, line in enumerate(lines):
         for offset, own in zip(shape.offsets, stored, strict=True):
