@@ -30,8 +30,6 @@ from steercap.transport.reader import Readable
 PART_BYTES: Final = 8 << 20
 #: Rows of fewer bytes are gathered as whole records, and taken apart afterwards.
 SMALL_BYTES: Final = 512
-#: Bytes of the largest element of a row.
-_ELEMENT: Final = 4
 
 
 class Assembly:
@@ -51,7 +49,9 @@ class Assembly:
         self._schemas = tuple(schemas)
         self._encoding = ENCODINGS[parcel.encoding]
         self._shape = self._encoding.record(self._schemas, parcel.numbers)
-        self._whole = min(self._shape.sizes, default=0) < SMALL_BYTES
+        # Whole lines are gathered, so that pieces are never small; the encoding has them to itself.
+        self._padded = tuple(-(-size // LINE_BYTES) * LINE_BYTES for size in self._shape.sizes)
+        self._whole = self._encoding.align < LINE_BYTES or min(self._shape.sizes, default=0) < SMALL_BYTES
         records = _records(parcel, self._shape.lines, source)
         self._piece, self._places = self._pieces(records)
         flat = source.lines.numpy().reshape(-1)
@@ -64,7 +64,7 @@ class Assembly:
         if self._whole:
             stretches = [(0, self._shape.lines * LINE_BYTES)]
         else:
-            stretches = list(zip(self._shape.offsets, self._shape.sizes, strict=True))
+            stretches = list(zip(self._shape.offsets, self._padded, strict=True))
         numbers = [number for stretch in stretches for number in stretch]
         piece = gcd(int(np.gcd.reduce(starts)) if len(starts) else 0, *numbers) or LINE_BYTES
         places = [
@@ -93,14 +93,14 @@ class Assembly:
         """
         rows, flat = self._parcel.stored_rows, torch.from_numpy(self._result).view(-1)
         found, first = [], 0
-        for schema, offset, size in zip(self._schemas, self._shape.offsets, self._shape.sizes, strict=True):
+        shape = zip(self._schemas, self._shape.offsets, self._shape.sizes, self._padded, strict=True)
+        for schema, offset, size, padded in shape:
             if self._whole:
-                stored = flat.view(rows, -1)[:, offset : offset + size].contiguous() if rows else flat.view(0, size)
+                stored = flat.view(rows, -1)[:, offset : offset + size] if rows else flat.view(0, size)
             else:
-                stored = flat[first : first + rows * size].view(rows, size)
-                stored = stored.clone() if first % _ELEMENT else stored  # it is looked at as elements
-                first += rows * size
-            found.append(self._encoding.decode(stored, schema, self._parcel.numbers))
+                stored = flat[first : first + rows * padded].view(rows, padded)[:, :size]
+                first += rows * padded
+            found.append(self._encoding.decode(stored.contiguous(), schema, self._parcel.numbers))
         return found
 
 
