@@ -24,6 +24,8 @@ CHECKED: Final = (
     "steercap.worker.reduce",
     "steercap.worker.taps.base",
     "steercap.worker.taps.host",
+    "steercap.worker.taps.host_edits",
+    "steercap.worker.taps.host_rows",
 )
 
 
