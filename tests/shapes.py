@@ -1,7 +1,7 @@
 """Shapes in signatures are checked by the tests: a wrong annotation, and a tensor of another shape, are errors.
 
-jaxtyping's import hook rewrites modules as they are imported, so it is installed before any of them is. What vLLM's
-workers run, in processes of their own, is not checked: the same modules are, in the tests of one process.
+jaxtyping's import hook rewrites modules as they are imported, so it is installed before any of them is, by importing this one. What
+vLLM's workers run, in processes of their own, is not checked: the same modules are, in the tests of one process.
 """
 
 from __future__ import annotations
@@ -24,13 +24,9 @@ CHECKED: Final = (
     "steercap.worker.reduce",
     "steercap.worker.taps.base",
     "steercap.worker.taps.host",
+    "steercap.worker.taps.host_edits",
+    "steercap.worker.taps.host_rows",
 )
-
-
-def checked(modules: tuple[str, ...]) -> Any:
-    """Install the hook for these modules."""
-    assert not set(modules) & set(sys.modules), "what is imported already is not checked"
-    return install_import_hook(list(modules), "shapes.shapes_alone")
 
 
 def shapes_alone(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,3 +40,8 @@ def _names_a_shape(hint: Any) -> bool:
     if isinstance(hint, type) and issubclass(hint, AbstractArray):
         return True
     return any(map(_names_a_shape, get_args(hint)))
+
+
+# Once, however often `conftest` is imported: by pytest, and by the tests that take something from it.
+assert not set(CHECKED) & set(sys.modules), "what is imported already is not checked"
+install_import_hook(list(CHECKED), "shapes.shapes_alone")
