@@ -26,6 +26,10 @@ assert "triton" not in sys.modules, "a plugin of pytest has imported Triton, who
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from shapes import CHECKED, checked  # noqa: E402
+
+checked(CHECKED)
+
 from steercap import SteerModel  # noqa: E402
 from steercap.adapters.reaper import mapped, named, pids  # noqa: E402
 from steercap.testing import Reference, smollm2, tiny_checkpoint  # noqa: E402

@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from steercap.core.messages import Parcel
 from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
+from steercap.transport.assemble import assemble
+from steercap.transport.reader import Readable
 from steercap.worker.batch import BatchRows
 from steercap.worker.runtime import Runtime
 from steercap.worker.taps.base import Installed, Taps, TapSizes
@@ -114,6 +117,14 @@ def known_schemas(armed: Mapping[Point, int], width: int, layers: int) -> dict[P
         point: PointSchema((width,), "float32", changes_kv=point.layer < layers - 1 or point.site == "resid_pre")
         for point in armed
     }
+
+
+def rows_of(runtime: Runtime, parcel: Parcel) -> list[torch.Tensor]:
+    """What a client on this machine makes of a parcel: the rows of every point."""
+    assert parcel.failure is None
+    assert runtime._arena is not None
+    schemas = runtime.taps.layouts.schemas(parcel.points)
+    return assemble(parcel, schemas, Readable(runtime._arena.lines, parcel.lines))
 
 
 def device_of(kind: str) -> torch.device:

@@ -19,13 +19,13 @@ import torch
 
 from steercap import CaptureHandle, CaptureSpec, SteerModel
 from steercap.families import FAMILIES
-from steercap.sites import SITES
 from steercap.testing import Parity, Reference, agreement, compare_rows, stress, tiny_checkpoint
 from steercap.testing.agreement import EVERYTHING, captured, same_tokens_elsewhere, worst_of
 from steercap.testing.bad import BAD_REQUESTS
 from steercap.testing.overflow import overflowing_edits
 from steercap.testing.parity import PERFECT
 from steercap.testing.rows import (
+    ALL_SITES,
     GREEDY,
     counter,
     hold,
@@ -299,7 +299,7 @@ async def check_overflow(run: Run, show: Show) -> None:
     async def one(name: str) -> None:
         model = await run.engines.get(name)
         found = await overflowing_edits(
-            model, random.Random(5), rounds=6, capture=EVERYTHING, layers=4, sites=tuple(SITES)
+            model, random.Random(5), rounds=6, capture=EVERYTHING, layers=4, sites=ALL_SITES
         )
         show[name] = found
         assert min(found.values()) >= 8, f"too few to prove anything: {found}"
@@ -411,6 +411,36 @@ async def _parallel(run: Run, show: Show, layout: str, reference: Reference) -> 
     clean = worst_of({name: same for name, same in found.items() if not name.startswith("steered")})
     show[layout] = {"rows": figures(clean), "steered": figures(steered), "with one worker": figures(worst_of(one))}
     within(one)
+
+
+async def check_split(run: Run, show: Show) -> None:
+    """Tensor parallel: points that are split are joined, added to and refused as they must be."""
+    found = await agreement.shards_agree(
+        await run.engines.get("split"), run.engines.reference(tiny_checkpoint("qwen3"))
+    )
+    show |= {name: figures(same) for name, same in found.items()}
+
+
+async def check_encodings(run: Run, show: Show) -> None:
+    """full8: every element within half a step of what the raw row holds; a router, neurons and heads among the points."""
+
+    async def one(name: str) -> None:
+        model = await run.engines.get(name)
+        found = {}
+        for codec in ("raw", "full8"):
+            spec = CaptureSpec(sites=agreement.sites_of(model), codec=codec)
+            found[codec] = await captured(model, (1, 40, 133), seed=17, capture=spec)
+        worst_step = 0.0
+        for raw, coded in zip(found["raw"], found["full8"], strict=True):
+            assert raw.output_token_ids == coded.output_token_ids
+            for point in raw.points:
+                rows, back = raw.captures[point].float().flatten(1), coded.captures[point].flatten(1)
+                steps = (rows.amax(1) - rows.amin(1)) / 255
+                worst_step = max(worst_step, float(((back - rows).abs().amax(1) / steps).max()))
+        show[name] = {"worst error in steps": round(worst_step, 4)}
+        assert worst_step < 0.51  # half a step, and what float32 rounds; two runs of one prompt are equal here
+
+    await each(["qwen3", "qwen3_moe"], one)
 
 
 async def check_spec(run: Run, show: Show) -> None:
@@ -545,6 +575,8 @@ CHECKS: dict[str, Check] = {
     "parallel": Check(
         check_parallel, lambda _run: ["tensor_parallel_size", "pipeline_parallel_size", "qwen3"], unfit=_two_workers
     ),
+    "split": Check(check_split, lambda _run: ["split"], unfit=_two_workers),
+    "encodings": Check(check_encodings, lambda _run: ["qwen3", "qwen3_moe"]),
     "cache": Check(check_cache, lambda _run: []),
     "memory": Check(check_memory, lambda _run: ["qwen3"], alone=True),
 }

@@ -14,12 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from steercap import SteerModel
+from steercap.families import FAMILIES
 from steercap.testing import Reference, tiny_checkpoint
 from steercap.testing.rows import ALL_SITES, CRAMPED, TINY_ENGINE
+from steercap.testing.tiny import tiny_sites
 
 #: Seconds between the starts of two engines of one process: vLLM's and transformers' lazy imports take no threads.
 APART = 1.5
 CAPTURE_BYTES = 512 << 20
+
+
+#: Sites whose rows tensor-parallel ranks have a part of each, and one that all of them have whole.
+SPLIT_SITES = ("resid_post", "neurons", "z")
 
 
 @dataclass(frozen=True)
@@ -73,11 +79,12 @@ class Machine:
             "cramped bfloat16": {**little, "dtype": "bfloat16"},
             "tensor_parallel_size": {"tensor_parallel_size": 2},
             "pipeline_parallel_size": {"pipeline_parallel_size": 2},
+            "split": {"tensor_parallel_size": 2},
             "ngram": {"speculative_config": {"method": "ngram", **drafts}},
             "ngram_gpu": {"speculative_config": {"method": "ngram_gpu", **drafts}},
         }
         # vLLM's CPU workers want cores of their own; without as many NUMA nodes they must be told which.
-        two = name.endswith("_parallel_size") and not self.cuda
+        two = name.endswith(("_parallel_size", "split")) and not self.cuda
         return Wanted(
             tiny_checkpoint("qwen3" if name in of_qwen3 else name),
             self.base("float32") | of_qwen3.get(name, {}),
@@ -177,7 +184,8 @@ class Engines:
             async with self._gate:
                 await asyncio.sleep(APART)
             before = time.perf_counter()
-            model = await self.start(wanted, sites=ALL_SITES)
+            sites = tiny_sites(name) if name in FAMILIES else SPLIT_SITES if name == "split" else ALL_SITES
+            model = await self.start(wanted, sites=sites)
             self.seconds[name] = round(time.perf_counter() - before, 1)
             return model
 

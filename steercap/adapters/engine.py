@@ -304,7 +304,8 @@ class VllmEngine:
         if engine is None:
             asked = core.call_utility_all_async(*call_workers)
         else:
-            asked = _listed(core._call_utility_async(*call_workers, engine=core.core_engines[engine]))
+            one = core._call_utility_async  # noqa: SLF001 -- no public name of vLLM's asks one engine of several
+            asked = _listed(one(*call_workers, engine=core.core_engines[engine]))
         call = asyncio.ensure_future(asked)
         try:
             # vLLM leaves a call unanswered for ever when its engine dies or is shut down under it.

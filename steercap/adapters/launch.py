@@ -93,6 +93,11 @@ class Launch:
         self._given_up.set()
         self.reaper.end()
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it was given up."""
+        return self._given_up.is_set()
+
     def end(self) -> None:
         """Let go of the engine, and kill its processes; from any thread, blocks for a moment. Idempotent."""
         engine, self._engine = self._engine, None
@@ -122,7 +127,7 @@ class Launch:
         Raises:
             ModelClosed: it was.
         """
-        if self._given_up.is_set():
+        if self.is_given_up:
             raise ModelClosed("the model was closed, or its start cancelled, before it was up")
 
     @contextlib.contextmanager
@@ -210,7 +215,7 @@ def _hook_launchers() -> None:
                 _original(self, *args, **kwargs)
                 processes = getattr(self, "processes", None) or [self.proc]
                 launch.reaper.adopt(process.pid for process in processes if process.pid)
-            if launch._given_up.is_set():  # the processes came after the killing
+            if launch.is_given_up:  # the processes came after the killing
                 launch.give_up()
                 launch.require_wanted()
 

@@ -175,7 +175,8 @@ def load_adapter(worker: Any, name: str, number: int, path: str) -> str:
         worker.remove_lora(number)  # another that this rank alone has kept
         worker.add_lora(LoRARequest(name, number, path))
         stages = worker.vllm_config.parallel_config.pipeline_parallel_size
-        reason = _misfit(worker.model_runner.lora_manager._adapter_manager, number, whole=stages == 1)
+        manager = worker.model_runner.lora_manager._adapter_manager  # noqa: SLF001 -- vLLM shows it in no other way
+        reason = _misfit(manager, number, whole=stages == 1)
     except Exception as error:  # noqa: BLE001 -- at the RPC boundary: other ranks' answers would stay unread
         reason = str(error) or type(error).__name__
     if reason:

@@ -126,7 +126,7 @@ class Edit(ABC):
         named = sorted(((field.name, vars(self)[field.name]) for field in fields(self)), key=lambda it: it[0] in scope)
         return f"{self.name}({', '.join(f'{name}={_shown(value)}' for name, value in named if value is not None)})"
 
-    def _keep(self, field: str, *shapes: str) -> Float[torch.Tensor, ...]:
+    def _keep(self, field: str, *shapes: str) -> Float[torch.Tensor, " ..."]:
         """Replace a field by a float32 copy of its own that no later change of the user's tensor reaches.
 
         Args:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-def float32_copy(value: Any, what: str, *shapes: str) -> Float[torch.Tensor, ...]:
+def float32_copy(value: Any, what: str, *shapes: str) -> Float[torch.Tensor, " ..."]:
     """A contiguous float32 copy on the CPU.
 
     Args:

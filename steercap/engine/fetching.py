@@ -114,7 +114,8 @@ class _Order:
                 wanted[point] = schema.shards
         for point, found in shards.items():
             found.sort(key=lambda one: one[0])
-            if wanted[point] > 1 and [number for number, _ in found] != list(range(wanted[point])):
+            numbers = [number for number, _ in found]  # what is whole has no number of its own
+            if len(found) != wanted[point] or (wanted[point] > 1 and numbers != list(range(wanted[point]))):
                 failure = f"{len(found)} of {wanted[point]} shards of a point came"
                 return Delivery(parcels, {}, failure)
         return Delivery(parcels, {point: tuple(rows for _, rows in found) for point, found in shards.items()}, None)

@@ -7,6 +7,7 @@ that with an error about freeze_support. This says what is meant, before any pro
 from __future__ import annotations
 
 import ast
+import inspect
 import multiprocessing
 import sys
 from collections.abc import Iterator
@@ -43,7 +44,7 @@ def require_main_guard(idiom: Idiom = AWAITED) -> None:
 
 
 def _frames() -> Iterator[FrameType]:
-    frame = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         yield frame
         if frame.f_back is None:

@@ -33,7 +33,7 @@ def overflows_later(dtype: torch.dtype) -> bool:
     return dtype == torch.float16
 
 
-def stray_rows(rows: Float[torch.Tensor, "rows width"], most: float = inf) -> Bool[torch.Tensor, rows] | None:
+def stray_rows(rows: Float[torch.Tensor, "rows width"], most: float = inf) -> Bool[torch.Tensor, " rows"] | None:
     """The rows with an element that is NaN, infinite or greater than `most`; None if there are none."""
     if not rows.numel():
         return None

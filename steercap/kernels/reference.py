@@ -35,27 +35,27 @@ class Column:
     """
 
     kinds: int
-    write: Int[torch.Tensor, rows]
-    read: Int[torch.Tensor, rows]
-    replacement: Int[torch.Tensor, rows]
-    gain: Float[torch.Tensor, rows]
-    offset: Float[torch.Tensor, rows]
-    used: Bool[torch.Tensor, rows] | None = None
-    scope: Int[torch.Tensor, rows] | None = None
-    reads: Bool[torch.Tensor, rows] | None = None
-    relative: Bool[torch.Tensor, rows] | None = None
-    replaces: Bool[torch.Tensor, rows] | None = None
-    joined: Bool[torch.Tensor, rows] | None = None
-    measures: Bool[torch.Tensor, rows] | None = None
-    restores: Bool[torch.Tensor, rows] | None = None
-    bias: Float[torch.Tensor, rows] | None = None
-    minus: Float[torch.Tensor, rows] | None = None
-    low: Float[torch.Tensor, rows] | None = None
-    high: Float[torch.Tensor, rows] | None = None
-    floor: Float[torch.Tensor, rows] | None = None
-    threshold: Float[torch.Tensor, rows] | None = None
+    write: Int[torch.Tensor, " rows"]
+    read: Int[torch.Tensor, " rows"]
+    replacement: Int[torch.Tensor, " rows"]
+    gain: Float[torch.Tensor, " rows"]
+    offset: Float[torch.Tensor, " rows"]
+    used: Bool[torch.Tensor, " rows"] | None = None
+    scope: Int[torch.Tensor, " rows"] | None = None
+    reads: Bool[torch.Tensor, " rows"] | None = None
+    relative: Bool[torch.Tensor, " rows"] | None = None
+    replaces: Bool[torch.Tensor, " rows"] | None = None
+    joined: Bool[torch.Tensor, " rows"] | None = None
+    measures: Bool[torch.Tensor, " rows"] | None = None
+    restores: Bool[torch.Tensor, " rows"] | None = None
+    bias: Float[torch.Tensor, " rows"] | None = None
+    minus: Float[torch.Tensor, " rows"] | None = None
+    low: Float[torch.Tensor, " rows"] | None = None
+    high: Float[torch.Tensor, " rows"] | None = None
+    floor: Float[torch.Tensor, " rows"] | None = None
+    threshold: Float[torch.Tensor, " rows"] | None = None
 
-    def active(self, masks: Int[torch.Tensor, steered]) -> Bool[torch.Tensor, steered] | None:
+    def active(self, masks: Int[torch.Tensor, " steered"]) -> Bool[torch.Tensor, " steered"] | None:
         """The tokens it applies to; None for all."""
         if self.scope is None:
             return self.used
@@ -66,10 +66,10 @@ class Column:
 def edit_rows(
     rows: Float[torch.Tensor, "steered width"],
     program: Sequence[Column],
-    masks: Int[torch.Tensor, steered],
+    masks: Int[torch.Tensor, " steered"],
     replacements: Int[torch.Tensor, "steered replaced"],
     bank: Float[torch.Tensor, "vectors width"],
-) -> Int[torch.Tensor, steered]:
+) -> Int[torch.Tensor, " steered"]:
     """Apply the entries of one point, in order and in place, in float32.
 
     Args:
@@ -114,7 +114,7 @@ def _length(
     before: Float[torch.Tensor, "steered width"],
     column: Column,
     bank: Float[torch.Tensor, "vectors width"],
-) -> Float[torch.Tensor, steered | 1]:
+) -> Float[torch.Tensor, " #steered"]:
     """f(u·h + b) of one entry, for the rows it applies to and the others alike."""
     length = column.offset
     if column.kinds & READS:
@@ -137,17 +137,19 @@ def _length(
 
 
 def _where(
-    chosen: Bool[torch.Tensor, rows] | None, then: torch.Tensor, otherwise: torch.Tensor
-) -> Float[torch.Tensor, ...]:
+    chosen: Bool[torch.Tensor, " rows"] | None, then: torch.Tensor, otherwise: torch.Tensor
+) -> Float[torch.Tensor, " ..."]:
     """`torch.where`, for a condition that may hold everywhere."""
     return then if chosen is None else torch.where(chosen, then, otherwise)
 
 
-def _both(left: Bool[torch.Tensor, rows] | None, right: Bool[torch.Tensor, steered]) -> Bool[torch.Tensor, steered]:
+def _both(
+    left: Bool[torch.Tensor, " rows"] | None, right: Bool[torch.Tensor, " steered"]
+) -> Bool[torch.Tensor, " steered"]:
     return right if left is None else left & right
 
 
-def _norm(rows: Float[torch.Tensor, "steered width"]) -> Float[torch.Tensor, steered]:
+def _norm(rows: Float[torch.Tensor, "steered width"]) -> Float[torch.Tensor, " steered"]:
     """Norms of rows whose squares may be out of float32's range; NaN where an element is not finite."""
     greatest = rows.abs().amax(-1)
     unit = torch.where(greatest > 0, greatest, 1.0)
@@ -158,12 +160,12 @@ def _norm(rows: Float[torch.Tensor, "steered width"]) -> Float[torch.Tensor, ste
 def edit_stream(  # noqa: PLR0917 -- the tables of a tap
     hidden: Float[torch.Tensor, "n width"],
     residual: Float[torch.Tensor, "n width"] | None,
-    tokens: Int[torch.Tensor, steered],
+    tokens: Int[torch.Tensor, " steered"],
     program: Sequence[Column],
-    masks: Int[torch.Tensor, steered],
+    masks: Int[torch.Tensor, " steered"],
     replacements: Int[torch.Tensor, "steered replaced"],
     bank: Float[torch.Tensor, "vectors width"],
-) -> tuple[Int[torch.Tensor, steered], Bool[torch.Tensor, steered] | None]:
+) -> tuple[Int[torch.Tensor, " steered"], Bool[torch.Tensor, " steered"] | None]:
     """Edit the rows `hidden + residual` of `tokens` in place.
 
     A row that changed is written to `hidden` whole, rounded once, and its `residual` becomes zero: a difference rounded
@@ -193,7 +195,7 @@ def edit_stream(  # noqa: PLR0917 -- the tables of a tap
 def rows_at(
     hidden: Float[torch.Tensor, "n width"],
     residual: Float[torch.Tensor, "n width"] | None,
-    tokens: Int[torch.Tensor, captured],
+    tokens: Int[torch.Tensor, " captured"],
 ) -> Float[torch.Tensor, "captured width"]:
     """The rows `hidden + residual` of `tokens`, rounded to the model's dtype as vLLM does; may share its memory."""
     if len(tokens) == len(hidden):  # all of them, in their order

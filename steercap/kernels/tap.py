@@ -26,7 +26,7 @@ class Tappable(Protocol):
         self,
         hidden: Float[torch.Tensor, "n width"],
         residual: Float[torch.Tensor, "n width"] | None,
-        point: Int[torch.Tensor, 1],
+        point: Int[torch.Tensor, " 1"],
         kind: int,
     ) -> None:
         """Read and edit the rows of one point of the running pass."""
@@ -58,7 +58,7 @@ torch.library.register_fake("steercap::tap", _tap_fake, lib=LIBRARY)
 def tap(
     hidden: Float[torch.Tensor, "n width"],
     residual: Float[torch.Tensor, "n width"] | None,
-    point: Int[torch.Tensor, 1],
+    point: Int[torch.Tensor, " 1"],
     kind: int,
 ) -> None:
     """Call the tap of one point.

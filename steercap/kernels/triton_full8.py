@@ -18,6 +18,8 @@ from steercap.kernels.bits import FULL8_HEAD, FULL8_STEPS
 #: Elements of a row that one warp has in registers.
 WARP_ELEMENTS: Final = 1024
 
+#: Rows below it are computed as so many times themselves.
+_SMALL, _LIFT = tl.constexpr(2.0**-90), tl.constexpr(2.0**100)
 _HEAD, _STEPS = tl.constexpr(FULL8_HEAD), tl.constexpr(FULL8_STEPS)
 
 
@@ -33,14 +35,19 @@ def _full8_kernel(  # type: ignore[no-untyped-def]
     row = tl.load(rows + (tl.load(record) + tl.load(point)) * ROW_LINE + columns, mask=inside, other=0.0).to(tl.float32)
     least = tl.min(tl.where(inside, row, float("inf")), 0)
     most = tl.max(tl.where(inside, row, float("-inf")), 0)
-    strange = tl.sum((row != row).to(tl.int32), 0) > 0
-    scale = (most / 2 - least / 2) * (2 / _STEPS)
-    code = (row / 2 - least / 2) / tl.where(scale > 0, scale / 2, 1.0)
+    finite = (tl.sum((row != row).to(tl.int32), 0) == 0) & (least > float("-inf")) & (most < float("inf"))
+    spread = most.to(tl.float64) - least.to(tl.float64)
+    scale = (spread / _STEPS).to(tl.float32)
+    if scale.to(tl.float64) * _STEPS < spread:  # the next one, so that no code is beyond the last
+        scale = (scale.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
+    # By a power of two: no difference overflows, and none of denormal numbers is lost.
+    lift = tl.where(tl.maximum(tl.abs(least), tl.abs(most)) < _SMALL, _LIFT, 0.5)
+    code = (row * lift - least * lift) / tl.where(scale > 0, scale * lift, 1.0)
     # What lies in the middle of two codes may go to either.
-    code = tl.minimum(tl.maximum(code + 0.5, 0.0), _STEPS)
+    code = tl.where(finite & inside, tl.minimum(tl.maximum(code + 0.5, 0.0), _STEPS), 0.0)
     start = tl.load(record + 1) * BYTE_LINE + tl.load(point + 1)
     tl.store(codes + start + _HEAD + columns, code.to(tl.uint8), mask=inside)
-    tl.store(heads + start // 4, tl.where(strange, float("nan"), scale))
+    tl.store(heads + start // 4, tl.where(finite, scale, float("nan")))
     tl.store(heads + start // 4 + 1, least)
 
 

@@ -52,8 +52,9 @@ def _tally_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one pass 
         count = tl.load(move + _COUNT)
         columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
         inside = columns < WIDTH
-        target = sums + place * sum_stride + tl.load(own + _SUM_AT) + columns
-        kept = held + place * SLOTS * held_stride + tl.load(own + _HELD_AT) + columns
+        # Rows begin at lines, of 16 elements at least: said, they are read and written 16 bytes at a time.
+        target = sums + place * sum_stride + tl.multiple_of(tl.load(own + _SUM_AT), 16) + columns
+        kept = held + place * SLOTS * held_stride + tl.multiple_of(tl.load(own + _HELD_AT), 16) + columns
         value = tl.load(target, mask=inside, other=0.0)
         if tl.load(move + _FRESH) != 0:
             value = tl.zeros_like(value)

@@ -264,13 +264,13 @@ def _close_kernel(  # type: ignore[no-untyped-def]
 def launch_tap(
     hidden: Float[torch.Tensor, "n width"],
     residual: Float[torch.Tensor, "n width"] | None,
-    point: Int[torch.Tensor, 1],
+    point: Int[torch.Tensor, " 1"],
     tokens: Int[torch.Tensor, "most columns"],
     counts: Int[torch.Tensor, "slots points"],
     entries: Int[torch.Tensor, "slots points entries columns"],
     responses: Float[torch.Tensor, "slots points entries 8"],
     bank: Float[torch.Tensor, "vectors width"],
-    replacements: Int[torch.Tensor, replaced],
+    replacements: Int[torch.Tensor, " replaced"],
     arena: Float[torch.Tensor, "lines line"],
     layouts: Int[torch.Tensor, "layouts points"],
     evidence: Int[torch.Tensor, "most 2"],
@@ -326,8 +326,8 @@ def launch_close(
     tokens: Int[torch.Tensor, "most columns"],
     evidence: Int[torch.Tensor, "most 2"],
     witness: Int[torch.Tensor, "places columns"],
-    token_ids: Int[torch.Tensor, n],
-    positions: Int[torch.Tensor, n],
+    token_ids: Int[torch.Tensor, " n"],
+    positions: Int[torch.Tensor, " n"],
     count: int,
 ) -> None:
     """Write the witness of the first `count` tokens of a pass, and leave the tables idle.

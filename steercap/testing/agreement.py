@@ -10,10 +10,11 @@ from typing import Any, Final
 
 import torch
 
-from steercap.core.spec import CaptureSpec
+from steercap.core.spec import CaptureSpec, Point
+from steercap.edits.ablate import Ablate
+from steercap.errors import InvalidSpec
 from steercap.model import SteerModel
 from steercap.requests.handle import CaptureHandle, flat
-from steercap.sites import SITES
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.bad import BAD_REQUESTS, PROMPT, SIX, Bad
 from steercap.testing.parity import PERFECT, Parity
@@ -22,7 +23,8 @@ from steercap.testing.rows import ALL_SITES, GREEDY, by_part, hold, inputs_of, p
 from steercap.testing.specs import OPERATIONS, VARIANTS, spec
 from steercap.vectors import DirectionSet, LayerVectors
 
-EVERYTHING: Final = CaptureSpec(sites=tuple(SITES))
+#: Every row of the residual stream and of what the blocks add to it.
+EVERYTHING: Final = CaptureSpec(sites=ALL_SITES)
 #: The worst row of an edited sequence against the clean reference: a hundred times beyond what parity allows.
 CHANGED: Final = 0.999
 LENGTHS: Final = (1, 7, 40, 133)
@@ -32,9 +34,9 @@ SEVEN: Final = {"max_tokens": 7, **GREEDY}
 async def captured(
     model: SteerModel, lengths: Sequence[int] = LENGTHS, generated: int = 20, seed: int = 0, **asked: Any
 ) -> list[CaptureHandle]:
-    """Random prompts of these lengths in one call, every row at every site of them, fetched."""
+    """Random prompts of these lengths in one call, every row at every site of the engine, fetched."""
     prompts = [random_prompt(length, seed + place) for place, length in enumerate(lengths)]
-    arguments = {"capture": EVERYTHING, **asked}
+    arguments = {"capture": CaptureSpec(sites=sites_of(model)), **asked}
     _, handles = await model.generate(prompts, {"max_tokens": generated, **GREEDY}, **arguments)
     await model.fetch_captures_batch(handles)
     assert [handle.receipt.rows for handle in handles] == [length + generated - 1 for length in lengths]
@@ -48,8 +50,37 @@ async def rows_agree(
     """Whatever the family and the site, each row is the one transformers computes, prompt and generated."""
     handles = await captured(model, lengths, generated, seed)
     found = await asyncio.to_thread(hold, handles, reference)
-    assert set(found) == {f"{site} {part}" for site in SITES for part in ("prompt", "generated")}
+    assert set(found) == {f"{site} {part}" for site in sites_of(model) for part in ("prompt", "generated")}
     return found
+
+
+def sites_of(model: SteerModel) -> tuple[str, ...]:
+    """The sites that an engine has."""
+    return tuple(dict.fromkeys(point.site for point in model.points))
+
+
+def places_of(model: SteerModel, site: str) -> tuple[list[int], int]:
+    """Layers to edit at a site, two of those that have it, or the only one; and the width of its rows there."""
+    layers = [point.layer for point in model.points if point.site == site]
+    return layers[:3:2], model.points[Point(layers[0], site)].width
+
+
+async def adds_up(model: SteerModel) -> float:
+    """resid_post = resid_pre + attn_out + mlp_out: the sites mean what their names say.
+
+    Returns the greatest difference, in row norms.
+    """
+    (handle,) = await captured(model, (30,), 5, seed=5)
+    greatest = 0.0
+    for layer in range(model.num_layers):
+        before, attention, feed_forward, after = (
+            handle.captures[layer, site].double() for site in ("resid_pre", "attn_out", "mlp_out", "resid_post")
+        )
+        assert (attention.norm(dim=-1) > 0).all()
+        assert (feed_forward.norm(dim=-1) > 0).all()
+        differences = (before + attention + feed_forward - after).norm(dim=-1) / after.norm(dim=-1)
+        greatest = max(greatest, float(differences.max()))
+    return greatest
 
 
 async def edits_agree(model: SteerModel, reference: Reference) -> dict[str, Parity]:
@@ -57,8 +88,9 @@ async def edits_agree(model: SteerModel, reference: Reference) -> dict[str, Pari
     made by a hook, in float64. Returns the worst row of each operation.
     """
     asked = [
-        (name, spec(name, model.hidden_size, seed=number, layers=[0, 2], site=site, tokens=tokens))
-        for number, (name, site) in enumerate(product((*OPERATIONS, *VARIANTS), SITES))
+        (name, spec(name, width, seed=number, layers=layers, site=site, tokens=tokens))
+        for number, (name, site) in enumerate(product((*OPERATIONS, *VARIANTS), sites_of(model)))
+        for layers, width in [places_of(model, site)]
         for tokens in [("all", [slice(5, None, 2), "last_prompt"])[number % 2]]
     ]
     handles = await captured(
@@ -112,13 +144,48 @@ async def workers_agree(model: SteerModel, reference: Reference) -> tuple[dict[s
     return found | {f"steered {name}": same for name, same in edits.items()}, handles
 
 
+async def shards_agree(model: SteerModel, reference: Reference) -> dict[str, Parity]:
+    """Tensor parallel, points that are split: rows joined and as shards, reductions, projections, and edits that need
+    no whole row are those of transformers; an edit that needs one is refused.
+    """
+    split = [site for site in sites_of(model) if model.points[Point(0, site)].shards > 1]
+    assert split, "no point of this engine is split"
+    handles = await captured(model, (1, 20, 90), 7, seed=31)
+    found = await asyncio.to_thread(hold, handles, reference)
+    apart = await captured(model, (1, 20, 90), 7, seed=31, capture=CaptureSpec(sites=split, gather=False))
+    means = await captured(model, (20,), 7, seed=32, capture=CaptureSpec(sites=split, reduce="mean"))
+    for whole, parts in zip(handles, apart, strict=True):
+        for point in parts.points:
+            shards = parts.captures.shards(*point)
+            assert len(shards) == model.points[point].shards
+            assert torch.equal(torch.cat(shards, dim=1), whole.captures[point])
+    found |= await asyncio.to_thread(hold, means, reference)
+    specs = []
+    for number, site in enumerate(split):
+        schema = model.points[Point(0, site)]
+        specs += [spec(name, schema.width, seed=number, layers="all", site=site) for name in ("add", "replace")]
+        vector = torch.zeros(schema.width)
+        vector[-schema.shard_width // 2 :] = torch.randn(schema.shard_width // 2)  # of the last rank alone
+        specs.append(SteeringSpec([Ablate(vector, layers="all", site=site)]))
+        for refused in (
+            spec("cap", schema.width, layers=0, site=site),
+            spec("relative", schema.width, layers=0, site=site),
+        ):
+            await fails(model, Bad({"steering": refused}, InvalidSpec, f"needs whole rows at {site}"))
+        await projections_agree(model, site)
+    steered = await captured(model, [10] * len(specs), 7, seed=200, steering=specs)
+    edits = await asyncio.to_thread(hold, steered, reference, specs)
+    return found | {f"steered {name}": same for name, same in edits.items()}
+
+
 async def same_tokens_elsewhere(handles: Sequence[CaptureHandle], other: SteerModel) -> dict[str, Parity]:
     """The worst of `handles`' rows against those that another engine gives for the same tokens as prompts.
 
     The other engine computes in one prefill pass what these may have computed token by token.
     """
     prompts = [{"prompt_token_ids": inputs_of(handle)} for handle in handles]
-    _, found = await other.generate(prompts, {"max_tokens": 1}, capture=EVERYTHING)
+    sites = tuple(dict.fromkeys(point.site for handle in handles for point in handle.points))
+    _, found = await other.generate(prompts, {"max_tokens": 1}, capture=CaptureSpec(sites=sites))
     await other.fetch_captures_batch(others := flat(found))
     return worst(
         by_part(handle, {point: known.captures[point][handle.positions] for point in handle.points})
@@ -165,16 +232,14 @@ async def projections_agree(model: SteerModel, site: str = "resid_post", bound: 
         site: of the directions.
         bound: in row norms; two runs of float32 differ by a few roundings, those of TF32 by more.
     """
+    width = model.points[Point(0, site)].width
     sets = [_some_directions(model, site, names, seed) for seed, names in enumerate(("abc", "d"))]
     selections: tuple[Any, ...] = ("all", "generated", [slice(3, None, 2), "last_prompt"])
     given = [sets[number % 2] for number in range(12)]
     asked: list[dict[str, Any]] = [
         {"tokens": selections[number % 3], "before_edits": number % 4 == 3} for number in range(12)
     ]
-    edits = [
-        None if number % 3 else spec("add", model.hidden_size, seed=number, layers=[0, 2], site=site)
-        for number in range(12)
-    ]
+    edits = [None if number % 3 else spec("add", width, seed=number, layers=[0, 2], site=site) for number in range(12)]
     prompts = [random_prompt(9 + 17 * number, number) for number in range(12)]
     both = []
     for kept in (
@@ -190,7 +255,7 @@ async def projections_agree(model: SteerModel, site: str = "resid_post", bound: 
         assert projected.positions.tolist() == whole.positions.tolist()
         assert projected.directions == tuple(one)
         for layer in one.layers:
-            rows, numbers = whole.captures[layer, site], projected.captures[layer, site]
+            rows, numbers = whole.captures[layer, site].flatten(1), projected.captures[layer, site]
             known = one.project(rows, layer)
             assert numbers.shape == known.shape
             differences = (numbers - known).abs().amax(1) / rows.float().norm(dim=1)
@@ -201,11 +266,12 @@ async def projections_agree(model: SteerModel, site: str = "resid_post", bound: 
 
 def _some_directions(model: SteerModel, site: str, names: str, seed: int) -> DirectionSet:
     """Random directions at every other layer."""
+    width = model.points[Point(0, site)].width
     drawn = torch.Generator().manual_seed(seed)
     return DirectionSet(
         {
             name: LayerVectors(
-                {layer: torch.randn(model.hidden_size, generator=drawn) for layer in range(0, model.num_layers, 2)},
+                {layer: torch.randn(width, generator=drawn) for layer in range(0, model.num_layers, 2)},
                 site=site,
             )
             for name in names

@@ -79,7 +79,7 @@ def _reduced(handle: CaptureHandle, known: dict[Point, torch.Tensor]) -> dict[st
     found: dict[str, Parity] = {}
     for point, rows in known.items():
         name = f"{point.site} {how}"
-        same = compare_rows(handle.captures[point], reduce[how](rows.double(), 0)[None])
+        same = compare_rows(handle.captures[point].flatten(1), reduce[how](rows.double(), 0)[None])
         found[name] = found.get(name, PERFECT).worse(same)
     return found
 
@@ -92,7 +92,7 @@ def by_part(handle: CaptureHandle, known: dict[Point, torch.Tensor]) -> dict[str
         for part, chosen in (("prompt", prompt), ("generated", ~prompt)):
             if chosen.any():
                 name = f"{point.site} {part}"
-                same = compare_rows(handle.captures[point][chosen], known[point][chosen])
+                same = compare_rows(handle.captures[point].flatten(1)[chosen], known[point].flatten(1)[chosen])
                 found[name] = found.get(name, PERFECT).worse(same)
     return found
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from steercap.core.extras import extra
 from steercap.families import FAMILIES
+from steercap.sites import SITES
 from steercap.testing.cache import cached
 
 #: Weights wide enough that rows differ between tokens, positions and layers, and attention is not uniform.
@@ -25,6 +26,15 @@ def tiny_checkpoint(family: str) -> Path:
     """
     tiny = json.dumps([dict(FAMILIES[family].tiny), INIT_STD, SEED], sort_keys=True)
     return cached(f"tiny-{family}-{hashlib.sha256(tiny.encode()).hexdigest()[:8]}", partial(_write, family))
+
+
+def tiny_sites(family: str) -> tuple[str, ...]:
+    """All sites that some layer of such a checkpoint has."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(tiny_checkpoint(family))
+    layers = range(config.num_hidden_layers)
+    return tuple(name for name, site in SITES.items() if any(site.exists(FAMILIES[family], config, i) for i in layers))
 
 
 def _write(family: str, folder: Path) -> None:

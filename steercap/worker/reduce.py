@@ -31,7 +31,7 @@ class Accumulator:
         rows: how many they were.
     """
 
-    def __init__(self, reduce: Reduction, value: Float[torch.Tensor, width] | None = None, rows: int = 0) -> None:
+    def __init__(self, reduce: Reduction, value: Float[torch.Tensor, " width"] | None = None, rows: int = 0) -> None:
         self._reduce = reduce
         self._rows = rows
         self._value = value
@@ -49,7 +49,7 @@ class Accumulator:
                 part = block.sum(0, dtype=REDUCED_DTYPE)
                 self._value = part if self._value is None else self._value + part
 
-    def result(self) -> Float[torch.Tensor, width]:
+    def result(self) -> Float[torch.Tensor, " width"]:
         """The reduced rows, float32."""
         assert self._value is not None, "nothing was added"
         return self._value / self._rows if self._reduce == "mean" else self._value

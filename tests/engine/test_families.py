@@ -7,21 +7,23 @@ from itertools import product
 
 import pytest
 from conftest import opened
+from transformers import AutoConfig
 
-from steercap import SteerModel
+from steercap import CaptureSpec, SteerModel
 from steercap.families import FAMILIES
 from steercap.sites import SITES
 from steercap.testing import Reference, tiny_checkpoint
-from steercap.testing.agreement import EVERYTHING, edits_agree, rows_agree
-from steercap.testing.rows import GREEDY, TINY_ENGINE, hold, random_prompt
+from steercap.testing.agreement import adds_up, edits_agree, places_of, rows_agree
+from steercap.testing.rows import GREEDY, MAX_ERROR, TINY_ENGINE, hold, random_prompt
 from steercap.testing.specs import OPERATIONS, VARIANTS, spec
+from steercap.testing.tiny import tiny_sites
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
 async def served(request) -> AsyncIterator[tuple[str, SteerModel, Reference]]:
     """One family: its name, its engine with all sites armed, and transformers on the same checkpoint."""
     path = tiny_checkpoint(request.param)
-    async with opened(path, sites=tuple(SITES), **TINY_ENGINE) as model:
+    async with opened(path, sites=tiny_sites(request.param), **TINY_ENGINE) as model:
         yield request.param, model, Reference(path)
 
 
@@ -41,28 +43,41 @@ async def test_edits_are_those_of_transformers(served, record_property) -> None:
         record_property(f"{family} steered by {name}", f"1-cos {1 - same.cosine:.1e}, error {same.error:.1e}")
 
 
-async def test_the_stream_is_the_sum_of_what_the_blocks_add(tiny) -> None:
-    """resid_post = resid_pre + attn_out + mlp_out: the sites mean what their names say."""
-    _, handle = await tiny.generate(random_prompt(30, 5), {"max_tokens": 5, **GREEDY}, capture=EVERYTHING)
-    async with handle:
-        for layer in range(tiny.num_layers):
-            added = sum(handle.captures[layer, site] for site in ("resid_pre", "attn_out", "mlp_out"))
-            difference = (added - handle.captures[layer, "resid_post"]).abs().max()
-            assert difference < 1e-4 * handle.captures[layer, "resid_post"].norm(dim=-1).min()
+async def test_the_stream_is_the_sum_of_what_the_blocks_add(served, record_property) -> None:
+    """resid_post = resid_pre + attn_out + mlp_out, in every family: the sites mean what their names say."""
+    family, model, _ = served
+    difference = await adds_up(model)
+    record_property(f"{family} sum", f"{difference:.1e}")
+    assert difference < MAX_ERROR
+
+
+def test_a_router_and_neurons_are_where_the_model_has_them() -> None:
+    """A layer with experts has a router and no neurons of its own, a dense one the reverse."""
+    config = AutoConfig.from_pretrained(tiny_checkpoint("qwen3_moe"))
+    there = {site: [SITES[site].exists(FAMILIES["qwen3_moe"], config, layer) for layer in range(4)] for site in SITES}
+    assert there["router"] == [True, False, True, True]
+    assert there["neurons"] == [False, True, False, False]
+    assert set(tiny_sites("qwen3_moe")) == set(SITES)
+    assert "router" not in tiny_sites("llama")
 
 
 async def test_compiled_rows_are_those_of_transformers(tiny_reference, record_property) -> None:
     """Through torch.compile's graph (inductor), taps at all sites fire, read and write the same rows as in eager mode."""
     prompts = [random_prompt(length, seed) for seed, length in enumerate((1, 40, 133))]
     arguments = {**TINY_ENGINE, "enforce_eager": False}
-    names = list(product((*OPERATIONS, *VARIANTS), SITES))
-    async with opened(tiny_checkpoint("qwen3"), sites=tuple(SITES), **arguments) as model:
-        _, handles = await model.generate(prompts, {"max_tokens": 20, **GREEDY}, capture=EVERYTHING)
-        specs = [spec(name, 128, seed=seed, layers=[0, 2], site=site) for seed, (name, site) in enumerate(names)]
+    sites = tiny_sites("qwen3")
+    names = list(product((*OPERATIONS, *VARIANTS), sites))
+    everything = CaptureSpec(sites=sites)
+    async with opened(tiny_checkpoint("qwen3"), sites=sites, **arguments) as model:
+        _, handles = await model.generate(prompts, {"max_tokens": 20, **GREEDY}, capture=everything)
+        specs = [
+            spec(name, places_of(model, site)[1], seed=seed, layers=[0, 2], site=site)
+            for seed, (name, site) in enumerate(names)
+        ]
         _, steered = await model.generate(
             [random_prompt(12, seed) for seed in range(len(specs))],
             {"max_tokens": 8, **GREEDY},
-            capture=EVERYTHING,
+            capture=everything,
             steering=specs,
         )
         await model.fetch_captures_batch([handles, steered])

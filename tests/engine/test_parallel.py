@@ -8,9 +8,10 @@ import pytest
 import torch
 from conftest import opened
 
-from steercap import CaptureSpec
+from steercap import CaptureSpec, Point
+from steercap.core.schema import PointSchema
 from steercap.testing import tiny_checkpoint
-from steercap.testing.agreement import projections_agree, workers_agree
+from steercap.testing.agreement import projections_agree, shards_agree, workers_agree
 from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, hold, points, random_prompt, settled
 from steercap.testing.specs import spec
 
@@ -37,6 +38,16 @@ async def test_two_workers_give_the_rows_of_transformers(layout, tiny_reference)
         assert await settled(model) == (0, 0, 0)
         assert len(model.serving.engine._all_ranks) == (1 if layout.startswith("tensor") else 2)
     assert set(handles[0].captures) == set(points(range(4), *ALL_SITES))
+
+
+async def test_split_points_are_joined_from_the_ranks_that_have_them(tiny_reference) -> None:
+    """neurons and z at tensor parallel 2: each rank keeps and edits its shard, and the client joins them."""
+    sites = ("resid_post", "neurons", "z")
+    async with opened(tiny_checkpoint("qwen3"), sites=sites, **TINY_ENGINE, tensor_parallel_size=2) as model:
+        assert model.points[Point(2, "z")] == PointSchema((4, 32), "float32", shards=2)
+        await shards_agree(model, tiny_reference)
+        assert await settled(model) == (0, 0, 0)
+        assert len(model.serving.opened()._all_ranks) == 2
 
 
 async def test_two_engines_give_the_rows_of_transformers(tiny_reference) -> None:

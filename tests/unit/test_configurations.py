@@ -6,6 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack
 
 import pytest
+from workers import known_schemas
 
 from steercap.config import Settings
 from steercap.core.messages import Configure, Configured
@@ -18,14 +19,15 @@ from steercap.steering.lowering import lower
 from steercap.testing.specs import spec
 
 WIDTH = 8
+ARMED = {Point(0, "resid_post"): 0}
 
 
 def lowered(seed: int, name: str = "add"):
     return lower(
         spec(name, WIDTH, seed=seed, layer=0),
-        armed={Point(0, "resid_post"): 0},
+        armed=ARMED,
+        schemas=known_schemas(ARMED, WIDTH, 1),
         num_layers=1,
-        width=WIDTH,
         edits_per_point=16,
     )
 

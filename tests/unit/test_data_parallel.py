@@ -101,8 +101,8 @@ async def engine_of(cluster: Cluster, **settings: Any) -> AsyncIterator[Engine]:
 
 
 def values(delivery: Any) -> list[float]:
-    """The one value of each point, stage by stage."""
-    return [float(rows.unique()) for worker in delivery.rows for rows in worker]
+    """The one value of each point, in the order of the points."""
+    return [float(torch.cat(delivery.shards[point]).unique()) for point in sorted(delivery.shards)]
 
 
 @pytest.mark.parametrize("transport", ["shared", "wire"])
@@ -137,7 +137,7 @@ async def test_rows_of_half_an_engine_of_none_or_of_two_are_none() -> None:
         "no worker has rows of this request",
         "engines 0, 1 all have rows of this request",
     ]
-    assert not any(one.rows for one in found)
+    assert not any(one.shards for one in found)
 
 
 async def test_edits_are_those_of_the_engine_that_ran_the_request() -> None:

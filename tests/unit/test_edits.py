@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from workers import CUDA, KINDS, batch, device_of, some_runtime, tap
+from workers import CUDA, KINDS, batch, device_of, known_schemas, some_runtime, tap
 
 from steercap import Ablate, Add, AddIf, Cap, LowRank, Replace, SAEFeature, SetProjection, SteeringSpec
 from steercap.core.messages import (
@@ -27,7 +26,7 @@ from steercap.core.messages import (
     encode,
 )
 from steercap.core.plan import Plan
-from steercap.core.program import SteeringPlan
+from steercap.core.program import SteeringPlan, blob_digest
 from steercap.core.slots import Slots
 from steercap.core.spec import Point
 from steercap.edits import EDITS
@@ -39,11 +38,12 @@ from steercap.testing.specs import OPERATIONS, VARIANTS, spec, vector
 
 WIDTH, LAYERS = 24, 3
 ARMED = {Point(layer, "resid_post"): layer for layer in range(LAYERS)}
+SCHEMAS = known_schemas(ARMED, WIDTH, LAYERS)
 PROMPT = 5
 
 
 def lowered(steering: SteeringSpec, edits_per_point: int = 32):
-    return lower(steering, armed=ARMED, num_layers=LAYERS, width=WIDTH, edits_per_point=edits_per_point)
+    return lower(steering, armed=ARMED, schemas=SCHEMAS, num_layers=LAYERS, edits_per_point=edits_per_point)
 
 
 def run(
@@ -277,7 +277,11 @@ V = torch.ones(WIDTH)
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
-        (lambda: Add(torch.ones(WIDTH + 1), layer=1), InvalidVector, "width 25, the model's rows have 24"),
+        (
+            lambda: Add(torch.ones(WIDTH + 1), layer=1),
+            InvalidVector,
+            "the vector has width 25, the rows at resid_post[1] are 24 of float32",
+        ),
         (lambda: Add(torch.full((WIDTH,), float("nan")), layer=1), InvalidVector, "24 values of 24 that are NaN"),
         (lambda: Add(torch.full((WIDTH,), float("inf")), layer=1), InvalidVector, "NaN or inf"),
         (lambda: Add([[1.0]], layer=1), InvalidVector, "expected [width]"),
@@ -345,7 +349,7 @@ def test_what_was_hashed_is_what_is_sent() -> None:
     ready = lowered(steering)
     steering.edits[0].vector.mul_(7)
     (blob,) = ready.configuration.blobs
-    assert hashlib.sha256(ready.vectors[blob.digest]).digest() == blob.digest
+    assert blob_digest(ready.vectors[blob.digest], blob.rows) == blob.digest
 
 
 def test_rows_to_replace_come_in_any_form() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace as replaced
 
 import numpy as np
 import pytest
@@ -14,13 +13,17 @@ import torch
 from msgspec.structs import replace
 
 from steercap.core.messages import Attached, LineRange, Owner, Parcel, Unknown
-from steercap.engine.fetching import Fetcher, Rank
+from steercap.core.records import LINE_BYTES
+from steercap.core.schema import PointSchema
+from steercap.engine.fetching import Delivery, Fetcher, Rank
 from steercap.errors import ModelClosed
 from steercap.transport import assemble, reader
 from steercap.transport.reader import LineReader, Readable, WireReader
 
-LINES, WIDTH = 4096, 256
-LINE_BYTES = WIDTH * 2
+#: A row takes 8 lines of the arena.
+LINES, WIDTH, ROW = 8 * 4096, 256, 8
+SCHEMA = PointSchema((WIDTH,), "bfloat16")
+MOST = 7  # points
 #: Every bit pattern, so that NaN and -0 are among the values.
 ARENA = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (LINES, LINE_BYTES), dtype=np.uint8))
 
@@ -35,16 +38,17 @@ class ArenaReader(LineReader):
         return None
 
 
-def attached() -> Attached:
+def attached(shard: int = 0, schema: PointSchema = SCHEMA) -> Attached:
     return Attached(
-        (),
-        WIDTH,
-        "bfloat16",
-        page_lines=64,
-        pages=LINES // 64,
+        tuple(range(MOST)),
+        (schema,) * MOST,
+        shard=shard,
+        page_lines=64 * ROW,
+        pages=LINES // (64 * ROW),
         bank_rows=0,
+        bank_width=WIDTH,
         tallies=0,
-        tally_records=0,
+        held=0,
         path="",
         nonce=b"",
     )
@@ -54,17 +58,18 @@ def rank(index: int = 0, of: LineReader | None = None) -> Rank:
     return Rank(index, attached(), of or ArenaReader())
 
 
-def parcel(name: str, points: int, ranges, rows: int, dtype: str = "bfloat16") -> Parcel:
+def parcel(name: str, points: int, ranges, rows: int, encoding: str = "raw") -> Parcel:
+    """Ranges are given in rows of the arena."""
     labels = np.arange(rows).tobytes()
-    lines = tuple(LineRange(start, count) for start, count in ranges)
-    return Parcel(Owner(name, 0), "raw", tuple(range(points)), lines, rows, dtype, labels, labels, rows, None)
+    lines = tuple(LineRange(start * ROW, count * ROW) for start, count in ranges)
+    return Parcel(Owner(name, 0), encoding, 0, tuple(range(points)), lines, rows, labels, labels, rows, None)
 
 
 def paged(name: str, points: int, rows: int, seed: int) -> Parcel:
-    """Rows in pages of 64 lines anywhere in the arena, some of them neighbours, the first one begun in its middle."""
+    """Rows in pages of 64 rows anywhere in the arena, some of them neighbours, the first one begun in its middle."""
     rng = np.random.default_rng(seed)
     per_page = 64 // points
-    pages = rng.permutation(LINES // 64)[: rows // per_page + 2]
+    pages = rng.permutation(LINES // (64 * ROW))[: rows // per_page + 2]
     pages[1:3] = np.sort(pages[1:3])
     ranges, left, skipped = [], rows, min(1, per_page - 1)
     for page in pages.tolist():
@@ -80,6 +85,12 @@ def by_hand(one: Parcel) -> torch.Tensor:
     lines = torch.cat([ARENA[item.start : item.start + item.count] for item in one.lines])
     records = lines.reshape(one.stored_rows, len(one.points), -1)
     return torch.stack([torch.stack([record[point] for record in records]) for point in range(len(one.points))])
+
+
+def stacked(delivery: Delivery) -> torch.Tensor:
+    """The rows of every point, of one worker: [points, rows, width]."""
+    assert delivery.failure is None
+    return torch.stack([rows for (rows,) in delivery.shards.values()])
 
 
 @asynccontextmanager
@@ -107,21 +118,21 @@ async def busy(made: Fetcher) -> Iterator[threading.Event]:
         go.set()
 
 
-@pytest.mark.parametrize("part_bytes", [LINE_BYTES // 2, 3 * LINE_BYTES, assemble.PART_BYTES])
+@pytest.mark.parametrize("part_bytes", [LINE_BYTES // 2, 3 * ROW * LINE_BYTES, assemble.PART_BYTES])
 @pytest.mark.parametrize("threads", [1, 3])
 async def test_rows_come_bit_for_bit(threads, part_bytes, monkeypatch) -> None:
     """Any points, pages anywhere, in one part or many, many requests at once: the bytes of the arena, each in its place."""
     monkeypatch.setattr(assemble, "PART_BYTES", part_bytes)
     asked = [paged(f"r{seed}", 1 + seed % 7, 1 + 37 * seed % 150, seed) for seed in range(40)]
-    asked.append(parcel("pairs", 3, [(10, 6), (700, 6)], 2, "float32"))  # float32 rows take two lines each
+    asked.append(parcel("pairs", 3, [(10, 6), (700, 6)], 2, "reduced"))  # float32 rows take twice the lines
     asked.append(parcel("none", 3, [], 0))
     monkeypatch.setattr("steercap.engine.fetching.THREAD_BYTES", 20_000)  # both ways
     async with fetcher(threads) as made:
         deliveries = await made.deliver([[rank()]], [[[one]] for one in asked])
     for one, delivery in zip(asked, deliveries, strict=True):
         assert delivery.failure is None
-        (rows,) = delivery.rows
-        assert rows.dtype == getattr(torch, one.dtype)
+        rows = stacked(delivery)
+        assert rows.dtype == (torch.float32 if one.encoding == "reduced" else torch.bfloat16)
         assert rows.shape == (len(one.points), one.stored_rows, WIDTH)
         if one.stored_rows:
             assert torch.equal(rows.view(torch.uint8), by_hand(one))
@@ -130,11 +141,14 @@ async def test_rows_come_bit_for_bit(threads, part_bytes, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("lying", "message"),
     [
-        (parcel("liar", 3, [(0, 9)], 4), "4 records of 3 points expected, the worker names 9 lines"),
-        (parcel("liar", 3, [(0, 4), (9, 8)], 4), "4 records of 3 points expected, the worker names 12 lines"),
+        (parcel("liar", 3, [(0, 9)], 4), "4 records of 3 points, 24 lines each, expected; the worker names 72 lines"),
+        (
+            parcel("liar", 3, [(0, 4), (9, 8)], 4),
+            "4 records of 3 points, 24 lines each, expected; the worker names 96 lines",
+        ),
         (parcel("liar", 3, [], 4), "4 records"),
         (parcel("liar", 3, [(0, 3)], 0), "0 records"),
-        (parcel("liar", 2, [(LINES - 2, 4)], 2), "outside of its arena"),
+        (parcel("liar", 2, [(LINES // ROW - 2, 4)], 2), "outside of its arena"),
         (parcel("liar", 2, [(-2, 4)], 2), "outside of its arena"),
     ],
 )
@@ -144,16 +158,17 @@ async def test_lines_that_cannot_be_the_rows_fail_their_request_alone(lying, mes
     async with fetcher() as made:
         first, bad, last = await made.deliver([[rank()]], [[[good]], [[lying]], [[good]]])
     assert message in bad.failure
-    assert bad.rows == ()
+    assert bad.shards == {}
     for one in (first, last):
-        assert torch.equal(one.rows[0].view(torch.uint8), by_hand(good))
+        assert torch.equal(stacked(one).view(torch.uint8), by_hand(good))
 
 
 async def test_a_worker_that_failed_or_knows_nothing_fails_its_request_alone() -> None:
     """What another worker, or another engine, has of the request is not handed over as if it were all."""
     good = paged("r1", 3, 50, 1)
     none, spoilt = Unknown(good.owner), replace(good, failure="out of cheese")
-    ranks = [[rank(0), rank(1)], [replaced(rank(0), engine=1), replaced(rank(1), engine=1)]]
+    split = PointSchema((2 * WIDTH,), "bfloat16", shards=2)
+    ranks = [[Rank(shard, attached(shard, split), ArenaReader(), engine) for shard in range(2)] for engine in range(2)]
     cases = {
         None: [[none, none], [good, good]],
         "no worker has rows of this request": [[none, none], [none, none]],
@@ -165,7 +180,34 @@ async def test_a_worker_that_failed_or_knows_nothing_fails_its_request_alone() -
         deliveries = await made.deliver(ranks, list(cases.values()))
     for failure, delivery in zip(cases, deliveries, strict=True):
         assert delivery.failure == failure
-        assert len(delivery.rows) == (0 if failure else 2)
+        assert [len(shards) for shards in delivery.shards.values()] == ([] if failure else [2] * 3)
+
+
+async def test_shards_are_handed_over_in_the_order_of_their_ranks_and_complete() -> None:
+    """Whoever answers first; a shard that is missing or came twice, or a whole row that two have, is no row."""
+    split = PointSchema((2 * WIDTH,), "bfloat16", shards=2)
+    first, second = paged("r1", 3, 50, 1), paged("r1", 3, 50, 2)
+    ranks = {
+        (shards, shard): Rank(shard, attached(shard, schema), ArenaReader())
+        for shards, schema in ((1, SCHEMA), (2, split))
+        for shard in range(2)
+    }
+    async with fetcher() as made:
+        (found,) = await made.deliver([[ranks[2, 1], ranks[2, 0]]], [[[second, first]]])
+        wrong = [
+            (await made.deliver([[ranks[key] for key in keys]], [[[first] * len(keys)]]))[0]
+            for keys in ([(2, 1)], [(2, 0), (2, 0)], [(1, 0), (1, 0)])
+        ]
+    for point, shards in found.shards.items():
+        for shard, one in zip(shards, (first, second), strict=True):
+            assert torch.equal(shard.view(torch.uint8), by_hand(one)[point])
+        assert torch.equal(found.joined(shards), torch.cat(shards, dim=1))
+    assert [one.failure for one in wrong] == [
+        "1 of 2 shards of a point came",
+        "2 of 2 shards of a point came",
+        "2 of 1 shards of a point came",
+    ]
+    assert not any(one.shards for one in wrong)
 
 
 async def test_the_loop_goes_on_while_rows_are_gathered() -> None:
@@ -174,11 +216,11 @@ async def test_the_loop_goes_on_while_rows_are_gathered() -> None:
     async with fetcher() as made, busy(made) as go:
         waiting = asyncio.create_task(made.deliver([[rank()]], [[[large]]]))
         (at_once,) = await made.deliver([[rank()]], [[[small]]])
-        assert torch.equal(at_once.rows[0].view(torch.uint8), by_hand(small))
+        assert torch.equal(stacked(at_once).view(torch.uint8), by_hand(small))
         assert not waiting.done()
         go.set()
         (delivery,) = await waiting
-    assert torch.equal(delivery.rows[0].view(torch.uint8), by_hand(large))
+    assert torch.equal(stacked(delivery).view(torch.uint8), by_hand(large))
 
 
 def go_on() -> None:
@@ -220,7 +262,7 @@ async def test_closing_ends_a_delivery_as_closed() -> None:
 
 async def test_the_wire_gives_the_same_rows_one_call_at_a_time(monkeypatch) -> None:
     """Bytes over RPC are bounded: one request's calls at a time, none above the limit, and the rows are the same."""
-    monkeypatch.setattr(reader, "WIRE_BYTES", 100 * LINE_BYTES)
+    monkeypatch.setattr(reader, "WIRE_BYTES", 100 * ROW * LINE_BYTES)
     monkeypatch.setattr("steercap.engine.fetching.LOAD_REQUESTS", 1)  # or few requests would not be several at once
     under_way = most = 0
 
@@ -231,12 +273,12 @@ async def test_the_wire_gives_the_same_rows_one_call_at_a_time(monkeypatch) -> N
         await asyncio.sleep(0)
         under_way -= 1
         sent = torch.cat([ARENA[item.start : item.start + item.count] for item in ranges])
-        assert len(sent) <= 100
+        assert len(sent) <= 100 * ROW
         return sent.numpy().tobytes()
 
     asked = [paged(f"r{seed}", 1 + seed % 5, 300, seed) for seed in range(8)]
     async with fetcher() as made:
-        deliveries = await made.deliver([[rank(of=WireReader(attached(), ask))]], [[[one]] for one in asked])
+        deliveries = await made.deliver([[rank(of=WireReader(ask))]], [[[one]] for one in asked])
     assert most == 1
     for one, delivery in zip(asked, deliveries, strict=True):
-        assert torch.equal(delivery.rows[0].view(torch.uint8), by_hand(one))
+        assert torch.equal(stacked(delivery).view(torch.uint8), by_hand(one))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from steercap.core.messages import (
     encode,
 )
 from steercap.core.plan import CapturePlan, Plan
-from steercap.core.program import Blob, Configuration, Entry, Response, SteeringPlan
+from steercap.core.program import Blob, Configuration, Entry, Response, SteeringPlan, blob_digest
 from steercap.core.tokens import Range
 from steercap.kernels.bits import STRAY, told_apart, weight
 from steercap.kernels.finite import EDITED_MOST, edited_most, stray_rows
@@ -53,7 +52,7 @@ class Bench:
     def adding(self, slot: int, vector: torch.Tensor, points: tuple[int, ...]) -> SteeringPlan:
         """Steering that adds a vector to the tokens from the second on."""
         data = vector.float().numpy().tobytes()
-        digest = hashlib.sha256(data).digest()
+        digest = blob_digest(data, 1)
         entry = Entry(0, points, 0, 0, response=Response(offset=1.0))
         configuration = Configuration((entry,), (Blob(digest, 1),), 1, 0)
         placed = (Placed(slot, configuration, ((slot,),)),)

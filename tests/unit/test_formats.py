@@ -16,6 +16,7 @@ import torch
 from gguf import GGUFReader, GGUFWriter
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from workers import known_schemas
 
 from steercap.core.program import Configuration
 from steercap.core.spec import Point
@@ -59,7 +60,8 @@ TOKENS: list[Any] = ["all", ["prompt", 3, -1, slice(-5, None, 2)], range(4), sli
 
 def compiled(spec: SteeringSpec) -> Configuration:
     armed = {Point(layer, site): number for number, (layer, site) in enumerate(_points())}
-    return lower(spec, armed=armed, num_layers=LAYERS, width=WIDTH, edits_per_point=64).configuration
+    schemas = known_schemas(armed, WIDTH, LAYERS)
+    return lower(spec, armed=armed, schemas=schemas, num_layers=LAYERS, edits_per_point=64).configuration
 
 
 def selections(spec: SteeringSpec) -> list[TokenSelection]:

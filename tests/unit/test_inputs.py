@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from workers import known_schemas
 
 from steercap import (
     Ablate,
@@ -62,6 +63,7 @@ from steercap.views import TokenHeatmap
 
 WIDTH, LAYERS, PROMPT, LIMIT = 4, 3, 5, 9
 ARMED = {Point(layer, "resid_post"): layer for layer in range(LAYERS)}
+SCHEMAS = known_schemas(ARMED, WIDTH, LAYERS)
 V = torch.tensor([1.0, -2.0, 3.0, 0.5])
 
 
@@ -211,7 +213,7 @@ class Site(NamedTuple):
 
 
 def steer(edit: Any) -> None:
-    ready = lower(SteeringSpec([edit]), armed=ARMED, num_layers=LAYERS, width=WIDTH, edits_per_point=64)
+    ready = lower(SteeringSpec([edit]), armed=ARMED, schemas=SCHEMAS, num_layers=LAYERS, edits_per_point=64)
     scopes_of(ready, PROMPT, LIMIT)
     _ = repr(edit), hash(edit)
 
@@ -222,7 +224,7 @@ def capture(**arguments: Any) -> None:
     check_armed(spec.points(LAYERS), ARMED, SITES)
     spec.selection.ranges(PROMPT, LIMIT)
     if spec.project is not None:
-        compile_projection(spec, ARMED, num_layers=LAYERS, width=WIDTH)
+        compile_projection(spec, ARMED, SCHEMAS, num_layers=LAYERS)
 
 
 EDITS: list[tuple[type, dict[str, Any], dict[str, str]]] = [
@@ -558,8 +560,8 @@ def test_no_vector_changes_after_it_was_given_or_read() -> None:
     mine = V.clone()
     edit, found = Add(mine, layer=1), DirectionSet({"v": LayerVectors({1: mine})})
     spec = CaptureSpec(project=found)
-    before = [lower(SteeringSpec([edit]), armed=ARMED, num_layers=LAYERS, width=WIDTH, edits_per_point=4).digest]
-    before += [compile_projection(spec, ARMED, num_layers=LAYERS, width=WIDTH).lowered.digest]
+    before = [lower(SteeringSpec([edit]), armed=ARMED, schemas=SCHEMAS, num_layers=LAYERS, edits_per_point=4).digest]
+    before += [compile_projection(spec, ARMED, SCHEMAS, num_layers=LAYERS).lowered.digest]
     for reached in (
         mine,
         edit.vector,
@@ -571,8 +573,8 @@ def test_no_vector_changes_after_it_was_given_or_read() -> None:
     ):
         reached.mul_(-7)
         reached.numpy()[...] = 3
-    after = [lower(SteeringSpec([edit]), armed=ARMED, num_layers=LAYERS, width=WIDTH, edits_per_point=4).digest]
-    after += [compile_projection(spec, ARMED, num_layers=LAYERS, width=WIDTH).lowered.digest]
+    after = [lower(SteeringSpec([edit]), armed=ARMED, schemas=SCHEMAS, num_layers=LAYERS, edits_per_point=4).digest]
+    after += [compile_projection(spec, ARMED, SCHEMAS, num_layers=LAYERS).lowered.digest]
     assert before == after
     for mapping, key in ((found["v"].vectors, 1), (found.directions, "v")):
         with pytest.raises(TypeError, match="item assignment"):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from workers import CUDA, batch, device_of, some_runtime, tap
+from workers import CUDA, batch, device_of, known_schemas, some_runtime, tap
 
 from steercap import Add, Replace, SteeringSpec
 from steercap.config import Settings
@@ -31,6 +31,7 @@ from steercap.steering.lowering import lower, scopes_of
 
 WIDTH, POINTS, SLOTS, ROWS, AT_ONCE = 4, 3, 3, 6, 4
 ARMED = {Point(layer, "resid_post"): layer for layer in range(POINTS)}
+SCHEMAS = known_schemas(ARMED, WIDTH, POINTS)
 CLEAN = (0.0,) * POINTS
 
 
@@ -81,7 +82,8 @@ class FifoEngine:
         self.rng = rng
         self.kind = kind
         self.ranks = [
-            some_runtime(kind, POINTS, WIDTH, captures=rank == 0, slots=SLOTS, bank_rows=ROWS) for rank in range(2)
+            some_runtime(kind, POINTS, WIDTH, captures=rank == 0, shard=rank, slots=SLOTS, bank_rows=ROWS)
+            for rank in range(2)
         ]
         for rank in self.ranks:
             rank.answer(encode(Call((), Attach(1 << 20))))
@@ -211,7 +213,7 @@ class Client:
         if request.spec is None:
             async with self.added(request):
                 return
-        ready = lower(request.spec, armed=ARMED, num_layers=POINTS, width=WIDTH, edits_per_point=8)
+        ready = lower(request.spec, armed=ARMED, schemas=SCHEMAS, num_layers=POINTS, edits_per_point=8)
         scopes, replaced = scopes_of(ready, request.prompt_len, request.total)
         settled = False
         try:

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from workers import CUDA, DEVICE, batch, some_runtime, tap
+from workers import CUDA, DEVICE, batch, known_schemas, rows_of, some_runtime, tap
 
 from steercap import Ablate, Add, SteeringSpec
 from steercap.core.messages import (
@@ -34,6 +34,8 @@ from steercap.steering.lowering import lower, scopes_of
 from steercap.testing.edits import edited
 from steercap.testing.specs import vector
 
+ARMED = {Point(0, "resid_post"): 0}
+
 COMPILE = """
 import json, sys
 from triton.backends.compiler import GPUTarget
@@ -45,7 +47,8 @@ pointers = dict(hidden=dtype, residual=dtype, arena=dtype, responses="fp32", ban
 strides = ("hidden_stride", "residual_stride", "num_points", "num_entries", "num_tokens")
 block = 1 << (width - 1).bit_length()
 most = 65504.0 if dtype == "fp16" else 2.0**40
-constants = dict(WIDTH=width, BLOCK=block, HAS_RESIDUAL=deferred, TOKENS=together, EARLY=True, MOST=most, LOOK=dtype == "fp16")
+line = 64 // (4 if dtype == "fp32" else 2)
+constants = dict(WIDTH=width, BLOCK=block, LINE=line, BANK=width, HAS_RESIDUAL=deferred, TOKENS=together, EARLY=True, MOST=most, LOOK=dtype == "fp16")
 names = _tap_kernel.arg_names
 kinds = {name: "*" + pointers.get(name, "i32") for name in names}
 signature = kinds | dict.fromkeys(strides, "i32") | dict.fromkeys(constants, "constexpr")
@@ -63,10 +66,11 @@ from triton.compiler import ASTSource, compile
 from steercap.kernels.triton_tally import BLOCK, TILE, _tally_kernel
 
 names = _tally_kernel.arg_names
-constants = dict(WIDTH=4096, BLOCK=BLOCK, TILE=TILE, SLOTS=2)
-pointers = dict(moves="*i32", sums="*fp32", held="*bf16", arena="*bf16", num_points="i32")
-even = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers if name != "num_points"}
-signature = pointers | dict.fromkeys(constants, "constexpr")
+constants = dict(WIDTH=4096, BLOCK=BLOCK, TILE=TILE, SLOTS=2, ARENA_LINE=32)
+pointers = dict(moves="*i32", points="*i32", layouts="*i32", sums="*fp32", held="*bf16", arena="*bf16")
+sizes = dict.fromkeys(("num_points", "sum_stride", "held_stride"), "i32")
+even = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "sum_stride", "held_stride")}
+signature = pointers | sizes | dict.fromkeys(constants, "constexpr")
 source = ASTSource(_tally_kernel, signature, {(names.index(name),): value for name, value in constants.items()}, even)
 found = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 print(json.dumps([found.asm["ttir"], found.asm["ptx"]]))
@@ -81,10 +85,10 @@ from steercap.kernels.triton_project import TOGETHER, _project_kernel
 
 names = _project_kernel.arg_names
 constants = dict(BLOCK=4096, TOKENS=TOGETHER)
-pointers = dict(rows="*bf16", results="*fp32", bank="*fp32", places="*i64", table="*i64")
-sizes = dict.fromkeys(("count", "directions", "WIDTH", "LINE"), "i32")
+pointers = dict(rows="*bf16", results="*fp32", bank="*fp32", places="*i64", records="*i64", points="*i64")
+sizes = dict.fromkeys(("count", "directions", "WIDTH", "ROW_LINE", "RESULT_LINE", "BANK"), "i32")
 signature = pointers | sizes | dict.fromkeys(constants, "constexpr")
-even = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "WIDTH", "LINE")}
+even = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *list(sizes)[2:])}
 source = ASTSource(_project_kernel, signature, {(names.index(name),): value for name, value in constants.items()}, even)
 found = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
 print(json.dumps([found.asm["ptx"], found.metadata.shared]))
@@ -148,7 +152,7 @@ def test_rows_of_every_width_are_edited_and_copied(width, dtype) -> None:
     """On the device, or interpreted: captured rows are those of the formulas, rounded once; what is not tracked is left."""
     edits = [Add(vector(width, seed=1), layer=0), Ablate(vector(width, seed=2), layer=0, tokens=[1, 2])]
     ready = lower(
-        SteeringSpec(edits, preserve_norm=True), armed={Point(0, "resid_post"): 0}, num_layers=1, width=width,
+        SteeringSpec(edits, preserve_norm=True), armed=ARMED, schemas=known_schemas(ARMED, width, 1), num_layers=1,
         edits_per_point=8,
     )  # fmt: skip
     runtime = some_runtime("cuda", 1, width, dtype, slots=1, bank_rows=2, tokens=8, arena_bytes=8 * width * 4)
@@ -170,8 +174,7 @@ def test_rows_of_every_width_are_edited_and_copied(width, dtype) -> None:
     runtime.end_step()
     (parcel,) = decode_answer(runtime.answer(encode(Call((), Collect((Wanted(Owner("r", 0), 3),)))))).parcels
     assert parcel.failure is None
-    (lines,) = parcel.lines
-    rows = runtime._arena.lines[lines.start : lines.start + lines.count]
+    (rows,) = rows_of(runtime, parcel)
     known = edited(SteeringSpec(edits, preserve_norm=True), Point(0, "resid_post"), stream[:3], 3, 1)
     error = (rows.double() - known).abs() / known.abs().clamp(min=1e-3)
     assert error.max() < {torch.float32: 1e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
@@ -193,5 +196,5 @@ def test_a_large_pass_takes_several_tokens_a_program() -> None:
     runtime.end_step()
     (parcel,) = decode_answer(runtime.answer(encode(Call((), Collect((Wanted(Owner("r", 0), 1000),)))))).parcels
     assert parcel.failure is None
-    rows = torch.cat([runtime._arena.lines[lines.start : lines.start + lines.count] for lines in parcel.lines])
+    (rows,) = rows_of(runtime, parcel)
     assert torch.equal(rows, hidden[51:][[2, 3, *range(700, 1000)]].cpu())

@@ -46,17 +46,17 @@ def kept(keeper: Keeper) -> Lifecycle:
 def delivery(token_ids=TOKENS[:2]) -> Delivery:
     parcel = Parcel(
         owner=Owner("r", 0),
-        codec="raw",
+        encoding="raw",
+        numbers=0,
         points=(0,),
         lines=(),
         stored_rows=2,
-        dtype="float32",
         positions=np.arange(2).tobytes(),
         token_ids=np.array(token_ids).tobytes(),
         writes=2,
         failure=None,
     )
-    return Delivery((parcel,), (torch.ones(1, 2, 4),), None)
+    return Delivery((parcel,), {0: (torch.ones(2, 4),)}, None)
 
 
 def test_released_rows_stay_released() -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 
 import numpy as np
 import pytest
 import torch
-from workers import DEVICE, KINDS, batch, device_of, some_runtime, tap
+from workers import DEVICE, KINDS, batch, device_of, known_schemas, rows_of, some_runtime, tap
 
 from steercap import Add, CaptureSpec, SteeringSpec
 from steercap.config import Settings
@@ -28,7 +27,8 @@ from steercap.core.messages import (
     encode,
 )
 from steercap.core.plan import CapturePlan, Plan, Projection
-from steercap.core.program import Blob, Configuration, SteeringPlan
+from steercap.core.program import Blob, Configuration, SteeringPlan, blob_digest
+from steercap.core.records import LINE_BYTES
 from steercap.core.rows import rows_selected
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
@@ -37,13 +37,12 @@ from steercap.errors import InvalidSpec, InvalidVector
 from steercap.kernels.triton_project import LARGE, launch_project
 from steercap.steering.lowering import Lowered, lower, scopes_of
 from steercap.steering.projection import compile_projection, points_of
-from steercap.transport.assemble import assemble
-from steercap.transport.reader import Readable
 from steercap.vectors import DirectionSet, LayerVectors
 from steercap.vectors.directions import alike
 
 POINTS, LIMIT = 3, 40
 ARMED = {Point(layer, "resid_post"): layer for layer in range(POINTS)}
+SCHEMAS = known_schemas(ARMED, 8, POINTS)
 
 
 class Worker:
@@ -52,12 +51,14 @@ class Worker:
     def __init__(self, kind: str, width: int = 8, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
         self.kind, self.width, self.dtype = kind, width, dtype
         self.rng = np.random.default_rng(seed)
-        self.runtime = some_runtime(kind, POINTS, width, dtype, tokens=256, arena_bytes=256 * (POINTS + 1) * width * 4)
+        lines = POINTS * -(-width * dtype.itemsize // LINE_BYTES) + 1  # of whole rows, and of what is stored of them
+        self.runtime = some_runtime(kind, POINTS, width, dtype, tokens=256, arena_bytes=256 * lines * LINE_BYTES)
         self.ask(Attach(20 << 20))
         self.edit = torch.arange(width).float() % 7 - 3
         self.steered = lower(
-            SteeringSpec([Add(self.edit, layer=0)]), armed=ARMED, num_layers=POINTS, width=width, edits_per_point=8
-        )
+            SteeringSpec([Add(self.edit, layer=0)]), armed=ARMED, schemas=known_schemas(ARMED, width, POINTS), num_layers=POINTS,
+            edits_per_point=8,
+        )  # fmt: skip
         self.sets = [((0, 1, 2), self._vectors(3, 2)), ((1,), self._vectors(1, 5))]
         self.configurations = [self._configuration(*one) for one in self.sets]
         place = 1
@@ -77,7 +78,7 @@ class Worker:
         return torch.from_numpy(self.rng.standard_normal((points, directions, self.width))).float()
 
     def _configuration(self, points: tuple[int, ...], vectors: torch.Tensor) -> Configuration:
-        digest = hashlib.sha256(vectors.numpy().tobytes()).digest()
+        digest = blob_digest(vectors.numpy().tobytes(), vectors.shape[0] * vectors.shape[1])
         return Configuration((), (Blob(digest, vectors.shape[0] * vectors.shape[1]),), 0, 0, points)
 
     def ask(self, question, released: tuple[Owner, ...] = ()):
@@ -97,8 +98,7 @@ class Worker:
         (parcel,) = self.ask(Collect((Wanted(Owner(request.key, 0), request.total),))).parcels
         if parcel.failure:
             return parcel, None
-        lines = self.runtime._arena.lines.view(-1, self.width).contiguous().view(torch.uint8)
-        return parcel, assemble(parcel, self.width, Readable(lines, parcel.lines))
+        return parcel, torch.stack(rows_of(self.runtime, parcel))
 
 
 class Request:
@@ -180,19 +180,23 @@ def test_projections_are_those_of_the_rows(kind, width, dtype) -> None:
 @pytest.mark.parametrize("records", [3, LARGE + 3])
 def test_a_large_pass_takes_several_records_a_program(records) -> None:
     """The last program's records end before its last place; every result is where its line is, and nothing beside it."""
-    points, directions, width = 2, 3, 24
+    points, directions, width, line = 2, 3, 24, LINE_BYTES // 4
     drawn = torch.Generator().manual_seed(0)
-    rows = torch.randn(records * (points + 1), width, generator=drawn)
-    bank = torch.randn(9, width, generator=drawn)
+    rows = torch.randn(records * (2 * points + 1), line, generator=drawn)  # a row takes two lines, its numbers one
+    bank = torch.randn(9, width + 5, generator=drawn)[:, 5:]  # a view of wider rows
     places = torch.tensor([[1, 8, 3], [4, 0, 2]])
     order = torch.randperm(records, generator=drawn)
-    table = torch.stack([order * points, records * points + order.flip(0)], dim=1)
+    table = torch.stack([2 * order * points, 2 * records * points + order.flip(0)], dim=1)
+    at = torch.tensor([[0, 4], [2, 4 + 4 * directions]])  # the first number of a record stays what it is
     expected = rows.clone()
     for source, target in table.tolist():
-        along = torch.einsum("pw,pkw->pk", rows[source : source + points], bank[places])
-        expected[target, : points * directions] = along.flatten()
+        own = rows[source : source + 2 * points].view(points, -1)[:, :width]
+        along = torch.einsum("pw,pkw->pk", own, bank[places])
+        expected[target, 1 : 1 + points * directions] = along.flatten()
     found = rows.to(DEVICE)
-    launch_project(found, bank.to(DEVICE), places.to(DEVICE), table.to(DEVICE))
+    launch_project(
+        found, found, table.to(DEVICE), at.to(DEVICE), width, bank.to(DEVICE), places.to(DEVICE)
+    )  # fmt: skip
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -203,7 +207,7 @@ def test_directions_in_use_are_not_displaced(kind) -> None:
     request = Request(worker, 0, 0)
     worker.step([(request, 0, 1)])
     data = torch.ones(5, worker.width).numpy().tobytes()
-    blob = Blob(hashlib.sha256(data).digest(), 5)
+    blob = Blob(blob_digest(data, 5), 5)
     taken = Configuration((), (blob,), 0, 0, (1,))
     frame = Configure((Vectors(blob.digest, (20, 21, 22, 23, 24), data),), (Placed(1, taken, ((20, 21, 22, 23, 24),)),))
     assert worker.ask(frame) == Configured((taken.digest,))
@@ -255,14 +259,14 @@ def test_a_projection_is_checked_before_anything_runs() -> None:
     with pytest.raises(InvalidSpec, match="give a DirectionSet"):
         points_of(CaptureSpec(project=torch.ones(8)), 3)
     with pytest.raises(InvalidVector, match="width 6"):
-        compile_projection(CaptureSpec(project=directions(width=6)), ARMED, num_layers=3, width=8)
+        compile_projection(CaptureSpec(project=directions(width=6)), ARMED, SCHEMAS, num_layers=3)
 
 
 def test_equal_directions_share_a_slot_and_their_length_does_not_count() -> None:
     """What is projected on are unit vectors: twice a direction is the same configuration, another layer is not."""
 
     def digest(given: DirectionSet, **asked) -> bytes:
-        return compile_projection(CaptureSpec(project=given, **asked), ARMED, num_layers=3, width=8).lowered.digest
+        return compile_projection(CaptureSpec(project=given, **asked), ARMED, SCHEMAS, num_layers=3).lowered.digest
 
     one = directions()
     assert digest(one) == digest(DirectionSet({name: 4 * vectors for name, vectors in one.items()}))
@@ -282,11 +286,17 @@ async def test_two_slots_are_taken_together_or_not_at_all() -> None:
 
     def lowered(seed: int) -> Lowered:
         return compile_projection(
-            CaptureSpec(project=directions(names=(f"{seed}",)) if seed else directions()), ARMED, num_layers=3, width=8
+            CaptureSpec(project=directions(names=(f"{seed}",)) if seed else directions()), ARMED, SCHEMAS, num_layers=3
         ).lowered
 
     edits = [
-        lower(SteeringSpec([Add(torch.ones(8) * seed, layer=0)]), armed=ARMED, num_layers=3, width=8, edits_per_point=8)
+        lower(
+            SteeringSpec([Add(torch.ones(8) * seed, layer=0)]),
+            armed=ARMED,
+            schemas=SCHEMAS,
+            num_layers=3,
+            edits_per_point=8,
+        )
         for seed in range(1, 9)
     ]
 
@@ -306,7 +316,7 @@ async def test_two_slots_are_taken_together_or_not_at_all() -> None:
 def test_a_compiled_projection_knows_its_directions_layer_by_layer() -> None:
     """What a handle will be known by is what the set says of itself, whatever of its layers is asked."""
     given = directions()
-    found = compile_projection(CaptureSpec(project=given), ARMED, num_layers=3, width=8)
+    found = compile_projection(CaptureSpec(project=given), ARMED, SCHEMAS, num_layers=3)
     assert set(found.marks) == {point.layer for point in found.points}
     assert found.names == tuple(given)
     for layer, marks in found.marks.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from workers import CUDA, KINDS, batch, device_of, some_runtime, tap
+from workers import CUDA, KINDS, batch, device_of, known_schemas, rows_of, some_runtime, tap
 
 from steercap import Add, SteeringSpec
 from steercap.core.messages import (
@@ -25,6 +25,7 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import SteeringPlan
+from steercap.core.records import LINE_BYTES
 from steercap.core.rows import rows_selected
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
@@ -77,7 +78,7 @@ class Engine:
         self.kind, self.drafts, self.late, self.width = kind, drafts, late, width
         self.rng = np.random.default_rng(seed)
         self.runtime = some_runtime(
-            kind, POINTS, width, tokens=256, arena_bytes=256 * POINTS * width * 4,
+            kind, POINTS, width, tokens=256, arena_bytes=256 * POINTS * max(width * 4, LINE_BYTES),
             tallies=TALLIES, lag=late + drafts, held=max(late + drafts, 1),
         )  # fmt: skip
         self.ask(Attach(20 << 20))
@@ -85,7 +86,9 @@ class Engine:
         self.vector = torch.arange(width).float() % 7 - 3
         armed = {Point(layer, "resid_post"): layer for layer in range(POINTS)}
         spec = SteeringSpec([Add(self.vector, layer=0)])
-        self.ready = lower(spec, armed=armed, num_layers=POINTS, width=width, edits_per_point=8)
+        self.ready = lower(
+            spec, armed=armed, schemas=known_schemas(armed, width, POINTS), num_layers=POINTS, edits_per_point=8
+        )
         (blob,) = self.ready.configuration.blobs
         vectors = (Vectors(blob.digest, (0,), self.ready.vectors[blob.digest]),)
         assert self.ask(Configure(vectors, (Placed(0, self.ready.configuration, ((0,),)),))) == Configured(())
@@ -146,8 +149,7 @@ class Engine:
         assert (np.frombuffer(parcel.token_ids, dtype=np.int64) == selected + 7).all()
         assert parcel.stored_rows == min(len(selected), 1)
         if len(selected):
-            (lines,) = parcel.lines
-            found = self.runtime._arena.lines[lines.start : lines.start + lines.count]
+            found = torch.cat(rows_of(self.runtime, parcel))
             torch.testing.assert_close(found, request.expected(self.vector), rtol=1e-6, atol=1e-6)
 
 
@@ -198,17 +200,23 @@ def test_a_tally_is_the_reduction_of_the_rows_of_its_sequence(kind, drafts, late
     assert (census.pages_in_use, census.requests, engine.runtime.taps.tallies.in_use) == (0, 0, 0)
 
 
+def add_up(sums: torch.Tensor, rows: torch.Tensor, *, fresh: bool) -> None:
+    """Add rows of 16 elements, a line each, to the one tally of the one point."""
+    # place, kind, whether it begins, layout, lines of a record, first line, rows, divisor; none is added, none holds
+    move = torch.tensor([[0, SUM, fresh, 0, 1, 0, len(rows), 1, -1, -1]], dtype=torch.int32, device=rows.device)
+    nothing = torch.zeros((1, 3), dtype=torch.int32, device=rows.device)
+    launch_tally(move, nothing, 16, nothing[:, :1].contiguous(), sums, sums.new_zeros(1, 1, 16), rows)
+
+
 def test_a_long_sum_keeps_its_digits() -> None:
     """Four passes of 6,000 rows of one sign: added one by one in float32, 2e-5 of the sum would be wrong."""
     rows = (torch.arange(24_000, dtype=torch.float32) + 1000).view(4, -1, 1).expand(-1, -1, 16).contiguous()
-    sums, held = torch.full((1, 1, 16), 7.0), torch.zeros(1, 1, 1, 16)
+    sums = torch.full((1, 16), 7.0)
     device = torch.device("cuda" if CUDA else "cpu")
     found = sums.to(device)
     for number, part in enumerate(rows):
-        # place, kind, whether it begins, points, first line, rows, divisor; no slot is added, none holds
-        move = torch.tensor([[0, SUM, number == 0, 1, 0, len(part), 1, -1, -1]], dtype=torch.int32, device=device)
-        launch_tally(move, found, held.to(device), part.to(device))
-    torch.testing.assert_close(found[0, 0, 0].cpu().double(), rows[..., 0].double().sum(), rtol=2e-7, atol=0)
+        add_up(found, part.to(device), fresh=number == 0)
+    torch.testing.assert_close(found[0, 0].cpu().double(), rows[..., 0].double().sum(), rtol=2e-7, atol=0)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # by numpy, in the interpreter
@@ -218,10 +226,9 @@ def test_what_is_not_finite_stays_what_it_is(value) -> None:
     rows = torch.ones(40, 16)
     rows[3, 5] = value
     device = torch.device("cuda" if CUDA else "cpu")
-    found = torch.zeros(1, 1, 16, device=device)
-    move = torch.tensor([[0, SUM, 1, 1, 0, 40, 1, -1, -1]], dtype=torch.int32, device=device)
-    launch_tally(move, found, torch.zeros(1, 1, 1, 16, device=device), rows.to(device))
-    torch.testing.assert_close(found[0, 0].cpu(), rows.sum(0), equal_nan=True)
+    found = torch.zeros(1, 16, device=device)
+    add_up(found, rows.to(device), fresh=True)
+    torch.testing.assert_close(found[0].cpu(), rows.sum(0), equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -235,8 +242,7 @@ def test_one_owner_twice_is_finished_once(kind) -> None:
     engine.step([(request, 0, 4)])
     wanted = Wanted(Owner("r", 0), 4)
     for parcel in engine.ask(Collect((wanted, wanted))).parcels:
-        (lines,) = parcel.lines
-        rows = engine.runtime._arena.lines[lines.start : lines.start + lines.count]
+        (rows,) = rows_of(engine.runtime, parcel)
         torch.testing.assert_close(rows[0], request.rows[0, :4].mean(0))
     engine.step([(request, 4, 1)])
     (parcel,) = engine.ask(Collect((Wanted(Owner("r", 0), 5),))).parcels
@@ -263,9 +269,7 @@ def test_late_rows_of_a_cancelled_request_do_not_land_on_a_spilled_tally(kind, m
             engine.ask(Census(), released=(Owner("a", 0),))
     assert engine.runtime._kept[Owner("b", 0)].outbox._spilled is not None
     (parcel,) = engine.ask(Collect((Wanted(Owner("b", 0), 12),))).parcels
-    assert parcel.failure is None
-    (lines,) = parcel.lines
-    rows = engine.runtime._arena.lines[lines.start : lines.start + lines.count]
+    rows = torch.cat(rows_of(engine.runtime, parcel))
     torch.testing.assert_close(rows, requests["b"].rows[:2, :12].sum(1))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 import pytest
 import torch
@@ -34,7 +32,8 @@ from steercap.core.messages import (
     encode,
 )
 from steercap.core.plan import CapturePlan, Plan
-from steercap.core.program import Blob, Configuration, Entry, Response, SteeringPlan
+from steercap.core.program import Blob, Configuration, Entry, Response, SteeringPlan, blob_digest
+from steercap.core.records import LINE_BYTES
 from steercap.core.tokens import Range
 from steercap.transport.assemble import assemble
 from steercap.transport.reader import open_reader
@@ -118,7 +117,9 @@ class Bench:
         assert isinstance(answer, Collected)
         (parcel,) = answer.parcels
         assert isinstance(parcel, Parcel)
-        return parcel, assemble(parcel, WIDTH, await self.reader.read(parcel.lines))
+        schemas = self.runtime.taps.layouts.schemas(parcel.points)
+        rows = assemble(parcel, schemas, await self.reader.read(parcel.lines))
+        return parcel, torch.stack(rows)
 
 
 def expected(request: int, positions, point: int) -> torch.Tensor:
@@ -203,7 +204,7 @@ async def test_reductions_run_over_pages_in_float32(dtype, reduce, tally) -> Non
 
     A reduction that runs along takes no more than its own.
     """
-    bench = Bench(4 << 20, dtype, tokens=6_000)
+    bench = Bench(8 << 20, dtype, tokens=6_000)
     bench.plan("r1", reduce=reduce, limit=30_000, tally=tally, prompt=24_000)
     for start in range(0, 24_000, 6_000):
         bench.step(("r1", start, 6_000))
@@ -211,7 +212,8 @@ async def test_reductions_run_over_pages_in_float32(dtype, reduce, tally) -> Non
     assert pages == 1 if tally else pages > 1
     for _ in range(2):
         parcel, rows = await bench.rows("r1", 24_000)
-        assert parcel.dtype == "float32"
+        assert parcel.encoding == "reduced"
+        assert rows.dtype == torch.float32
         assert rows.shape == (POINTS, 1, WIDTH)
         values = (1000 + torch.arange(24_000)).to(torch.float64) / 2
         kept = values.to(dtype).double()
@@ -257,7 +259,7 @@ async def test_a_pass_that_fails_or_is_short_spoils_its_rows(kind) -> None:
     assert (
         second.failure
         == {
-            "host": "tap 2 saw (3, 8) for 4 tokens",
+            "host": "tap 2 saw (3, 8) for 4 tokens, 8 wide",
             "cuda": "1 of 4 tokens of a pass were not copied at their points, once each",
         }[kind]
     )
@@ -314,7 +316,8 @@ async def test_lines_can_be_sent_as_bytes() -> None:
     parcel, rows = await bench.rows("r1", 3)
     answer = bench.ask(Read(parcel.lines))
     assert isinstance(answer, Lines)
-    assert answer.data == rows[0].numpy().tobytes()
+    sent = np.frombuffer(answer.data, dtype=np.uint8).reshape(3, LINE_BYTES)
+    assert sent[:, : WIDTH * 4].tobytes() == rows[0].numpy().tobytes()
 
 
 DEVICE_ALONE = pytest.mark.parametrize("kind", ["cuda"], indirect=True)
@@ -323,7 +326,7 @@ DEVICE_ALONE = pytest.mark.parametrize("kind", ["cuda"], indirect=True)
 @DEVICE_ALONE
 async def test_rows_in_flight_are_not_overwritten() -> None:
     """A ring that holds one pass: the next one waits until its rows are copied away, however late that is."""
-    bench = Bench(arena_bytes=13 * WIDTH * 4)
+    bench = Bench(arena_bytes=13 * LINE_BYTES)
     for key in ("r1", "r2"):
         bench.plan(key)
     for start in range(0, 40, 2):
@@ -338,14 +341,14 @@ async def test_rows_in_flight_are_not_overwritten() -> None:
 @DEVICE_ALONE
 async def test_a_pass_larger_than_the_ring_is_said_not_hidden() -> None:
     """Its rows are a failure that names the remedy; those of the next pass are not."""
-    bench = Bench(arena_bytes=13 * WIDTH * 4)
+    bench = Bench(arena_bytes=13 * LINE_BYTES)
     bench.plan("r1")
     bench.plan("r2")
     bench.step(("r1", 0, 5))
     bench.step(("r2", 0, 4))
     large, small = bench.ask(Collect((Wanted(Owner("r1", 0), 5), Wanted(Owner("r2", 0), 4)))).parcels
     assert (
-        "one pass keeps 480 bytes of rows, and the device holds 416; raise SteerModel(..., arena_bytes=)"
+        "one pass keeps 960 bytes of rows, and the device holds 832; raise SteerModel(..., arena_bytes=)"
         in large.failure
     )
     assert small.failure is None
@@ -450,7 +453,7 @@ def steering_plan(configuration, slot: int = 0, ranges=((Range(0, None),),), ide
 def adding(value: float, points=(0, 2), row: int = 5) -> tuple[Configuration, Vectors]:
     """A configuration that adds `value` to every element at some points, and its vector in a row of the bank."""
     data = np.full(WIDTH, value, dtype=np.float32).tobytes()
-    digest = hashlib.sha256(data).digest()
+    digest = blob_digest(data, 1)
     configuration = Configuration((Entry(0, points, 0, 0, response=Response(offset=1.0)),), (Blob(digest, 1),), 1, 0)
     return configuration, Vectors(digest, (row,), data)
 
@@ -639,7 +642,7 @@ async def test_rows_are_kept_before_or_after_their_edits() -> None:
 async def test_a_rank_without_rows_steers_all_the_same(kind) -> None:
     """Rank 1 of a tensor-parallel group captures nothing and edits everything; its rows are not counted twice."""
     bench = Bench.__new__(Bench)
-    bench.runtime = some_runtime(kind, captures=False)
+    bench.runtime = some_runtime(kind, captures=False, shard=1)
     assert isinstance(bench.ask(Attach(1 << 20)), NotCapturing)
     configuration, vectors = adding(500.0)
     assert configure(bench, configuration, vectors) == Configured(())

@@ -211,7 +211,7 @@ class Taps(ABC):
         self,
         hidden: Float[torch.Tensor, "n width"],
         residual: Float[torch.Tensor, "n width"] | None,
-        point: Int[torch.Tensor, 1],
+        point: Int[torch.Tensor, " 1"],
         kind: int,
     ) -> None:
         """Copy and edit the rows wanted at `point`; called by the operator, once a point and pass.

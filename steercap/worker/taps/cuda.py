@@ -291,7 +291,7 @@ class CudaTaps(Taps):
         self,
         hidden: Float[torch.Tensor, "n width"],
         residual: Float[torch.Tensor, "n width"] | None,
-        point: Int[torch.Tensor, 1],
+        point: Int[torch.Tensor, " 1"],
         kind: int,
     ) -> None:
         width = self._kinds[kind].width

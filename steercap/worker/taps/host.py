@@ -135,7 +135,7 @@ class HostTaps(Taps):
         self,
         hidden: Float[torch.Tensor, "n width"],
         residual: Float[torch.Tensor, "n width"] | None,
-        point: Int[torch.Tensor, 1],
+        point: Int[torch.Tensor, " 1"],
         kind: int,  # noqa: ARG002 -- the point says it
     ) -> None:
         if self.open_step is None:

@@ -1,0 +1,101 @@
+"""From records to tensors: whatever the points are, however their rows are stored, wherever the pages lie."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from steercap.core.messages import LineRange, Owner, Parcel
+from steercap.core.records import LINE_BYTES, record_shape
+from steercap.core.rows import page_shape
+from steercap.core.schema import PointSchema
+from steercap.encodings import ENCODINGS
+from steercap.transport import assemble
+from steercap.transport.reader import Readable
+
+DTYPES = st.sampled_from(["float32", "bfloat16", "float16"])
+
+
+@st.composite
+def schemas(draw) -> PointSchema:
+    """Narrow and wide rows, odd and even, one axis or two, whole or split."""
+    shards = draw(st.sampled_from([1, 1, 2, 3]))
+    first = shards * draw(st.sampled_from([1, 2, 5, 8, 31, 64, 257, 300, 513]))
+    rest = draw(st.sampled_from([(), (), (3,), (4, 2)]))
+    return PointSchema((first, *rest), draw(DTYPES), shards)
+
+
+@given(st.lists(st.integers(1, 5000), max_size=8), st.sampled_from([4, 8, LINE_BYTES]))
+def test_rows_of_a_record_lie_one_behind_the_other(sizes, align) -> None:
+    """Each at a multiple of what it asks for, none over another, and no line more than they need."""
+    shape = record_shape(sizes, align)
+    ends = [0, *(offset + size for offset, size in zip(shape.offsets, shape.sizes, strict=True))]
+    assert shape.sizes == tuple(sizes)
+    for offset, end in zip(shape.offsets, ends, strict=False):
+        assert offset % align == 0
+        assert 0 <= offset - end < align
+    assert shape.lines == -(-(-(-ends[-1] // align) * align) // LINE_BYTES)
+
+
+@given(
+    st.lists(schemas(), min_size=1, max_size=5),
+    st.sampled_from(list(ENCODINGS)),
+    st.integers(0, 40),
+    st.integers(1, 7),
+    st.lists(st.integers(1, 9), min_size=1, max_size=10),
+    st.sampled_from([100, 5000, assemble.PART_BYTES]),
+    st.integers(0, 2**32 - 1),
+)
+@settings(max_examples=200, deadline=None)
+def test_records_come_back_bit_for_bit(  # noqa: PLR0917 -- hypothesis gives them by their places
+    points, name, rows, numbers, pages, part_bytes, seed
+) -> None:
+    """Any points, encoding and split into ranges: every row is decoded from just the bytes that were stored of it."""
+    encoding, rng = ENCODINGS[name], np.random.default_rng(seed)
+    numbers = numbers if name == "projected" else 0
+    shape = encoding.record(points, numbers)
+    # Records in ranges of these sizes, in an order of their own, with lines of others between them.
+    counts, left = [], rows
+    for page in pages:
+        counts.append(min(page, left))
+        left -= counts[-1]
+    counts.append(left)
+    starts, first = {}, int(rng.integers(0, 4))
+    for place in rng.permutation(len(counts)).tolist():
+        starts[place] = first
+        first += counts[place] * shape.lines + int(rng.integers(0, 4))
+    arena = torch.from_numpy(rng.integers(0, 256, (first + 1, LINE_BYTES), dtype=np.uint8))
+    ranges = tuple(LineRange(starts[place], count * shape.lines) for place, count in enumerate(counts) if count)
+    stored = [torch.tensor(rng.integers(0, 256, (rows, size), dtype=np.uint8)) for size in shape.sizes]
+    lines = [item.start + at for item in ranges for at in range(0, item.count, shape.lines)]
+    for record, line in enumerate(lines):
+        for offset, own in zip(shape.offsets, stored, strict=True):
+            start = line * LINE_BYTES + offset
+            arena.view(-1)[start : start + own.shape[1]] = own[record]
+    labels = np.arange(rows).tobytes()
+    parcel = Parcel(Owner("r", 0), name, numbers, tuple(range(len(points))), ranges, rows, labels, labels, rows, None)
+    before, assemble.PART_BYTES = assemble.PART_BYTES, part_bytes
+    try:
+        found = assemble.assemble(parcel, points, Readable(arena, ranges))
+    finally:
+        assemble.PART_BYTES = before
+    arena.zero_()  # what was handed over is in memory of its own
+    for schema, own, got in zip(points, stored, found, strict=True):
+        assert got.shape == ((rows, numbers) if numbers else (rows, *schema.shard_shape))
+        known = encoding.decode(own, schema, numbers)
+        assert got.dtype == known.dtype
+        assert torch.equal(got.contiguous().view(torch.uint8), known.contiguous().view(torch.uint8))
+    assert assemble.parcel_bytes(parcel, points) == rows * sum(shape.sizes)
+
+
+@given(st.lists(schemas(), min_size=1, max_size=5), st.integers(1, 3000))
+def test_a_page_holds_two_records_and_a_reduction(points, rows) -> None:
+    """Whatever the points: two raw records at least, and the float32 row of a reduction over the first of them."""
+    raw = ENCODINGS["raw"].record(points).lines
+    shape = page_shape(raw)
+    assert shape.records(raw) >= 2
+    assert ENCODINGS["reduced"].record(points).lines <= shape.lines
+    assert shape.lines % raw == 0
+    assert shape.pages(rows, raw) * shape.records(raw) >= rows
