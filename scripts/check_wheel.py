@@ -71,7 +71,7 @@ says("experiments", lambda: asyncio.run(experiments.run_sweep(None, None, out=ou
 says("personas", lambda: asyncio.run(persona.run(None, None, out=out)))
 says("cuda", lambda: asyncio.run(model.start()))
 says("cuda", lambda: views.Unembedding.load("some/model"))
-says("cuda", lambda: testing.tiny_checkpoint("qwen3"))
+says("cuda", lambda: testing.Reference(out))
 says("cli", lambda: __import__("steercap.cli.app"))
 print("all of it")
 """
@@ -110,7 +110,7 @@ class Checks:
         )
         if done.returncode != code:
             sys.exit(f"{shown}\nended with {done.returncode}, not {code}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
-        print(f"{time.monotonic() - began:6.1f} s  {shown[-150:]}", flush=True)
+        print(f"{time.monotonic() - began:6.1f} s  {shown[:150]}", flush=True)
         return done.stdout + done.stderr
 
     def environment(self, name: str) -> Path:
@@ -158,6 +158,34 @@ def check_content(wheel: Path) -> None:
         sys.exit(f"the wheel lacks {sorted(wanted - held)}, and has {sorted(held - wanted)} beside the package")
 
 
+def check_base(checks: Checks, commands: Path, results: Path) -> None:
+    """See that the base works by itself, and names what it lacks."""
+    if "all of it" not in checks.run(commands / "python", "-c", BASE_ONLY, results):
+        sys.exit("the base did not do all that it must")
+    for command, name in ((("steercap", "--help"), "cli"), (("python", "-m", "steercap.demo"), "demo")):
+        said = checks.run(commands / command[0], *command[1:], code=1)
+        if not re.fullmatch(
+            rf"steercap: this needs \w+, which is not installed: pip install 'steercap\[{name}\]'\n", said
+        ):
+            sys.exit(f"{command} without its extra says:\n{said}")
+
+
+def check_all(checks: Checks, commands: Path, results: Path, *, engine: bool) -> None:
+    """See that the command and the demo work, from the wheel."""
+    home = checks.run(commands / "python", "-c", "import steercap; print(steercap.__file__)")
+    if not home.startswith(str(commands.parent)):
+        sys.exit(f"steercap is imported from {home}")
+    print(checks.run(commands / "steercap", "--version").strip())
+    checks.run(commands / "steercap", "persona", "traits")
+    checks.run(commands / "steercap", "doctor")
+    if not engine:
+        return
+    checks.run(commands / "python", "-m", "steercap.demo", "--out", results / "demo")
+    if not (results / "demo" / "demo.png").stat().st_size:
+        sys.exit("the demo drew nothing")
+    print(checks.run(commands / "steercap", "generate", "The capital of France is", "--max-tokens", "8").strip())
+
+
 def main() -> None:
     """All of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -167,36 +195,19 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="steercap-wheel-") as scratch:
         folder = given.folder.resolve() if given.folder else Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
+        results = folder / "results"
+        results.mkdir(parents=True)
         checks = Checks(folder, given.pip_args.split())
         wheel = checks.built()
         check_content(wheel)
-        commands = checks.environment("fresh")
-        python, steercap = commands / "python", commands / "steercap"
-        requirements = ROOT / "requirements"
+        commands, requirements = checks.environment("fresh"), ROOT / "requirements"
         checks.install(commands, "-r", requirements / "torch.txt")
         checks.install(commands, "--no-deps", *base_requirements())
         checks.install(commands, "--no-deps", wheel)
-        results = folder / "results"
-        results.mkdir()
-        if "all of it" not in checks.run(python, "-c", BASE_ONLY, results):
-            sys.exit("the base did not do all that it must")
-        said = checks.run(steercap, "--help", code=1)
-        if said.splitlines() != ["steercap: this needs rich, which is not installed: pip install 'steercap[cli]'"]:
-            sys.exit(f"steercap without its extra says:\n{said}")
+        check_base(checks, commands, results)
         for name in ("cpu.txt", "dev.txt"):
             checks.install(commands, "--no-deps", "-r", requirements / name)
-        home = checks.run(python, "-c", "import steercap; print(steercap.__file__)")
-        if not home.startswith(str(folder)):
-            sys.exit(f"steercap is imported from {home}")
-        print(checks.run(steercap, "--version").strip())
-        checks.run(steercap, "persona", "traits")
-        checks.run(steercap, "doctor")
-        if not given.no_engine:
-            checks.run(python, "-m", "steercap.demo", "--out", results / "demo")
-            print(checks.run(steercap, "generate", "The capital of France is", "--max-tokens", "8").strip())
-            if not (results / "demo" / "demo.png").stat().st_size:
-                sys.exit("the demo drew nothing")
+        check_all(checks, commands, results, engine=not given.no_engine)
     print("the wheel works without the repository")
 
 
