@@ -36,7 +36,7 @@ class Accumulator:
         self._rows = rows
         self._value = value
 
-    def add(self, block: Float[torch.Tensor, rows * row]) -> None:
+    def add(self, block: Float[torch.Tensor, "rows ..."]) -> None:
         """Take in the next rows, at least one."""
         self._rows += len(block)
         match self._reduce:
