@@ -143,8 +143,9 @@ class Bench:
 
         mode, model = Mode.parse(name), self.model
         chosen = [self.specs[strong][place % mode.specs] for place in range(len(given))] if mode.specs else None
-        layers = {"one": [model.num_layers // 2], "all": "all", "mean": "all"}.get(mode.capture or "")
-        spec = None if layers is None else CaptureSpec(layers=layers, reduce="mean" if mode.capture == "mean" else None)
+        layers = {"one": [model.num_layers // 2], "all": "all", "mean": "all", "full8": "all"}.get(mode.capture or "")
+        how: dict[str, Any] = {"mean": {"reduce": "mean"}, "full8": {"codec": "full8"}}.get(mode.capture or "", {})
+        spec = None if layers is None else CaptureSpec(layers=layers, **how)
         if mode.capture == "project":
             spec = CaptureSpec(project=self.directions)
         start = time.perf_counter()

@@ -18,6 +18,7 @@ MODES = (
     "capture-all",
     "capture-mean",
     "capture-project",
+    "capture-full8",
     "steer-1",
     "steer-8",
     "steer-64",
@@ -72,8 +73,8 @@ class Mode:
     """What is asked of steercap.
 
     Args:
-        capture: rows of "one" layer or of "all", at all layers their "mean" or what they are along directions
-            ("project"), or None.
+        capture: rows of "one" layer or of "all", at all layers their "mean", what they are along directions
+            ("project") or 8 bits an element ("full8"), or None.
         specs: how many different specs steer.
     """
 
@@ -82,12 +83,12 @@ class Mode:
 
     @classmethod
     def parse(cls, name: str) -> Mode:
-        """Read "idle", "capture-one", "capture-all", "capture-mean", "capture-project" or "steer-K".
+        """Read "idle", "capture-one", "capture-all", "capture-mean", "capture-project", "capture-full8" or "steer-K".
 
         Raises:
             ValueError: another name.
         """
-        found = re.fullmatch(r"idle|capture-(one|all|mean|project)|steer-([1-9]\d*)", name)
+        found = re.fullmatch(r"idle|capture-(one|all|mean|project|full8)|steer-([1-9]\d*)", name)
         if found is None:
             raise ValueError(f"no mode {name!r}; modes: {', '.join(MODES)}, and steer-K for any K")
         return cls(found[1], int(found[2] or 0))
