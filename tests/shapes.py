@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, Final, get_args
+from typing import Annotated, Any, Final, get_args
 
+import torch
 from beartype import beartype
+from beartype.vale import Is
 from jaxtyping import AbstractArray, install_import_hook
 
 #: Modules whose every function and dataclass is checked, with the packages within them.
@@ -18,7 +20,9 @@ CHECKED: Final = (
     "steercap.edits",
     "steercap.kernels.finite",
     "steercap.kernels.reference",
-    "steercap.vectors",
+    "steercap.vectors.extraction",
+    "steercap.vectors.layers",
+    "steercap.vectors.methods",
     "steercap.views",
     "steercap.worker.arena",
     "steercap.worker.reduce",
@@ -29,10 +33,14 @@ CHECKED: Final = (
 )
 
 
+#: What is no tensor has no shape: whether it may be given is said by the function, in errors of its own.
+NoTensor: Final = Annotated[object, Is[lambda value: not isinstance(value, torch.Tensor)]]
+
+
 def shapes_alone(function: Callable[..., Any]) -> Callable[..., Any]:
     """Check what a signature says of tensors. The rest is mypy's: protocols and types that are not imported at run time."""
     said = function.__annotations__
-    function.__annotations__ = {name: hint for name, hint in said.items() if _names_a_shape(hint)}
+    function.__annotations__ = {name: hint | NoTensor for name, hint in said.items() if _names_a_shape(hint)}
     return beartype(function) if function.__annotations__ else function
 
 

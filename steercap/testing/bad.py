@@ -48,7 +48,7 @@ BAD_REQUESTS: Final = (
     Bad({"capture": CaptureSpec(tokens=[99])}, errors.InvalidSelection, "position 99 is outside the sequence"),
     Bad({"capture": CaptureSpec(tokens=-11)}, errors.InvalidSelection, "positions -10 to 14"),
     Bad({"capture": CaptureSpec(tokens=slice(4, 4))}, errors.EmptySelection, "selects none of the 15 positions"),
-    Bad({"capture": CaptureSpec(codec="zip")}, errors.UnknownName, "unknown codec 'zip'; known: 'raw'"),
+    Bad({"capture": CaptureSpec(codec="zip")}, errors.UnknownName, "unknown codec 'zip'; known: 'full8', 'raw'"),
     Bad({"capture": [CaptureSpec()] * 2}, errors.InvalidRequest, "2 entries for 1 prompts"),
     Bad({"sampling_params": {"max_tokens": -3}}, errors.InvalidRequest, "max_tokens"),
     Bad({"sampling_params": {"max_tokenz": 3}}, errors.InvalidRequest, "max_tokenz"),

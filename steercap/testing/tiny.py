@@ -30,7 +30,8 @@ def tiny_checkpoint(family: str) -> Path:
 
 def tiny_sites(family: str) -> tuple[str, ...]:
     """All sites that some layer of such a checkpoint has."""
-    from transformers import AutoConfig
+    with extra("cuda", "cpu"):
+        from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(tiny_checkpoint(family))
     layers = range(config.num_hidden_layers)

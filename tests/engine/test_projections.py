@@ -7,14 +7,13 @@ import torch
 
 from steercap import Ablate, CaptureHandle, CaptureSpec, SteeringSpec
 from steercap.errors import InvalidSpec
-from steercap.sites import SITES
 from steercap.testing.agreement import projections_agree
-from steercap.testing.rows import GREEDY, random_prompt, settled
+from steercap.testing.rows import ALL_SITES, GREEDY, random_prompt, settled
 from steercap.vectors import DirectionSet, LayerVectors
 from steercap.vectors.directions import alike
 
 
-@pytest.mark.parametrize("site", list(SITES))
+@pytest.mark.parametrize("site", ALL_SITES)
 async def test_projections_are_those_of_the_rows(site, tiny) -> None:
     """Every site, selections, edits and two sets of directions in one batch."""
     await projections_agree(tiny, site)

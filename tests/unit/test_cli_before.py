@@ -82,7 +82,7 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         ("generate hi -m model --temperature nan", 2, "greater than or equal to 0"),
         ("generate hi -m model --seed 99999999999999999999", 2, "64 bits"),
         ("generate hi -m model --steer deep.safetensors --layer 9", 1, "layer 9 is outside this model of 4 layers"),
-        ("generate hi -m model --steer wide.safetensors --layer 1", 1, "width 16, the model's rows have 8"),
+        ("generate hi -m model --steer wide.safetensors --layer 1", 1, "width 16, the rows at resid_post[1] are 8 of "),
         ("generate hi -m model --steer deep.safetensors --layer 2 --engine-arg layers=[1]", 1, "has no tap"),
         ("capture hi -m model --out x --layers 4", 1, "layer 4 is outside this model of 4 layers"),
         ("capture hi -m model --out x --sites nowhere", 1, "nowhere"),

@@ -39,6 +39,10 @@ class Cluster:
     hidden_size, num_layers, model_name, overshoot = WIDTH, POINTS, "none", 0
     points = tuple(Point(layer, "resid_post") for layer in range(POINTS))
 
+    def exists(self, point: Point) -> bool:
+        """Whether the model has a point."""
+        return point in self.points
+
     def __init__(self) -> None:
         self.workers = [
             [some_runtime(points=POINTS, width=WIDTH, local=(2 * stage, 2 * stage + 1)) for stage in range(STAGES)]

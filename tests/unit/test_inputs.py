@@ -593,7 +593,8 @@ def test_what_is_looked_up_in_vain_is_a_key_error_too() -> None:
         assert mapping.get(key, "nothing") == "nothing" if key != "resid_post" else True
         assert key not in mapping
         with pytest.raises(
-            SteercapError, match=r"(layers \[0, 2\]|known: 'v'|captured: resid_post\[0\], |known: 'raw')"
+            SteercapError,
+            match=r"(layers \[0, 2\]|known: 'v'|captured: resid_post\[0\], |known: 'full8', 'projected', 'raw', 'reduced')",
         ):
             mapping[key]
     with pytest.raises(LayerOutOfRange, match=r"^7 is not a layer"):

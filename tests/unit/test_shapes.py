@@ -14,7 +14,6 @@ from shapes import CHECKED
 import steercap
 from steercap.kernels import reference
 from steercap.kernels.finite import stray_rows
-from steercap.vectors.directions import marks_of
 
 ROOT = Path(steercap.__file__).parent
 #: Where shapes are stated and not checked: on CUDA alone, within Triton, in what vLLM compiles, and in tests of tests.
@@ -24,6 +23,9 @@ UNCHECKED = {
     "experiments/operations/base.py",
     "testing/edits.py",
     "testing/parity.py",
+    # They read what users pass, tensors of any kind among it, and refuse it in words of their own.
+    "vectors/contrast.py",
+    "vectors/directions.py",
 }
 
 
@@ -33,7 +35,7 @@ UNCHECKED = {
         lambda: stray_rows(torch.zeros(3)),
         lambda: stray_rows(torch.zeros(3, 4, dtype=torch.int64)),
         lambda: reference.Column(1, *[torch.zeros(2)] * 5),
-        lambda: marks_of(torch.zeros(3)),
+        lambda: reference.rows_at(torch.zeros(3), None, torch.zeros(1, dtype=torch.int64)),
     ],
     ids=["a row for rows", "whole numbers for rows", "floats for places", "a vector for several"],
 )
