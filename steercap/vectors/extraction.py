@@ -155,6 +155,7 @@ async def mean_rows(
         raise InvalidSpec("no texts to read; give at least one")
     asked = [_asked(model.tokenizer, text, TokenSelection.parse(tokens)) for text in texts]
     finished = 0
+    captured: set[int] = set()  # of all layers, those that have the site
 
     async def read(part: Sequence[tuple[list[int], TokenSelection]]) -> tuple[torch.Tensor, int]:
         nonlocal finished
@@ -166,14 +167,14 @@ async def mean_rows(
         finished += len(part)
         if progress is not None:
             progress(finished)
+        captured.update(point.layer for point in handles[0].points)
         return torch.stack([_row(handle.captures) for handle in handles]), moved
 
     parts = [asked[first : first + CALL_TEXTS] for first in range(0, len(asked), CALL_TEXTS)]
     found = await each_of(parts, read, CALLS)
-    points = CaptureSpec(layers=layers, sites=site).points(model.num_layers)
     return Rows(
         torch.cat([rows for rows, _ in found]),
-        tuple(point.layer for point in points),
+        tuple(sorted(captured)),
         tuple(_digest(ids) for ids, _ in asked),
         sum(moved for _, moved in found),
     )
@@ -240,5 +241,5 @@ def _ids(tokenizer: Any, text: Any, *, special: bool) -> list[int]:
 
 
 def _row(captures: Mapping[Any, torch.Tensor]) -> torch.Tensor:
-    """One row a layer: float32 [layers, hidden]."""
-    return torch.stack([rows.float().mean(0) for rows in captures.values()])
+    """One row a layer, of heads one behind the other: float32 [layers, width]."""
+    return torch.stack([rows.float().mean(0).flatten() for rows in captures.values()])

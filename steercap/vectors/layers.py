@@ -65,7 +65,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
             gives another copy, so what was compiled or projected on once stays true.
         name: what they mean, "" if unnamed.
         model: the model they were made for, "" if unknown.
-        site: place in the layer: "resid_pre", "resid_post", "attn_out" or "mlp_out".
+        site: place in the layer, a name in `steercap.sites`; vectors for `z` have heads × head_dim numbers.
 
     Raises:
         InvalidSpec: no vector, a layer that is not an index from 0, or a label that is not text.
