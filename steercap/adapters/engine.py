@@ -426,6 +426,11 @@ def _check_supported(config: Any) -> None:
         raise UnsupportedRunner(
             "KV transfer, micro-batches and prefill context parallelism move rows past the taps; switch them off"
         )
+    if parallel.use_sequence_parallel_moe:
+        raise UnsupportedRunner(
+            "sequence-parallel experts give the router of each rank other tokens than the batch's; switch "
+            "enable_expert_parallel off, or use one engine (data_parallel_size=1)"
+        )
     if getattr(config.speculative_config, "enable_adaptive_verification", False):
         raise UnsupportedRunner("adaptive verification lays batches out on the device; switch it off")
     if config.model_config.enable_sleep_mode:

@@ -137,7 +137,7 @@ class Attached(Message, frozen=True):
         page_lines: lines of a page.
         pages: pages of the arena.
         bank_rows: rows of the vector bank.
-        bank_width: elements of such a row: of the widest point on this rank that can be steered.
+        bank_width: elements of such a row: of the widest point on this rank.
         tallies: reductions that can run along at once.
         held: rows that such a reduction holds apart, which go to the arena with it once its request has ended.
         path: where a process of the same machine can open the arena.

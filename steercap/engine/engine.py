@@ -232,7 +232,7 @@ class Engine:
         points, _ = self.captured(spec)
         known = self._projected.setdefault(spec.project, {})
         if points not in known:
-            found = compile_projection(spec, self.armed, self.schemas, num_layers=self.vllm.num_layers)
+            found = compile_projection(spec, self.armed, self.schemas, num_layers=self.vllm.num_layers, points=points)
             self._check_records(found)
             known[points] = found
         return known[points]

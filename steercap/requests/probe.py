@@ -86,10 +86,11 @@ async def _probe_editing(engine: Engine, number: int, delivery: Delivery) -> Non
     written = [point for point in engine.armed if engine.schemas[point].writable]
     specs: list[SteeringSpec | None] = [None]
     for point in written:
-        # As long as the rows are, times the square root of their width: a rank that has a part of a row cannot know.
+        # As long as the rows are, which a rank that has a part of each cannot know.
         norm = float(delivery.joined(delivery.shards[engine.armed[point]]).flatten(1).norm(dim=1).mean())
         vector = torch.randn(engine.schemas[point].width, generator=generator)
-        specs.append(SteeringSpec([Add(vector, norm, layer=point.layer, site=point.site)]))
+        scale = norm / engine.schemas[point].width ** 0.5
+        specs.append(SteeringSpec([Add(vector, scale, layer=point.layer, site=point.site)]))
     params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0}  # the sampled token's own
     prompt = {"prompt_token_ids": list(range(1, _PROMPT + 1))}
     options = {"data_parallel_rank": number} if engine.engines > 1 else {}

@@ -6,7 +6,7 @@ SHA-256, sent once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +57,12 @@ def points_of(spec: CaptureSpec, num_layers: int) -> tuple[Point, ...]:
 
 
 def compile_projection(
-    spec: CaptureSpec, armed: Mapping[Point, int], schemas: Mapping[Point, PointSchema], *, num_layers: int
+    spec: CaptureSpec,
+    armed: Mapping[Point, int],
+    schemas: Mapping[Point, PointSchema],
+    *,
+    num_layers: int,
+    points: Iterable[Point] | None = None,
 ) -> Projected:
     """Check what rows are projected on, and compile it.
 
@@ -66,13 +71,15 @@ def compile_projection(
         armed: index of every armed point.
         schemas: what the tensor at each of them is.
         num_layers: decoder layers of the model.
+        points: its points, those of `points_of` that the model has; None for all of them.
 
     Raises:
         InvalidSpec: see `points_of`.
         InvalidVector: directions of another width, or a zero one.
     """
     directions = _directions(spec)
-    points = sorted(points_of(spec, num_layers), key=lambda point: armed[point])
+    points = points_of(spec, num_layers) if points is None else points
+    points = sorted(points, key=lambda point: armed[point])
     for point in points:
         if directions.width != schemas[point].width:
             raise InvalidVector(

@@ -89,7 +89,7 @@ class Layouts:
         #: What the copies of one token add up to if every one of them is made: int64 [layouts].
         self.evidence = np.zeros(size, dtype=np.int64)
         #: Rows of `offsets` written since they were last taken away.
-        self.fresh: list[int] = []
+        self.fresh: dict[int, None] = {}
         self._known: dict[tuple[tuple[int, ...], Form], Layout] = {}
         self._used: dict[int, Layout] = {}
         self._users: dict[int, int] = {}
@@ -139,6 +139,6 @@ class Layouts:
         self.before[number], self.encoded[number] = form.before_edits, form.encoding != "raw"
         locals_ = tuple(local for local, point in enumerate(self._local) if point in lines)
         self.evidence[number] = sum(map(weight, locals_))
-        self.fresh.append(number)
+        self.fresh[number] = None
         layout = self._used[number] = Layout(number, points, locals_, form, raw, stored)
         return layout

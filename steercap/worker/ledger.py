@@ -334,22 +334,21 @@ class Ledger:
         self._state = np.concatenate([self._state, np.zeros_like(self._state)])
         self._tracked += [None] * size
         self._holding = np.concatenate([self._holding, np.zeros(size, dtype=np.bool_)])
-        self._token_ids = np.concatenate([self._token_ids, np.empty_like(self._token_ids)])
-        self._look_at_labels()
+        self._move_labels(len(self._state), self._token_ids.shape[1])
         self._free = list(range(2 * size - 1, size - 1, -1))
 
     def _widen(self, limit: int) -> None:
         """Have room for the labels of as many positions."""
-        known = self._token_ids
-        self._token_ids = np.empty((len(known), max(limit, 2 * known.shape[1])), dtype=np.int32)
-        self._token_ids[:, : known.shape[1]] = known
-        self._look_at_labels()
+        self._move_labels(len(self._state), max(limit, 2 * self._token_ids.shape[1]))
 
-    def _look_at_labels(self) -> None:
-        """Labels lie elsewhere now."""
+    def _move_labels(self, places: int, limit: int) -> None:
+        """Have labels elsewhere; what nobody uses is neither read nor written, and so takes no memory."""
+        self._token_ids = np.empty((places, limit), dtype=np.int32)
         for place, tracked in enumerate(self._tracked):
             if tracked is not None and (outbox := tracked.outbox) is not None:
-                outbox.token_ids = self._token_ids[place, : outbox.limit]
+                moved = self._token_ids[place, : outbox.limit]
+                moved[:] = outbox.token_ids
+                outbox.token_ids = moved
 
     def _reuse(self) -> None:
         """Let go of places that no pass still to be heard of names."""

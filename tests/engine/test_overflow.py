@@ -38,7 +38,7 @@ async def test_float16_survives_overflow() -> None:
     async with opened(
         tiny_checkpoint("qwen3"), sites=["mlp_out"], layers=[0, 2], **CRAMPED | {"dtype": "float16"}
     ) as model:
-        assert model.points == (
+        assert tuple(model.points) == (
             Point(0, "mlp_out"), Point(0, "resid_post"), Point(1, "resid_post"),
             Point(2, "mlp_out"), Point(2, "resid_post"), Point(3, "resid_post"),
         )  # fmt: skip

@@ -105,8 +105,8 @@ class Installed:
 
     @property
     def bank_width(self) -> int:
-        """Elements of a vector of the widest point that can be steered, on all ranks together."""
-        return max((schema.width for schema in self.schemas if schema.writable), default=1)
+        """Elements of a row of the widest point, on all ranks together: a vector of any of them fits."""
+        return max((schema.width for schema in self.schemas), default=1)
 
 
 class Taps(ABC):

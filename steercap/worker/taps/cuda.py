@@ -372,7 +372,7 @@ class CudaTaps(Taps):
             ):
                 to.index_copy_(0, there, self._there(what))
         if self.layouts.fresh:
-            numbers = np.array(self.layouts.fresh)
+            numbers = np.array(list(self.layouts.fresh))
             self.layouts.fresh.clear()
             self._layouts.index_copy_(0, self._there(numbers), self._there(self.layouts.offsets[numbers]))
 
