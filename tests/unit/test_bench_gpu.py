@@ -104,7 +104,7 @@ def test_kernels_are_known_by_name(name: str, group: str) -> None:
 def test_each_workload_has_the_modes_it_can_tell_apart() -> None:
     """No more specs than requests, and "each" is the same as its number."""
     assert modes_for(MODES, Workload(1, 32, 200)) == [
-        CONTROL, "idle", "capture-one", "capture-all", "capture-mean", "capture-project", "steer-1",
+        CONTROL, "idle", "capture-one", "capture-all", "capture-mean", "capture-project", "capture-full8", "steer-1",
     ]  # fmt: skip
     assert modes_for(MODES, Workload(48, 2000, 1))[6:] == ["steer-1", "steer-8", "steer-48"]
     assert modes_for(MODES, Workload(256, 128, 200))[6:] == ["steer-1", "steer-8", "steer-64", "steer-256"]
