@@ -106,8 +106,8 @@ def test_each_workload_has_the_modes_it_can_tell_apart() -> None:
     assert modes_for(MODES, Workload(1, 32, 200)) == [
         CONTROL, "idle", "capture-one", "capture-all", "capture-mean", "capture-project", "capture-full8", "steer-1",
     ]  # fmt: skip
-    assert modes_for(MODES, Workload(48, 2000, 1))[6:] == ["steer-1", "steer-8", "steer-48"]
-    assert modes_for(MODES, Workload(256, 128, 200))[6:] == ["steer-1", "steer-8", "steer-64", "steer-256"]
+    assert modes_for(MODES, Workload(48, 2000, 1))[7:] == ["steer-1", "steer-8", "steer-48"]
+    assert modes_for(MODES, Workload(256, 128, 200))[7:] == ["steer-1", "steer-8", "steer-64", "steer-256"]
     with pytest.raises(ValueError, match="modes:"):
         modes_for(["steer-0"], Workload(1, 1, 1))
     with pytest.raises(ValueError, match="REQUESTS"):
