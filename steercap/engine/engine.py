@@ -49,7 +49,7 @@ from steercap.core.messages import (
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.rows import PageShape
 from steercap.core.schema import PointSchema
-from steercap.core.spec import CaptureSpec, Point, check_armed
+from steercap.core.spec import CaptureSpec, Point, check_armed, existing
 from steercap.encodings import ENCODINGS
 from steercap.encodings.reduced import tally_records
 from steercap.engine.admission import Admission
@@ -209,13 +209,9 @@ class Engine:
             UnknownName, PointNotArmed: see `check_armed`.
         """
         if self._captured is None or self._captured[0] is not spec:
-            points = (
-                spec.points(self.vllm.num_layers) if spec.project is None else points_of(spec, self.vllm.num_layers)
-            )
-            if isinstance(spec.layers, str):  # of all layers, those that have it: not every one has experts
-                points = (
-                    tuple(point for point in points if point.site not in SITES or self.vllm.exists(point)) or points
-                )
+            layers = self.vllm.num_layers
+            asked = spec.points(layers) if spec.project is None else points_of(spec, layers)
+            points = existing(asked, spec.layers, self.vllm.exists)
             check_armed(points, self.armed, SITES)
             self._captured = spec, points, tuple(sorted(self.armed[point] for point in points))
         return self._captured[1:]
