@@ -31,8 +31,9 @@ from steercap.steering.lowering import Lowered
 from steercap.steering.projection import Projected
 
 if TYPE_CHECKING:
-    from steercap.adapters.engine import Rendered, VllmEngine
+    from steercap.adapters.engine import VllmEngine
     from steercap.adapters.launch import Launch
+    from steercap.adapters.prompts import Rendered
     from steercap.adapters.types import RequestOutput, SamplingParams
 
 #: Seconds that the end waits for what has nothing left to do: a start given up, tasks of a loop that may be blocked.
