@@ -6,7 +6,7 @@ Number 1 in the life of a request, and its end.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from steercap.core.prompts import Ask, conversations_in, each, flag_asked, liste
 from steercap.core.receipt import SteeringReceipt
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidRequest
-from steercap.requests.handle import CaptureHandle
 from steercap.requests.job import Done, Job, prepare, run_all
 from steercap.requests.serving import Serving
 from steercap.requests.stream import Chunk, stream
@@ -88,13 +87,14 @@ async def _answered(serving: Serving, prompts: Sequence[tuple[Any, list[MessageS
     params = each(ask.sampling_params, len(prompts), "sampling_params")
     specs = each(ask.spec, len(prompts), "capture")
     edits = each(ask.steering, len(prompts), "steering")
-    jobs = [
-        await prepare(engine, prompt, *asked, options=ask.options, spans=spans, reading=ask.reading)
-        for (prompt, spans), *asked in zip(prompts, params, specs, edits, strict=True)
-    ]
-    done = await run_all(jobs, serving.running)
+
+    async def jobs() -> AsyncIterator[Job]:
+        for (prompt, spans), *asked in zip(prompts, params, specs, edits, strict=True):
+            yield await prepare(engine, prompt, *asked, options=ask.options, spans=spans, reading=ask.reading)
+
+    done = await run_all(jobs(), serving.running)
     texts = [_raw(one) if raw else _texts(one.output) for one in done]
-    handles = [_unnested(one.handles, job) for one, job in zip(done, jobs, strict=True)]
+    handles = [_unnested(one) for one in done]
     if not many:
         return (texts[0], handles[0]) if captured else texts[0]
     return (texts, handles) if captured else texts
@@ -109,5 +109,5 @@ def _texts(output: RequestOutput) -> str | list[str]:
     return texts[0] if len(texts) == 1 else texts
 
 
-def _unnested(handles: list[CaptureHandle] | None, job: Job) -> Any:
-    return handles[0] if handles is not None and job.params.n == 1 else handles
+def _unnested(done: Done) -> Any:
+    return done.handles[0] if done.handles is not None and len(done.output.outputs) == 1 else done.handles

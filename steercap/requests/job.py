@@ -6,7 +6,7 @@ Number 2 and 3 in the life of a request, and its end.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -162,11 +162,11 @@ async def prepare(
     return replace(job, projection=projected.lowered, directions=projected.names, marks=projected.marks)
 
 
-async def run_all(jobs: Sequence[Job], running: set[asyncio.Task[Any]]) -> list[Done]:
-    """Run jobs at once; the first error cancels the others.
+async def run_all(jobs: AsyncIterable[Job], running: set[asyncio.Task[Any]]) -> list[Done]:
+    """Run jobs at once, each from the moment it is prepared; the first error cancels the others.
 
     Args:
-        jobs: what to run.
+        jobs: what to run, in the order in which memory is claimed.
         running: where the tasks are entered while they run; who cancels them there closes the model.
 
     Raises:
@@ -176,7 +176,7 @@ async def run_all(jobs: Sequence[Job], running: set[asyncio.Task[Any]]) -> list[
     tasks: list[asyncio.Task[Done]] = []
     try:
         async with asyncio.TaskGroup() as group:
-            for job in jobs:
+            async for job in jobs:
                 task = group.create_task(_run(job, call))
                 tasks.append(task)
                 running.add(task)

@@ -8,6 +8,7 @@ and no rows or no steering.
 from __future__ import annotations
 
 import warnings
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ from steercap.core.plan import CapturePlan, Plan
 from steercap.core.tokens import Range
 from steercap.edits.add import Add
 from steercap.errors import SteeringNotApplied, TapsNotInstalled
-from steercap.requests.job import prepare, run_all
+from steercap.requests.job import Job, prepare, run_all
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
@@ -94,11 +95,17 @@ async def _probe_editing(engine: Engine, number: int, delivery: Delivery) -> Non
     params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0}  # the sampled token's own
     prompt = {"prompt_token_ids": list(range(1, _PROMPT + 1))}
     options = {"data_parallel_rank": number} if engine.engines > 1 else {}
-    jobs = [await prepare(engine, prompt, params, None, spec, options=options) for spec in specs]
+
+    async def jobs(some: Sequence[SteeringSpec | None]) -> AsyncIterator[Job]:
+        for spec in some:
+            yield await prepare(engine, prompt, params, None, spec, options=options)
+
     slots = engine.settings.steering_slots
     try:
         done = [
-            one for first in range(0, len(jobs), slots) for one in await run_all(jobs[first : first + slots], set())
+            one
+            for first in range(0, len(specs), slots)
+            for one in await run_all(jobs(specs[first : first + slots]), set())
         ]
     except SteeringNotApplied as error:
         raise TapsNotInstalled(f"the start-up probe failed: {error}; this engine would not steer correctly") from error

@@ -24,7 +24,7 @@ from steercap.edits.add import Add
 from steercap.engine.engine import Engine
 from steercap.engine.stats import stats_of
 from steercap.errors import SteeringNotApplied, WorkerFailure
-from steercap.requests.job import prepare, run_all
+from steercap.requests.job import Job, prepare, run_all
 from steercap.steering.lowering import scopes_of
 from steercap.steering.spec import SteeringSpec
 
@@ -176,11 +176,15 @@ async def test_a_request_runs_where_its_rows_have_room() -> None:
     cluster = Cluster()
     async with engine_of(cluster) as engine:
         spec = CaptureSpec(layers="all")
-        jobs = [await prepare(engine, range(3), None, spec, None, options={}) for _ in range(4)]
-        jobs.append(await prepare(engine, range(3), None, spec, None, options={"data_parallel_rank": 0}))
-        jobs.append(await prepare(engine, range(3), None, None, SPEC, options={}))
-        jobs.append(await prepare(engine, range(3), None, None, None, options={}))
-        done = await run_all(jobs, set())
+
+        async def jobs() -> AsyncIterator[Job]:
+            for _ in range(4):
+                yield await prepare(engine, range(3), None, spec, None, options={})
+            yield await prepare(engine, range(3), None, spec, None, options={"data_parallel_rank": 0})
+            yield await prepare(engine, range(3), None, None, SPEC, options={})
+            yield await prepare(engine, range(3), None, None, None, options={})
+
+        done = await run_all(jobs(), set())
         assert sorted(cluster.ran, key=str) == [0, 0, 0, 1, 1, None, None]
         assert [count[0].requests for count in await engine.census()] == [3, 2]
         stats = await stats_of(engine)

@@ -80,7 +80,7 @@ def test_params_are_our_own() -> None:
     assert ours.stop == ["a"]
     assert ours.extra_args == {"mine": [1]}
     assert ours._all_stop_token_ids == {5}
-    assert not ours.skip_clone
+    assert ours.skip_clone, "they are our own: vLLM need not copy them again"
 
 
 def test_sensible_forms_are_taken() -> None:
