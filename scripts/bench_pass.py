@@ -15,7 +15,7 @@ import cProfile
 import pstats
 import statistics
 import time
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -73,9 +73,7 @@ def registered(runtime: Runtime, names: list[str], passes: int, *, captures: boo
     capture = CapturePlan(tuple(range(POINTS)), (scopes_of(ready, PROMPT, limit)[0][0][0],), None, "raw")
     steering = SteeringPlan(grant.slot, grant.digest, b"", *scopes_of(ready, PROMPT, limit))
     for name in names:
-        plan = Plan(
-            name, PROMPT, limit, capture=capture if captures else None, steering=steering if steers else None
-        )
+        plan = Plan(name, PROMPT, limit, capture=capture if captures else None, steering=steering if steers else None)
         if captures or steers:
             runtime.register(name, plan.encode(), 0)
 

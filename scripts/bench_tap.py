@@ -3,14 +3,15 @@
     python scripts/bench_tap.py --json out/tap.json
 
 A graph of 36 small kernels is replayed without taps, and with a tap behind each; the difference, over 36, is the cost of a
-tap where it stands: launch, reads, writes. Weights and tables are those of a worker (`worker.taps.cuda`), the arena too.
+tap where it stands: launch, reads, writes. With `--gemm` they are products with weights that come from memory, as in a
+model. Tables are those of a worker (`worker.taps.cuda`), the arena too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,8 @@ def spec_of(operation: str, width: int, seed: int) -> SteeringSpec:
     return SteeringSpec([LowRank(read, write, layers="all")])
 
 
-def cost(width: int, tokens: int, mode: str) -> float:
-    """Microseconds of one tap."""
+def cost(width: int, tokens: int, mode: str, *, weights: Sequence[torch.Tensor] = ()) -> float:
+    """Microseconds of one tap, behind a product with weights of its own if there are any, else a small kernel."""
     import numpy as np
 
     copies, specs, operation = MODES[mode]
@@ -121,14 +122,21 @@ def cost(width: int, tokens: int, mode: str) -> float:
     residual = torch.randn(tokens, width, dtype=torch.bfloat16, device=device)
     points = [torch.tensor([point], dtype=torch.int32, device=device) for point in range(POINTS)]
     other = torch.zeros_like(hidden)
+    wide = torch.randn(tokens, weights[0].shape[0], dtype=torch.bfloat16, device=device) if weights else hidden
+
+    def before(number: int) -> None:
+        if weights:
+            torch.mm(wide, weights[number], out=hidden)
+        else:
+            torch.add(hidden, 0.0, out=other)
 
     def plain() -> None:
-        for _ in points:
-            torch.add(hidden, 0.0, out=other)
+        for number in range(POINTS):
+            before(number)
 
     def tapped() -> None:
-        for point in points:
-            torch.add(hidden, 0.0, out=other)
+        for number, point in enumerate(points):
+            before(number)
             taps.on_tap(hidden, residual, point, 0)
 
     return (replayed(tapped) - replayed(plain)) / POINTS
@@ -140,6 +148,7 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="*", default=[4096])
     parser.add_argument("--tokens", type=int, nargs="*", default=[1, 64, 256, 8192])
     parser.add_argument("--warp-elements", type=int, nargs="*", default=[0], help="0: what the kernel chooses")
+    parser.add_argument("--gemm", type=int, default=0, help="columns of a product in front of each tap")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
     found: dict[str, float] = {}
@@ -151,7 +160,11 @@ def main() -> None:
         if elements:
             triton_tap.WARP_ELEMENTS = elements  # type: ignore[misc]
         name = f"{width}, {elements}, {tokens}"
-        times = {mode: cost(width, tokens, mode) for mode in MODES}
+        weights = [
+            torch.randn(args.gemm, width, dtype=torch.bfloat16, device="cuda")
+            for _ in range(POINTS if args.gemm else 0)
+        ]
+        times = {mode: cost(width, tokens, mode, weights=weights) for mode in MODES}
         found |= {f"{name}: {mode}": time for mode, time in times.items()}
         table.add_row(name, *(f"{time:.2f}" for time in times.values()))
     Console(width=140).print(table)

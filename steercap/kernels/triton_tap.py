@@ -108,20 +108,26 @@ def _tap_token(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- all that is 
     length = tl.load(response + 2, eviction_policy=_STAY)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
+    stream = hidden + token.to(tl.int64) * hidden_stride + columns
+    deferred = residual + token.to(tl.int64) * residual_stride + columns
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    # The row on suspicion, while the tables say what becomes of it.
+    some = columns < tl.where(tl.maximum(slot, line) >= 0, WIDTH, 0)
+    first_part = tl.load(stream, mask=some, other=0.0)
+    other_part = first_part
+    if HAS_RESIDUAL:
+        other_part = tl.load(deferred, mask=some, other=0.0)
     write = tl.load(
         bank + written.to(tl.int64) * BANK + columns, mask=columns < tl.where(count > 0, WIDTH, 0), other=0.0
     )
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     edits = count > 0
     if LOOK:
         edits = slot >= 0
     if (offset >= 0) | edits:
-        stream = hidden + token.to(tl.int64) * hidden_stride + columns
-        deferred = residual + token.to(tl.int64) * residual_stride + columns
-        row = tl.load(stream, mask=inside, other=0.0).to(tl.float32)
+        row = first_part.to(tl.float32)
         if HAS_RESIDUAL:
-            row += tl.load(deferred, mask=inside, other=0.0).to(tl.float32)
+            row += other_part.to(tl.float32)
         target = arena + (line + offset).to(tl.int64) * LINE + columns
         witness = evidence + token * 2
         value = _WEIGHT * at.to(tl.int64) + 1
