@@ -1,7 +1,4 @@
-"""The settings of steercap's own, checked once; everything else is an engine argument of vLLM.
-
-Number 1 in the life of a request, once for all requests.
-"""
+"""The settings of steercap's own, checked once; everything else is an engine argument of vLLM."""
 
 from __future__ import annotations
 

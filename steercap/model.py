@@ -1,7 +1,4 @@
-"""SteerModel: what a user holds.
-
-Number 1 in the life of a request.
-"""
+"""SteerModel: what a user holds."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""msgspec's complaints about what a user gave, in the user's own names.
-
-Number 1 in the life of a request.
-"""
+"""msgspec's complaints about what a user gave, in the user's own names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What vLLM's CPU runner gets wrong, mended in the worker: seeds of chunked prompts, and requests without an adapter
 beside others with one.
 
-Number 5 in the life of a request. Each part says what it relies on, all of vLLM 0.32, and when it can go.
+Each part says what it relies on, all of vLLM 0.32, and when it can go.
 """
 
 from __future__ import annotations

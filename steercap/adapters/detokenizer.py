@@ -1,10 +1,10 @@
 """The generated text alone, where vLLM's would begin with the prompt's.
 
-Number 3 in the life of a request. tokenizers' `DecodeStream` holds text back while it ends within a character. vLLM
-0.32 starts it with the prompt; if the prompt itself ends within a character (token ids that were cut there, or bytes
-that are none), or with U+FFFD, the whole prompt comes out as if it had been generated, and stop strings match in it.
-What it relies on: `FastIncrementalDetokenizer` and its `tokenizer`, `stream` and `skip_special_tokens`. It can go when
-such a prompt stays out of vLLM's texts.
+tokenizers' `DecodeStream` holds text back while it ends within a character. vLLM 0.32 starts it with the prompt; if the
+prompt itself ends within a character (token ids that were cut there, or bytes that are none), or with U+FFFD, the whole
+prompt comes out as if it had been generated, and stop strings match in it. What it relies on:
+`FastIncrementalDetokenizer` and its `tokenizer`, `stream` and `skip_special_tokens`. It can go when such a prompt stays
+out of vLLM's texts.
 """
 
 from __future__ import annotations

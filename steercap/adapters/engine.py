@@ -1,8 +1,8 @@
 """vLLM's AsyncLLM behind the few verbs steercap needs.
 
-Number 2 to 4 in the life of a request. What it relies on, all of vLLM 0.32: `AsyncLLM.from_vllm_config`, `renderer`,
-`generate` and its `data_parallel_rank`, `shutdown`; of `engine_core`, `core_engines`, `call_utility_all_async` and
-`_call_utility_async`; `worker_extension_cls`; `additional_config` in the key of the compile cache.
+What it relies on, all of vLLM 0.32: `AsyncLLM.from_vllm_config`, `renderer`, `generate` and its `data_parallel_rank`,
+`shutdown`; of `engine_core`, `core_engines`, `call_utility_all_async` and `_call_utility_async`;
+`worker_extension_cls`; `additional_config` in the key of the compile cache.
 """
 
 from __future__ import annotations

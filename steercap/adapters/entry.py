@@ -1,9 +1,9 @@
 """How processes of vLLM begin: quietly, whatever they import.
 
-Number 4 in the life of a request. A process that vLLM spawns unpickles first the function it is to run, then its
-arguments, and these import all of vLLM, which says what it has to say at once. So the function is one of ours, and
-being unpickled is what prepares the process. What it relies on, of vLLM 0.32: `EngineCoreProc.run_engine_core`,
-`DPCoordinatorProc.run_coordinator`, `WorkerProc.worker_main`, each the target of a `Process`. It imports nothing heavy.
+A process that vLLM spawns unpickles first the function it is to run, then its arguments, and these import all of vLLM,
+which says what it has to say at once. So the function is one of ours, and being unpickled is what prepares the process.
+What it relies on, of vLLM 0.32: `EngineCoreProc.run_engine_core`, `DPCoordinatorProc.run_coordinator`,
+`WorkerProc.worker_main`, each the target of a `Process`. It imports nothing heavy.
 """
 
 from __future__ import annotations

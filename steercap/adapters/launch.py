@@ -1,9 +1,9 @@
 """An engine's start, which can be given up at any moment, and the processes that come of it.
 
-Number 4 in the life of a request. What it relies on, of vLLM 0.32: `CoreEngineProcManager` and `DPCoordinator` of
-`v1.engine.utils` start all processes of an engine in their `__init__`, and hold them as `processes` and `proc`. It can
-go when vLLM takes an environment and an entry for its processes. It imports vLLM when a start runs, on its thread: that
-takes many seconds, and nobody who presses Ctrl+C waits for them.
+What it relies on, of vLLM 0.32: `CoreEngineProcManager` and `DPCoordinator` of `v1.engine.utils` start all processes of
+an engine in their `__init__`, and hold them as `processes` and `proc`. It can go when vLLM takes an environment and an
+entry for its processes. It imports vLLM when a start runs, on its thread: that takes many seconds, and nobody who
+presses Ctrl+C waits for them.
 """
 
 from __future__ import annotations

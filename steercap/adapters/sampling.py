@@ -1,7 +1,7 @@
 """What a user gives as sampling parameters, as vLLM's own, each of its own type.
 
-Number 1 in the life of a request. vLLM 0.32 takes values of any type here and fails where they are used, in the
-engine. `msgspec` knows the types of `SamplingParams`. It can go when vLLM checks them.
+vLLM 0.32 takes values of any type here and fails where they are used, in the engine. `msgspec` knows the types of
+`SamplingParams`. It can go when vLLM checks them.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Whether the engine still listens and answers, whatever its process does.
 
-Number 4 in the life of a request. vLLM 0.32 looks at processes. In the engine's process a thread reads requests and
-another writes outputs; when one dies of an exception its sockets are closed, the process lives, `errored` stays False,
-and requests wait for ever. libzmq tells of the closed connection. What it relies on: `engine_core.resources`, its
-sockets and `engine_dead`, and `output_processor.propagate_error`. It can go when vLLM watches these threads.
+vLLM 0.32 looks at processes. In the engine's process a thread reads requests and another writes outputs; when one dies
+of an exception its sockets are closed, the process lives, `errored` stays False, and requests wait for ever. libzmq
+tells of the closed connection. What it relies on: `engine_core.resources`, its sockets and `engine_dead`, and
+`output_processor.propagate_error`. It can go when vLLM watches these threads.
 """
 
 from __future__ import annotations

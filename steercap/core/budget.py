@@ -1,7 +1,7 @@
 """Who may capture now: memory reserved before a request reaches the engine.
 
-Number 3 in the life of a request. Pure bookkeeping: it decides and returns who is admitted, and where; the
-engine wakes them. Units are pages of the arena.
+Pure bookkeeping: it decides and returns who is admitted, and where; the engine wakes them. Units are pages of the
+arena.
 
 With data parallelism every engine has an arena of its own, and a request lives in one. So the claim decides which
 engine runs a request that captures, rather than vLLM's load balancer, which knows nothing of arenas: among those with

@@ -1,6 +1,6 @@
 """What comes with `pip install steercap` only if it is asked for, and which name to ask by.
 
-Number 1 in the life of a request. Capture and steering need none of it.
+Capture and steering need none of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Everything client and workers say to each other: a closed, tagged set of msgspec frames.
 
-Number 4 and 7 in the life of a request. Arrays travel as raw little-endian bytes, rows as line numbers
-of shared memory, or as bytes where memory cannot be shared. Nothing is pickled.
+Arrays travel as raw little-endian bytes, rows as line numbers of shared memory, or as bytes where memory cannot be
+shared. Nothing is pickled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What has one owner: an engine, or rows that wait in a worker. A copy would be a second one, that frees them twice.
-
-Number 8 in the life of a request.
-"""
+"""What has one owner: an engine, or rows that wait in a worker. A copy would be a second one, that frees them twice."""
 
 from __future__ import annotations
 

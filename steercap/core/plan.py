@@ -1,6 +1,6 @@
 """A request's capture and steering, compiled for the worker: indices and ranges, nothing left to interpret.
 
-Number 2 in the life of a request: the client compiles it, `SamplingParams.extra_args` carries it.
+The client compiles it, `SamplingParams.extra_args` carries it.
 """
 
 from __future__ import annotations

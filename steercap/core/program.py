@@ -1,7 +1,7 @@
 """Steering and projections, compiled: every operation as rank-one edits in order, nothing left to interpret.
 
-Number 2 in the life of a request. One edit is `h <- h + f(u·h + b) w`; the worker knows nothing but these. Shape
-legend: blob = rows of the vector bank that are sent and kept together: one vector, or the rows of a replacement.
+One edit is `h <- h + f(u·h + b) w`; the worker knows nothing but these. Shape legend: blob = rows of the vector bank
+that are sent and kept together: one vector, or the rows of a replacement.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a user passes to `generate` and `chat`, brought into one shape.
-
-Number 1 in the life of a request.
-"""
+"""What a user passes to `generate` and `chat`, brought into one shape."""
 
 from __future__ import annotations
 

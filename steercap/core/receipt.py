@@ -1,7 +1,4 @@
-"""What the worker says it did, and the comparison with what must be.
-
-Number 8 in the life of a request.
-"""
+"""What the worker says it did, and the comparison with what must be."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Where a row's bytes are laid out: a token's record is the encoded rows of its points, one behind the other.
 
-Number 5 in the life of a request. Arenas are counted in lines of `LINE_BYTES`, so rows of any width and dtype share
-one. Pure arithmetic: workers write records by it, and clients read them by it.
+Arenas are counted in lines of `LINE_BYTES`, so rows of any width and dtype share one. Pure arithmetic: workers write
+records by it, and clients read them by it.
 """
 
 from __future__ import annotations

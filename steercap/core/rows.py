@@ -1,7 +1,7 @@
 """Where a row lives: the pure arithmetic from (request, position) to a line of the arena.
 
-Number 5 in the life of a request. Shape legend: `rows` = selected positions in order, `record` = what is kept of one
-token, laid out by `core.records` in lines of the arena.
+Shape legend: `rows` = selected positions in order, `record` = what is kept of one token, laid out by `core.records` in
+lines of the arena.
 
 The place of a row is a function of its position alone, so a position computed twice (preemption, rejected
 drafts) overwrites what was there: last write wins, and no row can be kept twice.

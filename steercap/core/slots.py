@@ -1,7 +1,7 @@
 """Which slot a configuration has, and where its vectors lie: counted, shared, reused.
 
-Number 3 in the life of a request. Pure bookkeeping, kept by the client for all workers alike: it decides what must be
-sent and what may be overwritten. What nobody uses any more stays, least lately used first, until its place is needed.
+Pure bookkeeping, kept by the client for all workers alike: it decides what must be sent and what may be overwritten.
+What nobody uses any more stays, least lately used first, until its place is needed.
 """
 
 from __future__ import annotations

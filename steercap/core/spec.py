@@ -1,7 +1,4 @@
-"""What a user asks to capture, checked against the model before anything runs.
-
-Number 1 in the life of a request.
-"""
+"""What a user asks to capture, checked against the model before anything runs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Which tokens of a sequence: the one selection language of captures and edits.
 
-Number 1 in the life of a request: a selection is read when the spec is made, and becomes
-plain ranges of positions once the length of the prompt is known.
+A selection is read when the spec is made, and becomes plain ranges of positions once the length of the prompt is known.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What users write as an index, a number or a truth value, in any library's types, as plain values that cannot change.
 
-Number 1 in the life of a request. Tensors and arrays say what they hold by `tolist()`, so no library of theirs is
-needed here. A truth value is never an index: `operator.index(torch.tensor(True))` is 1.
+Tensors and arrays say what they hold by `tolist()`, so no library of theirs is needed here. A truth value is never an
+index: `operator.index(torch.tensor(True))` is 1.
 """
 
 from __future__ import annotations

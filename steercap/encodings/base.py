@@ -1,6 +1,6 @@
 """What an encoding is: how a row becomes bytes of a record, on the worker, and a row again, on the client.
 
-Number 5, 6 and 8 in the life of a request. Rows are one rank's: of a point that is split, its shard.
+Rows are one rank's: of a point that is split, its shard.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Requests that capture wait here until the arena has room for their rows.
 
-Number 3 in the life of a request: the awaiting around `core.budget`, which decides.
+This is the awaiting around `core.budget`, which decides.
 """
 
 from __future__ import annotations

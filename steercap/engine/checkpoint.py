@@ -1,6 +1,6 @@
 """What can be known of a model without starting anything: where it lies, and what its config.json says.
 
-Neither torch nor vLLM is needed for it, so it is asked first. Number 1 in the life of a request, once for all requests.
+Neither torch nor vLLM is needed for it, so it is asked first.
 """
 
 from __future__ import annotations

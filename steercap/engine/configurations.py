@@ -1,6 +1,6 @@
 """Requests that steer, or project, wait here for a slot, and their vectors are sent to the workers, once.
 
-Number 3 in the life of a request: the awaiting around `core.slots`, which decides.
+This is the awaiting around `core.slots`, which decides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One engine's life: start, probe, calls to the workers, admission, shutdown.
-
-Number 3, 4 and 8 in the life of a request.
-"""
+"""One engine's life: start, probe, calls to the workers, admission, shutdown."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Finished requests' rows, read out of the arenas of the workers that have them, on threads of their own.
-
-Number 8 in the life of a request.
-"""
+"""Finished requests' rows, read out of the arenas of the workers that have them, on threads of their own."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The tap in plain PyTorch: what runs on CPU, and what other kernels are tested against.
 
-Number 5 in the life of a request. Shape legend: n = tokens of the pass, padding included; captured = tokens
-somebody wants at this point; lines = lines of the arena; steered = tokens that somebody edits; entries = rank-one edits
-of one point, in order; replaced = columns of the step's table of replacements.
+Shape legend: n = tokens of the pass, padding included; captured = tokens somebody wants at this point; lines = lines of
+the arena; steered = tokens that somebody edits; entries = rank-one edits of one point, in order; replaced = columns of
+the step's table of replacements.
 """
 
 from __future__ import annotations

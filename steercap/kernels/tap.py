@@ -1,9 +1,8 @@
 """The tap operator, `steercap::tap`: at one point, edit the rows that are steered and copy those that are kept.
 
-Number 5 in the life of a request. The operator takes tensors only, so that every layer traces to the same
-code; what it does is decided by the step's tables, whose addresses never change, never by Python that a
-compiled or replayed graph would skip. It declares that it mutates `hidden` and `residual`, since edits do, and so it
-is never eliminated as dead.
+The operator takes tensors only, so that every layer traces to the same code; what it does is decided by the step's
+tables, whose addresses never change, never by Python that a compiled or replayed graph would skip. It declares that it
+mutates `hidden` and `residual`, since edits do, and so it is never eliminated as dead.
 
 Shape legend: n = tokens of the pass, padding included; width = elements of a row at the point, or of the rank's shard.
 """

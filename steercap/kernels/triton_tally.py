@@ -1,7 +1,7 @@
 """Adding the rows of a pass to the reductions that run along with their requests, in Triton.
 
-Number 6 in the life of a request. One program a request, a point and a stretch of the row. It adds what was held of the
-request, then the rows of this pass in their order, so that equal passes give equal sums; and it holds the newest rows.
+One program a request, a point and a stretch of the row. It adds what was held of the request, then the rows of this
+pass in their order, so that equal passes give equal sums; and it holds the newest rows.
 """
 
 from __future__ import annotations

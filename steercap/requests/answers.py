@@ -1,7 +1,4 @@
-"""From what a call asks to what it gives: prompts become jobs, their ends texts and handles.
-
-Number 1 in the life of a request, and its end.
-"""
+"""From what a call asks to what it gives: prompts become jobs, their ends texts and handles."""
 
 from __future__ import annotations
 

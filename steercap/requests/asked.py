@@ -1,7 +1,4 @@
-"""The types of what a call is asked, which decide the type of what it gives.
-
-Number 1 in the life of a request.
-"""
+"""The types of what a call is asked, which decide the type of what it gives."""
 
 from __future__ import annotations
 

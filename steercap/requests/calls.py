@@ -1,7 +1,4 @@
-"""What an open model is asked: generate, chat, read, stream, with the type of what each gives.
-
-Number 1 in the life of a request.
-"""
+"""What an open model is asked: generate, chat, read, stream, with the type of what each gives."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What came of a request's rows, against what must be.
-
-Number 8 in the life of a request.
-"""
+"""What came of a request's rows, against what must be."""
 
 from __future__ import annotations
 

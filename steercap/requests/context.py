@@ -1,6 +1,6 @@
 """The steering that calls inside `async with model.steered(spec):` have when they say nothing themselves.
 
-Number 1 in the life of a request. A context variable: tasks that run side by side do not see each other's.
+A context variable: tasks that run side by side do not see each other's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Rows of any number of handles with one RPC.
-
-Number 8 in the life of a request.
-"""
+"""Rows of any number of handles with one RPC."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""CaptureHandle: what the user holds of one request's rows.
-
-Number 8 in the life of a request.
-"""
+"""CaptureHandle: what the user holds of one request's rows."""
 
 from __future__ import annotations
 

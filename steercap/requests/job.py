@@ -1,7 +1,4 @@
-"""One prompt on its way: checked, admitted, run, and handed over as a text and its handles.
-
-Number 2 and 3 in the life of a request, and its end.
-"""
+"""One prompt on its way: checked, admitted, run, and handed over as a text and its handles."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The life of one handle's rows: in the worker, on their way, here, gone.
 
-Number 8 in the life of a request. `NEXT` is the whole of it. Whoever fetches holds the rows' turn, so that a second
-fetch waits for the first; a release waits for nobody.
+`NEXT` is the whole of it. Whoever fetches holds the rows' turn, so that a second fetch waits for the first; a release
+waits for nobody.
 """
 
 from __future__ import annotations

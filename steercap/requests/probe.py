@@ -1,8 +1,7 @@
 """The start-up probe: short requests that read and change every point, before the first user does.
 
-Number 4 in the life of a request, once for all requests. A compiled artifact without taps, a layer that is
-never called, a model that skips its modules, an edit that a compiler takes for dead: all would give plausible texts,
-and no rows or no steering.
+It runs once, when the engine starts. A compiled artifact without taps, a layer that is never called, a model that skips
+its modules, an edit that a compiler takes for dead: all would give plausible texts, and no rows or no steering.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One model's engine from its start to its end, and the calls that run on it.
-
-Number 1 in the life of a request, before and after all of them.
-"""
+"""One model's engine from its start to its end, and the calls that run on it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rows of many handles as one tensor.
-
-Number 8 in the life of a request, and after it.
-"""
+"""Rows of many handles as one tensor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A stream: text and rows of one request as they come.
-
-Number 3 and 8 in the life of a request, over and over.
-"""
+"""A stream: text and rows of one request as they come."""
 
 from __future__ import annotations
 

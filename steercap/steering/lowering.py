@@ -1,7 +1,4 @@
-"""A spec checked against the model and compiled: what a slot will hold, independent of any prompt.
-
-Number 2 in the life of a request.
-"""
+"""A spec checked against the model and compiled: what a slot will hold, independent of any prompt."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What stands between a caller that does not await and the event loop of its model.
-
-Number 1 in the life of a request.
-"""
+"""What stands between a caller that does not await and the event loop of its model."""
 
 from __future__ import annotations
 

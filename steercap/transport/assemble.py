@@ -1,7 +1,7 @@
 """From the records of an arena to one tensor a point.
 
-Number 8 in the life of a request. Shape legend: record = what one line range holds of one token, its points' encoded
-rows one behind the other; piece = as many bytes as everything gathered is a multiple of.
+Shape legend: record = what one line range holds of one token, its points' encoded rows one behind the other; piece = as
+many bytes as everything gathered is a multiple of.
 
 Rows are gathered by the number of their pieces, in the order of the result: one call copies any number of pages, so
 that the cost of a page is a few nanoseconds of index, and any slice of the result can be filled by itself, on any

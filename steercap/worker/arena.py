@@ -1,8 +1,8 @@
 """The arena: lines in shared memory that rows end up in, handed out in pages.
 
-Number 6 in the life of a request. On CPU taps write into the shared memory itself: what a tap writes is where the
-client reads it, and nothing is copied in between. On CUDA the memory is pinned, and each pass's rows are copied
-there from the device. A request's pages hold its records in the order of its rows; `core.records` lays a record out.
+On CPU taps write into the shared memory itself: what a tap writes is where the client reads it, and nothing is copied
+in between. On CUDA the memory is pinned, and each pass's rows are copied there from the device. A request's pages hold
+its records in the order of its rows; `core.records` lays a record out.
 """
 
 from __future__ import annotations

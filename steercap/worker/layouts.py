@@ -1,7 +1,7 @@
 """Record layouts: what is kept of a token, and where each point lies; shared by all requests that keep the same.
 
-Number 5 in the life of a request. A layout has two shapes: that of the rows as the model computes them, which is how
-they wait on a device, and that of the rows as they are stored.
+A layout has two shapes: that of the rows as the model computes them, which is how they wait on a device, and that of
+the rows as they are stored.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Who runs on this rank, and what must become of each token of a pass.
 
-Number 5 in the life of a request. Almost every request of almost every pass is one token further than before, on the
-same page, in the same scopes: these are looked up in one array for all of them at once, so that a pass over hundreds of
-requests costs a few numpy calls. Whatever is not so (a prompt, a new page, a preemption, a prefix-cache hit, drafts,
-the end of a selection) is worked out request by request.
+Almost every request of almost every pass is one token further than before, on the same page, in the same scopes: these
+are looked up in one array for all of them at once, so that a pass over hundreds of requests costs a few numpy calls.
+Whatever is not so (a prompt, a new page, a preemption, a prefix-cache hit, drafts, the end of a selection) is worked
+out request by request.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One request's rows while they come in, and the parcel they become.
-
-Number 6 and 7 in the life of a request.
-"""
+"""One request's rows while they come in, and the parcel they become."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What each slot holds: for every point, the rank-one edits of its configuration, in order, or its directions.
 
-Number 4 in the life of a request. Written when the client sends a configuration, and left where it is. Shape legend:
-points = points of this rank; entries = most rank-one edits of a point.
+Written when the client sends a configuration, and left where it is. Shape legend: points = points of this rank; entries
+= most rank-one edits of a point.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One request's reduction that runs along with its rows, and how it ends up in the arena.
-
-Number 6 and 7 in the life of a request.
-"""
+"""One request's reduction that runs along with its rows, and how it ends up in the arena."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What runs beside the model: it follows each step, fills the tables, keeps the rows, and answers the client.
 
-Number 4 to 7 in the life of a request. A runner adapter drives it; it knows nothing of vLLM.
+A runner adapter drives it; it knows nothing of vLLM.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What is steered on this rank: configurations, the requests that use them, and the record of every row.
-
-Number 4 to 7 in the life of a request.
-"""
+"""What is steered on this rank: configurations, the requests that use them, and the record of every row."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """One pass: the tokens that somebody keeps or changes, what must become of them, and what became.
 
-Number 5 and 6 in the life of a request. Shape legend: tracked = tokens of the pass that are kept or changed.
+Shape legend: tracked = tokens of the pass that are kept or changed.
 """
 
 from __future__ import annotations

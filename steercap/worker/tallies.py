@@ -1,9 +1,9 @@
 """Reductions that run along with their requests: what of a pass is added to which of them, and what must wait.
 
-Number 6 in the life of a request. A row is added once, and for good; so it must be known to belong to its sequence. A
-prompt's rows do. A generated token's row may be that of a draft that is rejected, or lie past an end that the scheduler
-learns of later: it is held apart until its request has come far enough beyond it. A row that is computed again, after a
-preemption, was added before, or is held and replaced.
+A row is added once, and for good; so it must be known to belong to its sequence. A prompt's rows do. A generated
+token's row may be that of a draft that is rejected, or lie past an end that the scheduler learns of later: it is held
+apart until its request has come far enough beyond it. A row that is computed again, after a preemption, was added
+before, or is held and replaced.
 
 What happens to the rows of one request in one pass is a move: some held rows are added, some of the pass's are, and
 the newest of those are held. This module decides; the taps of each device carry it out (`Taps.tally`).

@@ -1,8 +1,7 @@
 """What the taps of a process are told, and what they say, whatever the device.
 
-Number 5 and 6 in the life of a request. Configurations and vectors are put in when the client sends them; a step's
-tables are opened before the forward pass and closed after it, and some time later the step is heard of: how every
-token was labelled, edited and copied.
+Configurations and vectors are put in when the client sends them; a step's tables are opened before the forward pass and
+closed after it, and some time later the step is heard of: how every token was labelled, edited and copied.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """The taps on CUDA: tables at fixed addresses, filled once a step, and rows copied away beside the model.
 
-Number 5 and 6 in the life of a request. Everything the taps read is on the device before vLLM traces or captures the
-model, and its addresses never change; between passes every token's entry says "nothing", so dummy runs, warm-up and
-graph capture find idle taps. For a pass: one copy to the device on the model's stream; the pass; one kernel that
-writes down what became of each token and makes the tables idle again. Rows wait in a ring on the device while a stream
-of their own copies them into the pinned arena that the client maps. The model's stream never waits for the host, and
-for a copy only when the ring is full.
+Everything the taps read is on the device before vLLM traces or captures the model, and its addresses never change;
+between passes every token's entry says "nothing", so dummy runs, warm-up and graph capture find idle taps. For a pass:
+one copy to the device on the model's stream; the pass; one kernel that writes down what became of each token and makes
+the tables idle again. Rows wait in a ring on the device while a stream of their own copies them into the pinned arena
+that the client maps. The model's stream never waits for the host, and for a copy only when the ring is full.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rows on the device: those that wait to be copied away, those that are stored otherwise, and those that are reduced.
 
-Number 6 in the life of a request. All of them lie in one ring of lines; a record as the model computes it, and behind
-those of its pass what is stored of it, if that is something else.
+All of them lie in one ring of lines; a record as the model computes it, and behind those of its pass what is stored of
+it, if that is something else.
 """
 
 from __future__ import annotations

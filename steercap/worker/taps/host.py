@@ -1,6 +1,6 @@
 """The taps on CPU: plain PyTorch over host tensors sized by the step, rows written straight into the shared arena.
 
-Number 5 in the life of a request. A step is over when its pass is, so it is heard of at once.
+A step is over when its pass is, so it is heard of at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The edits of a pass on CPU: what every slot asks at a point, as columns over the tokens of the pass.
-
-Number 5 in the life of a request.
-"""
+"""The edits of a pass on CPU: what every slot asks at a point, as columns over the tokens of the pass."""
 
 from __future__ import annotations
 

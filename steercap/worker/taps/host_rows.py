@@ -1,6 +1,6 @@
 """The rows of a pass on CPU: which are copied to the arena, stored in another encoding, or added to reductions.
 
-Number 5 and 6 in the life of a request. Each member is filled before the pass, and asked at every point of it.
+Each member is filled before the pass, and asked at every point of it.
 """
 
 from __future__ import annotations

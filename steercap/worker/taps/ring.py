@@ -1,7 +1,4 @@
-"""A ring of places on the device: each pass takes some, one behind the other, until what it put there was copied away.
-
-Number 6 in the life of a request.
-"""
+"""A ring of places on the device: each pass takes the next ones until what it put there was copied away."""
 
 from __future__ import annotations
 

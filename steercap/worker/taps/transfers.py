@@ -1,8 +1,7 @@
 """How bytes move between host and device while the model runs.
 
-Number 6 in the life of a request. A pass over hundreds of requests has hundreds of rows to copy to as many places: the
-CUDA driver has taken such a list in one call since 12.8, for which PyTorch has no name; before that they are queued one
-by one.
+A pass over hundreds of requests has hundreds of rows to copy to as many places: the CUDA driver has taken such a list
+in one call since 12.8, for which PyTorch has no name; before that they are queued one by one.
 """
 
 from __future__ import annotations
