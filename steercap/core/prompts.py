@@ -14,8 +14,8 @@ from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What a call asks besides its prompts; see `SteerModel.generate`."""
+class CallArguments:
+    """The arguments of a call besides its prompts; see `SteerModel.generate`."""
 
     sampling_params: Any
     capture_layers: Layers | None
