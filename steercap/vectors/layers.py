@@ -31,7 +31,7 @@ Value = TypeVar("Value")
 RANK_TOLERANCE: Final = 1e-6
 
 
-class Kept(Mapping[Key, Value], Generic[Key, Value]):
+class FrozenMapping(Mapping[Key, Value], Generic[Key, Value]):
     """A mapping that cannot be changed; of a tensor in it every look gives a copy."""
 
     def __init__(self, items: Mapping[Key, Value]) -> None:
@@ -91,7 +91,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         kept = {_layer(layer): _vector(layer, vector) for layer, vector in self.vectors.items()}
         if len(kept) < len(self.vectors):
             raise InvalidSpec(f"LayerVectors: layers {shown(list(self.vectors))} name one twice; give each once")
-        object.__setattr__(self, "vectors", Kept(dict(sorted(kept.items()))))
+        object.__setattr__(self, "vectors", FrozenMapping(dict(sorted(kept.items()))))
         widths = {layer: len(vector) for layer, vector in self.items()}
         if len(set(widths.values())) > 1:
             raise InvalidVector(f"LayerVectors: the widths by layer are {widths}; all layers of a model have the same")
