@@ -45,12 +45,12 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 
     Args:
         digest: see `core.program.blob_digest`.
-        places: the bank row of each.
+        bank_rows: the row of each.
         data: the float32 bytes.
     """
 
     digest: bytes
-    places: tuple[int, ...]
+    bank_rows: tuple[int, ...]
     data: bytes
 
 
@@ -59,7 +59,7 @@ class Placed(msgspec.Struct, frozen=True, array_like=True):
 
     slot: int
     configuration: Configuration
-    places: tuple[tuple[int, ...], ...]
+    bank_rows: tuple[tuple[int, ...], ...]
 
 
 # Questions of the client

@@ -85,19 +85,19 @@ class _Shelf:
 
 @dataclass(frozen=True, eq=False)
 class Grant:
-    """A configuration's places, until `Slots.release`.
+    """A configuration's slot and bank rows, until `Slots.release`.
 
     Args:
         configuration: what it is for.
         digest: digest of the configuration.
         slot: its slot.
-        places: bank rows of each of its blobs.
+        bank_rows: of each of its blobs.
     """
 
     configuration: Configuration
     digest: bytes
     slot: int
-    places: tuple[tuple[int, ...], ...]
+    bank_rows: tuple[tuple[int, ...], ...]
 
 
 class Slots:
@@ -153,17 +153,17 @@ class Slots:
         slot = self._slots.take(digest, 1).places[0]
         # What is there comes first, lest what is not displaces it.
         known = sorted(blobs, key=lambda blob: blob[0] not in self._bank.held)
-        places = {blob: self._bank.take(blob, rows).places for blob, rows in known}
-        return Grant(configuration, digest, slot, tuple(places[blob] for blob, _ in blobs))
+        bank_rows = {blob: self._bank.take(blob, rows).places for blob, rows in known}
+        return Grant(configuration, digest, slot, tuple(bank_rows[blob] for blob, _ in blobs))
 
     def unsent(self, grant: Grant) -> tuple[Blob, ...] | None:
         """The blobs that must be sent before the configuration can run; None if it can run as it is."""
         missing = tuple(blob for blob in grant.configuration.blobs if not self._bank.held[blob.digest].sent)
-        return missing if missing or self._slots.held[grant.digest].sent != grant.places else None
+        return missing if missing or self._slots.held[grant.digest].sent != grant.bank_rows else None
 
     def confirm(self, grant: Grant) -> None:
         """The workers hold the configuration and its blobs."""
-        self._slots.held[grant.digest].sent = grant.places
+        self._slots.held[grant.digest].sent = grant.bank_rows
         for blob in grant.configuration.blobs:
             self._bank.held[blob.digest].sent = True
 

@@ -171,7 +171,7 @@ class Configurations:
         for batch in _batches(list(vectors.values())):
             await self._ask(Configure(batch, ()))
         self.bytes_sent += sum(len(vector.data) for vector in vectors.values())
-        placed = (Placed(grant.slot, grant.configuration, grant.places) for grant, _ in loads)
+        placed = (Placed(grant.slot, grant.configuration, grant.bank_rows) for grant, _ in loads)
         answers = await self._ask(Configure((), tuple(placed)))
         refused = {digest for answer in answers for digest in answer.refused}
         for grant, _ in loads:
@@ -181,9 +181,9 @@ class Configurations:
 
     def _unsent(self, grant: Grant, lowered: Lowered) -> Iterator[Vectors]:
         missing = self.slots.unsent(grant) or ()
-        for blob, places in zip(grant.configuration.blobs, grant.places, strict=True):
+        for blob, rows in zip(grant.configuration.blobs, grant.bank_rows, strict=True):
             if blob in missing:
-                yield Vectors(blob.digest, places, lowered.vectors[blob.digest])
+                yield Vectors(blob.digest, rows, lowered.vectors[blob.digest])
 
 
 def _heard(task: asyncio.Task[None]) -> None:

@@ -37,12 +37,12 @@ class Slot:
     Args:
         configuration: the edits.
         digest: its digest.
-        places: bank rows of each of its blobs.
+        bank_rows: of each of its blobs.
     """
 
     configuration: Configuration
     digest: bytes
-    places: tuple[tuple[int, ...], ...]
+    bank_rows: tuple[tuple[int, ...], ...]
 
 
 class Steered:
@@ -161,37 +161,37 @@ class Steering:
         Raises:
             WorkerFailure: a vector is not what its digest says.
         """
-        used = {row for slot in held.values() for blob in slot.places for row in blob}
+        used = {row for slot in held.values() for blob in slot.bank_rows for row in blob}
         for vectors in question.vectors:
-            if not self._holds(vectors.digest, vectors.places) and not used.intersection(vectors.places):
+            if not self._holds(vectors.digest, vectors.bank_rows) and not used.intersection(vectors.bank_rows):
                 self._put(vectors)
         refused = []
         for placed in question.configurations:
-            slot = Slot(placed.configuration, placed.configuration.digest, placed.places)
+            slot = Slot(placed.configuration, placed.configuration.digest, placed.bank_rows)
             if self._slots.get(placed.slot) == slot:
                 continue
-            blobs = zip(placed.configuration.blobs, placed.places, strict=True)
-            if placed.slot in held or not all(self._holds(blob.digest, places) for blob, places in blobs):
+            blobs = zip(placed.configuration.blobs, placed.bank_rows, strict=True)
+            if placed.slot in held or not all(self._holds(blob.digest, rows) for blob, rows in blobs):
                 refused.append(slot.digest)
                 continue
-            self.taps.configure(placed.slot, placed.configuration, placed.places)
+            self.taps.configure(placed.slot, placed.configuration, placed.bank_rows)
             self._slots[placed.slot] = slot
         return Configured(tuple(refused))
 
     def _put(self, vectors: Vectors) -> None:
         """Write vectors; configurations that used what was there before are gone."""
-        if blob_digest(vectors.data, len(vectors.places)) != vectors.digest:
+        if blob_digest(vectors.data, len(vectors.bank_rows)) != vectors.digest:
             raise WorkerFailure("vectors arrived that are not what their SHA-256 says")
         values = torch.frombuffer(bytearray(vectors.data), dtype=torch.float32)
-        self.taps.put(vectors.places, values.view(len(vectors.places), -1))
-        self._rows.update((row, (vectors.digest, at)) for at, row in enumerate(vectors.places))
-        written = set(vectors.places)
+        self.taps.put(vectors.bank_rows, values.view(len(vectors.bank_rows), -1))
+        self._rows.update((row, (vectors.digest, at)) for at, row in enumerate(vectors.bank_rows))
+        written = set(vectors.bank_rows)
         for number, slot in list(self._slots.items()):
-            if any(written.intersection(places) for places in slot.places):
+            if any(written.intersection(rows) for rows in slot.bank_rows):
                 del self._slots[number]
 
-    def _holds(self, digest: bytes, places: Sequence[int]) -> bool:
-        return all(self._rows.get(row) == (digest, at) for at, row in enumerate(places))
+    def _holds(self, digest: bytes, bank_rows: Sequence[int]) -> bool:
+        return all(self._rows.get(row) == (digest, at) for at, row in enumerate(bank_rows))
 
     def settle(self, question: Settle) -> Settled:
         """Say what was done to requests, and forget those that have ended."""
@@ -253,6 +253,6 @@ def _replacements(slot: Slot, steering: SteeringPlan) -> dict[int, Ints]:
     found: dict[int, Ints] = {}
     blobs = {entry.replacement: entry.write for entry in slot.configuration.entries if entry.replacement != NONE}
     for number, positions in enumerate(steering.replaced):
-        for row, position in zip(slot.places[blobs[number]], positions, strict=True):
+        for row, position in zip(slot.bank_rows[blobs[number]], positions, strict=True):
             found.setdefault(position, np.full(len(steering.replaced), NONE, dtype=np.int64))[number] = row
     return found

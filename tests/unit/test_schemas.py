@@ -156,7 +156,7 @@ def steering(bench: Bench) -> tuple[SteeringPlan, dict[int, torch.Tensor]]:
         Entry(place, (point,), 0, place, response=Response(offset=1.0)) for place, point in enumerate(vectors)
     )
     configuration = Configuration(entries, tuple(Blob(one.digest, 1) for one in sent), 1, 0)
-    placed = Placed(0, configuration, tuple(one.places for one in sent))
+    placed = Placed(0, configuration, tuple(one.bank_rows for one in sent))
     assert bench.ask(Configure(sent, (placed,))) == Configured(())
     return SteeringPlan(0, configuration.digest, b"id", ((Range(2, None),),), ()), vectors
 

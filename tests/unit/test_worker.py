@@ -459,7 +459,7 @@ def adding(value: float, points=(0, 2), row: int = 5) -> tuple[Configuration, Ve
 
 
 def configure(bench: Bench, configuration: Configuration, vectors: Vectors, slot: int = 0):
-    return bench.ask(Configure((vectors,), (Placed(slot, configuration, (vectors.places,)),)))
+    return bench.ask(Configure((vectors,), (Placed(slot, configuration, (vectors.bank_rows,)),)))
 
 
 def steer(bench: Bench, key: str, steering: SteeringPlan, capture: bool = True) -> None:

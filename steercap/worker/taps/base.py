@@ -132,11 +132,11 @@ class Taps(ABC):
         self.arena = arena
 
     @abstractmethod
-    def configure(self, slot: int, configuration: Configuration, places: Sequence[Sequence[int]]) -> None:
-        """Write a configuration into a slot; `places` are the bank rows of each of its blobs."""
+    def configure(self, slot: int, configuration: Configuration, bank_rows: Sequence[Sequence[int]]) -> None:
+        """Write a configuration into a slot; `bank_rows` are those of each of its blobs."""
 
     @abstractmethod
-    def put(self, places: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
+    def put(self, bank_rows: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
         """Write vectors into the bank; they may be narrower than its rows."""
 
     @abstractmethod

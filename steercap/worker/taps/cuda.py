@@ -144,12 +144,12 @@ class CudaTaps(Taps):
         kernel.launch_close(self._tokens, self._evidence, self._witness, nothing, nothing.long(), 1)
         self._sums.launch(self._rows, 1)
 
-    def configure(self, slot: int, configuration: Configuration, places: Sequence[Sequence[int]]) -> None:
-        self.programs.configure(slot, configuration, places)
+    def configure(self, slot: int, configuration: Configuration, bank_rows: Sequence[Sequence[int]]) -> None:
+        self.programs.configure(slot, configuration, bank_rows)
         self._dirty.add(slot)
 
-    def put(self, places: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
-        self._vectors.append((places, vectors))
+    def put(self, bank_rows: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
+        self._vectors.append((bank_rows, vectors))
         if len(self._vectors) > VECTORS:
             self._write_tables()
 
@@ -352,10 +352,10 @@ class CudaTaps(Taps):
 
     def _write_tables(self) -> None:
         """Bring what came since the last pass to the device: vectors, configurations, layouts."""
-        for places, vectors in self._vectors:
+        for bank_rows, vectors in self._vectors:
             width = min(vectors.shape[1], self._bank.shape[1])  # of wider points there are none here
             rows = self._transfers.there(vectors[:, :width].contiguous())
-            self._bank[:, :width].index_copy_(0, self._there(np.array(places)), rows)
+            self._bank[:, :width].index_copy_(0, self._there(np.array(bank_rows)), rows)
         self._vectors = []
         if self._dirty:
             slots = np.array(sorted(self._dirty))

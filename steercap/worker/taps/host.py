@@ -48,12 +48,12 @@ class HostTaps(Taps):
         super().use(arena)
         self._sums = HostTallies(self.schemas, self.tallies.total, self.tallies.held)
 
-    def configure(self, slot: int, configuration: Configuration, places: Sequence[Sequence[int]]) -> None:
-        self.programs.configure(slot, configuration, places)
+    def configure(self, slot: int, configuration: Configuration, bank_rows: Sequence[Sequence[int]]) -> None:
+        self.programs.configure(slot, configuration, bank_rows)
 
-    def put(self, places: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
+    def put(self, bank_rows: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
         width = min(vectors.shape[1], self._bank.shape[1])  # of wider points there are none here
-        self._bank[torch.tensor(places), :width] = vectors[:, :width]
+        self._bank[torch.tensor(bank_rows), :width] = vectors[:, :width]
 
     def open(self, step: Step, batch: BatchRows, moves: Moves | None) -> str | None:
         self._fired[:] = 0
