@@ -237,14 +237,14 @@ class SteeringRecord(Message, frozen=True):
         computed: bit `i` says whether position `i` was computed here, rather than read from the prefix cache.
         rows: rows that each edit touched, all its points on this rank together.
         failure: why the edits cannot be trusted, or None.
-        witness: whether these rows count: other ranks of a tensor-parallel group touch the same ones.
+        primary: whether these rows count in the receipt; the other ranks of a tensor-parallel group touch the same.
     """
 
     owner: Owner
     computed: bytes
     rows: tuple[int, ...]
     failure: str | None
-    witness: bool
+    primary: bool
 
 
 class Settled(Message, frozen=True):

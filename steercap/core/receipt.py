@@ -152,7 +152,7 @@ def check_edits(
     masks = scope_masks(plan.steering.scopes, plan.limit)[:total][computed]
     everywhere = {point for entry in configuration.entries for point in entry.points}
     expected = rows_touched(configuration, everywhere, masks)
-    touched = tuple(sum(rows) for rows in zip(*(record.rows for record in known if record.witness), strict=True))
+    touched = tuple(sum(rows) for rows in zip(*(record.rows for record in known if record.primary), strict=True))
     if touched != expected or len({record.computed for record in known}) > 1:
         raise SteeringNotApplied(
             f"{request}: the edits should have touched {expected} rows, the workers touched {touched}; {_WITHHELD}"

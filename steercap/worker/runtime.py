@@ -70,7 +70,7 @@ class Runtime:
         self._shape = page_shape(max(ENCODINGS["raw"].record(schemas).lines, 1))
         self._arena: Arena | None = None
         # Ranks of a tensor-parallel group edit the same rows, or parts of them: the first counts them.
-        self._steering = Steering(taps, witness=taps.installed.shard == 0)
+        self._steering = Steering(taps, primary=taps.installed.shard == 0)
         self._ledger = Ledger(taps.programs, taps.layouts)
         self._kept: dict[Owner, Tracked] = {}  # whose rows are held
         self._steps = 0

@@ -112,7 +112,7 @@ class Steered:
         """An edit was not made; the first reason is kept."""
         self.failure = self.failure or reason
 
-    def seal(self, total: int, points: Sequence[int], *, witness: bool) -> SteeringRecord:
+    def seal(self, total: int, points: Sequence[int], *, primary: bool) -> SteeringRecord:
         """What was done to the first `total` inputs."""
         computed, cached = self._computed[:total], self._cached[:total] & ~self._computed[:total]
         failure = self.failure
@@ -127,7 +127,7 @@ class Steered:
             computed=np.packbits(computed).tobytes(),
             rows=rows,
             failure=failure,
-            witness=witness,
+            primary=primary,
         )
 
 
@@ -136,13 +136,13 @@ class Steering:
 
     Args:
         taps: where configurations and vectors go.
-        witness: whether this rank's rows count for the receipt: rank 0 of its tensor-parallel group.
+        primary: whether this is rank 0 of its tensor-parallel group, whose rows count in the receipt.
     """
 
-    def __init__(self, taps: Taps, *, witness: bool) -> None:
+    def __init__(self, taps: Taps, *, primary: bool) -> None:
         self.points = taps.points
         self.taps = taps
-        self.witness = witness
+        self.primary = primary
         self._slots: dict[int, Slot] = {}
         self._rows: dict[int, tuple[bytes, int]] = {}  # which row of which blob each bank row holds
         self._records: dict[Owner, Steered] = {}
@@ -203,7 +203,7 @@ class Steering:
                 continue
             if reason := self._taint(steered.steering.identity):
                 steered.fail(reason)
-            records.append(steered.seal(item.total, self.points, witness=self.witness))
+            records.append(steered.seal(item.total, self.points, primary=self.primary))
         return Settled(tuple(records))
 
     def _taint(self, identity: bytes) -> str | None:

@@ -179,7 +179,7 @@ def test_each_point_is_edited_by_its_own_part_of_its_vector(kind, shard, before)
     for point, rows in zip(parcel.points, rows_of(bench.runtime, parcel), strict=True):
         assert torch.equal(rows, bench.shaped(bench.rows(0, point) if before else expected[point], point))
     (record,) = bench.ask(Settle((Wanted(Owner("r0", 0), TOKENS),), (True,))).records
-    assert (record.failure, record.rows, record.witness) == (None, (TOKENS - 2,) * len(vectors), shard == 0)
+    assert (record.failure, record.rows, record.primary) == (None, (TOKENS - 2,) * len(vectors), shard == 0)
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum", "max", "last"])

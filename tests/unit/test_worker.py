@@ -489,7 +489,7 @@ async def test_edits_reach_their_rows_and_are_counted() -> None:
     _, clean = await bench.rows("r2", 4)
     torch.testing.assert_close(clean[0], expected(2, range(4), 0))
     record = settled(bench, "r1", 5)
-    assert (record.failure, record.rows, record.witness) == (None, (4,), True)
+    assert (record.failure, record.rows, record.primary) == (None, (4,), True)
     assert np.unpackbits(np.frombuffer(record.computed, dtype=np.uint8))[:5].all()
     assert settled(bench, "r1", 5) == Unknown(Owner("r1", 0))
 
@@ -649,5 +649,5 @@ async def test_a_rank_without_rows_steers_all_the_same(kind) -> None:
     steer(bench, "r1", steering_plan(configuration))
     bench.step(("r1", 0, 4))
     record = settled(bench, "r1", 4)
-    assert (record.failure, record.witness, record.rows) == (None, False, (8,))
+    assert (record.failure, record.primary, record.rows) == (None, False, (8,))
     assert isinstance(bench.ask(Census()), NotCapturing)
