@@ -54,21 +54,21 @@ class LateTransfers:
 
     def fetch(self, _after: object, targets: Ints, sources: Ints, sizes: Ints, *, urgent: bool) -> object:
         del urgent
-        mark = object()
-        self.queued.append((mark, targets, sources, sizes))
-        return mark
+        event = object()
+        self.queued.append((event, targets, sources, sizes))
+        return event
 
-    def done(self, mark: object) -> bool:
-        return all(mark is not queued for queued, *_ in self.queued)
+    def done(self, event: object) -> bool:
+        return all(event is not queued for queued, *_ in self.queued)
 
-    def wait(self, mark: object) -> None:
-        while not self.done(mark):
+    def wait(self, event: object) -> None:
+        while not self.done(event):
             _, targets, sources, sizes = self.queued.pop(0)
             for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
                 ctypes.memmove(target, source, size)
 
-    def hold(self, mark: object) -> None:
-        self.wait(mark)
+    def hold(self, event: object) -> None:
+        self.wait(event)
 
 
 def some_taps(kind: str, installed: Installed, sizes: TapSizes) -> Taps:

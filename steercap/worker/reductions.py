@@ -105,7 +105,7 @@ class ReducingOutbox(Outbox):
             self.fail("its reduction was never finished")
             return
         if self._copied is not None:
-            self._taps.landed(self._copied)
+            self._taps.wait_for(self._copied)
         added, positions = self._spilled
         late = np.flatnonzero((positions != EMPTY) & (positions < total))
         late = late[np.argsort(positions[late])]
@@ -180,6 +180,6 @@ def finish(taps: Taps, asked: Mapping[Outbox, int]) -> None:
     divisors = np.where([box.capture.reduce == "mean" for box, *_ in ready], found, 1)
     targets = [box.target for box, *_ in ready]
     lines = np.array([line for line, _ in targets])
-    taps.landed(taps.finish(moves, divisors, [layout for _, layout in targets], lines))
+    taps.wait_for(taps.finish(moves, divisors, [layout for _, layout in targets], lines))
     for (box, _, rows), added in zip(ready, found.tolist(), strict=True):
         box.finished(rows, added)

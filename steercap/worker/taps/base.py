@@ -166,7 +166,7 @@ class Taps(ABC):
             lines: first lines of records: the first for the reduced rows, the last ones for what each slot holds.
 
         Returns:
-            The mark of the copy.
+            The event behind the copy.
         """
 
     @abstractmethod
@@ -180,11 +180,11 @@ class Taps(ABC):
             lines: first line of each in the arena, for float32 rows.
 
         Returns:
-            The mark of the copy.
+            The event behind the copy.
         """
 
     @abstractmethod
-    def landed(self, mark: Any) -> None:
+    def wait_for(self, event: Any) -> None:
         """Wait until what `spill` or `finish` copies is in the arena."""
 
     @property

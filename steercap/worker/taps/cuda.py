@@ -67,9 +67,9 @@ class _Pass:
         moves: requests whose reductions it moves.
         encoded: which of the records in the encoder's upload are of each layout that is stored otherwise.
         failure: why it cannot be trusted.
-        closed: mark of its end on the device.
+        closed: the event of its end on the device.
         copies: what is to be copied to the host, targets, sources and sizes, from `queued` on.
-        copied: mark of the last of these copies; None until all are queued.
+        copied: the event behind the last of these copies; None until all are queued.
     """
 
     step: Step
@@ -238,12 +238,12 @@ class CudaTaps(Taps):
                 if not count:
                     return
                 now = targets[:count], sources[:count], sizes[:count]
-                mark = self._transfers.fetch(done.closed, *now, urgent=through is not None)
+                event = self._transfers.fetch(done.closed, *now, urgent=through is not None)
                 most -= int(sizes[:count].sum())
                 done.queued += count
                 if count < len(sizes):
                     return
-                done.copied = mark
+                done.copied = event
             if done is through:
                 return
 
@@ -257,8 +257,8 @@ class CudaTaps(Taps):
         self._copy_away()
         return self._sums.finish(self._rows, moves, divisors, layouts, lines, self.arena.lines)
 
-    def landed(self, mark: Any) -> None:
-        self._transfers.wait(mark)
+    def wait_for(self, event: Any) -> None:
+        self._transfers.wait(event)
 
     @property
     def unheard(self) -> Sequence[Step]:

@@ -155,7 +155,7 @@ class DeviceTallies:
         )
         self._uploads = [transfers.pinned(self._moves.shape, torch.int32) for _ in range(ahead)]
         self._alike = list(self._find_alike(installed))
-        self._leaving: dict[int, Any] = {}  # marks of copies of tallies, which must be made before another begins there
+        self._leaving: dict[int, Any] = {}  # events of copies of tallies, to be made before another begins there
 
     def _find_alike(self, installed: Installed) -> Iterator[_Alike]:
         kinds = [installed.kind_of(schema) for schema in installed.schemas]
@@ -241,9 +241,9 @@ class DeviceTallies:
 
     def _fetch(self, places: Sequence[int], copies: Sequence[tuple[int, int, int]]) -> Any:
         targets, sources, sizes = np.array(copies, dtype=np.int64).T
-        mark = self._transfers.fetch(self._transfers.now(), targets, sources, sizes, urgent=True)
-        self._leaving |= dict.fromkeys(places, mark)
-        return mark
+        event = self._transfers.fetch(self._transfers.now(), targets, sources, sizes, urgent=True)
+        self._leaving |= dict.fromkeys(places, event)
+        return event
 
 
 def _copies(

@@ -120,7 +120,7 @@ class HostTaps(Taps):
         schemas = [self.schemas[local] for local in layout.locals]
         write_reduced(self.arena, line, schemas, [self._sums.sums[local][place] / divisor for local in layout.locals])
 
-    def landed(self, mark: Any) -> None:
+    def wait_for(self, event: Any) -> None:
         """It is there when `spill` or `finish` returns."""
 
     @property
