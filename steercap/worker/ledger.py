@@ -57,7 +57,7 @@ class Tracked:
 
 
 class Ledger:
-    """The requests that run, or whose last passes have not been heard of yet.
+    """The requests that run, or whose last passes are not completed yet.
 
     Args:
         programs: what each slot holds.
@@ -77,7 +77,7 @@ class Ledger:
         self._places: dict[str, int] = {}
         self._owners: dict[Owner, Tracked] = {}
         self._leaving: list[tuple[int, int]] = []  # (passes begun when it left, place)
-        self._begun = self._settled = 0
+        self._begun = self._completed = 0
         #: Names of the last pass, which of them are tracked, and their places; None when somebody came or left.
         self._last: tuple[tuple[str, ...], Ints, Ints] | None = None
 
@@ -91,13 +91,13 @@ class Ledger:
                 yield tracked
 
     def find(self, owner: Owner) -> Tracked | None:
-        """A request that runs, or passes of which may still be heard of."""
+        """A request that runs, or some passes of which are not completed yet."""
         return self._owners.get(owner)
 
     def at(self, place: int) -> Tracked:
         """The request of a place that a step names."""
         tracked = self._tracked[place]
-        assert tracked is not None, "a place is kept until every pass that names it was settled"
+        assert tracked is not None, "a place is kept until every pass that names it was completed"
         return tracked
 
     def enter(self, request_id: str, tracked: Tracked) -> None:
@@ -118,7 +118,7 @@ class Ledger:
             outbox.token_ids = self._token_ids[tracked.place, : outbox.limit]
 
     def leave(self, request_ids: Iterable[str]) -> None:
-        """These requests will not run again; passes they were in may still be heard of."""
+        """These requests will not run again; passes they were in may be pending."""
         for request_id in request_ids:
             place = self._places.pop(request_id, None)
             if place is not None:
@@ -135,9 +135,9 @@ class Ledger:
         if kept.any():
             self._token_ids[step.owners[kept], step.positions[kept]] = token_ids[kept]
 
-    def settled(self) -> None:
-        """One pass more, in their order, was heard of."""
-        self._settled += 1
+    def complete_pass(self) -> None:
+        """One pass more, in their order, was completed."""
+        self._completed += 1
         self._reuse()
 
     def flush(self, tracked: Tracked) -> None:
@@ -351,8 +351,8 @@ class Ledger:
                 outbox.token_ids = moved
 
     def _reuse(self) -> None:
-        """Let go of places that no pass still to be heard of names."""
-        while self._leaving and self._leaving[0][0] <= self._settled:
+        """Let go of places that no pending pass names."""
+        while self._leaving and self._leaving[0][0] <= self._completed:
             _, place = self._leaving.pop(0)
             tracked = self.at(place)
             if self._owners.get(tracked.owner) is tracked:

@@ -31,7 +31,7 @@ class Outbox(ABC):
 
     Attributes:
         token_ids: the token that the model read at each position, NONE where none was: int32 [limit]. The ledger's, as
-            long as passes of the request may be heard of.
+            long as passes of the request may be pending.
     """
 
     def __init__(self, owner: Owner, plan: Plan, capture: CapturePlan, layouts: Layouts, arena: Arena) -> None:
@@ -127,7 +127,7 @@ class Outbox(ABC):
 
     @abstractmethod
     def reads(self, total: int) -> int:
-        """How many tokens of the sequence must be heard of before the rows of the first `total` can be sealed."""
+        """How many tokens must be computed before the rows of the first `total` can be sealed."""
 
     def fail(self, reason: str) -> None:
         """The rows cannot be trusted; the first reason is kept."""

@@ -111,8 +111,8 @@ class Runtime:
     def begin_step(self, batch: BatchRows) -> None:
         """Fill the tables for the pass that is about to run."""
         self._steps += 1
-        if (oldest := self.taps.crowded) is not None:
-            self._hear(oldest)
+        if (blocking := self.taps.blocking) is not None:
+            self._take_completed(blocking)
         step = self._ledger.place(batch)
         if step is None:
             return
@@ -129,16 +129,16 @@ class Runtime:
                 outbox.fail(reason)
 
     def end_step(self, error: BaseException | None = None) -> None:
-        """The pass has run, or been launched, or failed: close the tables, and hear of passes before it meanwhile."""
+        """The pass has run, or been launched, or failed: close the tables, and take in passes before it meanwhile."""
         if self.taps.open_step is not None:
             self.taps.close(f"the forward pass failed: {error!r}" if error else None)
-        self._hear()
+        self._take_completed()
 
-    def _hear(self, through: Step | None = None) -> None:
+    def _take_completed(self, through: Step | None = None) -> None:
         """Take in what became of passes, as far as it is known, or up to one of them."""
-        for step, witness in self.taps.heard(through):
+        for step, witness in self.taps.completed(through):
             self._take_in(step, witness)
-            self._ledger.settled()
+            self._ledger.complete_pass()
 
     def _take_in(self, step: Step, witness: Witness) -> None:
         """Label the rows of a pass, and fail whom it did not serve."""
@@ -181,13 +181,13 @@ class Runtime:
             f"beyond {edited_most(self.dtype):.3g}, the most that an edit may leave in {dtype}; use a smaller scale"
         )
 
-    def _hear_of(self, wanted: Sequence[Wanted]) -> None:
+    def _wait_for(self, wanted: Sequence[Wanted]) -> None:
         """Wait for the passes that computed these tokens, and for no others."""
         for item in wanted:
             if (tracked := self._ledger.find(item.owner)) is not None:
                 self._ledger.flush(tracked)
-        unheard = reversed(self.taps.unheard)
-        self._hear(next((step for step in unheard if self._ledger.computes(step, wanted)), None))
+        pending = reversed(self.taps.pending)
+        self._take_completed(next((step for step in pending if self._ledger.computes(step, wanted)), None))
 
     # The client's calls
 
@@ -208,12 +208,12 @@ class Runtime:
             case Configure():
                 return self._steering.configure(call.question, self._ledger.slots())
             case Settle(wanted):
-                self._hear_of(wanted)
+                self._wait_for(wanted)
                 return self._steering.settle(call.question)
             case _ if not self.captures:
                 return NotCapturing()
             case Collect(wanted):
-                self._hear_of(wanted)
+                self._wait_for(wanted)
                 boxes = ((self._kept.get(item.owner), item.total) for item in wanted)
                 finish(self.taps, {found.outbox: total for found, total in boxes if found and found.outbox})
                 return Collected(tuple(map(self._seal, wanted)))

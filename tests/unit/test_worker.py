@@ -382,11 +382,11 @@ async def test_what_a_large_pass_left_is_copied_beside_the_small_ones(monkeypatc
     bench.plan("r1")
     bench.plan("r2")
     bench.step(("r1", 0, 40))
-    unheard = []
+    pending = []
     for position in range(30):
         bench.step(("r2", position, 1))
-        unheard.append(len(bench.runtime.taps.unheard))
-    assert max(unheard) > 10
+        pending.append(len(bench.runtime.taps.pending))
+    assert max(pending) > 10
     for number, total in ((1, 40), (2, 30)):
         _, rows = await bench.rows(f"r{number}", total)
         for point in range(POINTS):
@@ -402,7 +402,7 @@ async def test_a_row_past_the_end_does_not_land_on_a_reduced_one() -> None:
     bench.step(("r1", 1, 1))
     _, first = await bench.rows("r1", 1)
     bench.step(("r0", 0, 1))
-    bench.runtime._hear_of([Wanted(Owner("r1", 0), 9)])
+    bench.runtime._wait_for([Wanted(Owner("r1", 0), 9)])
     _, again = await bench.rows("r1", 1)
     assert torch.equal(first, again)
     torch.testing.assert_close(first[0], expected(1, [0], 0))

@@ -1,7 +1,7 @@
 """What the taps of a process are told, and what they say, whatever the device.
 
 Configurations and vectors are put in when the client sends them; a step's tables are opened before the forward pass and
-closed after it, and some time later the step is heard of: how every token was labelled, edited and copied.
+closed after it. Some time later the step is completed: it is known how every token was labelled, edited and copied.
 """
 
 from __future__ import annotations
@@ -189,16 +189,16 @@ class Taps(ABC):
 
     @property
     @abstractmethod
-    def unheard(self) -> Sequence[Step]:
-        """Steps that were closed and not yet heard of, in their order."""
+    def pending(self) -> Sequence[Step]:
+        """Steps that were closed and are not completed yet, in their order."""
 
     @property
-    def crowded(self) -> Step | None:
-        """A step that must be heard of before another can be opened."""
+    def blocking(self) -> Step | None:
+        """A step that must be completed before another can be opened."""
         return None
 
     @abstractmethod
-    def heard(self, through: Step | None = None) -> Iterator[tuple[Step, Witness]]:
+    def completed(self, through: Step | None = None) -> Iterator[tuple[Step, Witness]]:
         """Steps whose passes have run and whose rows are in the arena, in their order; each once.
 
         Args:

@@ -36,7 +36,7 @@ from steercap.worker.taps.cuda_rows import DeviceEncoder, DeviceTallies, typed
 from steercap.worker.taps.ring import Ring
 from steercap.worker.taps.transfers import Transfers, pieces, runs
 
-#: Passes that may run, or be copied away, before the host hears of the first of them.
+#: Passes that may run, or be copied away, before the first of them is completed.
 AHEAD: Final = 64
 #: Most of the device that the ring of rows takes beyond what one pass can need.
 SHARE: Final = 0.1
@@ -167,10 +167,10 @@ class CudaTaps(Taps):
         for done in busy:
             self._copy_away(through=done)
             self._transfers.hold(done.copied)
-        place, _ = self._places.reserve(len(step))  # free since its last pass was heard of: `crowded`
+        place, _ = self._places.reserve(len(step))  # free since its last pass was completed: `blocking`
         sources = np.full(len(step), NONE, dtype=np.int64)
         sources[step.kept] = line + (np.cumsum(records) - records)[step.kept]
-        self._number += 1  # of its buffers the last pass was heard of: `crowded`
+        self._number += 1  # the last pass of its buffers was completed: `blocking`
         self._upload(step, num_tokens, sources, place)
         if moves is not None:
             self._sums.upload(self._number, step, moves, sources, self.layouts.raw_lines)
@@ -261,14 +261,14 @@ class CudaTaps(Taps):
         self._transfers.wait(event)
 
     @property
-    def unheard(self) -> Sequence[Step]:
+    def pending(self) -> Sequence[Step]:
         return [done.step for done in self._passed]
 
     @property
-    def crowded(self) -> Step | None:
+    def blocking(self) -> Step | None:
         return self._passed[0].step if len(self._passed) >= AHEAD - 1 else None
 
-    def heard(self, through: Step | None = None) -> Iterator[tuple[Step, Witness]]:
+    def completed(self, through: Step | None = None) -> Iterator[tuple[Step, Witness]]:
         while self._passed:
             done = self._passed[0]
             if through is not None:

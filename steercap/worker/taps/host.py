@@ -1,6 +1,6 @@
 """The taps on CPU: plain PyTorch over host tensors sized by the step, rows written straight into the shared arena.
 
-A step is over when its pass is, so it is heard of at once.
+A step is completed as soon as its pass has run.
 """
 
 from __future__ import annotations
@@ -124,10 +124,10 @@ class HostTaps(Taps):
         """It is there when `spill` or `finish` returns."""
 
     @property
-    def unheard(self) -> Sequence[Step]:
+    def pending(self) -> Sequence[Step]:
         return [step for step, _ in self._done]
 
-    def heard(self, through: Step | None = None) -> Iterator[tuple[Step, Witness]]:  # noqa: ARG002 -- all have run
+    def completed(self, through: Step | None = None) -> Iterator[tuple[Step, Witness]]:  # noqa: ARG002 -- all have run
         while self._done:
             yield self._done.pop(0)
 
