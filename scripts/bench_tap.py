@@ -105,7 +105,7 @@ def cost(width: int, tokens: int, mode: str) -> float:
         positions=every,
         firsts=every,
         lines=lines,
-        tallies=nowhere,
+        accumulators=nowhere,
         layouts=layouts,
         slots=chosen,
         masks=masks,

@@ -90,14 +90,14 @@ def some_runtime(
     tokens: int = 1024,
     arena_bytes: int | None = 1 << 20,
     local: Sequence[int] | None = None,
-    tallies: int = 8,
+    accumulators: int = 8,
     lag: int = 1,
     held: int = 1,
     schemas: Sequence[PointSchema] | None = None,
     shard: int = 0,
 ) -> Runtime:
     """One rank of `points` points, those of `local` on it, or all; alike, or of `schemas`."""
-    sizes = TapSizes(slots, bank_rows, entries, tokens, arena_bytes, tallies, lag, held)
+    sizes = TapSizes(slots, bank_rows, entries, tokens, arena_bytes, accumulators, lag, held)
     own = tuple(range(points) if local is None else local)
     if schemas is None:
         schemas = schemas_of(len(own), width, dtype)

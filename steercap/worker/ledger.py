@@ -26,7 +26,7 @@ from steercap.worker.step import Step
 
 #: What is known of the next tokens of a request: they are alike from position NEXT up to STOP, which is not among them.
 #: The line of position p is LINE + p × the lines of its layout, unless its row goes into a reduction.
-_NEXT, _STOP, _LINE, _TALLY, _LAYOUT, _SLOT, _MASK, _EDITS, _FIELDS = range(9)
+_NEXT, _STOP, _LINE, _ACCUMULATOR, _LAYOUT, _SLOT, _MASK, _EDITS, _FIELDS = range(9)
 #: No position is reached by it.
 NEVER: Final = np.iinfo(np.int64).max
 
@@ -261,7 +261,7 @@ class Ledger:
             positions=positions,
             firsts=np.full(size, start),
             lines=lines,
-            tallies=np.where(kept, NONE if outbox is None else outbox.tally, NONE),
+            accumulators=np.where(kept, NONE if outbox is None else outbox.accumulator, NONE),
             layouts=layouts,
             slots=slots,
             masks=masks,
@@ -275,11 +275,11 @@ class Ledger:
         self.flush(request)
         outbox, steered = request.outbox, request.steered
         request.run_from = start
-        stop, line, tally, layout = NEVER, 0, NONE, NONE
+        stop, line, accumulator, layout = NEVER, 0, NONE, NONE
         if outbox is not None and outbox.failure is None:
             stop, first = outbox.ahead(start)
             if first is not None:
-                line, tally, layout = first, outbox.tally, outbox.layout
+                line, accumulator, layout = first, outbox.accumulator, outbox.layout
         slot, mask = NONE, 0
         if steered is not None:
             reach, mask = steered.ahead(start)
@@ -288,7 +288,7 @@ class Ledger:
                 slot = steered.steering.slot
         slots, masks = np.array([slot]), np.array([mask], dtype=np.int32)
         edits = int(self._programs.evidence(slots, masks)[0])
-        self._state[request.place] = start, stop, line, tally, layout, slot, mask, edits
+        self._state[request.place] = start, stop, line, accumulator, layout, slot, mask, edits
 
     def computes(self, step: Step, wanted: Iterable[Wanted]) -> bool:
         """Whether a step computes any of the tokens that are wanted."""
@@ -313,14 +313,14 @@ class Ledger:
             along = np.arange(len(request)) - (np.cumsum(counts) - counts)[request]
             places, firsts, first_tokens = places[request], starts[request], first_tokens[request] + along
             starts, state, kept = firsts + along, state[request], kept[request]
-        layouts, drained = state[:, _LAYOUT], kept & (state[:, _TALLY] == NONE)
+        layouts, drained = state[:, _LAYOUT], kept & (state[:, _ACCUMULATOR] == NONE)
         return Step(
             owners=places,
             tokens=first_tokens,
             positions=starts,
             firsts=firsts,
             lines=np.where(drained, state[:, _LINE] + starts * self._layouts.lines[layouts], NONE),
-            tallies=state[:, _TALLY],
+            accumulators=state[:, _ACCUMULATOR],
             layouts=layouts,
             slots=state[:, _SLOT],
             masks=state[:, _MASK].astype(np.int32),

@@ -68,7 +68,7 @@ class Outbox(ABC):
 
     @property
     @abstractmethod
-    def tally(self) -> int:
+    def accumulator(self) -> int:
         """The reduction that runs along with the rows, NONE if they go to the arena."""
 
     def place(self, start: int, count: int) -> tuple[npt.NDArray[np.bool_], Ints]:
@@ -245,7 +245,7 @@ class RowsOutbox(Outbox):
         return 0 if self._layout is None else self._layout.stored.lines
 
     @property
-    def tally(self) -> int:
+    def accumulator(self) -> int:
         return NONE
 
     def _take(self, rows: Ints) -> Ints | None:

@@ -15,11 +15,11 @@ from steercap.core.rows import Ints, rows_selected
 from steercap.core.spec import Reduction
 from steercap.encodings import ENCODINGS
 from steercap.encodings.reduced import tally_records
+from steercap.worker.accumulators import EMPTY
 from steercap.worker.arena import Arena
 from steercap.worker.layouts import Layout, Layouts
 from steercap.worker.outbox import Outbox
 from steercap.worker.reduce import Accumulator, rows_of, write_reduced
-from steercap.worker.tallies import EMPTY
 from steercap.worker.taps.base import Taps
 
 
@@ -37,17 +37,18 @@ class ReducingOutbox(Outbox):
         super().__init__(owner, plan, capture, layouts, arena)
         assert capture.reduce is not None
         self._taps = taps
-        self._tally = taps.tallies.acquire(capture.reduce, plan.prompt_len) if self._layout else None
+        self._accumulator = taps.accumulators.acquire(capture.reduce, plan.prompt_len) if self._layout else None
         self._spilled: tuple[int, Ints] | None = None  # rows added, and positions of those held apart
         self._copied: Any = None
-        if self._layout and self._tally is None:
+        if self._layout and self._accumulator is None:
             self.fail(
-                f"{taps.tallies.total} reductions run at once, and no more can; raise SteerModel(..., reduce_bytes=)"
+                f"{taps.accumulators.total} reductions run at once, and no more can; "
+                "raise SteerModel(..., reduce_bytes=)"
             )
 
     @property
-    def tally(self) -> int:
-        return NONE if self._tally is None else self._tally
+    def accumulator(self) -> int:
+        return NONE if self._accumulator is None else self._accumulator
 
     def _take(self, rows: Ints) -> Ints | None:
         return np.full_like(rows, NONE) if self._reach() else None
@@ -61,25 +62,25 @@ class ReducingOutbox(Outbox):
     def _stopped(self) -> None:
         if not self.writes:
             self._keep(0)
-        if self._tally is not None:
-            self._taps.tallies.end(self._tally, self._spill)
+        if self._accumulator is not None:
+            self._taps.accumulators.end(self._accumulator, self._spill)
 
     def free(self) -> None:
         self._release()
         super().free()
 
     def _release(self) -> tuple[int, Ints]:
-        """Let go of the tally; rows added, and positions of those held apart."""
+        """Let go of the accumulator; rows added, and positions of those held apart."""
         self.stop()
-        place, self._tally = self._tally, None
-        return (0, np.empty(0, dtype=np.int64)) if place is None else self._taps.tallies.release(place)
+        place, self._accumulator = self._accumulator, None
+        return (0, np.empty(0, dtype=np.int64)) if place is None else self._taps.accumulators.release(place)
 
     def _spill(self) -> None:
-        """Put the tally, and what is held of it, into the arena: another request needs its place."""
-        assert self._tally is not None
+        """Put the accumulator, and what is held of it, into the arena: another request needs it."""
+        assert self._accumulator is not None
         if len(self._pages) and not self.failure:
             assert self._layout is not None
-            self._copied = self._taps.spill(self._tally, self._layout, self._places)
+            self._copied = self._taps.spill(self._accumulator, self._layout, self._places)
         self._spilled = self._release()
 
     @property
@@ -92,10 +93,10 @@ class ReducingOutbox(Outbox):
 
     @property
     def _records(self) -> int:
-        return tally_records(self._schemas, self._taps.tallies.held)
+        return tally_records(self._schemas, self._taps.accumulators.held)
 
     def _reach(self) -> bool:
-        """Have the pages that the tally will need."""
+        """Have the pages that the accumulator will need."""
         if not len(self._pages):
             self._pages = self._arena.allocate(self._arena.shape.pages(self._records, self._record))
         return len(self._pages) * self._per_page >= self._records
@@ -116,7 +117,7 @@ class ReducingOutbox(Outbox):
             accumulators = [
                 Accumulator(reduction, row.clone(), added) if added else Accumulator(reduction) for row in reduced
             ]
-            held = len(self._places) - self._taps.tallies.held
+            held = len(self._places) - self._taps.accumulators.held
             for place in self._places[held + late].tolist():
                 for accumulator, row in zip(accumulators, self._raw_rows(place), strict=True):
                     accumulator.add(row)
@@ -128,7 +129,7 @@ class ReducingOutbox(Outbox):
         return rows_of(self._arena.read(line, 1, self._record), self._layout, self._schemas)
 
     def _reduced_rows(self, line: int) -> list[torch.Tensor]:
-        """What was spilled of the tally itself: float32 [shard width] each."""
+        """What was spilled of the accumulator itself: float32 [shard width] each."""
         encoding = ENCODINGS["reduced"]
         shape = encoding.record(self._schemas)
         stored = self._arena.read(line, 1, shape.lines)
@@ -145,7 +146,7 @@ class ReducingOutbox(Outbox):
 
     def rows_to_finish(self, total: int) -> int:
         """How many rows the reduction of a sequence of so many inputs has, if it can and must be finished; else 0."""
-        if self._tally is None or self.failure:
+        if self._accumulator is None or self.failure:
             return 0
         rows = len(rows_selected(self.capture.ranges, self.limit, total))
         return rows if self._missing(self._labels(rows)[0]) is None else 0
@@ -175,8 +176,8 @@ def finish(taps: Taps, asked: Mapping[Outbox, int]) -> None:
     ready = [(box, total, rows) for box, total in running if (rows := box.rows_to_finish(total))]
     if not ready:
         return
-    places, totals = np.array([(box.tally, total) for box, total, _ in ready]).T
-    moves, found = taps.tallies.finish(places, totals)
+    places, totals = np.array([(box.accumulator, total) for box, total, _ in ready]).T
+    moves, found = taps.accumulators.finish(places, totals)
     divisors = np.where([box.capture.reduce == "mean" for box, *_ in ready], found, 1)
     targets = [box.target for box, *_ in ready]
     lines = np.array([line for line, _ in targets])

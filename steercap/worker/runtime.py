@@ -117,7 +117,7 @@ class Runtime:
         if step is None:
             return
         kept = step.owners[step.kept]
-        moves, crowded = self.taps.tallies.moves(step)
+        moves, crowded = self.taps.accumulators.moves(step)
         self._fail(crowded, "more of its newest rows than can be held apart may not be of its sequence")
         if reason := self.taps.open(step, batch, moves):
             self._fail(kept, reason)
@@ -253,8 +253,8 @@ class Runtime:
             pages=self._arena.pages.total,
             bank_rows=self.taps.sizes.bank_rows,
             bank_width=self.taps.installed.bank_width,
-            tallies=self.taps.tallies.total,
-            held=self.taps.tallies.held,
+            tallies=self.taps.accumulators.total,
+            held=self.taps.accumulators.held,
             path=self._arena.segment.path,
             nonce=self._arena.segment.nonce,
         )

@@ -26,7 +26,7 @@ class Step:
         positions: its position, as scheduled, int64 [tracked].
         firsts: position of the first token of its request in this pass, int64 [tracked].
         lines: first line of its record in the arena, NONE if it goes to none: int64 [tracked].
-        tallies: the reduction that runs along with its request, NONE if none does or it is not kept: int64 [tracked].
+        accumulators: the accumulator of its request, NONE if it has none or the token is not kept: int64 [tracked].
         layouts: layout of its record, NONE if it is not kept: int64 [tracked].
         slots: slot of its configuration, NONE if it is not changed: int64 [tracked].
         masks: scopes that hold it, int32 [tracked].
@@ -41,7 +41,7 @@ class Step:
     positions: Ints
     firsts: Ints
     lines: Ints
-    tallies: Ints
+    accumulators: Ints
     layouts: Ints
     slots: Ints
     masks: npt.NDArray[np.int32]

@@ -183,16 +183,16 @@ def test_each_point_is_edited_by_its_own_part_of_its_vector(kind, shard, before)
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum", "max", "last"])
-@pytest.mark.parametrize("tally", [False, True])
-def test_reductions_are_those_of_each_point(kind, shard, reduce, tally) -> None:
-    """Over kept rows, and along with them: finished together, and spilled because others need the tally."""
-    bench = Bench(kind, shard, tallies=2, lag=2, held=2)
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_reductions_are_those_of_each_point(kind, shard, reduce, accumulates) -> None:
+    """Over kept rows, and along with them: finished together, and spilled because others need the accumulator."""
+    bench = Bench(kind, shard, accumulators=2, lag=2, held=2)
     wanted = [(0, 1, 2, 3, 4), (1, 4), (1, 2)]
     for number, points in enumerate(wanted):
-        bench.plan(number, CapturePlan(points, ALL, reduce, "raw", tally=tally))
+        bench.plan(number, CapturePlan(points, ALL, reduce, "raw", tally=accumulates))
         bench.run([number])
         bench.runtime.forget([f"r{number}"])
-    if tally:  # the third took the tally of the first
+    if accumulates:  # the third took the accumulator of the first
         spilled = [bench.runtime._kept[Owner(f"r{number}", 0)].outbox._spilled is not None for number in range(3)]
         assert spilled == [True, False, False]
     for number, points in enumerate(wanted):

@@ -87,10 +87,10 @@ class Bench:
         limit: int = 100,
         reduce=None,
         *,
-        tally=False,
+        accumulates=False,
         prompt=10,
     ) -> None:
-        capture = CapturePlan(tuple(points), tuple(ranges), reduce, "raw", tally=tally)
+        capture = CapturePlan(tuple(points), tuple(ranges), reduce, "raw", tally=accumulates)
         plan = Plan(key, prompt, limit, capture=capture)
         self.runtime.register(key, plan.encode(), 0)
 
@@ -198,18 +198,18 @@ async def test_rows_past_the_end_are_not_handed_over() -> None:
 @LARGE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduce", ["mean", "sum", "max", "last"])
-@pytest.mark.parametrize("tally", [False, True])
-async def test_reductions_run_over_pages_in_float32(dtype, reduce, tally) -> None:
+@pytest.mark.parametrize("accumulates", [False, True])
+async def test_reductions_run_over_pages_in_float32(dtype, reduce, accumulates) -> None:
     """Many pages in, one float32 row a point out; a second look gives the same; the pages go but one.
 
     A reduction that runs along takes no more than its own.
     """
     bench = Bench(8 << 20, dtype, tokens=6_000)
-    bench.plan("r1", reduce=reduce, limit=30_000, tally=tally, prompt=24_000)
+    bench.plan("r1", reduce=reduce, limit=30_000, accumulates=accumulates, prompt=24_000)
     for start in range(0, 24_000, 6_000):
         bench.step(("r1", start, 6_000))
     pages = bench.ask(Census()).pages_in_use
-    assert pages == 1 if tally else pages > 1
+    assert pages == 1 if accumulates else pages > 1
     for _ in range(2):
         parcel, rows = await bench.rows("r1", 24_000)
         assert parcel.encoding == "reduced"

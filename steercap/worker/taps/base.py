@@ -18,12 +18,12 @@ from msgspec import structs
 from steercap.core.program import Configuration
 from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
+from steercap.worker.accumulators import Accumulators, Moves
 from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import Layout, Layouts
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step, Witness
-from steercap.worker.tallies import Moves, Tallies
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class TapSizes:
         tokens: most tokens of a pass, padding included.
         arena_bytes: device memory for the rows of passes that are being copied away; None for twice what the largest
             pass can need, unless that is much of the device. Nothing on CPU, where rows need no copy.
-        tallies: reductions that can run along with their requests at once.
+        accumulators: reductions that can run along with their requests at once, each in an accumulator.
         lag: how many positions vLLM may compute past the end of a sequence, rejected drafts among them.
         held: rows of a request that may turn out not to be of its sequence, most at once.
     """
@@ -47,7 +47,7 @@ class TapSizes:
     entries: int
     tokens: int
     arena_bytes: int | None = None
-    tallies: int = 0
+    accumulators: int = 0
     lag: int = 0
     held: int = 1
 
@@ -123,7 +123,7 @@ class Taps(ABC):
         self.sizes = sizes
         self.programs = Programs(self.points, slots=sizes.slots, entries=sizes.entries)
         self.layouts = Layouts(self.points, self.schemas, installed.kept)
-        self.tallies = Tallies(sizes.tallies, sizes.lag, sizes.held)
+        self.accumulators = Accumulators(sizes.accumulators, sizes.lag, sizes.held)
         self.arena: Arena | None = None
         self.open_step: Step | None = None
 

@@ -26,13 +26,13 @@ from steercap.core.rows import Ints
 from steercap.encodings import ENCODINGS
 from steercap.kernels import triton_tap as kernel
 from steercap.kernels.bits import told_apart
+from steercap.worker.accumulators import Moves
 from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import LAYOUTS, Layout
 from steercap.worker.programs import ENTRY_NUMBERS
 from steercap.worker.step import Step, Witness
-from steercap.worker.tallies import Moves
 from steercap.worker.taps.base import Installed, Taps, TapSizes
-from steercap.worker.taps.cuda_rows import DeviceEncoder, DeviceTallies, typed
+from steercap.worker.taps.cuda_rows import DeviceAccumulators, DeviceEncoder, typed
 from steercap.worker.taps.ring import Ring
 from steercap.worker.taps.transfers import Transfers, pieces, runs
 
@@ -125,7 +125,7 @@ class CudaTaps(Taps):
         self._evidence = table(sizes.tokens, 2, dtype=torch.int64)
         self._rows = torch.empty((max(lines, 1), LINE_BYTES), dtype=torch.uint8, device=device)
         self._rings = [typed(self._rows, kind.schema) for kind in self._kinds]
-        self._sums = DeviceTallies(installed, self.tallies, self._layouts, transfers, AHEAD)
+        self._sums = DeviceAccumulators(installed, self.accumulators, self._layouts, transfers, AHEAD)
         self._encoder = DeviceEncoder(
             installed, self.programs, self._bank, transfers, sizes.tokens if installed.captures else 1, AHEAD
         )

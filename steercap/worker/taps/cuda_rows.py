@@ -19,11 +19,11 @@ from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
 from steercap.encodings import ENCODINGS
 from steercap.encodings.base import Alike
-from steercap.kernels import triton_tally as tally
+from steercap.kernels import triton_accumulate as kernel
+from steercap.worker.accumulators import Accumulators, Moves
 from steercap.worker.layouts import Layout
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step
-from steercap.worker.tallies import Moves, Tallies
 from steercap.worker.taps.base import Installed, Kind
 from steercap.worker.taps.transfers import Transfers
 
@@ -109,11 +109,11 @@ class DeviceEncoder:
 
 @dataclass(frozen=True)
 class _Alike:
-    """Points of a rank whose rows are alike, as tallies hold them.
+    """Points of a rank whose rows are alike, as accumulators hold them.
 
     Args:
         schema: of all of them.
-        points: see `triton_tally.NUMBER` and what follows, on the device.
+        points: see `triton_accumulate.NUMBER` and what follows, on the device.
         sums, held: what is added up, and held apart, in elements: views of all of it.
     """
 
@@ -123,39 +123,39 @@ class _Alike:
     held: torch.Tensor
 
 
-class DeviceTallies:
+class DeviceAccumulators:
     """The reductions that run along with their requests.
 
-    A tally lies as `encodings.reduced` lays out a record of all points, and what it holds as `encodings.raw` does.
+    An accumulator is laid out like a record of all points in `encodings.reduced`; what it holds, in `encodings.raw`.
 
     Args:
         installed: the rank's points.
-        tallies: who reduces.
+        accumulators: who reduces.
         layouts: line of each point in a record, on the device.
         transfers: to and from the device.
         ahead: passes whose tables may be under way.
     """
 
     def __init__(
-        self, installed: Installed, tallies: Tallies, layouts: torch.Tensor, transfers: Transfers, ahead: int
+        self, installed: Installed, accumulators: Accumulators, layouts: torch.Tensor, transfers: Transfers, ahead: int
     ) -> None:
-        self._tallies, self._layouts, self._transfers = tallies, layouts, transfers
+        self._accumulators, self._layouts, self._transfers = accumulators, layouts, transfers
         self._schemas = installed.schemas
         self._reduced = ENCODINGS["reduced"].record(installed.schemas)
         self._raw = ENCODINGS["raw"].record(installed.schemas)
-        total = max(tallies.total if installed.captures else 0, 1)
+        total = max(accumulators.total if installed.captures else 0, 1)
 
         def memory(*shape: int) -> torch.Tensor:
             return torch.zeros((*shape, LINE_BYTES), dtype=torch.uint8, device=transfers.device)
 
         self._sums = memory(total, max(self._reduced.lines, 1)).flatten(1)
-        self._held = memory(total, tallies.held, max(self._raw.lines, 1)).flatten(2)
+        self._held = memory(total, accumulators.held, max(self._raw.lines, 1)).flatten(2)
         self._moves = torch.zeros(
-            (total, tally.MOVE_COLUMNS + 2 * tallies.held), dtype=torch.int32, device=transfers.device
+            (total, kernel.MOVE_COLUMNS + 2 * accumulators.held), dtype=torch.int32, device=transfers.device
         )
         self._uploads = [transfers.pinned(self._moves.shape, torch.int32) for _ in range(ahead)]
         self._alike = list(self._find_alike(installed))
-        self._leaving: dict[int, Any] = {}  # events of copies of tallies, to be made before another begins there
+        self._leaving: dict[int, Any] = {}  # events of copies of accumulators, to be made before another begins there
 
     def _find_alike(self, installed: Installed) -> Iterator[_Alike]:
         kinds = [installed.kind_of(schema) for schema in installed.schemas]
@@ -182,8 +182,8 @@ class DeviceTallies:
         buffer = self._uploads[number % len(self._uploads)]
         layouts = step.layouts[moves.first]
         table = self._table_of(moves, layouts, 1)
-        table[:, tally.LINE], table[:, tally.RECORD] = sources[moves.first], raw_lines[layouts]
-        table[:, -self._tallies.held :] = np.where(moves.holds == NONE, NONE, sources[moves.holds])
+        table[:, kernel.LINE], table[:, kernel.RECORD] = sources[moves.first], raw_lines[layouts]
+        table[:, -self._accumulators.held :] = np.where(moves.holds == NONE, NONE, sources[moves.holds])
         buffer.numpy()[: len(moves)] = table
         for place in moves.places[moves.fresh].tolist():
             if place in self._leaving:
@@ -197,23 +197,23 @@ class DeviceTallies:
     def _launch(self, ring: torch.Tensor, moves: torch.Tensor) -> None:
         for one in self._alike:
             rows = typed(ring, one.schema)
-            tally.launch_tally(moves, one.points, one.schema.shard_width, self._layouts, one.sums, one.held, rows)
+            kernel.launch_accumulate(moves, one.points, one.schema.shard_width, self._layouts, one.sums, one.held, rows)
 
     def _table_of(self, moves: Moves, layouts: Ints, divisors: Ints | int) -> Ints:
         """Moves as the kernel reads them, but for the lines: int64 [requests, columns]."""
         table: Ints = np.full((len(moves), self._moves.shape[1]), NONE, dtype=np.int64)
-        table[:, tally.PLACE], table[:, tally.KIND], table[:, tally.FRESH] = moves.places, moves.kinds, moves.fresh
-        table[:, tally.LAYOUT], table[:, tally.RECORD], table[:, tally.LINE] = layouts, 0, 0
-        table[:, tally.COUNT], table[:, tally.DIVISOR] = moves.counts, divisors
-        table[:, tally.MOVE_COLUMNS : tally.MOVE_COLUMNS + self._tallies.held] = moves.adds
+        table[:, kernel.PLACE], table[:, kernel.KIND], table[:, kernel.FRESH] = moves.places, moves.kinds, moves.fresh
+        table[:, kernel.LAYOUT], table[:, kernel.RECORD], table[:, kernel.LINE] = layouts, 0, 0
+        table[:, kernel.COUNT], table[:, kernel.DIVISOR] = moves.counts, divisors
+        table[:, kernel.MOVE_COLUMNS : kernel.MOVE_COLUMNS + self._accumulators.held] = moves.adds
         return table
 
     def spill(self, place: int, layout: Layout, lines: Ints, arena: torch.Tensor) -> Any:
-        """Copy a tally, and what it holds, to lines of the arena; see `Taps.spill`."""
+        """Copy an accumulator, and what it holds, to lines of the arena; see `Taps.spill`."""
         copies = list(self._sums_of(place, layout, int(lines[0]), arena))
         size = self._held[place][0].nbytes
-        for slot, line in enumerate(lines[-self._tallies.held :].tolist()):
-            source = self._held.data_ptr() + (place * self._tallies.held + slot) * size
+        for slot, line in enumerate(lines[-self._accumulators.held :].tolist()):
+            source = self._held.data_ptr() + (place * self._accumulators.held + slot) * size
             copies += _copies(arena.data_ptr() + line * LINE_BYTES, source, layout.raw, self._raw, layout.locals)
         return self._fetch([place], copies)
 

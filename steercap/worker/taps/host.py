@@ -15,15 +15,15 @@ from jaxtyping import Float, Int
 from steercap.core.program import NONE, Configuration
 from steercap.core.rows import Ints
 from steercap.encodings import ENCODINGS
+from steercap.worker.accumulators import Moves
 from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import Layout
 from steercap.worker.reduce import write_reduced
 from steercap.worker.step import Step, Witness
-from steercap.worker.tallies import Moves
 from steercap.worker.taps.base import Installed, Taps, TapSizes
 from steercap.worker.taps.host_edits import HostEdits
-from steercap.worker.taps.host_rows import Copies, Encoded, HostTallies, Keeping, Reduced
+from steercap.worker.taps.host_rows import Copies, Encoded, HostAccumulators, Keeping, Reduced
 
 
 class HostTaps(Taps):
@@ -35,7 +35,7 @@ class HostTaps(Taps):
         # Zeroed pages are not resident until they are written.
         self._bank = torch.zeros((max(sizes.bank_rows, 1), installed.bank_width), dtype=torch.float32)
         self._edits = HostEdits(self.programs)
-        self._sums = HostTallies(self.schemas, 0, 1)
+        self._sums = HostAccumulators(self.schemas, 0, 1)
         self._keeping: tuple[list[Keeping], list[Keeping]] = ([], [])  # of rows before their edits, and after
         self._fired: Ints = np.zeros(len(self.points), dtype=np.int64)
         self._misfit: str | None = None
@@ -46,7 +46,7 @@ class HostTaps(Taps):
 
     def use(self, arena: Arena) -> None:
         super().use(arena)
-        self._sums = HostTallies(self.schemas, self.tallies.total, self.tallies.held)
+        self._sums = HostAccumulators(self.schemas, self.accumulators.total, self.accumulators.held)
 
     def configure(self, slot: int, configuration: Configuration, bank_rows: Sequence[Sequence[int]]) -> None:
         self.programs.configure(slot, configuration, bank_rows)
@@ -103,7 +103,7 @@ class HostTaps(Taps):
     def spill(self, place: int, layout: Layout, lines: Ints) -> Any:
         assert self.arena is not None
         self._put_sums(place, 1, layout, int(lines[0]))
-        raw, slots = ENCODINGS["raw"], self.tallies.held
+        raw, slots = ENCODINGS["raw"], self.accumulators.held
         for slot, line in enumerate(lines[-slots:].tolist()):
             for local, offset in zip(layout.locals, layout.raw.offsets, strict=True):
                 row = self._sums.held[local][place * slots + slot]

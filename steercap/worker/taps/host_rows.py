@@ -21,11 +21,11 @@ from steercap.encodings import ENCODINGS
 from steercap.kernels.bits import LAST, MAX, SUM
 from steercap.kernels.finite import stray_rows
 from steercap.kernels.reference import rows_at
+from steercap.worker.accumulators import Moves
 from steercap.worker.arena import Arena
 from steercap.worker.layouts import Layout, Layouts
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step
-from steercap.worker.tallies import Moves
 from steercap.worker.taps.base import Kind
 
 
@@ -153,21 +153,21 @@ class Reduced(Keeping):
         moves: what it does to them.
         chosen: which of its tokens count here: bool [tracked].
         layouts: of their records.
-        tallies: where they are added up.
+        accumulators: where they are added up.
     """
 
     def __init__(
-        self, step: Step, moves: Moves, chosen: npt.NDArray[np.bool_], layouts: Layouts, tallies: HostTallies
+        self, step: Step, moves: Moves, chosen: npt.NDArray[np.bool_], layouts: Layouts, accumulators: HostAccumulators
     ) -> None:
         self._parts: list[tuple[int | None, torch.Tensor, Ints, torch.Tensor, npt.NDArray[np.bool_]]] = []
-        self._tallies = tallies
+        self._accumulators = accumulators
         places, kinds = np.repeat(moves.places, moves.counts), np.repeat(moves.kinds, moves.counts)
         newest = np.append(places[1:] != places[:-1], True)
         for kind in np.unique(kinds):
             wanted = (kinds == kind) & (newest | (kind != LAST))
             self._part(int(kind), step, moves.added[wanted], places[wanted], chosen, layouts)
         request, slot = np.nonzero(moves.holds != NONE)
-        held = moves.places[request] * tallies.slots + slot
+        held = moves.places[request] * accumulators.slots + slot
         self._part(None, step, moves.holds[request, slot], held, chosen, layouts)
 
     def _part(  # noqa: PLR0917 -- the columns of a table
@@ -201,15 +201,15 @@ class Reduced(Keeping):
                 continue
             rows = rows_at(hidden, residual, tokens)
             if kind is None:
-                held = self._tallies.held[point]
+                held = self._accumulators.held[point]
                 held[targets] = rows.to(held.dtype)
             else:
-                add(self._tallies.sums[point], targets, rows, kind)
+                add(self._accumulators.sums[point], targets, rows, kind)
             strays += _stray(tokens, rows)
         return strays
 
 
-class HostTallies:
+class HostAccumulators:
     """The reductions that run along with their requests.
 
     Args:
@@ -218,8 +218,8 @@ class HostTallies:
         slots: rows held apart for each.
 
     Attributes:
-        sums: of each point, float32 [tallies, width].
-        held: of each point, [tallies × slots, width] in its dtype.
+        sums: of each point, float32 [accumulators, width].
+        held: of each point, [accumulators × slots, width] in its dtype.
     """
 
     def __init__(self, schemas: Sequence[PointSchema], total: int, slots: int) -> None:
@@ -231,7 +231,7 @@ class HostTallies:
         ]
 
     def begin(self, moves: Moves) -> None:
-        """Empty the tallies that begin, and add what was held of the others."""
+        """Empty the accumulators that begin, and add what was held of the others."""
         for kind, empty in ((SUM, 0.0), (MAX, -np.inf), (LAST, 0.0)):
             begun = torch.from_numpy(moves.places[moves.fresh & (moves.kinds == kind)])
             for sums in self.sums if len(begun) else ():

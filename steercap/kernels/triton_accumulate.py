@@ -20,7 +20,7 @@ from steercap.kernels import bits
 #: read of the ring, and all points are meant.
 MOVE_COLUMNS: Final = 8
 PLACE, KIND, FRESH, LAYOUT, RECORD, LINE, COUNT, DIVISOR = range(MOVE_COLUMNS)
-#: Columns of a point, int32: its number, and where its row begins in a tally and in what is held, in elements.
+#: Columns of a point, int32: its number, and where its row begins in an accumulator and in what is held, in elements.
 POINT_COLUMNS: Final = 3
 NUMBER, SUM_AT, HELD_AT = range(POINT_COLUMNS)
 #: Elements of a row, and rows, that one program has in registers.
@@ -36,7 +36,7 @@ _MAX, _LAST = tl.constexpr(bits.MAX), tl.constexpr(bits.LAST)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tally_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one pass over one request
+def _accumulate_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one pass over one request
     moves, points, layouts, sums, held, arena, num_points, sum_stride, held_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, ARENA_LINE: tl.constexpr,
 ):  # fmt: skip
@@ -102,7 +102,7 @@ def _tally_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one pass 
 
 @triton.jit
 def _joined(value, row, kind):  # type: ignore[no-untyped-def]
-    """A tally with one row more."""
+    """An accumulator with one row more."""
     if kind == _MAX:
         joined = tl.maximum(value, row, propagate_nan=tl.PropagateNan.ALL)
     elif kind == _LAST:
@@ -112,13 +112,13 @@ def _joined(value, row, kind):  # type: ignore[no-untyped-def]
     return joined
 
 
-def launch_tally(
+def launch_accumulate(
     moves: Int[torch.Tensor, "requests columns"],
     points: Int[torch.Tensor, "points 3"],
     width: int,
     layouts: Int[torch.Tensor, "layouts all_points"],
-    sums: Float[torch.Tensor, "tallies sum_elements"],
-    held: Float[torch.Tensor, "tallies slots held_elements"],
+    sums: Float[torch.Tensor, "accumulators sum_elements"],
+    held: Float[torch.Tensor, "accumulators slots held_elements"],
     arena: Float[torch.Tensor, "lines line"],
 ) -> None:
     """Carry out the moves of a pass at points whose rows are alike.
@@ -128,13 +128,13 @@ def launch_tally(
         points: these points, int32; see `NUMBER` and what follows.
         width: elements of their rows.
         layouts: line of each point in a record, -1 where it is not kept: int32.
-        sums: the tallies, float32.
+        sums: the accumulators, float32.
         held: the rows held apart, in the dtype of the points.
         arena: the rows of the pass, in the dtype of the points.
     """
     block = min(BLOCK, triton.next_power_of_2(width))
     grid = (len(moves), len(points), triton.cdiv(width, block))
-    _tally_kernel[grid](
+    _accumulate_kernel[grid](
         moves,
         points,
         layouts,

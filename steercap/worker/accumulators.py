@@ -6,7 +6,7 @@ apart until its request has come far enough beyond it. A row that is computed ag
 before, or is held and replaced.
 
 What happens to the rows of one request in one pass is a move: some held rows are added, some of the pass's are, and
-the newest of those are held. This module decides; the taps of each device carry it out (`Taps.tally`).
+the newest of those are held. This module decides; the taps of each device carry it out.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ EMPTY: Final = -1
 
 @dataclass(frozen=True)
 class Moves:
-    """What happens to the tallies of one pass, one row a request: int64 [requests] unless said otherwise.
+    """What happens to the accumulators of one pass, one row a request: int64 [requests] unless said otherwise.
 
     Args:
-        places: which tally.
+        places: which accumulator.
         kinds: SUM, MAX or LAST.
         fresh: whether it begins: bool.
         added: places in the step of the rows that are added, request by request: int64 [rows].
@@ -57,13 +57,13 @@ class Moves:
         return len(self.places)
 
 
-class Tallies:
+class Accumulators:
     """Who reduces, and how far each is.
 
-    A request that has ended keeps its tally until the client says where its sequence ends, or another needs it.
+    A request that has ended keeps its accumulator until the client says where its sequence ends, or another needs it.
 
     Args:
-        total: tallies at once.
+        total: accumulators at once.
         lag: how many positions vLLM may compute past a sequence's end, rejected drafts among them.
         held: rows that can be held apart for each.
     """
@@ -81,11 +81,11 @@ class Tallies:
 
     @property
     def in_use(self) -> int:
-        """Tallies that belong to a request."""
+        """Accumulators that belong to a request."""
         return self.total - len(self._free)
 
     def acquire(self, reduce: Reduction, prompt_len: int) -> int | None:
-        """A tally for a request, for which one that has ended may be spilled; None when others that run have all."""
+        """An accumulator for a request, which may spill that of one that has ended; None if running ones have all."""
         if not self._free and self._ended:
             next(iter(self._ended.values()))()
         if not self._free:
@@ -98,17 +98,17 @@ class Tallies:
         return place
 
     def end(self, place: int, spill: Callable[[], None]) -> None:
-        """The request of a tally has ended; `spill` puts it elsewhere and releases it."""
+        """The request of an accumulator has ended; `spill` puts it elsewhere and releases it."""
         self._ended[place] = spill
 
     def release(self, place: int) -> tuple[int, Ints]:
-        """A request's tally is free; how many rows it has, and the positions of the rows it holds, slot by slot."""
+        """Free an accumulator; gives how many rows it has, and the positions of those it holds, slot by slot."""
         self._ended.pop(place, None)
         self._free.append(place)
         return int(self._added[place]), self._positions[place].copy()
 
     def finish(self, places: Ints, totals: Ints) -> tuple[Moves, Ints]:
-        """Add the held rows of sequences of so many inputs; and how many rows each tally then has."""
+        """Add the held rows of sequences of so many inputs; and how many rows each accumulator then has."""
         held = self._positions[places]
         late = (held != EMPTY) & (held < totals[:, None])
         nothing = np.zeros(len(places), dtype=np.int64)
@@ -119,17 +119,17 @@ class Tallies:
         return moves, self._added[places] + late.sum(1)
 
     def moves(self, step: Step) -> tuple[Moves | None, Ints]:
-        """What a pass does to the tallies, from here on as if it were done.
+        """What a pass does to the accumulators, from here on as if it were done.
 
         Returns:
             The moves, None if the pass has no such rows; and the ledger's places of requests whose newest rows are
             more than can be held, none of which is added from here on.
         """
-        tokens = np.flatnonzero(step.tallies != NONE)
+        tokens = np.flatnonzero(step.accumulators != NONE)
         if not len(tokens):
             return None, tokens
-        begins = np.flatnonzero(np.diff(step.tallies[tokens], prepend=NONE))
-        places, starts = step.tallies[tokens[begins]], step.firsts[tokens[begins]]
+        begins = np.flatnonzero(np.diff(step.accumulators[tokens], prepend=NONE))
+        places, starts = step.accumulators[tokens[begins]], step.firsts[tokens[begins]]
         request = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(tokens)))
         positions = step.positions[tokens]
         ends = positions[np.append(begins[1:], len(tokens)) - 1] + 1
@@ -167,6 +167,6 @@ class Tallies:
 
 
 def _oldest(held: Ints, chosen: npt.NDArray[np.bool_]) -> Ints:
-    """The chosen slots of each tally, the oldest row first, then NONE: [tallies, slots]."""
+    """The chosen slots of each accumulator, the oldest row first, then NONE: [accumulators, slots]."""
     order = np.argsort(np.where(chosen, held, np.iinfo(np.int64).max), axis=1)
     return np.where(np.take_along_axis(chosen, order, axis=1), order, NONE)
