@@ -5,7 +5,7 @@ token's row may be that of a draft that is rejected, or lie past an end that the
 apart until its request has come far enough beyond it. A row that is computed again, after a preemption, was added
 before, or is held and replaced.
 
-What happens to the rows of one request in one pass is a move: some held rows are added, some of the pass's are, and
+What happens to the rows of one request in one pass is an update: some held rows are added, some of the pass's are, and
 the newest of those are held. This module decides; the taps of each device carry it out.
 """
 
@@ -30,21 +30,21 @@ EMPTY: Final = -1
 
 
 @dataclass(frozen=True)
-class Moves:
+class Updates:
     """What happens to the accumulators of one pass, one row a request: int64 [requests] unless said otherwise.
 
     Args:
-        places: which accumulator.
+        accumulators: which accumulator.
         kinds: SUM, MAX or LAST.
         fresh: whether it begins: bool.
-        added: places in the step of the rows that are added, request by request: int64 [rows].
+        added: indices in the step of the rows that are added, request by request: int64 [rows].
         counts: how many of them each request has.
-        first: place in the step of the first of them, or of any of the request's rows if it has none.
+        first: index in the step of the first of them, or of any of the request's rows if it has none.
         adds: slots of held rows that are added before, the oldest first, NONE for none: [requests, held].
-        holds: place in the step of the row that each slot then holds, NONE where it keeps its own: [requests, held].
+        holds: index in the step of the row that each slot then holds, NONE where it keeps its own: [requests, held].
     """
 
-    places: Ints
+    accumulators: Ints
     kinds: Ints
     fresh: npt.NDArray[np.bool_]
     added: Ints
@@ -54,7 +54,7 @@ class Moves:
     holds: Ints
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.accumulators)
 
 
 class Accumulators:
@@ -90,66 +90,66 @@ class Accumulators:
             next(iter(self._ended.values()))()
         if not self._free:
             return None
-        place = self._free.pop()
-        self._kinds[place], self._sure[place] = _KINDS[reduce], prompt_len
-        self._added[place] = self._next[place] = 0
-        self._fresh[place] = True
-        self._positions[place] = EMPTY
-        return place
+        accumulator = self._free.pop()
+        self._kinds[accumulator], self._sure[accumulator] = _KINDS[reduce], prompt_len
+        self._added[accumulator] = self._next[accumulator] = 0
+        self._fresh[accumulator] = True
+        self._positions[accumulator] = EMPTY
+        return accumulator
 
-    def end(self, place: int, spill: Callable[[], None]) -> None:
+    def end(self, accumulator: int, spill: Callable[[], None]) -> None:
         """The request of an accumulator has ended; `spill` puts it elsewhere and releases it."""
-        self._ended[place] = spill
+        self._ended[accumulator] = spill
 
-    def release(self, place: int) -> tuple[int, Ints]:
+    def release(self, accumulator: int) -> tuple[int, Ints]:
         """Free an accumulator; gives how many rows it has, and the positions of those it holds, slot by slot."""
-        self._ended.pop(place, None)
-        self._free.append(place)
-        return int(self._added[place]), self._positions[place].copy()
+        self._ended.pop(accumulator, None)
+        self._free.append(accumulator)
+        return int(self._added[accumulator]), self._positions[accumulator].copy()
 
-    def finish(self, places: Ints, totals: Ints) -> tuple[Moves, Ints]:
+    def finish(self, accumulators: Ints, totals: Ints) -> tuple[Updates, Ints]:
         """Add the held rows of sequences of so many inputs; and how many rows each accumulator then has."""
-        held = self._positions[places]
+        held = self._positions[accumulators]
         late = (held != EMPTY) & (held < totals[:, None])
-        nothing = np.zeros(len(places), dtype=np.int64)
+        nothing = np.zeros(len(accumulators), dtype=np.int64)
         holds = np.full(held.shape, NONE, dtype=np.int64)
         adds = _oldest(held, late)
-        kinds, fresh = self._kinds[places], self._fresh[places]
-        moves = Moves(places, kinds, fresh, nothing[:0], nothing, nothing, adds, holds)
-        return moves, self._added[places] + late.sum(1)
+        kinds, fresh = self._kinds[accumulators], self._fresh[accumulators]
+        updates = Updates(accumulators, kinds, fresh, nothing[:0], nothing, nothing, adds, holds)
+        return updates, self._added[accumulators] + late.sum(1)
 
-    def moves(self, step: Step) -> tuple[Moves | None, Ints]:
+    def update(self, step: Step) -> tuple[Updates | None, Ints]:
         """What a pass does to the accumulators, from here on as if it were done.
 
         Returns:
-            The moves, None if the pass has no such rows; and the ledger's places of requests whose newest rows are
+            The updates, None if the pass has no such rows; and the ledger's places of requests whose newest rows are
             more than can be held, none of which is added from here on.
         """
         tokens = np.flatnonzero(step.accumulators != NONE)
         if not len(tokens):
             return None, tokens
         begins = np.flatnonzero(np.diff(step.accumulators[tokens], prepend=NONE))
-        places, starts = step.accumulators[tokens[begins]], step.firsts[tokens[begins]]
+        accumulators, starts = step.accumulators[tokens[begins]], step.firsts[tokens[begins]]
         request = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(tokens)))
         positions = step.positions[tokens]
         ends = positions[np.append(begins[1:], len(tokens)) - 1] + 1
         # Whatever is computed lies `lag` positions past the end at most.
-        sure = np.maximum(self._sure[places], ends - self.lag)
-        held = self._positions[places]
+        sure = np.maximum(self._sure[accumulators], ends - self.lag)
+        held = self._positions[accumulators]
         # What this pass computes again is not what was held of it.
         old = (held != EMPTY) & (held < np.minimum(sure, starts)[:, None])
         adds = _oldest(held, old)
         again = (held >= starts[:, None]) & (held < ends[:, None])
         held = np.where(old | again, EMPTY, held)
-        new = positions >= self._next[places][request]
+        new = positions >= self._next[accumulators][request]
         settled = new & (positions < sure[request])
-        counts = np.bincount(request[settled], minlength=len(places))
+        counts = np.bincount(request[settled], minlength=len(accumulators))
         first = tokens[begins]
         first[request[settled][::-1]] = tokens[settled][::-1]
         holds = np.full(held.shape, NONE, dtype=np.int64)
         kept = np.flatnonzero(new & ~settled)
         # Each of them gets the next free slot of its request.
-        number = np.bincount(request[kept], minlength=len(places))
+        number = np.bincount(request[kept], minlength=len(accumulators))
         along = np.arange(len(kept)) - (np.cumsum(number) - number)[request[kept]]
         crowded = number > (held == EMPTY).sum(1)
         fits = ~crowded[request[kept]]
@@ -157,13 +157,13 @@ class Accumulators:
         slots = np.argsort(held != EMPTY, axis=1, kind="stable")[request[kept], along]
         holds[request[kept], slots] = tokens[kept]
         held[request[kept], slots] = positions[kept]
-        kinds, fresh = self._kinds[places], self._fresh[places]
-        moves = Moves(places, kinds, fresh, tokens[settled], counts, first, adds, holds)
-        self._fresh[places] = False
-        self._added[places] += old.sum(1) + counts
-        self._next[places] = np.maximum(self._next[places], np.minimum(sure, ends))
-        self._positions[places] = held
-        return moves, step.owners[tokens[begins[crowded]]]
+        kinds, fresh = self._kinds[accumulators], self._fresh[accumulators]
+        updates = Updates(accumulators, kinds, fresh, tokens[settled], counts, first, adds, holds)
+        self._fresh[accumulators] = False
+        self._added[accumulators] += old.sum(1) + counts
+        self._next[accumulators] = np.maximum(self._next[accumulators], np.minimum(sure, ends))
+        self._positions[accumulators] = held
+        return updates, step.owners[tokens[begins[crowded]]]
 
 
 def _oldest(held: Ints, chosen: npt.NDArray[np.bool_]) -> Ints:

@@ -72,19 +72,19 @@ class ReducingOutbox(Outbox):
     def _release(self) -> tuple[int, Ints]:
         """Let go of the accumulator; rows added, and positions of those held apart."""
         self.stop()
-        place, self._accumulator = self._accumulator, None
-        return (0, np.empty(0, dtype=np.int64)) if place is None else self._taps.accumulators.release(place)
+        accumulator, self._accumulator = self._accumulator, None
+        return (0, np.empty(0, dtype=np.int64)) if accumulator is None else self._taps.accumulators.release(accumulator)
 
     def _spill(self) -> None:
         """Put the accumulator, and what is held of it, into the arena: another request needs it."""
         assert self._accumulator is not None
         if len(self._pages) and not self.failure:
             assert self._layout is not None
-            self._copied = self._taps.spill(self._accumulator, self._layout, self._places)
+            self._copied = self._taps.spill(self._accumulator, self._layout, self._first_lines)
         self._spilled = self._release()
 
     @property
-    def _places(self) -> Ints:
+    def _first_lines(self) -> Ints:
         """First line of each record in the arena."""
         return self._lines(np.arange(self._records))
 
@@ -112,14 +112,14 @@ class ReducingOutbox(Outbox):
         late = late[np.argsort(positions[late])]
         if self._has(added + len(late), rows):
             assert self._layout is not None
-            line = int(self._places[0])
+            line = int(self._first_lines[0])
             reduced = self._reduced_rows(line)
             accumulators = [
                 Accumulator(reduction, row.clone(), added) if added else Accumulator(reduction) for row in reduced
             ]
-            held = len(self._places) - self._taps.accumulators.held
-            for place in self._places[held + late].tolist():
-                for accumulator, row in zip(accumulators, self._raw_rows(place), strict=True):
+            held = len(self._first_lines) - self._taps.accumulators.held
+            for first in self._first_lines[held + late].tolist():
+                for accumulator, row in zip(accumulators, self._raw_rows(first), strict=True):
                     accumulator.add(row)
             write_reduced(self._arena, line, self._schemas, [one.result() for one in accumulators])
             self._keep(1)
@@ -162,7 +162,7 @@ class ReducingOutbox(Outbox):
     def target(self) -> tuple[int, Layout]:
         """Where its reduction goes in the arena, the first line, and what is in it."""
         assert self._layout is not None
-        return int(self._places[0]), self._layout
+        return int(self._first_lines[0]), self._layout
 
 
 def finish(taps: Taps, asked: Mapping[Outbox, int]) -> None:
@@ -176,11 +176,11 @@ def finish(taps: Taps, asked: Mapping[Outbox, int]) -> None:
     ready = [(box, total, rows) for box, total in running if (rows := box.rows_to_finish(total))]
     if not ready:
         return
-    places, totals = np.array([(box.accumulator, total) for box, total, _ in ready]).T
-    moves, found = taps.accumulators.finish(places, totals)
+    accumulators, totals = np.array([(box.accumulator, total) for box, total, _ in ready]).T
+    updates, found = taps.accumulators.finish(accumulators, totals)
     divisors = np.where([box.capture.reduce == "mean" for box, *_ in ready], found, 1)
     targets = [box.target for box, *_ in ready]
     lines = np.array([line for line, _ in targets])
-    taps.wait_for(taps.finish(moves, divisors, [layout for _, layout in targets], lines))
+    taps.wait_for(taps.finish(updates, divisors, [layout for _, layout in targets], lines))
     for (box, _, rows), added in zip(ready, found.tolist(), strict=True):
         box.finished(rows, added)

@@ -117,9 +117,9 @@ class Runtime:
         if step is None:
             return
         kept = step.owners[step.kept]
-        moves, crowded = self.taps.accumulators.moves(step)
+        updates, crowded = self.taps.accumulators.update(step)
         self._fail(crowded, "more of its newest rows than can be held apart may not be of its sequence")
-        if reason := self.taps.open(step, batch, moves):
+        if reason := self.taps.open(step, batch, updates):
             self._fail(kept, reason)
 
     def _fail(self, places: Ints, reason: str) -> None:

@@ -203,9 +203,9 @@ def test_an_accumulator_is_the_reduction_of_the_rows_of_its_sequence(kind, draft
 def add_up(sums: torch.Tensor, rows: torch.Tensor, *, fresh: bool) -> None:
     """Add rows of 16 elements, a line each, to the one accumulator of the one point."""
     # place, kind, whether it begins, layout, lines of a record, first line, rows, divisor; none is added, none holds
-    move = torch.tensor([[0, SUM, fresh, 0, 1, 0, len(rows), 1, -1, -1]], dtype=torch.int32, device=rows.device)
+    update = torch.tensor([[0, SUM, fresh, 0, 1, 0, len(rows), 1, -1, -1]], dtype=torch.int32, device=rows.device)
     nothing = torch.zeros((1, 3), dtype=torch.int32, device=rows.device)
-    launch_accumulate(move, nothing, 16, nothing[:, :1].contiguous(), sums, sums.new_zeros(1, 1, 16), rows)
+    launch_accumulate(update, nothing, 16, nothing[:, :1].contiguous(), sums, sums.new_zeros(1, 1, 16), rows)
 
 
 def test_a_long_sum_keeps_its_digits() -> None:

@@ -67,7 +67,7 @@ from steercap.kernels.triton_accumulate import BLOCK, TILE, _accumulate_kernel
 
 names = _accumulate_kernel.arg_names
 constants = dict(WIDTH=4096, BLOCK=BLOCK, TILE=TILE, SLOTS=2, ARENA_LINE=32)
-pointers = dict(moves="*i32", points="*i32", layouts="*i32", sums="*fp32", held="*bf16", arena="*bf16")
+pointers = dict(updates="*i32", points="*i32", layouts="*i32", sums="*fp32", held="*bf16", arena="*bf16")
 sizes = dict.fromkeys(("num_points", "sum_stride", "held_stride"), "i32")
 even = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "sum_stride", "held_stride")}
 signature = pointers | sizes | dict.fromkeys(constants, "constexpr")

@@ -18,7 +18,7 @@ from msgspec import structs
 from steercap.core.program import Configuration
 from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
-from steercap.worker.accumulators import Accumulators, Moves
+from steercap.worker.accumulators import Accumulators, Updates
 from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import Layout, Layouts
@@ -140,13 +140,13 @@ class Taps(ABC):
         """Write vectors into the bank; they may be narrower than its rows."""
 
     @abstractmethod
-    def open(self, step: Step, batch: BatchRows, moves: Moves | None) -> str | None:
+    def open(self, step: Step, batch: BatchRows, updates: Updates | None) -> str | None:
         """Fill the tables for the pass that is about to run.
 
         Args:
             step: its tracked tokens.
             batch: all of it.
-            moves: what it does to the reductions that run along, None if nothing.
+            updates: what it does to the reductions that run along, None if nothing.
 
         Returns:
             Why its rows cannot be kept (its edits are made all the same), or None.
@@ -157,11 +157,11 @@ class Taps(ABC):
         """The pass that was opened has been run, or failed: every tap is idle until the next one."""
 
     @abstractmethod
-    def spill(self, place: int, layout: Layout, lines: Ints) -> Any:
+    def spill(self, accumulator: int, layout: Layout, lines: Ints) -> Any:
         """Copy a reduction, and the rows it holds apart, to the arena, as the passes closed so far leave them.
 
         Args:
-            place: which.
+            accumulator: which.
             layout: of its rows.
             lines: first lines of records: the first for the reduced rows, the last ones for what each slot holds.
 
@@ -170,11 +170,11 @@ class Taps(ABC):
         """
 
     @abstractmethod
-    def finish(self, moves: Moves, divisors: Ints, layouts: Sequence[Layout], lines: Ints) -> Any:
-        """Carry out moves of held rows alone, divide, and copy the reductions to the arena.
+    def finish(self, updates: Updates, divisors: Ints, layouts: Sequence[Layout], lines: Ints) -> Any:
+        """Carry out updates of held rows alone, divide, and copy the reductions to the arena.
 
         Args:
-            moves: one a reduction.
+            updates: one a reduction.
             divisors: what each is divided by.
             layouts: of the rows of each.
             lines: first line of each in the arena, for float32 rows.

@@ -26,7 +26,7 @@ from steercap.core.rows import Ints
 from steercap.encodings import ENCODINGS
 from steercap.kernels import triton_tap as kernel
 from steercap.kernels.bits import told_apart
-from steercap.worker.accumulators import Moves
+from steercap.worker.accumulators import Updates
 from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import LAYOUTS, Layout
 from steercap.worker.programs import ENTRY_NUMBERS
@@ -64,7 +64,7 @@ class _Pass:
         sources: first line in the ring of what is copied away of each tracked token, NONE if it is not kept: int64
             [tracked].
         stored: lines of it, int64 [tracked].
-        moves: requests whose reductions it moves.
+        updates: requests whose accumulators it updates.
         encoded: which of the records in the encoder's upload are of each layout that is stored otherwise.
         failure: why it cannot be trusted.
         closed: the event of its end on the device.
@@ -81,7 +81,7 @@ class _Pass:
     lines: int
     sources: Ints
     stored: Ints
-    moves: int
+    updates: int
     encoded: Sequence[tuple[Layout, slice]] = ()
     failure: str | None = None
     closed: Any = None
@@ -153,7 +153,7 @@ class CudaTaps(Taps):
         if len(self._vectors) > VECTORS:
             self._write_tables()
 
-    def open(self, step: Step, batch: BatchRows, moves: Moves | None) -> str | None:
+    def open(self, step: Step, batch: BatchRows, updates: Updates | None) -> str | None:
         self._write_tables()
         num_tokens, failure = int(batch.counts.sum()), None
         records, stored, encoded = self._wanted(step)
@@ -162,7 +162,7 @@ class CudaTaps(Taps):
         if lines > self._lines.size:
             failure = self._keep_nothing(step, lines)
             records, stored, encoded = self._wanted(step)
-            whole, lines, moves = 0, 0, None
+            whole, lines, updates = 0, 0, None
         line, busy = self._lines.reserve(lines)
         for done in busy:
             self._copy_away(through=done)
@@ -172,8 +172,8 @@ class CudaTaps(Taps):
         sources[step.kept] = line + (np.cumsum(records) - records)[step.kept]
         self._number += 1  # the last pass of its buffers was completed: `blocking`
         self._upload(step, num_tokens, sources, place)
-        if moves is not None:
-            self._sums.upload(self._number, step, moves, sources, self.layouts.raw_lines)
+        if updates is not None:
+            self._sums.upload(self._number, step, updates, sources, self.layouts.raw_lines)
         work: list[tuple[Layout, slice]] = []
         if encoded.any():
             targets = line + whole + np.cumsum(stored[encoded]) - stored[encoded]
@@ -191,7 +191,7 @@ class CudaTaps(Taps):
             lines,
             sources,
             stored,
-            len(moves or ()),
+            len(updates or ()),
             work,
         )
         self.open_step = step
@@ -213,8 +213,8 @@ class CudaTaps(Taps):
         kernel.launch_close(
             self._tokens, self._evidence, self._witness, done.token_ids, done.positions, done.num_tokens
         )
-        if done.moves:
-            self._sums.launch(self._rows, done.moves)
+        if done.updates:
+            self._sums.launch(self._rows, done.updates)
         self._encoder.launch(self._rows, done.encoded)
         done.closed = self._transfers.now()
         done.copies = self._pieces(done)
@@ -247,15 +247,15 @@ class CudaTaps(Taps):
             if done is through:
                 return
 
-    def spill(self, place: int, layout: Layout, lines: Ints) -> Any:
+    def spill(self, accumulator: int, layout: Layout, lines: Ints) -> Any:
         assert self.arena is not None
         self._copy_away()  # rows of others may still have to come to where these pages were before
-        return self._sums.spill(place, layout, lines, self.arena.lines)
+        return self._sums.spill(accumulator, layout, lines, self.arena.lines)
 
-    def finish(self, moves: Moves, divisors: Ints, layouts: Sequence[Layout], lines: Ints) -> Any:
+    def finish(self, updates: Updates, divisors: Ints, layouts: Sequence[Layout], lines: Ints) -> Any:
         assert self.arena is not None
         self._copy_away()
-        return self._sums.finish(self._rows, moves, divisors, layouts, lines, self.arena.lines)
+        return self._sums.finish(self._rows, updates, divisors, layouts, lines, self.arena.lines)
 
     def wait_for(self, event: Any) -> None:
         self._transfers.wait(event)

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from steercap.core.program import NONE, Configuration
 from steercap.core.rows import Ints
 from steercap.encodings import ENCODINGS
-from steercap.worker.accumulators import Moves
+from steercap.worker.accumulators import Updates
 from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import Layout
@@ -39,7 +39,7 @@ class HostTaps(Taps):
         self._keeping: tuple[list[Keeping], list[Keeping]] = ([], [])  # of rows before their edits, and after
         self._fired: Ints = np.zeros(len(self.points), dtype=np.int64)
         self._misfit: str | None = None
-        self._nonfinite: list[tuple[int, torch.Tensor]] = []  # points, and places in the batch of rows kept there
+        self._nonfinite: list[tuple[int, torch.Tensor]] = []  # points, and indices in the batch of rows kept there
         self._num_tokens = 0
         self._labels: tuple[Ints, Ints] = (self._fired[:0], self._fired[:0])
         self._done: list[tuple[Step, Witness]] = []
@@ -55,7 +55,7 @@ class HostTaps(Taps):
         width = min(vectors.shape[1], self._bank.shape[1])  # of wider points there are none here
         self._bank[torch.tensor(bank_rows), :width] = vectors[:, :width]
 
-    def open(self, step: Step, batch: BatchRows, moves: Moves | None) -> str | None:
+    def open(self, step: Step, batch: BatchRows, updates: Updates | None) -> str | None:
         self._fired[:] = 0
         self._misfit = None
         self._nonfinite = []
@@ -64,16 +64,16 @@ class HostTaps(Taps):
         self._labels = _host(batch.token_ids, tokens), _host(batch.positions, tokens)
         self._keeping = ([], [])
         if self.arena is not None:
-            if moves is not None:
-                self._sums.begin(moves)
+            if updates is not None:
+                self._sums.begin(updates)
             before = self.layouts.before[step.layouts]
-            kept = [list(self._kept(step, step.kept & chosen, moves, self.arena)) for chosen in (before, ~before)]
+            kept = [list(self._kept(step, step.kept & chosen, updates, self.arena)) for chosen in (before, ~before)]
             self._keeping = (kept[0], kept[1])
         self._edits.fill(step)
         self.open_step = step
         return None
 
-    def _kept(self, step: Step, chosen: np.ndarray, moves: Moves | None, arena: Arena) -> Iterator[Keeping]:
+    def _kept(self, step: Step, chosen: np.ndarray, updates: Updates | None, arena: Arena) -> Iterator[Keeping]:
         """How the rows of the chosen tokens are kept."""
         drained, encoded = chosen & (step.lines != NONE), self.layouts.encoded[step.layouts]
         whole = np.flatnonzero(drained & ~encoded)
@@ -84,8 +84,8 @@ class HostTaps(Taps):
             own = others[step.layouts[others] == number]
             layout = self.layouts[number]
             yield Encoded(step, own, layout, arena, self.schemas, self._kinds, self.programs, self._bank)
-        if moves is not None:
-            yield Reduced(step, moves, chosen, self.layouts, self._sums)
+        if updates is not None:
+            yield Reduced(step, updates, chosen, self.layouts, self._sums)
 
     def close(self, failure: str | None) -> None:
         step, self.open_step = self.open_step, None
@@ -100,25 +100,27 @@ class HostTaps(Taps):
         edits, overflowed = self._edits.made(step)
         return Witness(*self._labels, edits, step.copies, overflowed, nonfinite, failure)
 
-    def spill(self, place: int, layout: Layout, lines: Ints) -> Any:
+    def spill(self, accumulator: int, layout: Layout, lines: Ints) -> Any:
         assert self.arena is not None
-        self._put_sums(place, 1, layout, int(lines[0]))
+        self._put_sums(accumulator, 1, layout, int(lines[0]))
         raw, slots = ENCODINGS["raw"], self.accumulators.held
         for slot, line in enumerate(lines[-slots:].tolist()):
             for local, offset in zip(layout.locals, layout.raw.offsets, strict=True):
-                row = self._sums.held[local][place * slots + slot]
+                row = self._sums.held[local][accumulator * slots + slot]
                 self.arena.write(line, raw.encode(row[None], self.schemas[local], None)[0], offset)
 
-    def finish(self, moves: Moves, divisors: Ints, layouts: Sequence[Layout], lines: Ints) -> Any:
-        self._sums.begin(moves)
-        ends = zip(moves.places.tolist(), divisors.tolist(), layouts, lines.tolist(), strict=True)
-        for place, divisor, layout, line in ends:
-            self._put_sums(place, divisor, layout, line)
+    def finish(self, updates: Updates, divisors: Ints, layouts: Sequence[Layout], lines: Ints) -> Any:
+        self._sums.begin(updates)
+        ends = zip(updates.accumulators.tolist(), divisors.tolist(), layouts, lines.tolist(), strict=True)
+        for accumulator, divisor, layout, line in ends:
+            self._put_sums(accumulator, divisor, layout, line)
 
-    def _put_sums(self, place: int, divisor: int, layout: Layout, line: int) -> None:
+    def _put_sums(self, accumulator: int, divisor: int, layout: Layout, line: int) -> None:
         assert self.arena is not None
         schemas = [self.schemas[local] for local in layout.locals]
-        write_reduced(self.arena, line, schemas, [self._sums.sums[local][place] / divisor for local in layout.locals])
+        write_reduced(
+            self.arena, line, schemas, [self._sums.sums[local][accumulator] / divisor for local in layout.locals]
+        )
 
     def wait_for(self, event: Any) -> None:
         """It is there when `spill` or `finish` returns."""

@@ -21,7 +21,7 @@ from steercap.encodings import ENCODINGS
 from steercap.kernels.bits import LAST, MAX, SUM
 from steercap.kernels.finite import stray_rows
 from steercap.kernels.reference import rows_at
-from steercap.worker.accumulators import Moves
+from steercap.worker.accumulators import Updates
 from steercap.worker.arena import Arena
 from steercap.worker.layouts import Layout, Layouts
 from steercap.worker.programs import Programs
@@ -48,7 +48,7 @@ def _stray(tokens: torch.Tensor, rows: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 class Copies(Keeping):
-    """Rows that are stored as they are: a place in the batch, and a line for each point.
+    """Rows that are stored as they are: an index in the batch, and a line for each point.
 
     Args:
         step: the pass.
@@ -129,8 +129,8 @@ class Encoded(Keeping):
         directions = None
         if self._directions is not None:
             kind = self._kinds[point]
-            places = torch.from_numpy(self._directions[point])
-            directions = self._bank[places, kind.first : kind.first + kind.width]
+            bank_rows = torch.from_numpy(self._directions[point])
+            directions = self._bank[bank_rows, kind.first : kind.first + kind.width]
         rows = rows_at(hidden, residual, self._tokens)
         stored = self._encoding.encode(rows, self._schemas[point], directions)
         write_rows(self._arena, self._lines, stored, offset)
@@ -150,25 +150,30 @@ class Reduced(Keeping):
 
     Args:
         step: the pass.
-        moves: what it does to them.
+        updates: what it does to them.
         chosen: which of its tokens count here: bool [tracked].
         layouts: of their records.
         accumulators: where they are added up.
     """
 
     def __init__(
-        self, step: Step, moves: Moves, chosen: npt.NDArray[np.bool_], layouts: Layouts, accumulators: HostAccumulators
+        self,
+        step: Step,
+        updates: Updates,
+        chosen: npt.NDArray[np.bool_],
+        layouts: Layouts,
+        accumulators: HostAccumulators,
     ) -> None:
         self._parts: list[tuple[int | None, torch.Tensor, Ints, torch.Tensor, npt.NDArray[np.bool_]]] = []
         self._accumulators = accumulators
-        places, kinds = np.repeat(moves.places, moves.counts), np.repeat(moves.kinds, moves.counts)
-        newest = np.append(places[1:] != places[:-1], True)
+        targets, kinds = np.repeat(updates.accumulators, updates.counts), np.repeat(updates.kinds, updates.counts)
+        newest = np.append(targets[1:] != targets[:-1], True)
         for kind in np.unique(kinds):
             wanted = (kinds == kind) & (newest | (kind != LAST))
-            self._part(int(kind), step, moves.added[wanted], places[wanted], chosen, layouts)
-        request, slot = np.nonzero(moves.holds != NONE)
-        held = moves.places[request] * accumulators.slots + slot
-        self._part(None, step, moves.holds[request, slot], held, chosen, layouts)
+            self._part(int(kind), step, updates.added[wanted], targets[wanted], chosen, layouts)
+        request, slot = np.nonzero(updates.holds != NONE)
+        held = updates.accumulators[request] * accumulators.slots + slot
+        self._part(None, step, updates.holds[request, slot], held, chosen, layouts)
 
     def _part(  # noqa: PLR0917 -- the columns of a table
         self,
@@ -230,19 +235,19 @@ class HostAccumulators:
             torch.zeros((total * slots, schema.shard_width), dtype=getattr(torch, schema.dtype)) for schema in schemas
         ]
 
-    def begin(self, moves: Moves) -> None:
+    def begin(self, updates: Updates) -> None:
         """Empty the accumulators that begin, and add what was held of the others."""
         for kind, empty in ((SUM, 0.0), (MAX, -np.inf), (LAST, 0.0)):
-            begun = torch.from_numpy(moves.places[moves.fresh & (moves.kinds == kind)])
+            begun = torch.from_numpy(updates.accumulators[updates.fresh & (updates.kinds == kind)])
             for sums in self.sums if len(begun) else ():
                 sums[begun] = empty
-        for slots in moves.adds.T:
-            for kind in np.unique(moves.kinds[slots != NONE]):
-                chosen = (slots != NONE) & (moves.kinds == kind)
-                places = torch.from_numpy(moves.places[chosen])
-                late = torch.from_numpy(moves.places[chosen] * self.slots + slots[chosen])
+        for slots in updates.adds.T:
+            for kind in np.unique(updates.kinds[slots != NONE]):
+                chosen = (slots != NONE) & (updates.kinds == kind)
+                targets = torch.from_numpy(updates.accumulators[chosen])
+                late = torch.from_numpy(updates.accumulators[chosen] * self.slots + slots[chosen])
                 for sums, held in zip(self.sums, self.held, strict=True):
-                    add(sums, places, held[late], int(kind))
+                    add(sums, targets, held[late], int(kind))
 
 
 def add(sums: torch.Tensor, where: torch.Tensor, rows: torch.Tensor, kind: int) -> None:
