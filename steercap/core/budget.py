@@ -25,7 +25,7 @@ class Ticket:
 
     Args:
         pages: pages reserved.
-        tallies: reductions that run along with the request.
+        reductions: how many run along with the request.
         call: the `generate` call it belongs to; handles of a call reach the user only when it ends.
         engine: the engine whose arena it is, or None: the first one with room.
     """
@@ -34,7 +34,7 @@ class Ticket:
     call: object
     phase: Phase = "waiting"
     engine: int | None = None
-    tallies: int = 0
+    reductions: int = 0
 
 
 class Budget:
@@ -43,13 +43,13 @@ class Budget:
     Args:
         pages: pages of the arena of each engine, the smallest where they differ.
         engines: how many engines there are.
-        tallies: reductions that can run along at once in each engine.
+        reductions: how many can run along at once in each engine.
     """
 
-    def __init__(self, pages: int, engines: int = 1, tallies: int = 0) -> None:
+    def __init__(self, pages: int, engines: int = 1, reductions: int = 0) -> None:
         self.pages = pages
-        self.tallies = tallies
-        self._tallying = [0] * engines
+        self.reductions = reductions
+        self._reducing = [0] * engines
         self._reserved = [0] * engines  # pages claimed by running and finished requests
         self._running = [0] * engines  # requests that run, and whose end may make room
         self._held: dict[Ticket, None] = {}
@@ -61,9 +61,9 @@ class Budget:
         return max(self._reserved)
 
     @property
-    def tallying(self) -> int:
+    def reducing(self) -> int:
         """Reductions that run along, in the engine with most of them."""
-        return max(self._tallying)
+        return max(self._reducing)
 
     @property
     def running(self) -> int:
@@ -117,7 +117,7 @@ class Budget:
         self._reserved[ticket.engine] += ticket.pages
         if ticket.phase == "running":
             self._running[ticket.engine] += 1
-            self._tallying[ticket.engine] += ticket.tallies
+            self._reducing[ticket.engine] += ticket.reductions
 
     def _drop(self, ticket: Ticket) -> None:
         if ticket in self._held:
@@ -126,7 +126,7 @@ class Budget:
             self._reserved[ticket.engine] -= ticket.pages
             if ticket.phase == "running":
                 self._running[ticket.engine] -= 1
-                self._tallying[ticket.engine] -= ticket.tallies
+                self._reducing[ticket.engine] -= ticket.reductions
         elif ticket in self._queue:
             self._queue.remove(ticket)
 
@@ -147,7 +147,7 @@ class Budget:
         return [
             engine
             for engine in wanted
-            if ticket.pages <= self.free(engine) and ticket.tallies <= self.tallies - self._tallying[engine]
+            if ticket.pages <= self.free(engine) and ticket.reductions <= self.reductions - self._reducing[engine]
         ]
 
     def hopeless(self) -> Ticket | None:

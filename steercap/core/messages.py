@@ -138,7 +138,7 @@ class Attached(Message, frozen=True):
         pages: pages of the arena.
         bank_rows: rows of the vector bank.
         bank_width: elements of such a row: of the widest point on this rank.
-        tallies: reductions that can run along at once.
+        reductions: how many can run along at once.
         held: rows that such a reduction holds apart, which go to the arena with it once its request has ended.
         path: where a process of the same machine can open the arena.
         nonce: first bytes of the arena, to know it by.
@@ -151,7 +151,7 @@ class Attached(Message, frozen=True):
     pages: int
     bank_rows: int
     bank_width: int
-    tallies: int
+    reductions: int
     held: int
     path: str
     nonce: bytes

@@ -40,8 +40,8 @@ class CapturePlan(msgspec.Struct, frozen=True):
         reduce: how selected rows become one, or None.
         codec: how rows are stored, unless they are reduced or projected.
         before_edits: whether rows are kept as they were before the edits of their point.
-        tally: whether the reduction runs along while the rows come, so that they are never kept; otherwise they all
-            are, until the client says where the sequence ends.
+        accumulates: whether the reduction runs along with the rows, which are then never kept; otherwise they all are,
+            until the client says where the sequence ends.
         projection: what is kept in the place of each row, or None: the row.
         allow_nonfinite: whether rows that are not finite are handed over.
         gather: whether the client joins shards.
@@ -52,7 +52,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
     reduce: Reduction | None
     codec: str
     before_edits: bool = False
-    tally: bool = False
+    accumulates: bool = False
     projection: Projection | None = None
     allow_nonfinite: bool = False
     gather: bool = True
@@ -111,7 +111,7 @@ def compile_capture(
     *,
     prompt_len: int,
     limit: int,
-    tally: bool,
+    accumulates: bool,
     projection: Projection | None = None,
 ) -> CapturePlan:
     """Compile `spec` for one request.
@@ -121,21 +121,21 @@ def compile_capture(
         points: indices of its points among the armed, ascending.
         prompt_len: prompt tokens.
         limit: positions that can be inputs of the model: prompt + generated - 1 at most.
-        tally: whether a reduction may run along.
+        accumulates: whether a reduction may run along.
         projection: what its rows are projected on, or None.
 
     Raises:
         InvalidSelection, EmptySelection: `tokens` does not fit the prompt.
     """
     ranges = spec.selection.ranges(prompt_len, limit)
-    tally = tally and spec.reduce is not None
+    accumulates = accumulates and spec.reduce is not None
     return CapturePlan(
         points,
         ranges,
         spec.reduce,
         spec.codec,
         spec.before_edits,
-        tally,
+        accumulates,
         projection,
         spec.allow_nonfinite,
         spec.gather,

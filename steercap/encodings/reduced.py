@@ -37,7 +37,7 @@ class Reduced(Encoding):
 MEMBER = Reduced()
 
 
-def tally_records(schemas: Sequence[PointSchema], held: int) -> int:
+def accumulator_records(schemas: Sequence[PointSchema], held: int) -> int:
     """Raw records' worth of lines that a reduction takes in the arena: its float32 rows, and the rows held apart.
 
     Args:

@@ -29,30 +29,30 @@ class Admission:
         page_bytes: bytes of a page.
         settings: what to do when it is full.
         engines: engines, each with an arena of its own.
-        tallies: reductions that can run along at once in each engine.
+        reductions: how many can run along at once in each engine.
     """
 
-    def __init__(self, pages: int, page_bytes: int, settings: Settings, engines: int = 1, tallies: int = 0) -> None:
-        self.budget = Budget(pages, engines, tallies)
+    def __init__(self, pages: int, page_bytes: int, settings: Settings, engines: int = 1, reductions: int = 0) -> None:
+        self.budget = Budget(pages, engines, reductions)
         self.page_bytes = page_bytes
         self._settings = settings
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
         self._watch: asyncio.TimerHandle | None = None
 
-    async def claim(self, pages: int, call: object, engine: int | None = None, tallies: int = 0) -> Ticket:
+    async def claim(self, pages: int, call: object, engine: int | None = None, reductions: int = 0) -> Ticket:
         """Reserve pages, in order of arrival; the ticket says on which engine.
 
         Args:
             pages: pages of the arena.
             call: the `generate` call it is for.
             engine: the engine that must run the request, or None.
-            tallies: reductions that run along with it.
+            reductions: how many run along with it.
 
         Raises:
             CaptureMemoryFull: there can be no room, or none came in time, or waiting is not wanted.
             ModelClosed: the model was closed meanwhile.
         """
-        ticket = Ticket(pages, call, engine=engine, tallies=tallies)
+        ticket = Ticket(pages, call, engine=engine, reductions=reductions)
         if pages > self.budget.pages:
             raise CaptureMemoryFull(f"{self._situation(ticket)}; {_REMEDY}")
         # Who waits then waits for a reduction alone, which running requests give back.

@@ -48,7 +48,7 @@ from steercap.core.rows import PageShape
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point, check_armed
 from steercap.encodings import ENCODINGS
-from steercap.encodings.reduced import tally_records
+from steercap.encodings.reduced import accumulator_records
 from steercap.engine.admission import Admission
 from steercap.engine.batching import Batcher
 from steercap.engine.configurations import Configurations
@@ -93,7 +93,7 @@ class Engine:
         self._numbers = count()
         self._ranks: tuple[tuple[Rank, ...], ...] = ()  # engine by engine
         self._schemas: dict[Point, PointSchema] = {}
-        self.tallies = 0  # reductions that can run along at once in each engine
+        self.reductions = 0  # reductions that can run along at once in each engine
         self.admission = Admission(0, 0, settings)
         self.configurations = Configurations(0, 0, settings, self._configure)
         self._captured: tuple[CaptureSpec, tuple[Point, ...], tuple[int, ...]] | None = None  # the last one
@@ -247,7 +247,7 @@ class Engine:
                 )
 
     def pages_needed(self, plan: CapturePlan, rows: int) -> int:
-        """Pages that `rows` rows of the plan, or their tally, take on the worker that holds most of them."""
+        """Pages that `rows` rows of the plan, or their accumulator, take on the worker that holds most of them."""
         return max((_pages_on(rank, plan, rows) for rank in self._all_ranks), default=0)
 
     @property
@@ -288,20 +288,20 @@ class Engine:
         """Engines behind this one: more than one with data parallelism."""
         return len(self._ranks)
 
-    async def admit(self, pages: int, call: object, engine: int | None = None, tallies: int = 0) -> Ticket:
+    async def admit(self, pages: int, call: object, engine: int | None = None, reductions: int = 0) -> Ticket:
         """Reserve pages of an arena, waiting for room if need be; `generate` then runs the request where they are.
 
         Args:
             pages: pages of the arena.
             call: the `generate` call it is for.
             engine: the engine that must run the request, or None: one with room.
-            tallies: reductions that run along with it.
+            reductions: how many run along with it.
 
         Raises:
             CaptureMemoryFull: there can be no room, or none came in time, or waiting is not wanted.
         """
         self.require_open()
-        return await self.admission.claim(pages, call, engine, tallies)
+        return await self.admission.claim(pages, call, engine, reductions)
 
     def finish(self, ticket: Ticket, parts: Sequence[int]) -> list[Ticket]:
         """A request ended: its claim becomes one ticket a handle, of so many pages each."""
@@ -420,8 +420,8 @@ class Engine:
         # Where ranks differ, a page is the largest of theirs: what is claimed is never less than what is used.
         page_bytes = max(PageShape(rank.attached.page_lines).page_bytes for rank in self._all_ranks)
         pages = min(rank.attached.pages for rank in self._all_ranks)
-        self.tallies = min(rank.attached.tallies for rank in self._all_ranks)
-        self.admission = Admission(pages, page_bytes, settings, self.engines, self.tallies)
+        self.reductions = min(rank.attached.reductions for rank in self._all_ranks)
+        self.admission = Admission(pages, page_bytes, settings, self.engines, self.reductions)
         self.configurations = Configurations(
             settings.steering_slots, min(rank.attached.bank_rows for rank in self._all_ranks), settings, self._configure
         )
@@ -470,8 +470,8 @@ def _pages_on(rank: Rank, plan: CapturePlan, rows: int) -> int:
     page = PageShape(rank.attached.page_lines)
     if not schemas:
         return 0
-    if plan.tally:
-        records = tally_records(schemas, rank.attached.held) if rows else 0
+    if plan.accumulates:
+        records = accumulator_records(schemas, rank.attached.held) if rows else 0
         return page.pages(records, ENCODINGS["raw"].record(schemas).lines)
     return page.pages(rows, ENCODINGS[plan.encoding].record(schemas, plan.numbers).lines)
 

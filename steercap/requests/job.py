@@ -146,7 +146,7 @@ async def prepare(
             prompt_len=prompt_len,
             limit=limit,
             # Past a stop string the workers may go on any way; else as far as vLLM runs ahead, which they leave out.
-            tally=not sampling.stop and sampling.n <= engine.tallies,
+            accumulates=not sampling.stop and sampling.n <= engine.reductions,
             projection=None if projected is None else projected.plan,
         )
     change = None if lowered is None else Change(lowered, *scopes_of(lowered, prompt_len, limit))
@@ -212,8 +212,8 @@ async def memory_for(job: Job, call: object) -> Ticket | None:
         return None
     rows = int(selected(plan.capture.ranges, plan.limit).sum())
     pages = job.engine.pages_needed(plan.capture, rows) * plan.samples
-    tallies = plan.samples if plan.capture.tally else 0
-    return await job.engine.admit(pages, call, job.options.get("data_parallel_rank"), tallies)
+    reductions = plan.samples if plan.capture.accumulates else 0
+    return await job.engine.admit(pages, call, job.options.get("data_parallel_rank"), reductions)
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ from steercap.core.program import NONE
 from steercap.core.rows import Ints, rows_selected
 from steercap.core.spec import Reduction
 from steercap.encodings import ENCODINGS
-from steercap.encodings.reduced import tally_records
+from steercap.encodings.reduced import accumulator_records
 from steercap.worker.accumulators import EMPTY
 from steercap.worker.arena import Arena
 from steercap.worker.layouts import Layout, Layouts
@@ -93,7 +93,7 @@ class ReducingOutbox(Outbox):
 
     @property
     def _records(self) -> int:
-        return tally_records(self._schemas, self._taps.accumulators.held)
+        return accumulator_records(self._schemas, self._taps.accumulators.held)
 
     def _reach(self) -> bool:
         """Have the pages that the accumulator will need."""

@@ -224,7 +224,7 @@ class Runtime:
         raise WorkerFailure(f"no answer to {call.question!r}")
 
     def _outbox_for(self, owner: Owner, plan: Plan, capture: CapturePlan, arena: Arena) -> Outbox:
-        if capture.tally:
+        if capture.accumulates:
             return ReducingOutbox(owner, plan, capture, self.taps.layouts, arena, self.taps)
         return RowsOutbox(owner, plan, capture, self.taps.layouts, arena)
 
@@ -253,7 +253,7 @@ class Runtime:
             pages=self._arena.pages.total,
             bank_rows=self.taps.sizes.bank_rows,
             bank_width=self.taps.installed.bank_width,
-            tallies=self.taps.accumulators.total,
+            reductions=self.taps.accumulators.total,
             held=self.taps.accumulators.held,
             path=self._arena.segment.path,
             nonce=self._arena.segment.nonce,

@@ -104,7 +104,7 @@ class Engine:
             scopes, replaced = scopes_of(self.ready, request.prompt, LIMIT)
             steering = SteeringPlan(0, self.ready.configuration.digest, b"", scopes, replaced)
         capture = CapturePlan(
-            request.points, request.ranges, request.reduce, "raw", before_edits=request.before_edits, tally=True
+            request.points, request.ranges, request.reduce, "raw", before_edits=request.before_edits, accumulates=True
         )
         plan = Plan(request.key, request.prompt, LIMIT, capture=capture, steering=steering)
         self.runtime.register(request.key, plan.encode(), 0)
@@ -237,7 +237,7 @@ def test_one_owner_twice_is_finished_once(kind) -> None:
     engine = Engine(kind, 0, 0, 0)
     request = Request(engine.rng, 0)
     request.key, request.done, request.total = "r", 4, 4
-    capture = CapturePlan((0,), (Range(0, None),), "mean", "raw", tally=True)
+    capture = CapturePlan((0,), (Range(0, None),), "mean", "raw", accumulates=True)
     engine.runtime.register("r", Plan("r", 4, LIMIT, capture=capture).encode(), 0)
     engine.step([(request, 0, 4)])
     wanted = Wanted(Owner("r", 0), 4)
@@ -260,7 +260,7 @@ def test_late_rows_of_a_cancelled_request_do_not_land_on_a_spilled_accumulator(k
         request.key, request.done, request.total = name, 12, 12
     for name, request in requests.items():
         reduce = None if name == "a" else "sum"
-        capture = CapturePlan((0, 1), (Range(0, None),), reduce, "raw", tally=name != "a")
+        capture = CapturePlan((0, 1), (Range(0, None),), reduce, "raw", accumulates=name != "a")
         engine.runtime.taps.accumulators._free[1:] = []  # as if there were one
         engine.runtime.register(name, Plan(name, 12, LIMIT, capture=capture).encode(), 0)
         if name != "c":
@@ -277,7 +277,7 @@ def test_late_rows_of_a_cancelled_request_do_not_land_on_a_spilled_accumulator(k
 def test_rows_added_past_the_end_are_an_error(kind) -> None:
     """A client that names an end further back than vLLM can run ahead gets no plausible mean."""
     engine = Engine(kind, 0, 0, 1)
-    capture = CapturePlan((0,), (Range(0, None),), "mean", "raw", tally=True)
+    capture = CapturePlan((0,), (Range(0, None),), "mean", "raw", accumulates=True)
     engine.runtime.register("r", Plan("r", 4, LIMIT, capture=capture).encode(), 0)
     request = Request(engine.rng, 0)
     request.key = "r"
@@ -295,7 +295,7 @@ def test_what_cannot_be_held_is_an_error(kind) -> None:
     """More of the newest rows than there is room for: which of them stay cannot be known, and all are refused."""
     engine = Engine(kind, 0, 0, 1)
     engine.runtime.taps.accumulators.lag = 3
-    capture = CapturePlan((0,), (Range(0, None),), "sum", "raw", tally=True)
+    capture = CapturePlan((0,), (Range(0, None),), "sum", "raw", accumulates=True)
     engine.runtime.register("r", Plan("r", 4, LIMIT, capture=capture).encode(), 0)
     request = Request(engine.rng, 0)
     request.key = "r"

@@ -189,7 +189,7 @@ def test_reductions_are_those_of_each_point(kind, shard, reduce, accumulates) ->
     bench = Bench(kind, shard, accumulators=2, lag=2, held=2)
     wanted = [(0, 1, 2, 3, 4), (1, 4), (1, 2)]
     for number, points in enumerate(wanted):
-        bench.plan(number, CapturePlan(points, ALL, reduce, "raw", tally=accumulates))
+        bench.plan(number, CapturePlan(points, ALL, reduce, "raw", accumulates=accumulates))
         bench.run([number])
         bench.runtime.forget([f"r{number}"])
     if accumulates:  # the third took the accumulator of the first

@@ -90,7 +90,7 @@ class Bench:
         accumulates=False,
         prompt=10,
     ) -> None:
-        capture = CapturePlan(tuple(points), tuple(ranges), reduce, "raw", tally=accumulates)
+        capture = CapturePlan(tuple(points), tuple(ranges), reduce, "raw", accumulates=accumulates)
         plan = Plan(key, prompt, limit, capture=capture)
         self.runtime.register(key, plan.encode(), 0)
 
