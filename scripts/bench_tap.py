@@ -100,7 +100,7 @@ def cost(width: int, tokens: int, mode: str) -> float:
     layouts = np.full(tokens, layout.number if copies else -1)
     nowhere = np.full(tokens, -1)
     step = Step(
-        owners=every,
+        requests=every,
         tokens=every,
         positions=every,
         firsts=every,

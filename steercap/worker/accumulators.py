@@ -122,8 +122,8 @@ class Accumulators:
         """What a pass does to the accumulators, from here on as if it were done.
 
         Returns:
-            The updates, None if the pass has no such rows; and the ledger's places of requests whose newest rows are
-            more than can be held, none of which is added from here on.
+            The updates, None if the pass has no such rows; and the indices, in the ledger, of requests whose newest
+            rows are more than can be held, none of which is added from here on.
         """
         tokens = np.flatnonzero(step.accumulators != NONE)
         if not len(tokens):
@@ -163,7 +163,7 @@ class Accumulators:
         self._added[accumulators] += old.sum(1) + counts
         self._next[accumulators] = np.maximum(self._next[accumulators], np.minimum(sure, ends))
         self._positions[accumulators] = held
-        return updates, step.owners[tokens[begins[crowded]]]
+        return updates, step.requests[tokens[begins[crowded]]]
 
 
 def _oldest(held: Ints, chosen: npt.NDArray[np.bool_]) -> Ints:

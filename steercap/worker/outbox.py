@@ -121,7 +121,7 @@ class Outbox(ABC):
     def _take_ahead(self, start: int, end: int, shift: int) -> tuple[int, int | None]:
         """What `ahead` says of positions up to `end` that are kept; row = position - shift."""
 
-    def went_on(self, start: int, stop: int) -> None:
+    def ran(self, start: int, stop: int) -> None:
         """The tokens of these positions were kept, each where `ahead` said."""
         self.writes += stop - start
 
@@ -262,8 +262,8 @@ class RowsOutbox(Outbox):
         stop = first + self._per_page * self._consecutive(page)
         return min(end, stop), self._pages[page].item() * self._arena.shape.lines - first * record
 
-    def went_on(self, start: int, stop: int) -> None:
-        super().went_on(start, stop)
+    def ran(self, start: int, stop: int) -> None:
+        super().ran(start, stop)
         self._last = max(self._last, int(self._ranks[stop - 1]) + 1)
 
     def reads(self, total: int) -> int:

@@ -113,19 +113,19 @@ class Runtime:
         self._steps += 1
         if (blocking := self.taps.blocking) is not None:
             self._take_completed(blocking)
-        step = self._ledger.place(batch)
+        step = self._ledger.make_step(batch)
         if step is None:
             return
-        kept = step.owners[step.kept]
+        kept = step.requests[step.kept]
         updates, crowded = self.taps.accumulators.update(step)
         self._fail(crowded, "more of its newest rows than can be held apart may not be of its sequence")
         if reason := self.taps.open(step, batch, updates):
             self._fail(kept, reason)
 
-    def _fail(self, places: Ints, reason: str) -> None:
-        """Fail the rows of requests, by their places in the ledger."""
-        for place in np.unique(places).tolist():
-            if (outbox := self._ledger.at(place).outbox) is not None:
+    def _fail(self, indices: Ints, reason: str) -> None:
+        """Fail the rows of requests, by their indices in the ledger."""
+        for index in np.unique(indices).tolist():
+            if (outbox := self._ledger.at(index).outbox) is not None:
                 outbox.fail(reason)
 
     def end_step(self, error: BaseException | None = None) -> None:
@@ -149,16 +149,16 @@ class Runtime:
         if wrong.any():
             self._refuse(step, witness, wrong)
         for token in np.flatnonzero(witness.nonfinite != NONE).tolist():
-            if (outbox := self._ledger.at(int(step.owners[token])).outbox) is not None:
+            if (outbox := self._ledger.at(int(step.requests[token])).outbox) is not None:
                 outbox.found_nonfinite(int(step.positions[token]), self.taps.points[witness.nonfinite[token]])
         self._ledger.label(step, witness.token_ids)
 
     def _refuse(self, step: Step, witness: Witness, wrong: np.ndarray) -> None:
         """Fail the requests of tokens that were not computed, edited or copied as they should have been."""
-        for place in np.unique(step.owners[wrong]).tolist():
-            tracked = self._ledger.at(place)
-            own = np.flatnonzero(wrong & (step.owners == place))
-            reason = witness.failure or self._difference(step, witness, own, int((step.owners == place).sum()))
+        for index in np.unique(step.requests[wrong]).tolist():
+            tracked = self._ledger.at(index)
+            own = np.flatnonzero(wrong & (step.requests == index))
+            reason = witness.failure or self._difference(step, witness, own, int((step.requests == index).sum()))
             if tracked.outbox is not None:
                 tracked.outbox.fail(reason)
             if tracked.steered is not None:

@@ -72,7 +72,7 @@ class Steered:
         replaced = np.array(sorted(self._replacements), dtype=np.int64)
         self._stops = np.union1d(ends_of_runs(self._masks), replaced)
 
-    def place(self, start: int, count: int) -> npt.NDArray[np.int32]:
+    def begin(self, start: int, count: int) -> npt.NDArray[np.int32]:
         """The scopes that hold the tokens of a pass, int32 [count]; from here on they count as computed.
 
         Args:
@@ -88,7 +88,7 @@ class Steered:
         return masks
 
     def ran(self, start: int, stop: int) -> None:
-        """The tokens of these positions are computed, with the edits that `place` and `ahead` say."""
+        """The tokens of these positions are computed, with the edits that `begin` and `ahead` say."""
         if start > self._next:  # the runner has their keys and values already: the prefix cache
             self._cached[self._next : start] = True
         self._next = max(self._next, stop)
@@ -102,11 +102,11 @@ class Steered:
         return int(self._stops[run]), int(self._masks[start]) if self.slot is not None else 0
 
     def replaced(self, positions: Ints) -> dict[int, Ints]:
-        """The bank row that each replacement puts at some of `positions`, by their place there, NONE for none."""
+        """The bank row that each replacement puts at some of `positions`, by their index there, NONE for none."""
         if not self._replacements:
             return {}
-        places = enumerate(positions.tolist())
-        return {place: self._replacements[position] for place, position in places if position in self._replacements}
+        found = enumerate(positions.tolist())
+        return {index: self._replacements[position] for index, position in found if position in self._replacements}
 
     def fail(self, reason: str) -> None:
         """An edit was not made; the first reason is kept."""
