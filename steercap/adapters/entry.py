@@ -62,26 +62,26 @@ class Entry:
     """The function that a process of vLLM begins with.
 
     Args:
-        place: its module, class and name.
+        target: its module, class and name.
         function: the function itself, for processes that are forked.
         log: see `quieten`.
     """
 
     def __init__(
-        self, place: tuple[str, str, str], function: Callable[..., None] | None = None, *, log: bool = False
+        self, target: tuple[str, str, str], function: Callable[..., None] | None = None, *, log: bool = False
     ) -> None:
-        self._place = place
+        self._target = target
         self._function = function
         self._log = log
 
     def __reduce__(self) -> tuple[Callable[..., Entry], tuple[tuple[str, str, str], bool]]:
-        return _prepared, (self._place, self._log)
+        return _prepared, (self._target, self._log)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Run it, in its process."""
-        module, owner, name = self._place
+        module, owner, name = self._target
         function = self._function or getattr(getattr(import_module(module), owner), name)
-        if self._place == ENGINE_CORE:
+        if self._target == ENGINE_CORE:
             module, owner, name = WORKER
             worker = getattr(import_module(module), owner)
             setattr(worker, name, Entry(WORKER, getattr(worker, name), log=self._log))
@@ -90,6 +90,6 @@ class Entry:
         function(*args, **kwargs)
 
 
-def _prepared(place: tuple[str, str, str], log: bool) -> Entry:
+def _prepared(target: tuple[str, str, str], log: bool) -> Entry:
     quieten(log=log)
-    return Entry(place, log=log)
+    return Entry(target, log=log)

@@ -189,10 +189,10 @@ def _environment(added: Mapping[str, str]) -> Iterator[None]:
 def _entries() -> Iterator[None]:
     """The functions that vLLM's processes begin with are ours."""
     with contextlib.ExitStack() as stack:
-        for place in (ENGINE_CORE, COORDINATOR):
-            owner, name = getattr(import_module(place[0]), place[1]), place[2]
+        for target in (ENGINE_CORE, COORDINATOR):
+            owner, name = getattr(import_module(target[0]), target[1]), target[2]
             stack.callback(setattr, owner, name, owner.__dict__[name])
-            setattr(owner, name, Entry(place, getattr(owner, name), log=_LOG))
+            setattr(owner, name, Entry(target, getattr(owner, name), log=_LOG))
         yield
 
 

@@ -203,11 +203,11 @@ def _misfit(manager: Any, number: int, *, whole: bool) -> str:
         if getattr(module, "tp_size", 1) > 1:
             given = [module.slice_lora_a(given[0]), module.slice_lora_b(given[1])]
         a, b = ([one] if not isinstance(one, (list, tuple)) else one for one in given)
-        for place, (down, up) in enumerate(zip(a, b, strict=True)):
+        for index, (down, up) in enumerate(zip(a, b, strict=True)):
             if down is None or up is None:
                 continue
             has = (down.shape[-1], up.shape[0])
-            wants = (module.lora_a_stacked[place].shape[-1], module.lora_b_stacked[place].shape[-2])
+            wants = (module.lora_a_stacked[index].shape[-1], module.lora_b_stacked[index].shape[-2])
             if has != wants:
                 return f"{name} of the adapter is {has[0]} to {has[1]} wide, and the model's {wants[0]} to {wants[1]}"
     return ""

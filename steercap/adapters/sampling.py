@@ -115,7 +115,7 @@ def _check_plain(value: Any, where: str, depth: int = 0) -> None:
             _check_plain(key, f"a key of {where}", depth + 1)
             _check_plain(one, f"{where}[{key!r}]", depth + 1)
     elif isinstance(value, (list, tuple)):
-        for place, one in enumerate(value):
-            _check_plain(one, f"{where}[{place}]", depth + 1)
+        for index, one in enumerate(value):
+            _check_plain(one, f"{where}[{index}]", depth + 1)
     elif value is not None and type(value) not in {bool, int, float, str, bytes}:
         raise InvalidRequest(f"{where} is {shown(value)}; give plain numbers, text, bytes, lists or dicts")

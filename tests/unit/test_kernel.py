@@ -85,7 +85,7 @@ from steercap.kernels.triton_project import TOGETHER, _project_kernel
 
 names = _project_kernel.arg_names
 constants = dict(BLOCK=4096, TOKENS=TOGETHER)
-pointers = dict(rows="*bf16", results="*fp32", bank="*fp32", places="*i64", records="*i64", points="*i64")
+pointers = dict(rows="*bf16", results="*fp32", bank="*fp32", bank_rows="*i64", records="*i64", points="*i64")
 sizes = dict.fromkeys(("count", "directions", "WIDTH", "ROW_LINE", "RESULT_LINE", "BANK"), "i32")
 signature = pointers | sizes | dict.fromkeys(constants, "constexpr")
 even = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *list(sizes)[2:])}

@@ -132,7 +132,7 @@ def _column(
 
 
 def _replacements(step: Step, chosen: Ints, most: int) -> Ints:
-    """Bank row that each replacement puts in the place of each chosen token, one column at least.
+    """Bank row that each replacement puts in place of each chosen token, one column at least.
 
     Args:
         step: the pass.
@@ -141,6 +141,6 @@ def _replacements(step: Step, chosen: Ints, most: int) -> Ints:
             them replaces.
     """
     table: Ints = np.full((len(chosen), max(most, 1)), NONE, dtype=np.int64)
-    for place, rows in step.replaced.items():
-        table[np.searchsorted(chosen, place), : len(rows)] = rows
+    for index, rows in step.replaced.items():
+        table[np.searchsorted(chosen, index), : len(rows)] = rows
     return table
