@@ -19,7 +19,8 @@ from steercap.core.records import LINE_BYTES
 from steercap.core.rows import page_shape
 from steercap.core.schema import PointSchema
 from steercap.encodings import ENCODINGS
-from steercap.engine.fetching import Fetcher, Rank
+from steercap.engine.fetching import Fetcher
+from steercap.engine.ranks import Rank
 from steercap.transport.reader import SharedReader
 from steercap.transport.shared import HEADER_BYTES, SharedSegment
 

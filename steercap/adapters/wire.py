@@ -8,8 +8,8 @@ here before. What it relies on: `AsyncLLM.get_supported_tasks`, `InputProcessor.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 from vllm.sampling_params import SamplingParams
@@ -18,12 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from steercap.adapters.complaints import named
-from steercap.core.values import index_of, shown
-from steercap.errors import InvalidPrompt, InvalidRequest
-
-_PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "cache_salt")
-#: Of vLLM's other kinds of prompt, which it refuses itself, with its reason.
-_FOREIGN: Final = ("prompt_embeds", "multi_modal_data")
+from steercap.errors import InvalidRequest
 
 
 class Wire:
@@ -60,45 +55,3 @@ class Wire:
             given = msgspec.structs.asdict(request) | msgspec.structs.asdict(params)
             complaint = named(str(error), given, EngineCoreRequest.__struct_fields__)
             raise InvalidRequest(f"this request cannot be sent to the engine: {complaint}") from error
-
-
-def prompt_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
-    """A prompt dict as vLLM takes it, its token ids plain ints of its own.
-
-    Raises:
-        InvalidPrompt: a key that vLLM would ignore, or values of other types.
-    """
-    if unknown := [key for key in prompt if key not in _PROMPT_KEYS and key not in _FOREIGN]:
-        raise InvalidPrompt(
-            f"the prompt dict has {', '.join(map(repr, unknown))}, which would be ignored; "
-            f"it may have {', '.join(map(repr, _PROMPT_KEYS))}"
-        )
-    found = dict(prompt)
-    salt = found.get("cache_salt")
-    if salt is not None and not isinstance(salt, str):
-        raise InvalidPrompt(f"cache_salt={shown(salt)}; give a str")
-    if found.get("prompt_token_ids") is not None:
-        found["prompt_token_ids"] = token_ids(found["prompt_token_ids"])
-    return found
-
-
-def token_ids(given: Any) -> list[int]:
-    """Token ids as plain ints: NumPy's and torch's whole numbers too.
-
-    Raises:
-        InvalidPrompt: something else among them, such as a float or a bool.
-    """
-    array = hasattr(given, "tolist") and getattr(given, "ndim", 0) == 1
-    if isinstance(given, (str, bytes)) or not (array or isinstance(given, Sequence)):
-        raise InvalidPrompt(f"prompt_token_ids={shown(given)}; give a list of whole numbers")
-    ids = [*given]
-    if {type(one) for one in ids} <= {int}:
-        return ids
-    return [_token_id(one, place) for place, one in enumerate(ids)]
-
-
-def _token_id(one: Any, place: int) -> int:
-    index = index_of(one)
-    if index is None:
-        raise InvalidPrompt(f"prompt_token_ids[{place}] is {shown(one)}; give whole numbers")
-    return index

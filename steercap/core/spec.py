@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast
 
@@ -172,6 +172,18 @@ def resolve_layers(layers: Layers, num_layers: int) -> tuple[int, ...]:
     if not found:
         raise InvalidSpec(f"layers={shown(layers)} selects none of the {num_layers} layers")
     return tuple(found)
+
+
+def existing(points: tuple[Point, ...], layers: Layers | None, exists: Callable[[Point], bool]) -> tuple[Point, ...]:
+    """What is meant by points: at layers that are named each of them, at "all" layers those that the model has, for a
+    router is not in every layer. Where it has none, all of them, so that `check_armed` refuses one by its name.
+
+    Args:
+        points: what was asked for.
+        layers: the layers as they were asked for, parsed; None where one alone was.
+        exists: whether the model has a point; raises `UnknownName` for a site that does not exist.
+    """
+    return (tuple(filter(exists, points)) or points) if layers == "all" else points
 
 
 def check_armed(points: Iterable[Point], armed: Iterable[Point], known_sites: Iterable[str]) -> None:

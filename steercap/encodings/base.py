@@ -95,3 +95,11 @@ class Encoding(ABC):
     def record(self, schemas: Sequence[PointSchema], numbers: int = 0) -> RecordShape:
         """How a record of these points is laid out."""
         return record_shape([self.row_bytes(schema, numbers) for schema in schemas], self.align)
+
+
+def dtype_of(schema: PointSchema) -> torch.dtype:
+    """The dtype of a point's rows, which a schema has by name."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, schema.dtype)
+    return dtype

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from steercap.encodings.base import Alike, Encoding
+from steercap.encodings.base import Alike, Encoding, dtype_of
 from steercap.kernels.bits import FULL8_HEAD, FULL8_STEPS
 
 if TYPE_CHECKING:
@@ -55,13 +55,10 @@ class Full8(Encoding):
         return rows.view(-1, *schema.shard_shape)
 
     def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, bank: torch.Tensor) -> None:
-        import torch
-
         from steercap.kernels.triton_full8 import launch_full8
 
-        launch_full8(
-            ring.view(getattr(torch, alike.schema.dtype)), ring, records, alike.points, alike.schema.shard_width
-        )
+        rows = ring.view(dtype_of(alike.schema))
+        launch_full8(rows, ring, records, alike.points, alike.schema.shard_width)
 
 
 MEMBER = Full8()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from steercap.encodings.base import Alike, Encoding
+from steercap.encodings.base import Alike, Encoding, dtype_of
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,7 @@ class Projected(Encoding):
         from steercap.kernels.triton_project import launch_project
 
         assert alike.directions is not None, "rows are projected on directions"
-        rows = ring.view(getattr(torch, alike.schema.dtype))
+        rows = ring.view(dtype_of(alike.schema))
         width = alike.schema.shard_width
         launch_project(rows, ring.view(torch.float32), records, alike.points, width, bank, alike.directions)
 

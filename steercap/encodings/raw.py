@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from steercap.encodings.base import Encoding
+from steercap.encodings.base import Encoding, dtype_of
 
 if TYPE_CHECKING:
     import torch
@@ -16,26 +16,15 @@ class Raw(Encoding):
     """The bytes of the row, nothing else."""
 
     def row_bytes(self, schema: PointSchema, numbers: int) -> int:
-        return schema.shard_width * _itemsize(schema)
+        return schema.shard_width * dtype_of(schema).itemsize
 
     def encode(self, rows: torch.Tensor, schema: PointSchema, directions: torch.Tensor | None) -> torch.Tensor:
         import torch
 
-        return rows.to(_dtype(schema)).contiguous().view(torch.uint8)
+        return rows.to(dtype_of(schema)).contiguous().view(torch.uint8)
 
     def decode(self, stored: torch.Tensor, schema: PointSchema, numbers: int) -> torch.Tensor:
-        return stored.view(_dtype(schema)).view(-1, *schema.shard_shape)
-
-
-def _dtype(schema: PointSchema) -> torch.dtype:
-    import torch
-
-    dtype: torch.dtype = getattr(torch, schema.dtype)
-    return dtype
-
-
-def _itemsize(schema: PointSchema) -> int:
-    return _dtype(schema).itemsize
+        return stored.view(dtype_of(schema)).view(-1, *schema.shard_shape)
 
 
 MEMBER = Raw()

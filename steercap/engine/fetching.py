@@ -7,18 +7,18 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Final, TypeAlias
 
 import torch
 
-from steercap.core.messages import Attached, Parcel, Unknown
+from steercap.core.messages import Parcel, Unknown
 from steercap.core.receipt import knowing
-from steercap.core.schema import PointSchema
 from steercap.encodings import ENCODINGS
+from steercap.engine.ranks import Rank, Ranks
 from steercap.errors import CaptureIncomplete, ModelClosed
 from steercap.transport.assemble import PART_BYTES, Assembly, parcel_bytes
-from steercap.transport.reader import LineReader, Readable
+from steercap.transport.reader import Readable
 
 #: Bytes above which rows are gathered on threads, so that the event loop goes on: about 0.1 ms.
 THREAD_BYTES: Final = 256 << 10
@@ -28,35 +28,7 @@ MOST_THREADS: Final = 8
 LOAD_REQUESTS: Final = 16
 
 
-@dataclass(frozen=True)
-class Rank:
-    """A worker that captures: what it holds, and how its lines are read.
-
-    Args:
-        index: its number among the workers of its engine that capture.
-        attached: what it holds.
-        reader: how its lines are read.
-        engine: its engine's number.
-    """
-
-    index: int
-    attached: Attached
-    reader: LineReader
-    engine: int = 0
-
-    @cached_property
-    def schemas(self) -> dict[int, PointSchema]:
-        """Of the points that it keeps, by their indices among the engine's armed points."""
-        return dict(zip(self.attached.points, self.attached.schemas, strict=True))
-
-    def of(self, parcel: Parcel) -> list[PointSchema]:
-        """Schemas of the points of a parcel."""
-        known = self.schemas
-        return [known[point] for point in parcel.points]
-
-
-#: Engine by engine, the workers that capture, and what each of them says of one request.
-Ranks: TypeAlias = Sequence[Sequence[Rank]]
+#: Engine by engine, what each capturing worker says of one request.
 Found: TypeAlias = Sequence[Sequence[Parcel | Unknown]]
 
 

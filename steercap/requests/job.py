@@ -26,7 +26,7 @@ from steercap.requests.lifecycle import Lifecycle, Source
 from steercap.steering.lowering import Lowered, scopes_of
 
 if TYPE_CHECKING:
-    from steercap.adapters.engine import Rendered
+    from steercap.adapters.prompts import Rendered
     from steercap.adapters.types import RequestOutput, SamplingParams
     from steercap.core.budget import Ticket
     from steercap.engine.engine import Engine

@@ -11,7 +11,7 @@ import torch
 
 from steercap.core.program import MAX_REPLACEMENTS, MAX_SCOPES, NONE, Blob, Configuration, Entry, blob_digest
 from steercap.core.schema import PointSchema
-from steercap.core.spec import Point, check_armed
+from steercap.core.spec import Point, check_armed, existing
 from steercap.core.tokens import Range, TokenSelection
 from steercap.edits.base import Edit, RankOne
 from steercap.errors import InvalidSelection, InvalidSpec, InvalidVector, TooManyEdits
@@ -57,7 +57,7 @@ def lower(
         schemas: what the tensor at each of them is.
         num_layers: decoder layers of the model.
         edits_per_point: rank-one edits that the tables hold for one point.
-        exists: whether the model has a point: "all" layers are those that have it.
+        exists: whether the model has a point, see `existing`.
 
     Raises:
         LayerOutOfRange, UnknownName, PointNotArmed: a point the engine does not have.
@@ -68,9 +68,7 @@ def lower(
     lowering = _Lowering()
     changes_kv = False
     for number, (edit, keeper) in enumerate(spec.segments()):
-        points = edit.points(num_layers)
-        if isinstance(edit.layers, str):
-            points = tuple(point for point in points if point.site not in SITES or exists(point)) or points
+        points = existing(edit.points(num_layers), edit.layers, exists)
         check_armed(points, armed, SITES)
         changes_kv |= any(schemas[point].changes_kv for point in points)
         for part in edit.lower():

@@ -233,7 +233,7 @@ async def test_bytes_over_rpc_equal_shared_memory(tiny) -> None:
     assert isinstance(rank.reader, reader.SharedReader)
     prompt = random_prompt(100, 12)
     _, handle = await tiny.generate(prompt, SIX, capture=CaptureSpec(sites=ALL_SITES))
-    wire = reader.WireReader(engine._line_source(0, 0))
+    wire = reader.WireReader(engine._workers.line_source(0, 0))
     (shared,) = await engine.collect([handle.lifecycle.source.wanted])
     engine._ranks = ((replace(rank, reader=wire),),)
     try:

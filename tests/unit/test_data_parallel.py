@@ -96,8 +96,8 @@ class Cluster:
 
 @asynccontextmanager
 async def engine_of(cluster: Cluster, **settings: Any) -> AsyncIterator[Engine]:
-    engine = Engine(cluster, Settings(**{"capture_bytes": 1 << 20, "vector_bytes": 1 << 16, **settings}))
-    await engine._attach()
+    chosen = Settings(**{"capture_bytes": 1 << 20, "vector_bytes": 1 << 16, **settings})
+    engine = await Engine.attach(cluster, chosen)
     try:
         yield engine
     finally:

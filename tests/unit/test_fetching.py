@@ -15,7 +15,8 @@ from msgspec.structs import replace
 from steercap.core.messages import Attached, LineRange, Owner, Parcel, Unknown
 from steercap.core.records import LINE_BYTES
 from steercap.core.schema import PointSchema
-from steercap.engine.fetching import Delivery, Fetcher, Rank
+from steercap.engine.fetching import Delivery, Fetcher
+from steercap.engine.ranks import Rank
 from steercap.errors import ModelClosed
 from steercap.transport import assemble, reader
 from steercap.transport.reader import LineReader, Readable, WireReader

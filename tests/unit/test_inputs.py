@@ -30,7 +30,7 @@ from steercap import (
 from steercap.config import Settings
 from steercap.core.chat import MessageSpan
 from steercap.core.receipt import Receipt
-from steercap.core.spec import Point, check_armed
+from steercap.core.spec import Point, check_armed, existing
 from steercap.edits.cap import Cap
 from steercap.edits.low_rank import LowRank
 from steercap.encodings import ENCODINGS
@@ -542,6 +542,19 @@ def test_masks_come_back_from_files(tmp_path) -> None:
         assert (mine.selection, mine.layers, mine.replaced) == (theirs.selection, theirs.layers, theirs.replaced)
         with pytest.raises(InvalidSelection, match="mask of 3"):
             theirs.selection.ranges(5, 9)
+
+
+def test_all_layers_are_those_that_have_the_site() -> None:
+    """Layers that are named are meant, whether they have the site or not; of "all", those that have it, if any has."""
+    points = tuple(Point(layer, "router") for layer in range(LAYERS))
+
+    def odd(point: Point) -> bool:
+        return point.layer % 2 == 1
+
+    assert existing(points, "all", odd) == points[1::2]
+    assert existing(points, "all", lambda _: False) == points
+    for named in (slice(None), range(LAYERS), (0, 1), None):
+        assert existing(points, named, odd) == points
 
 
 def test_two_masks_never_read_alike() -> None:

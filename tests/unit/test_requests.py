@@ -19,8 +19,8 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from steercap.adapters import cpu, detokenizer
+from steercap.adapters.prompts import prompt_dict
 from steercap.adapters.sampling import read_params
-from steercap.adapters.wire import prompt_dict
 from steercap.errors import InvalidPrompt, InvalidRequest
 from steercap.testing import tiny_checkpoint
 from steercap.testing.wrong import ANYTHING, WRONG_PARAMS, WRONG_PROMPTS

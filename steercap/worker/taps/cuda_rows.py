@@ -18,7 +18,7 @@ from steercap.core.records import LINE_BYTES, RecordShape
 from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
 from steercap.encodings import ENCODINGS
-from steercap.encodings.base import Alike
+from steercap.encodings.base import Alike, dtype_of
 from steercap.kernels import triton_accumulate as kernel
 from steercap.worker.accumulators import Accumulators, Updates
 from steercap.worker.layouts import Layout
@@ -30,8 +30,7 @@ from steercap.worker.taps.transfers import Transfers
 
 def typed(memory: torch.Tensor, schema: PointSchema) -> torch.Tensor:
     """Memory, uint8 [..., bytes], as elements of a point's dtype."""
-    dtype: torch.dtype = getattr(torch, schema.dtype)
-    return memory.view(dtype)
+    return memory.view(dtype_of(schema))
 
 
 class DeviceEncoder:

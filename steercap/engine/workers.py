@@ -1,0 +1,233 @@
+"""The workers of all engines, asked and answered: one frame to each, and what is given back travels along."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
+
+from steercap.concurrency.loops import Home
+from steercap.config import Settings
+from steercap.core.messages import (
+    Answer,
+    Attach,
+    Attached,
+    Call,
+    Census,
+    Collect,
+    Collected,
+    Configure,
+    Configured,
+    Counted,
+    Failed,
+    LineRange,
+    Lines,
+    NotCapturing,
+    Owner,
+    Parcel,
+    Question,
+    Read,
+    Settle,
+    Settled,
+    SteeringRecord,
+    Unknown,
+    Wanted,
+    decode_answer,
+    encode,
+)
+from steercap.engine.batching import Batcher
+from steercap.engine.ranks import Rank, Ranks
+from steercap.errors import EngineFailure, ModelClosed, WorkerFailure
+from steercap.transport.reader import open_reader
+
+if TYPE_CHECKING:
+    from steercap.adapters.engine import VllmEngine
+
+#: Seconds that rows given back may wait for company before an RPC of their own.
+RELEASE_DELAY: Final = 0.05
+
+Kind = TypeVar("Kind", bound=Answer)
+#: What the workers did to one sample: engine by engine, what each of them says.
+Records: TypeAlias = list[list[SteeringRecord | Unknown]]
+
+
+class _GivenBack(NamedTuple):
+    """What nobody wants any more.
+
+    Args:
+        freed: what to call when its memory is free, or None.
+        soon: whether somebody waits for that.
+    """
+
+    freed: Callable[[], None] | None
+    soon: bool
+
+
+class Workers:
+    """The workers of all engines, in the event loop that this is made in.
+
+    Args:
+        vllm: the engine behind its adapter.
+
+    Attributes:
+        home: the event loop.
+        closed: whether nothing may be asked any more.
+    """
+
+    def __init__(self, vllm: VllmEngine) -> None:
+        self.home: Final = Home("this model")
+        self.closed = False
+        self._vllm = vllm
+        self._engines: int | None = None  # how many there are, once all have answered
+        self._given_back: dict[Owner, _GivenBack] = {}
+        self._flush: asyncio.Task[None] | None = None
+        self._settling: Batcher[tuple[Sequence[Wanted], bool], list[Records]] = Batcher(self._settle)
+
+    def require_open(self) -> None:
+        """See that they can be asked from here.
+
+        Raises:
+            ModelClosed, WrongEventLoop: the model was closed, or started in another event loop.
+        """
+        if self.closed:
+            raise ModelClosed("this SteerModel is closed; make a new one")
+        self.home.require()
+
+    async def aclose(self) -> None:
+        """Fail whoever waits for an answer."""
+        self.closed = True
+        await self._settling.aclose()
+        if self._flush:
+            self._flush.cancel()
+            await asyncio.wait([self._flush])
+
+    # Questions, each of which raises EngineFailure if the engine has died, or a worker cannot answer
+
+    async def attach(self, settings: Settings) -> Ranks:
+        """Have every worker set memory aside for rows; must be the first question."""
+        engines = await self._ask(Attach(settings.capture_bytes), Attached)
+        self._engines = len(engines)
+
+        def rank(engine: int, index: int, attached: Attached) -> Rank:
+            return Rank(
+                index, attached, open_reader(attached, settings.transport, self.line_source(engine, index)), engine
+            )
+
+        return tuple(
+            tuple(rank(engine, index, attached) for index, attached in enumerate(answers))
+            for engine, answers in enumerate(engines)
+        )
+
+    async def locate(self, wanted: Sequence[Wanted]) -> list[list[list[Parcel | Unknown]]]:
+        """Have finished requests' rows readable, and say where they are; one RPC for all.
+
+        Returns:
+            For each request, engine by engine, what each capturing worker has of it.
+        """
+        engines = await self._ask(Collect(tuple(wanted)), Collected)
+        return [[[answer.parcels[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
+
+    async def settle(self, wanted: Sequence[Wanted], *, ended: bool) -> list[Records]:
+        """What the workers did to samples of a request so far; one RPC for all that ask meanwhile.
+
+        Returns:
+            For each sample, engine by engine, what each worker says of it.
+        """
+        return await self._settling.ask((wanted, ended))
+
+    async def _settle(self, asked: Sequence[tuple[Sequence[Wanted], bool]]) -> list[list[Records]]:
+        wanted = tuple(item for items, _ in asked for item in items)
+        ended = tuple(end for items, end in asked for _ in items)
+        engines = await self._ask(Settle(wanted, ended), Settled)
+        records = iter(
+            [[[answer.records[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
+        )
+        return [[next(records) for _ in items] for items, _ in asked]
+
+    async def configure(self, question: Configure) -> list[Configured]:
+        """Send vectors, and what slots hold."""
+        return [answer for answers in await self._ask(question, Configured) for answer in answers]
+
+    async def census(self) -> list[list[Counted]]:
+        """Engine by engine, what each capturing worker holds."""
+        return await self._ask(Census(), Counted)
+
+    def line_source(self, engine: int, rank: int) -> Callable[[tuple[LineRange, ...]], Awaitable[bytes]]:
+        """What asks one worker for lines.
+
+        Its engine alone is asked, so nothing given back travels along, which must reach all of them.
+        """
+
+        async def ask(ranges: tuple[LineRange, ...]) -> bytes:
+            self.require_open()
+            frames = await self._vllm.rpc(encode(Call((), Read(ranges))), engine)
+            return _answers(frames, Lines)[0][rank].data
+
+        return ask
+
+    async def _ask(self, question: Question, kind: type[Kind]) -> list[list[Kind]]:
+        """Send one frame to all workers; returns the answers of those that capture, engine by engine.
+
+        What was given back since the last frame travels with it, and its memory is free when it returns.
+        """
+        self.require_open()
+        given_back, self._given_back = self._given_back, {}
+        try:
+            frames = await self._vllm.rpc(encode(Call(tuple(given_back), question)))
+        except BaseException:
+            self._given_back = given_back | self._given_back
+            if self._given_back and not self.closed:
+                self._schedule_flush()
+            raise
+        for item in given_back.values():
+            if item.freed is not None:
+                item.freed()
+        if self._engines is not None and len(frames) != self._engines:
+            raise WorkerFailure(f"{len(frames)} engines answered where {self._engines} were started")
+        return _answers(frames, kind)
+
+    # What is given back
+
+    def give_back(self, owner: Owner, freed: Callable[[], None] | None, *, soon: bool) -> None:
+        """Free a request's rows and records with the next RPC, or one of its own. Idempotent.
+
+        Args:
+            owner: the sample of the request.
+            freed: what to call when its memory is free, or None.
+            soon: whether somebody waits for that.
+        """
+        if not self.closed:
+            self._given_back[owner] = _GivenBack(freed, soon)
+            self._schedule_flush()
+
+    def _schedule_flush(self) -> None:
+        if self._flush is None or self._flush.done():
+            self._flush = self.home.loop.create_task(self._release_soon())
+
+    async def _release_soon(self) -> None:
+        with contextlib.suppress(EngineFailure):  # a dead engine holds nothing; who calls it next is told
+            while self._given_back and not self.closed:
+                if not any(item.soon for item in self._given_back.values()):
+                    await asyncio.sleep(RELEASE_DELAY)
+                if self._given_back:
+                    await self.census()
+
+
+def _answers(engines: Sequence[Sequence[bytes]], kind: type[Kind]) -> list[list[Kind]]:
+    """The answers of the workers that capture, engine by engine.
+
+    Raises:
+        WorkerFailure: a worker could not answer, or said something else.
+    """
+    found: list[list[Kind]] = []
+    for engine, frames in enumerate(engines):
+        answers = [decode_answer(frame) for frame in frames]
+        for worker, answer in enumerate(answers):
+            if isinstance(answer, Failed):
+                raise WorkerFailure(f"worker {worker} of engine {engine}: {answer.reason}")
+        capturing = [answer for answer in answers if not isinstance(answer, NotCapturing)]
+        found.append([answer for answer in capturing if isinstance(answer, kind)])
+        if found[-1] != capturing:
+            raise WorkerFailure(f"expected {kind.__name__}, got {', '.join(type(one).__name__ for one in capturing)}")
+    return found
