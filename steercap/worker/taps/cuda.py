@@ -58,7 +58,7 @@ class _Pass:
         step: its tracked tokens.
         num_tokens: tokens of the pass, padding not counted.
         token_ids, positions: what the model reads.
-        place: first place of its witnesses.
+        witness: first row of its witnesses.
         line: first line of its rows in the ring.
         lines: how many lines.
         sources: first line in the ring of what is copied away of each tracked token, NONE if it is not kept: int64
@@ -76,7 +76,7 @@ class _Pass:
     num_tokens: int
     token_ids: torch.Tensor
     positions: torch.Tensor
-    place: int
+    witness: int
     line: int
     lines: int
     sources: Ints
@@ -134,7 +134,7 @@ class CudaTaps(Taps):
         self._said = transfers.pinned(self._witness.shape, torch.int64)
         self._uploads = [transfers.pinned(self._tokens.shape, torch.int32) for _ in range(AHEAD)]
         self._lines: Ring[_Pass] = Ring(len(self._rows))
-        self._places: Ring[_Pass] = Ring(len(self._witness))
+        self._witness_rows: Ring[_Pass] = Ring(len(self._witness))
         self._passed: deque[_Pass] = deque()
         self._open: _Pass | None = None
         self._number = 0
@@ -167,11 +167,11 @@ class CudaTaps(Taps):
         for done in busy:
             self._copy_away(through=done)
             self._transfers.hold(done.copied)
-        place, _ = self._places.reserve(len(step))  # free since its last pass was completed: `blocking`
+        witness, _ = self._witness_rows.reserve(len(step))  # free since its last pass was completed: `blocking`
         sources = np.full(len(step), NONE, dtype=np.int64)
         sources[step.kept] = line + (np.cumsum(records) - records)[step.kept]
         self._number += 1  # the last pass of its buffers was completed: `blocking`
-        self._upload(step, num_tokens, sources, place)
+        self._upload(step, num_tokens, sources, witness)
         if updates is not None:
             self._sums.upload(self._number, step, updates, sources, self.layouts.raw_lines)
         work: list[tuple[Layout, slice]] = []
@@ -186,7 +186,7 @@ class CudaTaps(Taps):
             num_tokens,
             batch.token_ids,
             batch.positions,
-            place,
+            witness,
             line,
             lines,
             sources,
@@ -222,7 +222,7 @@ class CudaTaps(Taps):
         self._copy_away(beside)
         self._passed.append(done)
         self._lines.hold(done.line, done.lines, done)
-        self._places.hold(done.place, len(done.step), done)
+        self._witness_rows.hold(done.witness, len(done.step), done)
 
     def _copy_away(self, most: float = inf, *, through: _Pass | None = None) -> None:
         """Queue copies of passes that were closed, in their order.
@@ -278,8 +278,8 @@ class CudaTaps(Taps):
                 return
             self._passed.popleft()
             self._lines.free(done)
-            self._places.free(done)
-            said = self._said.numpy()[done.place : done.place + len(done.step)].copy()
+            self._witness_rows.free(done)
+            said = self._said.numpy()[done.witness : done.witness + len(done.step)].copy()
             if done.step is through:
                 through = None
             token_ids, positions, *evidence = said.T
@@ -324,7 +324,7 @@ class CudaTaps(Taps):
             "max_num_batched_tokens=, or capture fewer points"
         )
 
-    def _upload(self, step: Step, num_tokens: int, sources: Ints, place: int) -> None:
+    def _upload(self, step: Step, num_tokens: int, sources: Ints, witness: int) -> None:
         """Tell the taps of each token of a pass, in one copy."""
         buffer = self._uploads[self._number % AHEAD]
         table: npt.NDArray[np.int32] = buffer.numpy()
@@ -336,14 +336,14 @@ class CudaTaps(Taps):
         wishes[:, kernel.LINE] = sources
         wishes[kept, kernel.LAYOUT] = step.layouts[kept]
         wishes[kept, kernel.BEFORE] = self.layouts.before[step.layouts[kept]]
-        wishes[:, kernel.WITNESS] = place + np.arange(len(step))
+        wishes[:, kernel.WITNESS] = witness + np.arange(len(step))
         if step.replaced:
             self._replace(step, wishes)
         table[step.tokens] = wishes
         self._transfers.put(self._tokens[:num_tokens], buffer[:num_tokens])
 
     def _replace(self, step: Step, wishes: npt.NDArray[np.int32]) -> None:
-        """Tell the taps which rows are put in the place of tokens'."""
+        """Tell the taps which rows are put in place of tokens'."""
         rows = list(step.replaced.values())
         ends = np.cumsum([len(row) for row in rows])
         wishes[list(step.replaced), kernel.REPLACED] = ends - [len(row) for row in rows]
@@ -381,7 +381,7 @@ class CudaTaps(Taps):
     def _pieces(self, done: _Pass) -> tuple[Ints, Ints, Ints]:
         """What is to be copied away: targets and sources as addresses, sizes in bytes."""
         columns = self._witness.shape[1] * self._witness.itemsize
-        first = done.place * columns
+        first = done.witness * columns
         targets, sources = [np.array([self._said.data_ptr() + first])], [np.array([self._witness.data_ptr() + first])]
         sizes = [np.array([len(done.step) * columns])]
         drained = done.step.lines != NONE
