@@ -65,7 +65,7 @@ def _bookkeeping_sync(original: Callable[[], Any], runner: Any, *_args: Any, **_
 
 
 def _without_rows_of_none(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator of LoRA on CPU that adds nothing to rows whose index is -1, which is no adapter.
+    """An operator of LoRA on CPU that adds nothing to rows whose index is -1, which means no adapter.
 
     vLLM's takes the weights at index -1: those of the last slot. Relies on the arguments `inputs` first and
     `lora_indices_tensor` fourth, in `lora_ops` and in `punica_cpu`, which imports them by name. Can go when vLLM's

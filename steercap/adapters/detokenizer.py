@@ -17,7 +17,7 @@ import tokenizers
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 _MENDED: Final = "__steercap_mended__"
-#: What a decoder writes for bytes that are no character.
+#: What a decoder writes for bytes that are not a character.
 _UNKNOWN: Final = "\N{REPLACEMENT CHARACTER}"
 #: Tokens looked at from the end: a character has four bytes at most, and a token is one byte at least.
 _WINDOW: Final = 8

@@ -1,7 +1,8 @@
 """What the adapters of all model runners have in common: hooks on a class's methods, and a loaded model's taps.
 
 What it relies on, all of vLLM 0.32 and the same in both runners: `load_model` ends with the model in `get_model()`;
-`execute_model` is entered once a step, with the scheduler's output; `device`, `dtype`, `max_num_tokens`, `vllm_config`.
+`execute_model` is entered once per step, with the scheduler's output; `device`, `dtype`, `max_num_tokens`,
+`vllm_config`.
 """
 
 from __future__ import annotations

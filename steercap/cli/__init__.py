@@ -28,7 +28,7 @@ def main() -> None:
             _leave(int(end.code))
         raise
     finally:
-        # The interpreter's own end takes a moment with torch in it, and a traceback of that is no use to anybody.
+        # The interpreter's own end takes a moment with torch in it, and a traceback of that is of no use to anybody.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -76,7 +76,7 @@ def command(app: typer.Typer, name: str, *, examples: Sequence[str]) -> Callable
     Args:
         app: where it belongs.
         name: what the user types.
-        examples: calls that work, one a line, shown after the options.
+        examples: calls that work, one per line, shown after the options.
     """
 
     def register(function: Function) -> Function:

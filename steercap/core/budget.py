@@ -95,7 +95,7 @@ class Budget:
         return self.admit()
 
     def finish(self, ticket: Ticket, parts: Sequence[int]) -> tuple[list[Ticket], list[Ticket]]:
-        """The request ended: its claim becomes one ticket a handle, holding `parts` pages each.
+        """The request ended: its claim becomes one ticket per handle, holding `parts` pages each.
 
         Returns:
             The tickets of the handles, and the tickets admitted by what was given back.

@@ -275,7 +275,7 @@ def decode_call(frame: bytes) -> Call:
     """The client's frame.
 
     Raises:
-        msgspec.MsgspecError: bytes that are no frame.
+        msgspec.MsgspecError: bytes that are not a frame.
     """
     return _CALLS.decode(frame)
 
@@ -284,6 +284,6 @@ def decode_answer(frame: bytes) -> Answer:
     """A worker's frame.
 
     Raises:
-        msgspec.MsgspecError: bytes that are no frame.
+        msgspec.MsgspecError: bytes that are not a frame.
     """
     return _ANSWERS.decode(frame)

@@ -42,7 +42,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
         before_edits: whether rows are kept as they were before the edits of their point.
         accumulates: whether the reduction runs along with the rows, which are then never kept; otherwise they all are,
             until the client says where the sequence ends.
-        projection: what is kept in the place of each row, or None: the row.
+        projection: what is kept in place of each row, or None: the row.
         allow_nonfinite: whether rows that are not finite are handed over.
         gather: whether the client joins shards.
     """

@@ -1,4 +1,4 @@
-"""Where a row's bytes are laid out: a token's record is the encoded rows of its points, one behind the other.
+"""Where a row's bytes are laid out: a token's record is the encoded rows of its points, one after another.
 
 Arenas are counted in lines of `LINE_BYTES`, so rows of any width and dtype share one. Pure arithmetic: workers write
 records by it, and clients read them by it.
@@ -31,7 +31,7 @@ class RecordShape(NamedTuple):
 
 
 def record_shape(sizes: Sequence[int], align: int = LINE_BYTES) -> RecordShape:
-    """Lay rows one behind the other.
+    """Lay rows one after another.
 
     Args:
         sizes: bytes of each encoded row.

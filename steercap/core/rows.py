@@ -34,7 +34,7 @@ def ranks(ranges: tuple[Range, ...], limit: int) -> Ints:
 
 @lru_cache(maxsize=256)
 def runs(ranges: tuple[Range, ...], limit: int) -> tuple[Ints, Ints]:
-    """The stretches of positions that are all selected, one behind the other, or all left out.
+    """The stretches of positions that are all selected, one after another, or all left out.
 
     Returns:
         The first position behind each stretch, ascending; and what to subtract from a position in it to get its row,

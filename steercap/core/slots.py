@@ -151,7 +151,7 @@ class Slots:
         if not self._slots.room([(digest, 1)]) or not self._bank.room(blobs):
             return None
         slot = self._slots.take(digest, 1).places[0]
-        # What is there comes first, lest what is not displaces it.
+        # What is there comes first, so that what is not there yet cannot displace it.
         known = sorted(blobs, key=lambda blob: blob[0] not in self._bank.held)
         bank_rows = {blob: self._bank.take(blob, rows).places for blob, rows in known}
         return Grant(configuration, digest, slot, tuple(bank_rows[blob] for blob, _ in blobs))

@@ -90,7 +90,7 @@ def plain(value: Any) -> Any:
         return Unreadable(shown(value))
     try:
         found = value.tolist()
-    except (RuntimeError, TypeError, ValueError):  # such as of a tensor on the meta device
+    except (RuntimeError, TypeError, ValueError):  # such as for a tensor on the meta device
         return Unreadable(shown(value))
     return _line(found) if isinstance(found, list) else found
 

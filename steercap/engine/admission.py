@@ -70,7 +70,7 @@ class Admission:
         return ticket
 
     def finish(self, ticket: Ticket, parts: Sequence[int]) -> list[Ticket]:
-        """A request ended: its claim becomes one ticket a handle, of so many pages each."""
+        """A request ended: its claim becomes one ticket per handle, of so many pages each."""
         handles, admitted = self.budget.finish(ticket, parts)
         self._settle(admitted)
         return handles

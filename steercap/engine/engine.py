@@ -230,7 +230,7 @@ class Engine:
         return await self.admission.claim(pages, call, engine, reductions)
 
     def finish(self, ticket: Ticket, parts: Sequence[int]) -> list[Ticket]:
-        """A request ended: its claim becomes one ticket a handle, of so many pages each."""
+        """A request ended: its claim becomes one ticket per handle, of so many pages each."""
         return self.admission.finish(ticket, parts)
 
     def abandon(self, plan: Plan, ticket: Ticket | None) -> None:

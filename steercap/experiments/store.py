@@ -142,7 +142,7 @@ def check_same(path: str | Path, sweep: Sweep) -> None:
         sweep: that is to be run.
 
     Raises:
-        RunDiffers, InvalidFile: as of `Folder`.
+        RunDiffers, InvalidFile: as for `Folder`.
     """
     SWEEP.check_same(path, lambda found: sweep.definition(found.model))
 

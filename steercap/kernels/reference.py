@@ -21,7 +21,7 @@ from steercap.kernels.finite import edited_most, stray_rows
 class Column:
     """One entry of a point, the `n`-th of every slot: a number for each token of a step, or one for all of them.
 
-    What is the same as not being there is None, for most operations need little of the whole formula.
+    What would change nothing is None, since most operations need little of the whole formula.
 
     Args:
         kinds: bits that occur in it; what does not occur is not computed.

@@ -1,6 +1,6 @@
 """Adding the rows of a pass to the reductions that run along with their requests, in Triton.
 
-One program a request, a point and a stretch of the row. It adds what was held of the request, then the rows of this
+One program per request, point and stretch of the row. It adds what was held of the request, then the rows of this
 pass in their order, so that equal passes give equal sums; and it holds the newest rows.
 """
 

@@ -1,6 +1,6 @@
 """Eight bits an element on CUDA: rows of the ring as codes behind their scale and zero point.
 
-One program a row. The formula is that of `encodings.full8`. Shape legend: records = tokens of a pass of one layout;
+One program per row. The formula is that of `encodings.full8`. Shape legend: records = tokens of a pass of one layout;
 points = points of it whose rows are alike; line = elements of a line of the ring.
 """
 

@@ -1,6 +1,6 @@
 """Projections on CUDA: what rows of the ring are along the directions of their point.
 
-One program a row; in a large pass a few rows of one point, which then share each direction. Shape legend: records =
+One program per row; in a large pass a few rows of one point, which then share each direction. Shape legend: records =
 tokens of a pass of one layout; points = points of it whose rows are alike; width = elements of a row; line = elements
 of a line of the ring.
 """

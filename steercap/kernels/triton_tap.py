@@ -1,8 +1,8 @@
 """The tap in Triton: what runs on CUDA, in eager mode, under torch.compile and inside CUDA graphs.
 
-One program a token, or a few: it reads what its tokens are to have, and is done if that is nothing. Otherwise the row
-is read once, edited in float32 registers, written once if it changed, and copied to the arena. All it depends on is in
-tables of fixed addresses, so a replayed graph does what the step asks.
+One program per token, or per few tokens: it reads what its tokens are to have, and is done if that is nothing.
+Otherwise the row is read once, edited in float32 registers, written once if it changed, and copied to the arena. All it
+depends on is in tables of fixed addresses, so a replayed graph does what the step asks.
 
 `kernels.reference` says the same in PyTorch; the tests hold the two against each other.
 """

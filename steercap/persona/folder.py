@@ -54,7 +54,7 @@ def check_same(path: str | Path, settings: Mapping[str, Any]) -> None:
         settings: as `steercap.persona.settings.described` gives them.
 
     Raises:
-        RunDiffers, InvalidFile: as of `RunFolder`.
+        RunDiffers, InvalidFile: as for `RunFolder`.
     """
     RUN.check_same(path, lambda found: _State(VERSION, found.model, _plain(settings)))
 

@@ -65,7 +65,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         temperature, top_p: of sampling.
         max_in_flight: requests under way at once.
         scorer: name in `steercap.persona.scores.SCORERS`.
-        scorer_args: its arguments; no keys, for they are written to the run folder.
+        scorer_args: its arguments; no keys, since they are written to the run folder.
         threshold_high, threshold_low: answers under a positive prompt are kept from this score up, under a negative
             one up to this score.
         paired: keep an answer only with its counterpart, which has the same question, sample and place of the prompt.

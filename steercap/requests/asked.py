@@ -33,7 +33,7 @@ Off: TypeAlias = Literal[False]
 
 
 class Several(Protocol[One_co]):
-    """A sequence that is no str: `in` takes anything, which that of a str does not."""
+    """A sequence that is not a str: its `in` takes anything, which that of a str does not."""
 
     def __contains__(self, item: object, /) -> bool: ...
     def __iter__(self) -> Iterator[One_co]: ...

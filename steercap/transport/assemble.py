@@ -1,6 +1,6 @@
 """From the records of an arena to one tensor a point.
 
-Shape legend: record = what one line range holds of one token, its points' encoded rows one behind the other; piece = as
+Shape legend: record = what one line range holds of one token, its points' encoded rows one after another; piece = as
 many bytes as everything gathered is a multiple of.
 
 Rows are gathered by the number of their pieces, in the order of the result: one call copies any number of pages, so

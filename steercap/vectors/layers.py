@@ -1,4 +1,4 @@
-"""One vector a layer: what most published steering vectors are, whatever file they came in; and their algebra.
+"""One vector per layer: what most published steering vectors are, whatever file they came in; and their algebra.
 
 Vectors are added, scaled and compared layer by layer, computed in float64 and kept in float32. Those of different
 models, sites or layers are not combined: a number would come out, and mean nothing.

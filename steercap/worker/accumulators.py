@@ -31,7 +31,7 @@ EMPTY: Final = -1
 
 @dataclass(frozen=True)
 class Updates:
-    """What happens to the accumulators of one pass, one row a request: int64 [requests] unless said otherwise.
+    """What happens to the accumulators of one pass, one row per request: int64 [requests] unless said otherwise.
 
     Args:
         accumulators: which accumulator.

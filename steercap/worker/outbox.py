@@ -210,7 +210,7 @@ class Outbox(ABC):
             page += pages
 
     def _consecutive(self, page: int) -> int:
-        """How many pages from this one on hold their records one behind the other, without a gap."""
+        """How many pages from this one on hold their records one after another, without a gap."""
         if self._per_page * self._record < self._arena.shape.lines:
             return 1
         left = len(self._pages) - page

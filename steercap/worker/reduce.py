@@ -86,7 +86,7 @@ def rows_of(records: torch.Tensor, layout: Layout, schemas: Sequence[PointSchema
 
 
 def write_reduced(arena: Arena, line: int, schemas: Sequence[PointSchema], rows: Sequence[torch.Tensor]) -> None:
-    """Put one float32 row a point at a line, as `encodings.reduced` lays them out."""
+    """Put one float32 row per point at a line, as `encodings.reduced` lays them out."""
     encoding = ENCODINGS["reduced"]
     offsets = encoding.record(schemas).offsets
     for schema, offset, row in zip(schemas, offsets, rows, strict=True):

@@ -201,7 +201,7 @@ class Runtime:
         except Exception as error:  # noqa: BLE001 -- the RPC boundary
             return encode(Failed(f"{type(error).__name__}: {error}"))
 
-    def _reply(self, call: Call) -> Answer:  # noqa: PLR0911 -- one answer a question
+    def _reply(self, call: Call) -> Answer:  # noqa: PLR0911 -- one answer per question
         match call.question:
             case Attach():
                 return self._attach(call.question)

@@ -174,7 +174,7 @@ class Taps(ABC):
         """Carry out updates of held rows alone, divide, and copy the reductions to the arena.
 
         Args:
-            updates: one a reduction.
+            updates: one per reduction.
             divisors: what each is divided by.
             layouts: of the rows of each.
             lines: first line of each in the arena, for float32 rows.
@@ -213,7 +213,7 @@ class Taps(ABC):
         point: Int[torch.Tensor, " 1"],
         kind: int,
     ) -> None:
-        """Copy and edit the rows wanted at `point`; called by the operator, once a point and pass.
+        """Copy and edit the rows wanted at `point`; called by the operator, once per point and pass.
 
         Args:
             hidden, residual, point: as for `kernels.tap.tap`.

@@ -1,4 +1,4 @@
-"""The taps on CUDA: tables at fixed addresses, filled once a step, and rows copied away beside the model.
+"""The taps on CUDA: tables at fixed addresses, filled once per step, and rows copied away beside the model.
 
 Everything the taps read is on the device before vLLM traces or captures the model, and its addresses never change;
 between passes every token's entry says "nothing", so dummy runs, warm-up and graph capture find idle taps. For a pass:

@@ -222,7 +222,7 @@ class DeviceAccumulators:
             copies += _copies(arena.data_ptr() + line * LINE_BYTES, source, layout.raw, self._raw, layout.locals)
         return self._fetch([accumulator], copies)
 
-    def finish(  # noqa: PLR0917 -- as of `Taps`
+    def finish(  # noqa: PLR0917 -- as for `Taps`
         self,
         ring: torch.Tensor,
         updates: Updates,

@@ -250,7 +250,7 @@ class HostAccumulators:
 
 
 def add(sums: torch.Tensor, where: torch.Tensor, rows: torch.Tensor, kind: int) -> None:
-    """Add rows to those at `where`; several for the same one lie one behind the other."""
+    """Add rows to those at `where`; several for the same one lie one after another."""
     ends = ends_of_runs(where.numpy())
     if len(ends) < len(rows):
         runs = [rows[start:end] for start, end in pairwise([0, *ends.tolist()])]

@@ -150,7 +150,7 @@ class CudaTransfers:
 
 
 def runs(targets: Ints, sources: Ints, records: Ints) -> tuple[Ints, Ints, Ints]:
-    """Records that lie one behind the other on both sides, as one piece.
+    """Records that lie one after another on both sides, as one piece.
 
     Args:
         targets, sources: first line of each record where it goes to, and where it comes from.
