@@ -31,7 +31,7 @@ EMPTY: Final = -1
 
 @dataclass(frozen=True)
 class Updates:
-    """What happens to the accumulators of one pass, one row per request: int64 [requests] unless said otherwise.
+    """What one pass does to the accumulators, one row per request: int64 [requests] unless said otherwise.
 
     Args:
         accumulators: which accumulator.
@@ -39,7 +39,7 @@ class Updates:
         fresh: whether it begins: bool.
         added: indices in the step of the rows that are added, request by request: int64 [rows].
         counts: how many of them each request has.
-        first: index in the step of the first of them, or of any of the request's rows if it has none.
+        first: index in the step of the first of them, or of any row of the request if it has none.
         adds: slots of held rows that are added before, the oldest first, NONE for none: [requests, held].
         holds: index in the step of the row that each slot then holds, NONE where it keeps its own: [requests, held].
     """
@@ -58,7 +58,7 @@ class Updates:
 
 
 class Accumulators:
-    """Who reduces, and how far each is.
+    """The accumulators, whose each is, and how far it has come.
 
     A request that has ended keeps its accumulator until the client says where its sequence ends, or another needs it.
 
@@ -98,7 +98,7 @@ class Accumulators:
         return accumulator
 
     def end(self, accumulator: int, spill: Callable[[], None]) -> None:
-        """The request of an accumulator has ended; `spill` puts it elsewhere and releases it."""
+        """An accumulator's request has ended; `spill` puts the reduction elsewhere and releases the accumulator."""
         self._ended[accumulator] = spill
 
     def release(self, accumulator: int) -> tuple[int, Ints]:
@@ -108,7 +108,7 @@ class Accumulators:
         return int(self._added[accumulator]), self._positions[accumulator].copy()
 
     def finish(self, accumulators: Ints, totals: Ints) -> tuple[Updates, Ints]:
-        """Add the held rows of sequences of so many inputs; and how many rows each accumulator then has."""
+        """Add the held rows that belong to sequences of `totals` inputs; gives how many rows each accumulator has."""
         held = self._positions[accumulators]
         late = (held != EMPTY) & (held < totals[:, None])
         nothing = np.zeros(len(accumulators), dtype=np.int64)
@@ -133,7 +133,7 @@ class Accumulators:
         request = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(tokens)))
         positions = step.positions[tokens]
         ends = positions[np.append(begins[1:], len(tokens)) - 1] + 1
-        # Whatever is computed lies `lag` positions past the end at most.
+        # At most `lag` positions past the end are computed.
         sure = np.maximum(self._sure[accumulators], ends - self.lag)
         held = self._positions[accumulators]
         # What this pass computes again is not what was held of it.

@@ -1,9 +1,9 @@
 """Who runs on this rank, and what must become of each token of a pass.
 
-Almost every request of almost every pass is one token further than before, on the same page, in the same scopes: these
-are looked up in one array for all of them at once, so that a pass over hundreds of requests costs a few numpy calls.
-Whatever is not so (a prompt, a new page, a preemption, a prefix-cache hit, drafts, the end of a selection) is worked
-out request by request.
+In almost every pass, almost every request is one token further than before, on the same page, in the same scopes. All
+of these are looked up in one array at once, so that a pass over hundreds of requests costs a few numpy calls. The
+others (a prompt, a new page, a preemption, a prefix-cache hit, drafts, the end of a selection) are worked out one by
+one.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Ledger:
         self._state: Ints = np.zeros((64, _FIELDS), dtype=np.int64)
         self._tracked: list[Tracked | None] = [None] * len(self._state)
         self._holding = np.zeros(len(self._state), dtype=np.bool_)  # whether rows are held
-        #: The token that the model read at each position of each request that keeps rows, NONE where none was. Memory
-        #: that nobody wrote to is not resident.
+        #: The token that the model read at each position of each request that keeps rows, NONE where it read none.
+        #: Memory that was never written to is not resident.
         self._token_ids = np.empty((len(self._state), 256), dtype=np.int32)
         self._free = list(range(len(self._state) - 1, -1, -1))
         self._indices: dict[str, int] = {}
@@ -95,7 +95,7 @@ class Ledger:
         return self._owners.get(owner)
 
     def at(self, index: int) -> Tracked:
-        """The request of an index that a step names."""
+        """The request at an index that a step names."""
         tracked = self._tracked[index]
         assert tracked is not None, "an index is kept until every pass that names it was completed"
         return tracked
@@ -136,12 +136,12 @@ class Ledger:
             self._token_ids[step.requests[kept], step.positions[kept]] = token_ids[kept]
 
     def complete_pass(self) -> None:
-        """One pass more, in their order, was completed."""
+        """The next pass, in their order, was completed."""
         self._completed += 1
         self._reuse()
 
     def flush(self, tracked: Tracked) -> None:
-        """Tell a request of the tokens that only the array knows of."""
+        """Tell a request which of its tokens ran that only the array knows of."""
         reached = NONE if tracked.index == NONE else int(self._state[tracked.index, _NEXT])
         if reached <= tracked.run_from:
             return
@@ -152,7 +152,7 @@ class Ledger:
         tracked.run_from = reached
 
     def forget_rows(self, tracked: Tracked) -> None:
-        """The rows of a request were given back; what is left of it is steering, if that."""
+        """The rows of a request were given back; only its steering is left, if it has any."""
         self.flush(tracked)
         tracked.outbox = None
         if tracked.index != NONE:
@@ -209,7 +209,7 @@ class Ledger:
         return Step.joined(parts)
 
     def _alike(self, indices: Ints, starts: Ints, counts: Ints) -> npt.NDArray[np.bool_]:
-        """Which requests have nothing but tokens in this pass that the array knows of: bool [requests]."""
+        """Which requests have only tokens in this pass that the array knows of: bool [requests]."""
         state = self._state[indices]
         known: npt.NDArray[np.bool_] = (starts == state[:, _NEXT]) & (starts + counts <= state[:, _STOP])
         return known
@@ -300,7 +300,7 @@ class Ledger:
         return bool((step.positions < totals[step.requests]).any())
 
     def _alike_tokens(self, indices: Ints, starts: Ints, counts: Ints, first_tokens: Ints) -> Step:
-        """Tokens of requests whose state holds for all of them."""
+        """The tokens of requests to all of whose tokens their state applies."""
         state = self._state[indices]
         kept = state[:, _LAYOUT] != NONE
         busy = kept | (state[:, _MASK] != 0)
@@ -338,11 +338,11 @@ class Ledger:
         self._free = list(range(2 * size - 1, size - 1, -1))
 
     def _widen(self, limit: int) -> None:
-        """Have room for the labels of as many positions."""
+        """Make room for the labels of `limit` positions."""
         self._move_labels(len(self._state), max(limit, 2 * self._token_ids.shape[1]))
 
     def _move_labels(self, requests: int, limit: int) -> None:
-        """Have labels elsewhere; what nobody uses is neither read nor written, and so takes no memory."""
+        """Move the labels to a new array; what nobody uses is neither read nor written, and so takes no memory."""
         self._token_ids = np.empty((requests, limit), dtype=np.int32)
         for index, tracked in enumerate(self._tracked):
             if tracked is not None and (outbox := tracked.outbox) is not None:

@@ -30,8 +30,8 @@ class Outbox(ABC):
         arena: where the rows go.
 
     Attributes:
-        token_ids: the token that the model read at each position, NONE where none was: int32 [limit]. The ledger's, as
-            long as passes of the request may be pending.
+        token_ids: the token that the model read at each position, NONE where it read none: int32 [limit]. The ledger's,
+            as long as passes of the request may be pending.
     """
 
     def __init__(self, owner: Owner, plan: Plan, capture: CapturePlan, layouts: Layouts, arena: Arena) -> None:
@@ -63,7 +63,7 @@ class Outbox(ABC):
 
     @property
     def layout(self) -> int:
-        """The layout of a token's record, NONE if it is not kept here, or not any more."""
+        """The layout of a token's record, NONE if it is not kept here, or no longer is."""
         return self._layout.number if self._layout is not None and self._uses_layout else NONE
 
     @property
@@ -134,12 +134,12 @@ class Outbox(ABC):
         self.failure = self.failure or reason
 
     def found_nonfinite(self, position: int, point: int) -> None:
-        """The row of a position at a point was not finite; the first position is kept."""
+        """The row at a position and point was not finite; the first such position is kept."""
         if self._nonfinite is None or position < self._nonfinite[0]:
             self._nonfinite = position, point
 
     def stop(self) -> None:
-        """The request runs no more: what it did not get to is free. Idempotent."""
+        """The request has ended: give back what it did not use. Idempotent."""
         if self._layout is not None and self._uses_layout:
             self._uses_layout = False
             self._layouts.release(self._layout)
@@ -198,7 +198,7 @@ class Outbox(ABC):
         """Put the reduction of the first rows, of a sequence of `total` inputs, into the first page; or fail."""
 
     def _line_ranges(self, rows: range, record: int) -> Iterator[LineRange]:
-        """The lines of these rows, `record` each, consecutive pages together; rows never reached have none."""
+        """The lines of these rows, `record` each, of consecutive pages together; rows never reached have none."""
         page = rows.start // self._per_page if self._points else len(self._pages)
         while page < len(self._pages) and page * self._per_page < rows.stop:
             pages = self._consecutive(page)
@@ -267,7 +267,7 @@ class RowsOutbox(Outbox):
         self._last = max(self._last, int(self._ranks[stop - 1]) + 1)
 
     def reads(self, total: int) -> int:
-        # A reduced row lies over the first records, and the pages behind it are given back: nothing may come late.
+        # A reduced row overwrites the first records, and the pages behind it are given back: no row may come later.
         return self.limit if self.capture.reduce else total
 
     def _stopped(self) -> None:
@@ -276,8 +276,8 @@ class RowsOutbox(Outbox):
     def _reach(self, row: int) -> bool:
         """Have a page for `row` and all before it.
 
-        At the first row all that the request can need: they were reserved for it before it came, lie one behind the
-        other where the arena is not crowded, and need no thought later. What it did not need is given back at its end.
+        At the first row, take all pages that the request can need. They were reserved before it came, are consecutive
+        unless the arena is crowded, and need no thought later. Those that it did not need are given back at its end.
         """
         if not len(self._pages):
             self._pages = self._arena.allocate(self._arena.shape.pages(int(self._ranks.max()) + 1, self._record))

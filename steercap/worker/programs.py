@@ -43,7 +43,7 @@ class Programs:
         self.replacements = np.zeros(slots, dtype=np.int64)
         #: Bank rows of the directions of each point, NONE where it has none, by slot: int64 [points, directions] each.
         self.projections: dict[int, Ints] = {}
-        #: How often a slot was written.
+        #: How many times a slot was written.
         self.written = 0
         self._per_scope = np.zeros((slots, MAX_SCOPES), dtype=np.int64)
 
@@ -91,7 +91,7 @@ class Programs:
         self.responses[where] = entry.response.numbers
 
     def evidence(self, slots: npt.NDArray[np.integer], masks: npt.NDArray[np.int32]) -> Ints:
-        """What the edits of tokens add up to if every one of them is made: int64 [tokens].
+        """What the edits of tokens add up to if all of them are made: int64 [tokens].
 
         Args:
             slots: slot of each token, NONE for none.

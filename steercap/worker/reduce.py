@@ -27,8 +27,8 @@ class Accumulator:
 
     Args:
         reduce: which reduction.
-        value: what rows before came to, their sum for a mean; None if there were none.
-        rows: how many they were.
+        value: the reduction of the rows before, their sum for a mean; None if there were none.
+        rows: how many rows that were.
     """
 
     def __init__(self, reduce: Reduction, value: Float[torch.Tensor, ...] | None = None, rows: int = 0) -> None:

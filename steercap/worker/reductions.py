@@ -70,7 +70,7 @@ class ReducingOutbox(Outbox):
         super().free()
 
     def _release(self) -> tuple[int, Ints]:
-        """Let go of the accumulator; rows added, and positions of those held apart."""
+        """Release the accumulator; gives the number of rows added, and the positions of those held apart."""
         self.stop()
         accumulator, self._accumulator = self._accumulator, None
         return (0, np.empty(0, dtype=np.int64)) if accumulator is None else self._taps.accumulators.release(accumulator)
@@ -96,7 +96,7 @@ class ReducingOutbox(Outbox):
         return accumulator_records(self._schemas, self._taps.accumulators.held)
 
     def _reach(self) -> bool:
-        """Have the pages that the accumulator will need."""
+        """Whether the pages are there that the accumulator will need; takes them at first."""
         if not len(self._pages):
             self._pages = self._arena.allocate(self._arena.shape.pages(self._records, self._record))
         return len(self._pages) * self._per_page >= self._records
@@ -145,7 +145,7 @@ class ReducingOutbox(Outbox):
         return found == rows
 
     def rows_to_finish(self, total: int) -> int:
-        """How many rows the reduction of a sequence of so many inputs has, if it can and must be finished; else 0."""
+        """How many rows the reduction of a sequence of `total` inputs has, if it can and must be finished; else 0."""
         if self._accumulator is None or self.failure:
             return 0
         rows = len(rows_selected(self.capture.ranges, self.limit, total))
@@ -166,11 +166,11 @@ class ReducingOutbox(Outbox):
 
 
 def finish(taps: Taps, asked: Mapping[Outbox, int]) -> None:
-    """Have the reductions that still run along end up in the arena, all of them together.
+    """Put the reductions that still run along into the arena, all of them together.
 
     Args:
         taps: where they run.
-        asked: how many inputs the sequence of each outbox has.
+        asked: how many inputs each outbox's sequence has.
     """
     running = [(box, total) for box, total in asked.items() if isinstance(box, ReducingOutbox)]
     ready = [(box, total, rows) for box, total in running if (rows := box.rows_to_finish(total))]

@@ -84,7 +84,7 @@ class Runtime:
             return
         try:
             plan = Plan.decode(plan_bytes)
-        except msgspec.DecodeError:  # to raise would end the engine for all; this request's client hears of no rows
+        except msgspec.DecodeError:  # to raise would end the engine for all; this client is told of no rows
             return
         owner = Owner(plan.key, sample)
         outbox = steered = projected = None
@@ -129,7 +129,7 @@ class Runtime:
                 outbox.fail(reason)
 
     def end_step(self, error: BaseException | None = None) -> None:
-        """The pass has run, or been launched, or failed: close the tables, and take in passes before it meanwhile."""
+        """The pass has run, or been launched, or failed: close the tables, and take in the passes before it."""
         if self.taps.open_step is not None:
             self.taps.close(f"the forward pass failed: {error!r}" if error else None)
         self._take_completed()
@@ -141,7 +141,7 @@ class Runtime:
             self._ledger.complete_pass()
 
     def _take_in(self, step: Step, witness: Witness) -> None:
-        """Label the rows of a pass, and fail whom it did not serve."""
+        """Label the rows of a pass, and fail the requests that it did not serve."""
         wrong = (witness.positions != step.positions) | (witness.edits != step.edits) | (witness.copies != step.copies)
         wrong |= witness.overflowed != NONE
         if witness.failure:

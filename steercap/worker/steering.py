@@ -26,7 +26,7 @@ from steercap.core.rows import Ints, ends_of_runs
 from steercap.errors import WorkerFailure
 from steercap.worker.taps.base import Taps
 
-#: Failed identities remembered; with as many, nothing is trusted any more.
+#: How many failed identities are remembered; once there are as many, nothing is trusted any more.
 TAINTS: Final = 65_536
 
 
@@ -95,7 +95,7 @@ class Steered:
         self._computed[start:stop] = True
 
     def ahead(self, start: int) -> tuple[int, int]:
-        """The first position that other scopes hold than `start`, or that is replaced; and those that hold `start`."""
+        """The next position in other scopes than `start`, or that is replaced; and the scopes that hold `start`."""
         run = int(np.searchsorted(self._stops, start, side="right"))
         if run == len(self._stops) or start in self._replacements:
             return start, 0
@@ -146,7 +146,8 @@ class Steering:
         self._slots: dict[int, Slot] = {}
         self._rows: dict[int, tuple[bytes, int]] = {}  # which row of which blob each bank row holds
         self._records: dict[Owner, Steered] = {}
-        #: What KV was written while steering failed, and why; the client never asks for it again.
+        #: Identities under which keys and values were written while steering failed, and why; the client does not use
+        #: them again.
         self._tainted: dict[bytes, str] = {}
 
     # The client's calls

@@ -1,4 +1,4 @@
-"""One pass: the tokens that somebody keeps or changes, what must become of them, and what became.
+"""One pass: the tokens that are kept or changed, what must be done with them, and what was done.
 
 Shape legend: tracked = tokens of the pass that are kept or changed.
 """

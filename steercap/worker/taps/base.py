@@ -1,4 +1,4 @@
-"""What the taps of a process are told, and what they say, whatever the device.
+"""What the taps of a process are told and what they report, on any device.
 
 Configurations and vectors are put in when the client sends them; a step's tables are opened before the forward pass and
 closed after it. Some time later the step is completed: it is known how every token was labelled, edited and copied.
@@ -39,7 +39,7 @@ class TapSizes:
             pass can need, unless that is much of the device. Nothing on CPU, where rows need no copy.
         accumulators: reductions that can run along with their requests at once, each in an accumulator.
         lag: how many positions vLLM may compute past the end of a sequence, rejected drafts among them.
-        held: rows of a request that may turn out not to be of its sequence, most at once.
+        held: the most rows of a request at once that may turn out not to be of its sequence.
     """
 
     slots: int
@@ -72,10 +72,10 @@ class Kind:
 
 @dataclass(frozen=True)
 class Installed:
-    """The points of a rank, as they were put in.
+    """The points of a rank at which taps were put in.
 
     Args:
-        points: indices among the engine's armed points, ascending; the place in this tuple is the number that the tap
+        points: indices among the engine's armed points, ascending; the index in this tuple is the number that the tap
             of a point carries.
         schemas: of these points.
         kept: which of them this rank keeps rows of: what is whole on every rank is kept by the first.
@@ -89,7 +89,7 @@ class Installed:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """What its rows are, each once, in the order of the points; which keys and values they change aside."""
+        """The kinds of its rows, each once, in the order of the points; `changes_kv` is left out."""
         return tuple(dict.fromkeys(self.kind_of(schema) for schema in self.schemas))
 
     def kind_of(self, schema: PointSchema) -> Kind:
@@ -128,7 +128,7 @@ class Taps(ABC):
         self.open_step: Step | None = None
 
     def use(self, arena: Arena) -> None:
-        """Have rows end up in `arena` from now on."""
+        """Put rows into `arena` from now on."""
         self.arena = arena
 
     @abstractmethod

@@ -105,7 +105,7 @@ class CudaTaps(Taps):
         device, count = transfers.device, max(len(self.points), 1)
         kept = [schema for schema, keeps in zip(self.schemas, installed.kept, strict=True) if keeps]
         record = ENCODINGS["raw"].record(kept).lines
-        # A token's record as it is computed, and what else may be stored of it: some 8 bits of 16.
+        # A token's record as it is computed, and what may be stored of it besides: half as much, 8 bits of 16.
         ring_bytes = _ring_bytes(sizes, record * LINE_BYTES * 3 // 2, device)
         lines = ring_bytes // LINE_BYTES if installed.captures else 1
         self._record_bytes = record * LINE_BYTES
@@ -249,7 +249,7 @@ class CudaTaps(Taps):
 
     def spill(self, accumulator: int, layout: Layout, lines: Ints) -> Any:
         assert self.arena is not None
-        self._copy_away()  # rows of others may still have to come to where these pages were before
+        self._copy_away()  # rows of other requests may still be on their way to these pages
         return self._sums.spill(accumulator, layout, lines, self.arena.lines)
 
     def finish(self, updates: Updates, divisors: Ints, layouts: Sequence[Layout], lines: Ints) -> Any:
@@ -353,7 +353,7 @@ class CudaTaps(Taps):
     def _write_tables(self) -> None:
         """Bring what came since the last pass to the device: vectors, configurations, layouts."""
         for bank_rows, vectors in self._vectors:
-            width = min(vectors.shape[1], self._bank.shape[1])  # of wider points there are none here
+            width = min(vectors.shape[1], self._bank.shape[1])  # there are no wider points here
             rows = self._transfers.there(vectors[:, :width].contiguous())
             self._bank[:, :width].index_copy_(0, self._there(np.array(bank_rows)), rows)
         self._vectors = []

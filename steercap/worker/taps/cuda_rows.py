@@ -1,7 +1,7 @@
-"""Rows on the device: those that wait to be copied away, those that are stored otherwise, and those that are reduced.
+"""Rows on the device: those that wait to be copied away, those that are encoded, and those that are reduced.
 
-All of them lie in one ring of lines; a record as the model computes it, and behind those of its pass what is stored of
-it, if that is something else.
+All of them lie in one ring of lines: the records of a pass as the model computes them, and behind these, where they are
+stored in another form, what is stored.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class DeviceEncoder:
         self._known: dict[int, tuple[Layout, int, list[tuple[Kind, Alike]]]] = {}
 
     def upload(self, number: int, layouts: Sequence[Layout], of: Ints, records: Ints) -> list[tuple[Layout, slice]]:
-        """Tell which records are stored otherwise, in one copy; layout by layout.
+        """Tell which records are stored in another form, in one copy, layout by layout.
 
         Args:
             number: of the pass.
@@ -232,7 +232,7 @@ class DeviceAccumulators:
         arena: torch.Tensor,
     ) -> Any:
         """Carry out updates of held rows alone, divide, and copy the sums; see `Taps.finish`."""
-        # Of all points: what is not of a layout is not copied, and its layout may be another by now.
+        # Of all points: those that a layout lacks are not copied, and its number may be another layout's by now.
         table = self._table_of(updates, np.full(len(updates), NONE), divisors).astype(np.int32)
         self._launch(ring, self._transfers.there(torch.from_numpy(table)))
         ends = zip(updates.accumulators.tolist(), layouts, lines.tolist(), strict=True)

@@ -52,7 +52,7 @@ class HostTaps(Taps):
         self.programs.configure(slot, configuration, bank_rows)
 
     def put(self, bank_rows: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
-        width = min(vectors.shape[1], self._bank.shape[1])  # of wider points there are none here
+        width = min(vectors.shape[1], self._bank.shape[1])  # there are no wider points here
         self._bank[torch.tensor(bank_rows), :width] = vectors[:, :width]
 
     def open(self, step: Step, batch: BatchRows, updates: Updates | None) -> str | None:

@@ -74,7 +74,7 @@ class HostEdits:
         self._columns = {}
 
     def wanted(self, point: int, dtype: torch.dtype) -> bool:
-        """Whether anybody edits at this point in this pass, or edited rows must be looked at there."""
+        """Whether this pass edits at this point, or must look at edited rows there."""
         return len(self._tokens) > 0 and (self._used[point] > 0 or overflows_later(dtype))
 
     def apply(

@@ -88,7 +88,7 @@ class Copies(Keeping):
 
 
 class Encoded(Keeping):
-    """Rows that are stored otherwise than they are computed, of one layout.
+    """Rows of one layout that are stored in another form than they are computed in.
 
     Args:
         step: the pass.
@@ -139,7 +139,7 @@ class Encoded(Keeping):
 
 
 def write_rows(arena: Arena, lines: Ints, stored: torch.Tensor, offset: int = 0) -> None:
-    """Put encoded rows, uint8 [rows, bytes], at lines of the arena, so many bytes behind their begin."""
+    """Put encoded rows, uint8 [rows, bytes], at lines of the arena, `offset` bytes behind their start."""
     size = stored.shape[1]
     itemsize = next(one for one in (8, 4, 2, 1) if size % one == 0 and offset % one == 0)
     numbers = stored.numpy().view(f"u{itemsize}")
@@ -185,7 +185,7 @@ class Reduced(Keeping):
         chosen: npt.NDArray[np.bool_],
         layouts: Layouts,
     ) -> None:
-        """Rows added alike, or held (None): their tokens, their targets, and at which points they are wanted."""
+        """Rows added in one way, or held (None): their tokens, their targets, and at which points they are wanted."""
         rows, targets = rows[chosen[rows]], targets[chosen[rows]]
         if len(rows):
             there = (layouts.offsets[step.layouts[rows]] != NONE).T
