@@ -151,7 +151,7 @@ class Budget:
         ]
 
     def hopeless(self) -> Ticket | None:
-        """The head of the queue, if nothing can help it: what its own call holds is in the way and will not move.
+        """The head of the queue, if it can never be admitted: what its own call holds is in the way and will stay.
 
         Handles of a call that still runs are in nobody's hands, so nobody can give them back.
         """
@@ -167,5 +167,5 @@ class Budget:
 
     @property
     def stalled(self) -> bool:
-        """Whether requests wait although none is running: only giving back handles can help."""
+        """Whether requests wait although none is running, so that only releasing handles can help."""
         return bool(self._queue) and self.running == 0

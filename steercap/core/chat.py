@@ -1,8 +1,8 @@
 """Which tokens of a templated conversation are which message's words.
 
-A chat template is a program: it may drop, move or decorate messages, and treat the last one otherwise than the rest. So
-nothing is read off its markers. The conversation is rendered again with one message's content changed, and where
-the two texts differ is where that content is.
+A chat template is a program: it may drop, move or decorate messages, and treat the last one differently from the rest.
+So nothing is read off its markers. The conversation is rendered again with one message's content changed: that content
+is where the two texts differ.
 """
 
 from __future__ import annotations

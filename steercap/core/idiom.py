@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 
 class Idiom(NamedTuple):
-    """What stands before a call and before a context manager, and how a script starts.
+    """What is written before a call and before a context manager, and how a script starts.
 
     Args:
         call: "await ", or nothing.

@@ -1,4 +1,4 @@
-"""Everything client and workers say to each other: a closed, tagged set of msgspec frames.
+"""All messages between client and workers: a closed, tagged set of msgspec frames.
 
 Arrays travel as raw little-endian bytes, rows as line numbers of shared memory, or as bytes where memory cannot be
 shared. Nothing is pickled.
@@ -83,7 +83,7 @@ class Configure(Message, frozen=True):
 
 
 class Settle(Message, frozen=True):
-    """Say what was edited of requests, as far as they have come; every rank does.
+    """Say what was edited of requests so far; every rank answers.
 
     Args:
         wanted: whose edits, and how many inputs each sequence has.
@@ -124,7 +124,7 @@ class Call(Message, frozen=True):
 
 
 class NotCapturing(Message, frozen=True):
-    """A rank all of whose rows another rank captures."""
+    """This rank captures nothing: another rank captures all its rows."""
 
 
 class Attached(Message, frozen=True):
@@ -141,7 +141,7 @@ class Attached(Message, frozen=True):
         reductions: how many can run along at once.
         held: rows that such a reduction holds apart, which go to the arena with it once its request has ended.
         path: where a process of the same machine can open the arena.
-        nonce: first bytes of the arena, to know it by.
+        nonce: first bytes of the arena, which identify it.
     """
 
     points: tuple[int, ...]

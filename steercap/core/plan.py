@@ -21,7 +21,7 @@ class Projection(msgspec.Struct, frozen=True, array_like=True):
     """What the rows of a request are projected on.
 
     Args:
-        slot: where its configuration is, NONE as long as it has none.
+        slot: where its configuration is, NONE while it has none.
         configuration: digest of what must be there.
         directions: directions at each point.
     """
@@ -89,7 +89,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether a row before the last prompt token is kept, so that it must really be computed.
+        """Whether a row before the last prompt token is kept, which must then be computed and not read from the cache.
 
         The last prompt token is computed even on a full hit of the prefix cache.
         """

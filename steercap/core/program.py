@@ -1,6 +1,6 @@
 """Steering and projections, compiled: every operation as rank-one edits in order, nothing left to interpret.
 
-One edit is `h <- h + f(u·h + b) w`; the worker knows nothing but these. Shape legend: blob = rows of the vector bank
+One edit is `h <- h + f(u·h + b) w`; the worker knows no others. Shape legend: blob = rows of the vector bank
 that are sent and kept together: one vector, or the rows of a replacement.
 """
 
@@ -95,7 +95,8 @@ class Blob(msgspec.Struct, frozen=True, array_like=True):
 
 
 def blob_digest(data: bytes, rows: int) -> bytes:
-    """What rows of vectors are known by: SHA-256 of how many they are, and of their float32 bytes.
+    """The digest of rows of vectors: SHA-256 of their number and of their float32 bytes. Of their number, since 2 rows
+    of 64 zeros are not 1 row of 128.
 
     Of how many, since 2 rows of 64 zeros are not 1 row of 128.
     """

@@ -1,4 +1,4 @@
-"""What the worker says it did, and the comparison with what must be."""
+"""What the workers report, and its comparison with what must be."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from steercap.core.rows import Ints
 from steercap.core.spec import Point
 from steercap.errors import CaptureIncomplete, SteeringNotApplied
 
-#: What becomes of the text, and what to do.
+#: What happens to the text, and what to do.
 _WITHHELD: Final = "its text is withheld; if you ask again, nothing written so far will be reused"
 
 
@@ -104,7 +104,7 @@ def check_points(request: str, expected: Sequence[Point], captured: Sequence[Poi
 
 
 def knowing(found: Sequence[Sequence[object]]) -> tuple[int, ...]:
-    """The engines of which at least one worker knows a request; it runs on one, and all others must not know it.
+    """The engines with a worker that knows a request; it runs on one of them, and the others must not know it.
 
     Args:
         found: engine by engine, what each of its workers says.

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-#: Bytes of a line of an arena: a cache line; no store of a GPU wants an address to be a multiple of more.
+#: Bytes of a line of an arena: a cache line; no store on a GPU needs an address that is aligned to more.
 LINE_BYTES: Final = 64
-#: What a page should measure: small enough that short requests waste little, large enough that few are handed out.
+#: The size to aim at for a page: small enough that short requests waste little, large enough that a request needs few.
 PAGE_BYTES: Final = 256 * 1024
 
 
@@ -35,7 +35,7 @@ def record_shape(sizes: Sequence[int], align: int = LINE_BYTES) -> RecordShape:
 
     Args:
         sizes: bytes of each encoded row.
-        align: what each row's place is a multiple of, in bytes.
+        align: each row's offset is a multiple of this, in bytes.
     """
     ends = tuple(accumulate(-(-size // align) * align for size in sizes))
     return RecordShape((0, *ends[:-1]) if ends else (), tuple(sizes), -(-ends[-1] // LINE_BYTES) if ends else 0)

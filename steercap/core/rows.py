@@ -1,9 +1,9 @@
-"""Where a row lives: the pure arithmetic from (request, position) to a line of the arena.
+"""Where a row is stored: the pure arithmetic from (request, position) to a line of the arena.
 
 Shape legend: `rows` = selected positions in order, `record` = what is kept of one token, laid out by `core.records` in
 lines of the arena.
 
-The place of a row is a function of its position alone, so a position computed twice (preemption, rejected
+The line of a row depends on its position alone, so a position computed twice (preemption, rejected
 drafts) overwrites what was there: last write wins, and no row can be kept twice.
 """
 
@@ -47,7 +47,7 @@ def runs(ranges: tuple[Range, ...], limit: int) -> tuple[Ints, Ints]:
 
 
 def ends_of_runs(values: npt.NDArray[np.integer]) -> Ints:
-    """The place behind each stretch of equal values, ascending: int64 [runs]."""
+    """The index behind each stretch of equal values, ascending: int64 [runs]."""
     changes: Ints = np.flatnonzero(np.diff(values)) + 1
     return np.append(changes, len(values)) if len(values) else changes
 
@@ -73,7 +73,7 @@ class PageShape:
         return self.lines * LINE_BYTES
 
     def records(self, lines: int) -> int:
-        """Records of so many lines that fit a page; a record never straddles two."""
+        """How many records of so many lines fit in a page; a record never straddles two."""
         return self.lines // lines
 
     def pages(self, rows: int, lines: int) -> int:
@@ -82,13 +82,14 @@ class PageShape:
 
 
 def page_shape(lines: int, target_bytes: int = PAGE_BYTES) -> PageShape:
-    """A page near `target_bytes` that holds whole records of all points, two at least.
+    """A page near `target_bytes` that holds whole records of all points, and at least two: a reduced row is float32, up
+    to twice the record of a 16-bit dtype.
 
     Two, because a reduced row is float32: up to twice the record of a 16-bit dtype.
 
     Args:
         lines: of a record of all points, in the widest encoding.
-        target_bytes: what a page should measure.
+        target_bytes: the size to aim at for a page.
     """
     return PageShape(lines * max(2, target_bytes // (lines * LINE_BYTES)))
 

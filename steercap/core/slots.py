@@ -1,7 +1,7 @@
-"""Which slot a configuration has, and where its vectors lie: counted, shared, reused.
+"""Which slot a configuration has, and where its vectors are: counted, shared, reused.
 
 Pure bookkeeping, kept by the client for all workers alike: it decides what must be sent and what may be overwritten.
-What nobody uses any more stays, least lately used first, until its place is needed.
+What is no longer used stays until its place is needed; the least recently used goes first.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class _Shelf:
 
     @property
     def in_use(self) -> int:
-        """Places of what has users."""
+        """Places whose contents have users."""
         return self.total - len(self._free) - self._idle_places
 
     def room(self, wanted: Iterable[tuple[bytes, int]]) -> bool:
-        """Whether things of so many places fit beside all that has users."""
+        """Whether things that take so many places fit beside all that have users."""
         missing = reusable = 0
         for digest, places in wanted:
             if digest not in self.held:
@@ -70,7 +70,7 @@ class _Shelf:
         return held
 
     def release(self, digest: bytes) -> None:
-        """One user less; without any the thing may be displaced."""
+        """One user less; without users the thing may be displaced."""
         held = self.held[digest]
         held.users -= 1
         if not held.users:

@@ -23,7 +23,7 @@ Tokens: TypeAlias = "str | int | slice | range | Mask | Iterable[bool] | Iterabl
 Term: TypeAlias = "str | int | tuple[int | None, int | None, int] | Mask"
 
 NAMES: Final = ("all", "prompt", "generated", "last_prompt")
-#: Unions within unions: deeper ones hold themselves.
+#: Most unions within unions: deeper ones contain themselves.
 DEEPEST: Final = 8
 
 
@@ -143,7 +143,7 @@ def _within_reach(position: int) -> int:
 
 
 def _slice_term(value: slice) -> tuple[int | None, int | None, int]:
-    """Bounds and step of a slice; those that no sequence reaches stand for any such."""
+    """Bounds and step of a slice; those beyond any sequence are all made the same."""
     found = [None if part is None else index_of(part) for part in (value.start, value.stop, value.step)]
     start, stop, step = (part if part is None else max(-FAR, min(part, FAR)) for part in found)
     if [part is None for part in found] != [part is None for part in (value.start, value.stop, value.step)]:

@@ -1,4 +1,4 @@
-"""AS: one file an encoding of rows. To add one, add a file with a `MEMBER`."""
+"""AS: one file per encoding of rows. To add one, add a file with a `MEMBER`."""
 
 import sys
 from typing import Final

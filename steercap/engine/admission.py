@@ -1,6 +1,6 @@
 """Requests that capture wait here until the arena has room for their rows.
 
-This is the awaiting around `core.budget`, which decides.
+This module awaits; `core.budget` decides.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Admission:
         ticket = Ticket(pages, call, engine=engine, reductions=reductions)
         if pages > self.budget.pages:
             raise CaptureMemoryFull(f"{self._situation(ticket)}; {_REMEDY}")
-        # Who waits then waits for a reduction alone, which running requests give back.
+        # Requests that still wait need only an accumulator, which running requests give back.
         if self._settings.overflow == "error" and pages + self.budget.wanted > self.budget.free(engine):
             raise CaptureMemoryFull(f"{self._situation(ticket)} and overflow='error'; {_REMEDY}")
         admitted = self._waiting[ticket] = asyncio.get_running_loop().create_future()
@@ -76,7 +76,7 @@ class Admission:
         return handles
 
     def release(self, ticket: Ticket) -> None:
-        """The ticket's pages are free, or it no longer waits; patience begins anew."""
+        """The ticket's pages are free, or it no longer waits; the timeout starts again."""
         if self._watch:
             self._watch.cancel()
             self._watch = None
@@ -91,7 +91,7 @@ class Admission:
                 future.set_exception(ModelClosed("the model was closed while this request waited for capture memory"))
 
     def _settle(self, admitted: Iterable[Ticket]) -> None:
-        """Wake the admitted, fail whom nothing can help, and watch for a stall."""
+        """Wake those admitted, fail those that can never be, and watch for a stall."""
         self._wake(admitted)
         while (ticket := self.budget.hopeless()) is not None:
             self._refuse(

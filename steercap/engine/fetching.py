@@ -37,7 +37,7 @@ class Delivery:
     """One request's rows, or why they cannot be had.
 
     Args:
-        parcels: one a capturing worker that holds points of the request.
+        parcels: one per capturing worker that holds points of the request.
         shards: by the index of a point, its rows, or the shards of them in the order of the ranks.
         failure: what a worker said went wrong, or None.
     """
@@ -71,7 +71,7 @@ class _Order:
         return sum(parcel_bytes(parcel, rank.of(parcel)) for rank, parcel in self.gathered)
 
     def delivery(self) -> Delivery:
-        """What came of it."""
+        """What the fetch gave."""
         parcels = tuple(parcel for _, parcel in self.gathered)
         if self.failure:
             return Delivery(parcels, {}, self.failure)
@@ -116,7 +116,7 @@ class Fetcher:
         loads = _loads(enumerate(_order(ranks, one) for one in found))
         try:
             async with asyncio.TaskGroup() as group:
-                for _ in range(self.threads + 1):  # one more, so that a thread that is done finds work
+                for _ in range(self.threads + 1):  # one more, so that a thread that has finished finds work
                     group.create_task(self._work_off(loads, delivered))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -155,7 +155,7 @@ class Fetcher:
         )
 
     async def _all(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Run calls on the threads. Who is cancelled leaves nothing in the queue."""
+        """Run calls on the threads. A cancelled caller leaves nothing in the queue."""
         self._require_open()
         queued = [self._pool.submit(call) for call in calls]
         try:
@@ -196,7 +196,7 @@ def _order(ranks: Ranks, found: Found) -> _Order:
 
 
 def _loads(orders: Iterable[tuple[int, _Order]]) -> Iterator[_Load]:
-    """Requests in loads of bounded size, for small ones are not worth a trip to a thread each."""
+    """Requests in loads of bounded size, since small ones are not worth a trip to a thread each."""
     load: _Load = []
     size = 0
     for index, order in orders:

@@ -1,4 +1,4 @@
-"""The workers of all engines, asked and answered: one frame to each, and what is given back travels along."""
+"""Questions to the workers of all engines: one frame to each, with which what is given back travels along."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Workers:
     # Questions, each of which raises EngineFailure if the engine has died, or a worker cannot answer
 
     async def attach(self, settings: Settings) -> Ranks:
-        """Have every worker set memory aside for rows; must be the first question."""
+        """Make every worker set memory aside for rows; must be the first question."""
         engines = await self._ask(Attach(settings.capture_bytes), Attached)
         self._engines = len(engines)
 
@@ -120,7 +120,7 @@ class Workers:
         )
 
     async def locate(self, wanted: Sequence[Wanted]) -> list[list[list[Parcel | Unknown]]]:
-        """Have finished requests' rows readable, and say where they are; one RPC for all.
+        """Make finished requests' rows readable, and say where they are; one RPC for all.
 
         Returns:
             For each request, engine by engine, what each capturing worker has of it.
