@@ -33,7 +33,7 @@ _PADDING: Final = 1024
 
 
 def wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
-    """Have `hook(original, runner, *args)` called instead of a method; `original` takes nothing. Safe to call again."""
+    """Replace a method by `hook(original, runner, *args)`; `original` takes no arguments. Safe to call again."""
     original = vars(owner)[name]
     if getattr(original, _HOOKED, False):
         return

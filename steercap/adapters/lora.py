@@ -2,7 +2,7 @@
 
 vLLM 0.32 loads an adapter within the first step that needs it: one that is missing, or does not fit, ends the engine;
 one whose weights are narrower than the model's is copied into a corner of its tables; one for layers that the model
-lacks does nothing; and two under one name or number are one to its caches. What it relies on: `LoRARequest`,
+lacks does nothing; and two under one name or number are the same to its caches. What it relies on: `LoRARequest`,
 `get_adapter_absolute_path`, `PEFTHelper`; in the worker `add_lora`, `remove_lora` and the manager behind
 `model_runner.lora_manager`. It can go when vLLM refuses such adapters by themselves.
 """
@@ -33,7 +33,7 @@ class Known(NamedTuple):
     """An adapter that the workers have loaded.
 
     Args:
-        request: as vLLM is asked for it.
+        request: as it is passed to vLLM.
         files: what its files were: size and time of last change.
     """
 
@@ -124,17 +124,17 @@ class Adapters:
         return False
 
     def _check(self, request: LoRARequest) -> None:
-        """What can be told without the model: its settings, against the engine's."""
+        """What can be checked without the model: its settings, against the engine's."""
         text = self._config.model_config.hf_config.get_text_config()
         try:
             helper = PEFTHelper.from_local_dir(request.lora_path, getattr(text, "max_position_embeddings", None))
             helper.validate_legal(self._config.lora_config)
-        except Exception as error:  # of any kind: it is whatever the file holds
+        except Exception as error:  # of any kind: it depends on what the file holds
             raise InvalidRequest(f"{_told(request)} is not one that this engine can use: {error}") from error
 
 
 def _found(request: LoRARequest) -> str:
-    """Where an adapter's folder is, as it stays wherever the process goes.
+    """The absolute path of an adapter's folder, which stays valid when the process changes its own.
 
     Raises:
         InvalidRequest: there is none.

@@ -1,4 +1,4 @@
-"""What a user gives as sampling parameters, as vLLM's own, each of its own type.
+"""A user's sampling parameters as vLLM's own, each value of its proper type.
 
 vLLM 0.32 takes values of any type here and fails where they are used, in the engine. `msgspec` knows the types of
 `SamplingParams`. It can go when vLLM checks them.
@@ -86,7 +86,7 @@ def _fields(given: Any) -> dict[str, Any]:
 
 
 def _check_numbers(params: SamplingParams) -> None:
-    """See that numbers fit where the runners keep them: vLLM checks some of them against other bounds, or none."""
+    """Check that numbers fit where the runners keep them: vLLM checks some of them against other bounds, or none."""
     low, high = _SEEDS[0], _SEEDS[1] - params.n + 1
     if params.seed is not None and not low <= params.seed <= high:
         raise InvalidRequest(f"seed={params.seed}; give a whole number of 64 bits, from {low} to {high}")
@@ -103,7 +103,7 @@ def _check_numbers(params: SamplingParams) -> None:
 
 
 def _check_plain(value: Any, where: str, depth: int = 0) -> None:
-    """See that a value reaches the workers as it is: vLLM sends arrays as references to memory that it leaves behind.
+    """Check that a value reaches the workers as it is: vLLM sends arrays as references to memory that it leaves behind.
 
     Raises:
         InvalidRequest: something other than None, a bool, a number, text, bytes, or lists and dicts of these.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from steercap.config import Settings
 
 CONFIG_KEY = "steercap"
-#: Whose source decides what is traced.
+#: Modules whose source decides what is traced.
 _TRACED = ("sites", "families", "kernels", "worker/install.py")
 
 

@@ -37,6 +37,6 @@ def _leave(code: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     atexit._run_exitfuncs()  # noqa: SLF001 -- the standard library has no other name for it
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # who reads it has gone
+        with contextlib.suppress(OSError):  # its reader has gone
             stream.flush()
     os._exit(code)

@@ -183,7 +183,7 @@ def heatmaps_of(found: list[Captured], directions: DirectionSet, layer: int, tok
 
 
 def check_heat(directions: DirectionSet, layer: int, layers: Layers, num_layers: int) -> None:
-    """See that a layer can be shown token by token.
+    """Check that a layer can be shown token by token.
 
     Args:
         directions: what rows are projected on.

@@ -272,7 +272,7 @@ def _register_run(app: typer.Typer) -> None:
 
 
 def check(settings: PersonaSettings, layers: Layers, out: Path, planned: Foreseen) -> None:
-    """See that a run can be made.
+    """Check that a run can be made.
 
     Args:
         settings: what is done.

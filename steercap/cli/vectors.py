@@ -88,7 +88,7 @@ class Texts:
     others: list[str] | None
 
     def check(self, **how: Any) -> None:
-        """See that a direction can be found between them.
+        """Check that a direction can be found between them.
 
         Args:
             **how: method, held_out and seed, as for `extract`.

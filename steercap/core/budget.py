@@ -1,4 +1,4 @@
-"""Who may capture now: memory reserved before a request reaches the engine.
+"""Which requests may capture now: memory reserved before a request reaches the engine.
 
 Pure bookkeeping: it decides and returns who is admitted, and where; the engine wakes them. Units are pages of the
 arena.
@@ -76,7 +76,7 @@ class Budget:
 
     @property
     def wanted(self) -> int:
-        """Pages that those who wait ask for."""
+        """Pages that the queue asks for."""
         return sum(ticket.pages for ticket in self._queue)
 
     @property
@@ -86,7 +86,7 @@ class Budget:
 
     @property
     def head(self) -> Ticket | None:
-        """Who waits first."""
+        """The first in the queue."""
         return self._queue[0] if self._queue else None
 
     def claim(self, ticket: Ticket) -> list[Ticket]:

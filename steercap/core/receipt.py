@@ -93,7 +93,7 @@ def check_labels(request: str, expected: Ints, tokens: Sequence[int], positions:
 
 
 def check_points(request: str, expected: Sequence[Point], captured: Sequence[Point]) -> None:
-    """See that every point asked for came back.
+    """Check that every point asked for came back.
 
     Raises:
         CaptureIncomplete: a point is missing.

@@ -13,7 +13,7 @@ CODECS: Final = ("full8", "raw")
 
 
 def check_codec(name: str) -> None:
-    """See that rows can be stored so.
+    """Check that rows can be stored so.
 
     Raises:
         UnknownName: they cannot; the message lists how they can.

@@ -103,7 +103,7 @@ class Compiler:
         return known[points]
 
     def _check_records(self, projected: Projected) -> None:
-        """See that a token's projections fit a page of every arena."""
+        """Check that a token's projections fit a page of every arena."""
         points, directions = projected.lowered.configuration.reads, projected.plan.directions
         for rank in self._ranks:
             wanted = sum(ENCODINGS["projected"].record(rank.kept(points), directions).sizes)

@@ -247,7 +247,7 @@ class Engine:
         self._workers.give_back(owner, freed, soon=self.admission.budget.waiting > 0)
 
     def give_back_from_any_thread(self, owner: Owner, ticket: Ticket) -> None:
-        """`give_back` for who may be on any thread, after the loop, or a finalizer in the middle of anything."""
+        """`give_back` from any thread, after the loop has ended, or from a finalizer in the middle of anything."""
         if not self._workers.closed:
             self.home.call(partial(self.give_back, owner, ticket))
 
@@ -283,7 +283,7 @@ class Engine:
         return [rank for ranks in self._ranks for rank in ranks]
 
     def require_open(self) -> None:
-        """See that the engine can be used from here.
+        """Check that the engine can be used from here.
 
         Raises:
             ModelClosed, WrongEventLoop: it was closed, or started in another event loop.

@@ -85,7 +85,7 @@ class Workers:
         self._settling: Batcher[tuple[Sequence[Wanted], bool], list[Records]] = Batcher(self._settle)
 
     def require_open(self) -> None:
-        """See that they can be asked from here.
+        """Check that they can be asked from here.
 
         Raises:
             ModelClosed, WrongEventLoop: the model was closed, or started in another event loop.
@@ -206,7 +206,7 @@ class Workers:
             self._flush = self.home.loop.create_task(self._release_soon())
 
     async def _release_soon(self) -> None:
-        with contextlib.suppress(EngineFailure):  # a dead engine holds nothing; who calls it next is told
+        with contextlib.suppress(EngineFailure):  # a dead engine holds nothing; its next caller is told
             while self._given_back and not self.closed:
                 if not any(item.soon for item in self._given_back.values()):
                     await asyncio.sleep(RELEASE_DELAY)

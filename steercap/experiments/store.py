@@ -135,7 +135,7 @@ class Folder:
 
 
 def check_same(path: str | Path, sweep: Sweep) -> None:
-    """See that a folder holds no other sweep; of which model is not asked.
+    """Check that a folder holds no other sweep; of which model is not asked.
 
     Args:
         path: the folder, which need not be there.

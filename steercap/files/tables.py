@@ -1,4 +1,4 @@
-"""Records as Parquet tables: what pipelines and experiments write down, and what anybody can open."""
+"""Records as Parquet tables: what pipelines and experiments write, and any tool can open."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PART_RECORDS, PART_SECONDS = 32, 5.0
 
 
 def write_table(path: str | Path, records: Sequence[msgspec.Struct]) -> Path:
-    """Write records of one kind, a row each; the file appears whole or not at all.
+    """Write records of one kind, one row each; the file appears whole or not at all.
 
     Args:
         path: the file.
@@ -127,7 +127,7 @@ class Parts(Generic[AnyRecord]):
         self.flush()
 
     def _write(self, records: Sequence[AnyRecord]) -> None:
-        # A name of its own: two processes that were started on one folder by mistake lose nothing.
+        # A unique name: two processes that were started on one folder by mistake lose nothing.
         write_table(self._folder / f"{len(self._paths()):05}-{uuid.uuid4().hex[:8]}.parquet", records)
 
     def _paths(self) -> list[Path]:

@@ -19,7 +19,7 @@ LIBRARY.define("tap(Tensor(a!) hidden, Tensor(b!)? residual, Tensor point, int k
 
 
 class Tappable(Protocol):
-    """What a tap talks to: the tables of the worker in whose process it runs."""
+    """What a tap uses: the tables of the worker in whose process it runs."""
 
     def on_tap(
         self,
@@ -35,7 +35,7 @@ _bound: Tappable | None = None
 
 
 def bind(tables: Tappable | None) -> None:
-    """Let the taps of this process talk to `tables`; None silences them."""
+    """Let the taps of this process use `tables`; None makes them idle."""
     global _bound  # noqa: PLW0603 -- a compiled graph calls the operator with tensors alone
     _bound = tables
 

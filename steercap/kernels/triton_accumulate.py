@@ -1,7 +1,7 @@
 """Adding the rows of a pass to the reductions that run along with their requests, in Triton.
 
-One program per request, point and stretch of the row. It adds what was held of the request, then the rows of this
-pass in their order, so that equal passes give equal sums; and it holds the newest rows.
+One program per request, point and stretch of the row. It adds the rows that were held for the request, then the rows of
+this pass in order, so that equal passes give equal sums; then it holds the newest rows.
 """
 
 from __future__ import annotations

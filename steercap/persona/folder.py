@@ -47,7 +47,7 @@ class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_same(path: str | Path, settings: Mapping[str, Any]) -> None:
-    """See that a folder holds no answers of other settings; of which model is not asked.
+    """Check that a folder holds no answers of other settings; of which model is not asked.
 
     Args:
         path: the folder, which need not be there.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RawOutput:
-    """What `raw_output=True` gives in the place of a text.
+    """What `raw_output=True` gives in place of a text.
 
     Args:
         output: vLLM's RequestOutput, as vLLM made it: `raw.output.outputs[0].text`, `.token_ids`, `.logprobs`.

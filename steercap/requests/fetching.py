@@ -41,7 +41,7 @@ async def _fetch_pending(pending: Sequence[Lifecycle]) -> None:
     if len(engines) != 1:
         raise InvalidRequest(f"these handles belong to {len(engines)} models; fetch the handles of one model at a time")
     for one in pending:
-        one.require_wanted()  # it may have been released while others' turns were waited for
+        one.require_wanted()  # it may have been released while this waited for other turns
     errors: list[CaptureIncomplete | CaptureNotFinite] = []
     try:
         for one in pending:

@@ -164,7 +164,7 @@ async def run_all(jobs: Sequence[Job], running: set[asyncio.Task[Any]]) -> list[
 
     Args:
         jobs: what to run.
-        running: where the tasks are entered while they run; who cancels them there closes the model.
+        running: where the tasks are entered while they run; to cancel them there is to close the model.
 
     Raises:
         ModelClosed: the tasks were cancelled through `running`.
@@ -205,7 +205,8 @@ async def _run(job: Job, call: object) -> Done:
 async def memory_for(job: Job, call: object) -> Ticket | None:
     """Reserve the memory of the longest the request can get.
 
-    It comes before the slot: who waits for a slot waits for running requests alone, and these wait for nobody.
+    It comes before the slot: a request that waits for a slot waits only for running requests, and these wait for
+    nothing.
     """
     plan = job.plan
     if plan is None or plan.capture is None:

@@ -84,7 +84,7 @@ def _known(handle: CaptureHandle, site: str) -> list[int]:
 
 
 def _check_alike(handles: Sequence[CaptureHandle], site: str, *, every: bool) -> None:
-    """See that all handles hold the same kind of rows.
+    """Check that all handles hold the same kind of rows.
 
     Args:
         handles: the handles.

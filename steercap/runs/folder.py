@@ -55,7 +55,7 @@ class FolderKind(Generic[Definition]):
             ) from error
 
     def check_same(self, folder: str | Path, wanted: Callable[[Definition], Definition]) -> Definition | None:
-        """See that a folder holds no records of another run; nothing is written.
+        """Check that a folder holds no records of another run; nothing is written.
 
         Args:
             folder: which need not be there.

@@ -42,7 +42,7 @@ class Bridge:
 
     def close(self) -> None:
         """Close the model and end the loop. Idempotent."""
-        with self._life:  # who comes second returns when it is closed
+        with self._life:  # a second caller returns when it is closed
             thread, self._thread = self._thread, None
             if thread is not None:
                 try:

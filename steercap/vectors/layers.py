@@ -194,7 +194,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         )
 
     def require_alike(self, other: LayerVectors) -> None:
-        """See that another's vectors can be combined with these.
+        """Check that another's vectors can be combined with these.
 
         Raises:
             InvalidSpec: they are of another model, site, width or other layers.

@@ -1,4 +1,4 @@
-"""Who runs on this rank, and what must become of each token of a pass.
+"""The requests that run on this rank, and what must become of each token of a pass.
 
 In almost every pass, almost every request is one token further than before, on the same page, in the same scopes. All
 of these are looked up in one array at once, so that a pass over hundreds of requests costs a few numpy calls. The

@@ -129,7 +129,7 @@ class DeviceAccumulators:
 
     Args:
         installed: the rank's points.
-        accumulators: who reduces.
+        accumulators: which are in use, and how far each has come.
         layouts: line of each point in a record, on the device.
         transfers: to and from the device.
         ahead: passes whose tables may be under way.
