@@ -5,6 +5,7 @@ The client compiles it, `SamplingParams.extra_args` carries it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -66,6 +67,17 @@ class CapturePlan(msgspec.Struct, frozen=True):
     def numbers(self) -> int:
         """How many numbers stand for each row, where its encoding leaves that open; else 0."""
         return 0 if self.projection is None else self.projection.directions
+
+    def placed(self, slots: Mapping[bytes, int]) -> CapturePlan:
+        """The plan with the slot of its projection, if it has one.
+
+        Args:
+            slots: where each configuration is, by its digest.
+        """
+        if self.projection is None:
+            return self
+        slot = slots[self.projection.configuration]
+        return msgspec.structs.replace(self, projection=msgspec.structs.replace(self.projection, slot=slot))
 
 
 class Plan(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -24,13 +24,13 @@ from steercap.requests.checks import Expected
 from steercap.requests.handle import CaptureHandle
 from steercap.requests.lifecycle import Lifecycle, Source
 from steercap.steering.lowering import Lowered, scopes_of
+from steercap.steering.projection import Projected
 
 if TYPE_CHECKING:
     from steercap.adapters.prompts import Rendered
     from steercap.adapters.types import RequestOutput, SamplingParams
     from steercap.core.budget import Ticket
     from steercap.engine.engine import Engine
-    from steercap.vectors.directions import Mark
 
 
 class Done(NamedTuple):
@@ -61,12 +61,23 @@ class Change:
     scopes: tuple[tuple[Range, ...], ...]
     replaced: tuple[tuple[int, ...], ...]
 
+    def placed(self, slots: Mapping[bytes, int], epoch: int) -> SteeringPlan:
+        """What the workers are told of it.
+
+        Args:
+            slots: where each configuration is, by its digest.
+            epoch: see `identity`.
+        """
+        digest = self.lowered.digest
+        name = identity(digest, self.scopes, self.replaced, epoch)
+        return SteeringPlan(slots[digest], digest, name, self.scopes, self.replaced)
+
 
 class Planned(NamedTuple):
     """What the workers shall do, complete.
 
     Args:
-        plan: the plan, its steering in its slot.
+        plan: the plan, all that it names in its slot; None if nothing is kept or changed.
         salt: what keys and values depend on besides the tokens, "" for nothing.
     """
 
@@ -83,13 +94,12 @@ class Job:
         prompt: the rendered prompt.
         params: sampling parameters, its own copy.
         options: further arguments of vLLM's `generate`.
-        plan: what is kept and changed, or None; what needs a slot has none yet.
+        plan: what is kept, without a slot, and nothing of what is changed: `planned` completes it. None if there is
+            neither.
         points: the points that are kept.
+        projected: what rows are projected on, or None.
         change: what is changed, or None.
         spans: positions of the messages, for `chat`.
-        projection: what rows are projected on, or None.
-        directions: names of these.
-        marks: what these are known by, by layer.
         reading: whether the prompt alone counts; the token that vLLM must sample is kept from the user.
     """
 
@@ -99,11 +109,9 @@ class Job:
     options: dict[str, Any]
     plan: Plan | None
     points: tuple[Point, ...]
+    projected: Projected | None = None
     change: Change | None = None
     spans: tuple[MessageSpan, ...] = ()
-    projection: Lowered | None = None
-    directions: tuple[str, ...] = ()
-    marks: Mapping[int, tuple[Mark, ...]] = field(default_factory=dict)
     reading: bool = False
 
 
@@ -126,12 +134,13 @@ async def prepare(
     vllm = engine.vllm
     points: tuple[Point, ...] = ()
     indices: tuple[int, ...] = ()
-    if spec is not None and not isinstance(spec, CaptureSpec):
-        raise InvalidSpec(f"capture={spec!r}; give a CaptureSpec, or capture_layers= for layers alone")
+    projected = None
     if spec is not None:
+        if not isinstance(spec, CaptureSpec):
+            raise InvalidSpec(f"capture={spec!r}; give a CaptureSpec, or capture_layers= for layers alone")
         points, indices = engine.captured(spec)
         check_codec(spec.codec)
-    projected = None if spec is None else engine.projected(spec)
+        projected = engine.projected(spec)
     lowered = None if steering is None else engine.lowered(steering)
     sampling = vllm.sampling(params)
     rendered = await vllm.render(prompt)
@@ -153,10 +162,7 @@ async def prepare(
     plan = None
     if capture is not None or change is not None:
         plan = Plan(engine.new_key(), prompt_len, limit, sampling.n, capture)
-    job = Job(engine, rendered, sampling, options, plan, points, change, tuple(spans), reading=reading)
-    if projected is None:
-        return job
-    return replace(job, projection=projected.lowered, directions=projected.names, marks=projected.marks)
+    return Job(engine, rendered, sampling, options, plan, points, projected, change, tuple(spans), reading=reading)
 
 
 async def run_all(jobs: Sequence[Job], running: set[asyncio.Task[Any]]) -> list[Done]:
@@ -178,9 +184,10 @@ async def run_all(jobs: Sequence[Job], running: set[asyncio.Task[Any]]) -> list[
                 tasks.append(task)
                 running.add(task)
                 task.add_done_callback(running.discard)
-    except BaseException as error:  # noqa: BLE001 -- raised again, out of its group
+    except BaseException as failed:  # noqa: BLE001 -- raised again, out of its group
         _release_done(tasks)
-        raise first_error(error) from None
+        error = first_error(failed)
+        raise error from error.__cause__  # it keeps its own cause, and the group is none
     if any(task.cancelled() for task in tasks):
         _release_done(tasks)
         raise ModelClosed("the model was closed while this request ran")
@@ -219,25 +226,18 @@ async def memory_for(job: Job, call: object) -> Ticket | None:
 
 @asynccontextmanager
 async def planned(job: Job) -> AsyncIterator[Planned]:
-    """Hold the slots that a request needs, if it needs any."""
-    changes = None if job.change is None else job.change.lowered
-    wanted = [lowered for lowered in (changes, job.projection) if lowered is not None]
+    """Hold the slots that a request needs, if it needs any, and complete its plan with them."""
+    wanted = [one.lowered for one in (job.change, job.projected) if one is not None]
     if job.plan is None or not wanted:
         yield Planned(job.plan, "")
         return
-    async with job.engine.configurations.holding(*wanted) as grants:
+    configurations = job.engine.configurations
+    async with configurations.holding(*wanted) as grants:
         slots = {grant.digest: grant.slot for grant in grants}
-        plan, salt = job.plan, ""
-        if (capture := plan.capture) is not None and (projection := capture.projection) is not None:
-            placed = msgspec.structs.replace(projection, slot=slots[projection.configuration])
-            plan = msgspec.structs.replace(plan, capture=msgspec.structs.replace(capture, projection=placed))
-        if (change := job.change) is not None:
-            digest = change.lowered.digest
-            name = identity(digest, change.scopes, change.replaced, job.engine.configurations.epoch)
-            steering = SteeringPlan(slots[digest], digest, name, change.scopes, change.replaced)
-            plan = msgspec.structs.replace(plan, steering=steering)
-            salt = name.hex() if change.lowered.changes_kv else ""
-        yield Planned(plan, salt)
+        capture = None if job.plan.capture is None else job.plan.capture.placed(slots)
+        steering = None if job.change is None else job.change.placed(slots, configurations.epoch)
+        salt = steering.identity.hex() if steering and job.change and job.change.lowered.changes_kv else ""
+        yield Planned(msgspec.structs.replace(job.plan, capture=capture, steering=steering), salt)
 
 
 def outputs_of(
@@ -305,8 +305,8 @@ def _handles(
             num_layers=engine.vllm.num_layers,
             lifecycle=Lifecycle(name, source=Source(engine, Owner(plan.key, sample.index), own, expected)),
             messages=job.spans + reply,
-            directions=job.directions,
-            marks=job.marks,
+            directions=job.projected.names if job.projected else (),
+            marks=job.projected.marks if job.projected else {},
         )
         handles.append(handle)
     return handles

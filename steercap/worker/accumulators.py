@@ -121,49 +121,104 @@ class Accumulators:
     def update(self, step: Step) -> tuple[Updates | None, Ints]:
         """What a pass does to the accumulators, from here on as if it were done.
 
+        A position is sure to belong to its sequence if it is one of the prompt, or if the position `lag` behind it is
+        computed too, since at most `lag` positions past a sequence's end are computed.
+
+        - Added for good: held rows that have become sure, and then the pass's rows that are sure. What was added cannot
+          be taken out again, so each is added once: rows that were added before a preemption are left out.
+        - Held apart: the pass's other rows. They may be of drafts that will be rejected, or lie past the end.
+        - Dropped: held rows that this pass computes again; what it computes is added, or held, in their place.
+        - Held on: all other held rows.
+
         Returns:
             The updates, None if the pass has no such rows; and the indices, in the ledger, of requests whose newest
             rows are more than can be held, none of which is added from here on.
         """
-        tokens = np.flatnonzero(step.accumulators != NONE)
-        if not len(tokens):
-            return None, tokens
-        begins = np.flatnonzero(np.diff(step.accumulators[tokens], prepend=NONE))
-        accumulators, starts = step.accumulators[tokens[begins]], step.firsts[tokens[begins]]
-        request = np.repeat(np.arange(len(begins)), np.diff(begins, append=len(tokens)))
-        positions = step.positions[tokens]
-        ends = positions[np.append(begins[1:], len(tokens)) - 1] + 1
-        # At most `lag` positions past the end are computed.
-        sure = np.maximum(self._sure[accumulators], ends - self.lag)
+        rows = _Rows.of(step)
+        if not len(rows.tokens):
+            return None, rows.tokens
+        accumulators, request = rows.accumulators, rows.request
+        sure = np.maximum(self._sure[accumulators], rows.ends - self.lag)
+
         held = self._positions[accumulators]
-        # What this pass computes again is not what was held of it.
-        old = (held != EMPTY) & (held < np.minimum(sure, starts)[:, None])
-        adds = _oldest(held, old)
-        again = (held >= starts[:, None]) & (held < ends[:, None])
-        held = np.where(old | again, EMPTY, held)
-        new = positions >= self._next[accumulators][request]
-        settled = new & (positions < sure[request])
-        counts = np.bincount(request[settled], minlength=len(accumulators))
-        first = tokens[begins]
-        first[request[settled][::-1]] = tokens[settled][::-1]
+        again = (held >= rows.starts[:, None]) & (held < rows.ends[:, None])
+        proved = (held != EMPTY) & (held < np.minimum(sure, rows.starts)[:, None])
+        adds = _oldest(held, proved)
+        held = np.where(proved | again, EMPTY, held)
+
+        new = rows.positions >= self._next[accumulators][request]
+        added = new & (rows.positions < sure[request])
+        counts = np.bincount(request[added], minlength=len(accumulators))
+        first = rows.tokens[rows.begins]
+        first[request[added][::-1]] = rows.tokens[added][::-1]  # backwards, so that the first of each is what stays
+
+        row, slot, crowded = _slots_for(np.flatnonzero(new & ~added), request, held == EMPTY)
         holds = np.full(held.shape, NONE, dtype=np.int64)
-        kept = np.flatnonzero(new & ~settled)
-        # Each of them gets the next free slot of its request.
-        number = np.bincount(request[kept], minlength=len(accumulators))
-        along = np.arange(len(kept)) - (np.cumsum(number) - number)[request[kept]]
-        crowded = number > (held == EMPTY).sum(1)
-        fits = ~crowded[request[kept]]
-        kept, along = kept[fits], along[fits]
-        slots = np.argsort(held != EMPTY, axis=1, kind="stable")[request[kept], along]
-        holds[request[kept], slots] = tokens[kept]
-        held[request[kept], slots] = positions[kept]
+        holds[request[row], slot] = rows.tokens[row]
+        held[request[row], slot] = rows.positions[row]
+
         kinds, fresh = self._kinds[accumulators], self._fresh[accumulators]
-        updates = Updates(accumulators, kinds, fresh, tokens[settled], counts, first, adds, holds)
         self._fresh[accumulators] = False
-        self._added[accumulators] += old.sum(1) + counts
-        self._next[accumulators] = np.maximum(self._next[accumulators], np.minimum(sure, ends))
+        self._added[accumulators] += proved.sum(1) + counts
+        self._next[accumulators] = np.maximum(self._next[accumulators], np.minimum(sure, rows.ends))
         self._positions[accumulators] = held
-        return updates, step.requests[tokens[begins[crowded]]]
+        updates = Updates(accumulators, kinds, fresh, rows.tokens[added], counts, first, adds, holds)
+        return updates, step.requests[rows.tokens[rows.begins[crowded]]]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a pass that are reduced, request by request.
+
+    Args:
+        tokens: their indices in the step: int64 [rows].
+        positions: of each: int64 [rows].
+        request: whose it is, numbered in the order of the pass: int64 [rows].
+        begins: the first row of each request: int64 [requests].
+        accumulators: its accumulator: int64 [requests].
+        starts: position of its first token in this pass, whether that one is reduced or not: int64 [requests].
+        ends: the position behind its last row: int64 [requests].
+    """
+
+    tokens: Ints
+    positions: Ints
+    request: Ints
+    begins: Ints
+    accumulators: Ints
+    starts: Ints
+    ends: Ints
+
+    @staticmethod
+    def of(step: Step) -> _Rows:
+        """Those of a step."""
+        tokens = np.flatnonzero(step.accumulators != NONE)
+        accumulators, positions = step.accumulators[tokens], step.positions[tokens]
+        begins = np.flatnonzero(np.diff(accumulators, prepend=NONE))
+        behind = np.append(begins, len(tokens))[1:]
+        request = np.repeat(np.arange(len(begins)), behind - begins)
+        starts, ends = step.firsts[tokens[begins]], positions[behind - 1] + 1
+        return _Rows(tokens, positions, request, begins, accumulators[begins], starts, ends)
+
+
+def _slots_for(rows: Ints, request: Ints, free: npt.NDArray[np.bool_]) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
+    """A free slot for each row that is held apart.
+
+    Args:
+        rows: those rows, request by request.
+        request: whose each row of the pass is.
+        free: which slots hold nothing: bool [requests, slots].
+
+    Returns:
+        The rows that get a slot, and the slot of each; and which requests have fewer than they need, and get none.
+    """
+    wanted = np.bincount(request[rows], minlength=len(free))
+    crowded = wanted > free.sum(1)
+    before = np.cumsum(wanted) - wanted  # rows of the requests before
+    number = np.arange(len(rows)) - before[request[rows]]  # of each row among those of its request
+    fits = ~crowded[request[rows]]
+    rows, number = rows[fits], number[fits]
+    free_first = np.argsort(~free, axis=1, kind="stable")
+    return rows, free_first[request[rows], number], crowded
 
 
 def _oldest(held: Ints, chosen: npt.NDArray[np.bool_]) -> Ints:
