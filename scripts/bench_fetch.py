@@ -44,7 +44,7 @@ def parcels(args: argparse.Namespace) -> tuple[SharedSegment, Attached, list[Par
         pages=args.requests * pages,
         bank_rows=0,
         bank_width=args.width,
-        tallies=0,
+        reductions=0,
         held=0,
         path=segment.path,
         nonce=segment.nonce,

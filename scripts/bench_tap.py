@@ -101,12 +101,12 @@ def cost(width: int, tokens: int, mode: str, *, weights: Sequence[torch.Tensor] 
     layouts = np.full(tokens, layout.number if copies else -1)
     nowhere = np.full(tokens, -1)
     step = Step(
-        owners=every,
+        requests=every,
         tokens=every,
         positions=every,
         firsts=every,
         lines=lines,
-        tallies=nowhere,
+        accumulators=nowhere,
         layouts=layouts,
         slots=chosen,
         masks=masks,

@@ -1,7 +1,4 @@
-"""The settings of steercap's own, checked once; everything else is an engine argument of vLLM.
-
-Number 1 in the life of a request, once for all requests.
-"""
+"""steercap's own settings, checked once; everything else is an engine argument of vLLM."""
 
 from __future__ import annotations
 
@@ -26,13 +23,13 @@ CPU: Final[Mapping[str, Any]] = MappingProxyType(
 )
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType({"cpu": CPU})
 
-#: What no whole number reaches: an exbibyte.
+#: A bound on all whole numbers: an exbibyte.
 MOST: Final = 1 << 60
 
 #: Rows of 113,000 tokens of an 8B model at one layer, or of 3,800 at all 36; resident only when used.
 DEFAULT_CAPTURE_BYTES: Final = 4 << 30
 
-#: 900 requests of an 8B model that reduce at all layers; where fewer can run at once, less is taken.
+#: Enough for 900 requests of an 8B model that reduce at all layers; less is taken where fewer can run at once.
 DEFAULT_REDUCE_BYTES: Final = 1 << 30
 
 #: 16,384 vectors of an 8B model; resident only when used.

@@ -1,7 +1,4 @@
-"""SteerModel: what a user holds.
-
-Number 1 in the life of a request.
-"""
+"""SteerModel: what a user opens."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
     from steercap.edits.base import Edit
 
 
-#: What to do in the place of a copy.
+#: What to do instead of a copy.
 INSTEAD: Final = "an engine has one owner; make another SteerModel of the same path"
 
 

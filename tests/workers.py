@@ -54,21 +54,21 @@ class LateTransfers:
 
     def fetch(self, _after: object, targets: Ints, sources: Ints, sizes: Ints, *, urgent: bool) -> object:
         del urgent
-        mark = object()
-        self.queued.append((mark, targets, sources, sizes))
-        return mark
+        event = object()
+        self.queued.append((event, targets, sources, sizes))
+        return event
 
-    def done(self, mark: object) -> bool:
-        return all(mark is not queued for queued, *_ in self.queued)
+    def done(self, event: object) -> bool:
+        return all(event is not queued for queued, *_ in self.queued)
 
-    def wait(self, mark: object) -> None:
-        while not self.done(mark):
+    def wait(self, event: object) -> None:
+        while not self.done(event):
             _, targets, sources, sizes = self.queued.pop(0)
             for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
                 ctypes.memmove(target, source, size)
 
-    def hold(self, mark: object) -> None:
-        self.wait(mark)
+    def hold(self, event: object) -> None:
+        self.wait(event)
 
 
 def some_taps(kind: str, installed: Installed, sizes: TapSizes) -> Taps:
@@ -90,14 +90,14 @@ def some_runtime(
     tokens: int = 1024,
     arena_bytes: int | None = 1 << 20,
     local: Sequence[int] | None = None,
-    tallies: int = 8,
+    accumulators: int = 8,
     lag: int = 1,
     held: int = 1,
     schemas: Sequence[PointSchema] | None = None,
     shard: int = 0,
 ) -> Runtime:
     """One rank of `points` points, those of `local` on it, or all; alike, or of `schemas`."""
-    sizes = TapSizes(slots, bank_rows, entries, tokens, arena_bytes, tallies, lag, held)
+    sizes = TapSizes(slots, bank_rows, entries, tokens, arena_bytes, accumulators, lag, held)
     own = tuple(range(points) if local is None else local)
     if schemas is None:
         schemas = schemas_of(len(own), width, dtype)

@@ -37,7 +37,7 @@ from steercap.testing.rows import (
     worst,
 )
 from steercap.testing.specs import OPERATIONS, spec
-from verification.engines import Engines, Machine, Wanted, surroundings
+from verification.engines import EngineChoice, Engines, Machine, surroundings
 
 Show = dict[str, Any]
 #: bfloat16, a layer given the captured row before it, and graphs on against off: the least row cosine.
@@ -366,7 +366,7 @@ def _cache_prompts() -> list[list[int]]:
     return [random_prompt(20 + seed, 900 + seed) for seed in range(4)]
 
 
-async def plain_tokens(wanted: Wanted) -> tuple[float, list[list[int]]]:
+async def plain_tokens(wanted: EngineChoice) -> tuple[float, list[list[int]]]:
     """Seconds that vLLM without steercap takes to start, and what it answers."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind, SamplingParams

@@ -61,15 +61,15 @@ class Machine:
         own = {"gpu_memory_utilization": self.share, "kv_cache_memory_bytes": 64 << 20, "capture_bytes": CAPTURE_BYTES}
         return {**kept, "dtype": dtype, **own}
 
-    def engine(self, name: str) -> Wanted:
+    def engine(self, name: str) -> EngineChoice:
         """How an engine is started: a family (float32) or a name below, with " eager" or " compiled" after it or not."""
         first, _, mode = name.rpartition(" ")
         if mode in {"eager", "compiled"}:
             bare = self.engine(first)
-            return Wanted(bare.path, bare.arguments | {"enforce_eager": mode == "eager"}, bare.environment)
+            return EngineChoice(bare.path, bare.arguments | {"enforce_eager": mode == "eager"}, bare.environment)
         if name == "smollm2":
             assert self.smollm2 is not None
-            return Wanted(self.smollm2, self.base("bfloat16") | {"kv_cache_memory_bytes": 256 << 20})
+            return EngineChoice(self.smollm2, self.base("bfloat16") | {"kv_cache_memory_bytes": 256 << 20})
         little = {key: value for key, value in CRAMPED.items() if key != "enforce_eager"}
         drafts = {"num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
         of_qwen3: dict[str, dict[str, Any]] = {
@@ -85,7 +85,7 @@ class Machine:
         }
         # vLLM's CPU workers want cores of their own; without as many NUMA nodes they must be told which.
         two = name.endswith(("_parallel_size", "split")) and not self.cuda
-        return Wanted(
+        return EngineChoice(
             tiny_checkpoint("qwen3" if name in of_qwen3 else name),
             self.base("float32") | of_qwen3.get(name, {}),
             {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if two else {},
@@ -93,8 +93,8 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """An engine to start.
+class EngineChoice:
+    """Which engine to start.
 
     Args:
         path: its checkpoint.
@@ -190,7 +190,7 @@ class Engines:
             return model
 
     @staticmethod
-    async def start(wanted: Wanted, **settings: Any) -> SteerModel:
+    async def start(wanted: EngineChoice, **settings: Any) -> SteerModel:
         """Start an engine that is nobody else's."""
         with surroundings(wanted.environment):
             return await SteerModel(str(wanted.path), **wanted.arguments, **settings).start()

@@ -1,7 +1,7 @@
-"""What vLLM is asked to start with: its arguments, those that steercap sets among them, and what cannot be on.
+"""What vLLM is started with: its arguments, including those that steercap sets, and what must be off.
 
-Number 4 in the life of a request, before any. What it relies on, of vLLM 0.32: `AsyncEngineArgs`, its
-`worker_extension_cls` and `additional_config`, and the names of a `VllmConfig`.
+What it relies on, of vLLM 0.32: `AsyncEngineArgs`, its `worker_extension_cls` and `additional_config`, and the names of
+a `VllmConfig`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def read_arguments(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArg
             hint = f"did you mean {close[0]!r}?" if close else "SteerModel takes its own settings and AsyncEngineArgs'"
             raise InvalidSetting(f"vLLM has no engine argument {name!r}; {hint}")
     if engine_args.get("speculative_config"):
-        # A row's place and scopes follow from its position, which a speculating scheduler knows only in step.
+        # A row's line and scopes follow from its position, which a scheduler that speculates knows only without async
+        # scheduling.
         engine_args = {"async_scheduling": False, **engine_args}
     try:
         args = AsyncEngineArgs(model=model, worker_extension_cls=EXTENSION, **engine_args)
@@ -45,7 +46,7 @@ def read_arguments(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArg
 
 
 def check_supported(config: Any) -> None:
-    """See that nothing is on that taps cannot live with.
+    """Check that nothing is on that taps cannot work with.
 
     Raises:
         UnsupportedRunner: something is; the message says what, and what to do.

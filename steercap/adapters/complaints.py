@@ -1,7 +1,4 @@
-"""msgspec's complaints about what a user gave, in the user's own names.
-
-Number 1 in the life of a request.
-"""
+"""msgspec's complaints about what a user gave, in the user's own names."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ _COMPLAINT: Final = re.compile(r"(?P<says>.*?) - at (?P<key>`key` in )?`\$(?P<pa
 
 
 def named(complaint: str, given: Mapping[str, Any], places: tuple[str, ...] = ()) -> str:
-    """A complaint with the name and the value of what it is about.
+    """A complaint with the name and the value that it is about.
 
     Args:
-        complaint: msgspec's, or anybody's, which is given back as it is.
+        complaint: msgspec's; any other is given back as it is.
         given: what the path starts in, by name.
         places: names of what the path counts, where it starts with a number.
     """

@@ -1,7 +1,7 @@
 """The client's end of a running AsyncLLM: whether the engine lives, calls to its workers, and its end.
 
-Number 4 in the life of a request. What it relies on, of vLLM 0.32: `AsyncLLM.errored`, `output_handler` and `shutdown`;
-of `engine_core`, `core_engines`, `call_utility_all_async`, `_call_utility_async` and `resources`.
+What it relies on, of vLLM 0.32: `AsyncLLM.errored`, `output_handler` and `shutdown`; of `engine_core`, `core_engines`,
+`call_utility_all_async`, `_call_utility_async` and `resources`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _DIED: Final = "the vLLM engine has died; its log says why"
 
 
 class Connection:
-    """An AsyncLLM until it is let go of.
+    """An AsyncLLM until it is released.
 
     Args:
         llm: the engine.
@@ -48,7 +48,7 @@ class Connection:
     async def call_workers(self, method: str, *args: Any, engine: int | None = None) -> list[list[Any]]:
         """Have every worker run a method of its extension, or those of one engine.
 
-        `AsyncLLM.collective_rpc` asks all engines too, but gives the first one's answers alone.
+        `AsyncLLM.collective_rpc` asks all engines too, but gives only the first one's answers.
 
         Returns:
             Engine by engine, the answers of its workers in the order of their ranks.
@@ -82,7 +82,7 @@ class Connection:
         return found
 
     def require_alive(self) -> None:
-        """See that the engine lives.
+        """Check that the engine lives.
 
         Raises:
             EngineFailure, ModelClosed: it has died, or was closed.
@@ -97,7 +97,7 @@ class Connection:
         return EngineFailure(self.watch.found or _DIED)
 
     async def quiesce(self) -> None:
-        """Stop hearing from the engine, or its end would be reported as a crash; in its event loop."""
+        """Stop listening to the engine, or its end would be reported as a crash; in its event loop."""
         self._closing = True
         handler = self._llm.output_handler if self._llm is not None else None
         if handler is not None:
@@ -115,7 +115,7 @@ class Connection:
             return
         self.watch.close()
         resources = llm.engine_core.resources
-        resources.engine_dead = True  # expected: its watchers are not to complain
+        resources.engine_dead = True  # expected: its watchers must not complain
         if resources.engine_manager is not None:
             resources.engine_manager.manager_stopped.set()
         if (handler := llm.output_handler) is not None:  # which would complain, where nobody could quiesce
@@ -125,7 +125,7 @@ class Connection:
         llm.shutdown(0)
         hearing = resources.output_queue_task
         if hearing is not None and not hearing.get_loop().is_running():
-            # vLLM has left it to its loop to close them, and that loop may never run again.
+            # vLLM leaves it to its loop to close them, and that loop may never run again.
             for name in ("output_socket", "input_socket", "first_req_send_socket", "first_req_rcv_socket"):
                 if (socket := getattr(resources, name, None)) is not None and not socket.closed:
                     with contextlib.suppress(RuntimeError):  # the loop was closed at the same moment

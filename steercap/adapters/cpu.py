@@ -1,7 +1,7 @@
-"""What vLLM's CPU runner gets wrong, mended in the worker: seeds of chunked prompts, and requests without an adapter
+"""What vLLM's CPU runner gets wrong, repaired in the worker: seeds of chunked prompts, and requests without an adapter
 beside others with one.
 
-Number 5 in the life of a request. Each part says what it relies on, all of vLLM 0.32, and when it can go.
+Each part says what it relies on, all of vLLM 0.32, and when it can go.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MASKED: Final = "__steercap_masked__"
 
 
 def hook() -> None:
-    """Mend this process's classes and operators; a second call finds them mended."""
+    """Repair this process's classes and operators; a second call does nothing."""
     wrap(GPUModelRunner, "_sample", _sample)
     wrap(GPUModelRunner, "_bookkeeping_sync", _bookkeeping_sync)
     for name in _BY_INDEX:
@@ -40,9 +40,9 @@ def hook() -> None:
 def _sample(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:
     """Draw nothing from the generators of requests whose prompt goes on in the next step.
 
-    vLLM samples for them too, throws the token away, and turns their generators back by their offset, which a CPU
-    generator does not have: the worker dies. Relies on `_sample` and `_bookkeeping_sync` reading
-    `input_batch.generators` by index, and on `discard_request_mask`. Can go when vLLM turns CPU generators back.
+    vLLM samples for them too, throws the token away, and resets their generators by their offset, which a CPU generator
+    does not have: the worker dies. Relies on `_sample` and `_bookkeeping_sync` reading `input_batch.generators` by
+    index, and on `discard_request_mask`. Can go when vLLM resets CPU generators.
     """
     if runner.device.type != "cpu":
         return original()
@@ -65,7 +65,7 @@ def _bookkeeping_sync(original: Callable[[], Any], runner: Any, *_args: Any, **_
 
 
 def _without_rows_of_none(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator of LoRA on CPU that adds nothing to rows whose index is -1, which is no adapter.
+    """An operator of LoRA on CPU that adds nothing to rows whose index is -1, which means no adapter.
 
     vLLM's takes the weights at index -1: those of the last slot. Relies on the arguments `inputs` first and
     `lora_indices_tensor` fourth, in `lora_ops` and in `punica_cpu`, which imports them by name. Can go when vLLM's

@@ -1,10 +1,10 @@
 """The generated text alone, where vLLM's would begin with the prompt's.
 
-Number 3 in the life of a request. tokenizers' `DecodeStream` holds text back while it ends within a character. vLLM
-0.32 starts it with the prompt; if the prompt itself ends within a character (token ids that were cut there, or bytes
-that are none), or with U+FFFD, the whole prompt comes out as if it had been generated, and stop strings match in it.
-What it relies on: `FastIncrementalDetokenizer` and its `tokenizer`, `stream` and `skip_special_tokens`. It can go when
-such a prompt stays out of vLLM's texts.
+tokenizers' `DecodeStream` holds text back while it ends within a character. vLLM 0.32 starts it with the prompt; if the
+prompt itself ends within a character (token ids that were cut there, or bytes that are not one), or with U+FFFD, the
+whole prompt comes out as if it had been generated, and stop strings match in it. What it relies on:
+`FastIncrementalDetokenizer` and its `tokenizer`, `stream` and `skip_special_tokens`. It can go when such a prompt stays
+out of vLLM's texts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import tokenizers
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 _MENDED: Final = "__steercap_mended__"
-#: What a decoder writes for bytes that are no character.
+#: What a decoder writes for bytes that are not a character.
 _UNKNOWN: Final = "\N{REPLACEMENT CHARACTER}"
 #: Tokens looked at from the end: a character has four bytes at most, and a token is one byte at least.
 _WINDOW: Final = 8
 
 
 def mend() -> None:
-    """Mend vLLM's detokenizer in this process; a second call finds it mended."""
+    """Repair vLLM's detokenizer in this process; a second call does nothing."""
     original = FastIncrementalDetokenizer.__init__
     if hasattr(original, _MENDED):
         return
@@ -45,7 +45,7 @@ def mend() -> None:
 
 
 def _readable(detokenizer: Any, prompt: Sequence[int]) -> int:
-    """How much of a prompt there is up to the last whole character; 0 if that is far from its end."""
+    """The length of a prompt up to its last whole character; 0 if that is far from its end."""
     for end in range(len(prompt), max(len(prompt) - _WINDOW, 0), -1):
         window = prompt[max(end - _WINDOW, 0) : end]
         text = detokenizer.tokenizer.decode(window, skip_special_tokens=detokenizer.skip_special_tokens)

@@ -1,7 +1,7 @@
-"""vLLM's AsyncLLM behind the few verbs steercap needs.
+"""vLLM's AsyncLLM behind the few calls that steercap needs.
 
-Number 2 to 4 in the life of a request. What it relies on, all of vLLM 0.32: `AsyncLLM.from_vllm_config`, `generate` and
-its `data_parallel_rank`; `additional_config` in the key of the compile cache.
+What it relies on, all of vLLM 0.32: `AsyncLLM.from_vllm_config`, `generate` and its `data_parallel_rank`;
+`additional_config` in the key of the compile cache.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ RPC: Final = "steercap_answer"
 
 
 class Starting(Protocol):
-    """What an engine asks of the start that it came of; see `adapters.launch.Launch`."""
+    """What an engine needs of the start that it came from; see `adapters.launch.Launch`."""
 
     @property
     def reaper(self) -> Reaper:
         """Of its processes."""
 
     def require_wanted(self) -> None:
-        """See that it was not given up."""
+        """Check that it was not given up."""
 
     def end(self) -> None:
         """End its processes."""
@@ -148,7 +148,7 @@ class VllmEngine:
         return read_params(params)
 
     async def checked(self, prompt: Rendered, params: SamplingParams, options: Mapping[str, Any]) -> dict[str, Any]:
-        """See that the engine takes a request, before it hears of it.
+        """Check that the engine takes a request, before it is sent.
 
         Args:
             prompt: the rendered prompt.
@@ -248,7 +248,7 @@ class VllmEngine:
         return self.llm.renderer.get_tokenizer()
 
     async def quiesce(self) -> None:
-        """Stop hearing from the engine, or its end would be reported as a crash; in its event loop."""
+        """Stop listening to the engine, or its end would be reported as a crash; in its event loop."""
         await self._connection.quiesce()
 
     def end(self) -> None:
@@ -261,7 +261,7 @@ class VllmEngine:
 
 
 def _require_whole(output: RequestOutput) -> None:
-    """See that vLLM did not end a request early, which its output says as if it were a reason like others."""
+    """Check that vLLM did not end a request early, which its output reports like any other reason."""
     for sample in output.outputs:
         if sample.finish_reason == "error":
             raise InvalidRequest(

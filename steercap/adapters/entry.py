@@ -1,9 +1,9 @@
 """How processes of vLLM begin: quietly, whatever they import.
 
-Number 4 in the life of a request. A process that vLLM spawns unpickles first the function it is to run, then its
-arguments, and these import all of vLLM, which says what it has to say at once. So the function is one of ours, and
-being unpickled is what prepares the process. What it relies on, of vLLM 0.32: `EngineCoreProc.run_engine_core`,
-`DPCoordinatorProc.run_coordinator`, `WorkerProc.worker_main`, each the target of a `Process`. It imports nothing heavy.
+A process that vLLM spawns unpickles first the function it is to run, then its arguments, and these import all of vLLM,
+which writes its log at once. So the function is one of ours, and being unpickled is what prepares the process. What it
+relies on, of vLLM 0.32: `EngineCoreProc.run_engine_core`, `DPCoordinatorProc.run_coordinator`,
+`WorkerProc.worker_main`, each the target of a `Process`. It imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Final
 
-#: What a user may have set, who then gets what vLLM makes of it.
+#: Settings of vLLM's log; a user who has set one gets what vLLM makes of it.
 CHOICES: Final = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
 #: Loggers that say of a machine without CUDA that it cannot run Triton, which steercap does not need there.
 _TRITON: Final = ("vllm.triton_utils.importing", "vllm.platforms.cpu", "vllm.config.vllm")
@@ -28,7 +28,7 @@ WORKER: Final = ("vllm.v1.executor.multiproc_executor", "WorkerProc", "worker_ma
 
 
 def wants_quiet() -> bool:
-    """Whether the user has left vLLM's log to us; asked once, before `quieten` sets what it sets."""
+    """Whether the user has left vLLM's log to us; asked once, before `quieten` sets anything."""
     return not any(name in os.environ for name in CHOICES)
 
 
@@ -44,7 +44,7 @@ def quieten(*, log: bool) -> None:
     if log:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if "VLLM_LOGGING_CONFIG_PATH" not in os.environ and os.environ.get("VLLM_CONFIGURE_LOGGING") != "0":
-        # vLLM configures its log long after it has begun to speak.
+        # vLLM configures its log long after it has begun to write.
         with contextlib.suppress(ValueError):  # a level that vLLM will refuse
             logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper())
     if log:
@@ -62,34 +62,35 @@ class Entry:
     """The function that a process of vLLM begins with.
 
     Args:
-        place: its module, class and name.
+        target: its module, class and name.
         function: the function itself, for processes that are forked.
         log: see `quieten`.
     """
 
     def __init__(
-        self, place: tuple[str, str, str], function: Callable[..., None] | None = None, *, log: bool = False
+        self, target: tuple[str, str, str], function: Callable[..., None] | None = None, *, log: bool = False
     ) -> None:
-        self._place = place
+        self._target = target
         self._function = function
         self._log = log
 
     def __reduce__(self) -> tuple[Callable[..., Entry], tuple[tuple[str, str, str], bool]]:
-        return _prepared, (self._place, self._log)
+        return _prepared, (self._target, self._log)
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Run it, in its process."""
-        module, owner, name = self._place
+        module, owner, name = self._target
         function = self._function or getattr(getattr(import_module(module), owner), name)
-        if self._place == ENGINE_CORE:
+        if self._target == ENGINE_CORE:
             module, owner, name = WORKER
             worker = getattr(import_module(module), owner)
             setattr(worker, name, Entry(WORKER, getattr(worker, name), log=self._log))
-            # Where its workers meet is a file, which they remove if they end in order; this folder is removed anyhow.
+            # Its workers meet at a file, which they remove only if they end in order; this folder is removed in any
+            # case.
             tempfile.tempdir = os.environ.get("VLLM_RPC_BASE_PATH")
         function(*args, **kwargs)
 
 
-def _prepared(place: tuple[str, str, str], log: bool) -> Entry:
+def _prepared(target: tuple[str, str, str], log: bool) -> Entry:
     quieten(log=log)
-    return Entry(place, log=log)
+    return Entry(target, log=log)

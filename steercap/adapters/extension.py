@@ -1,7 +1,7 @@
 """The worker's end of every call of the client.
 
-Number 4 in the life of a request. vLLM imports this module in each worker process before the model is loaded, and
-mixes the class into its worker: importing it is what hooks the model runners, and its methods are the RPCs.
+vLLM imports this module in each worker process before the model is loaded, and mixes the class into its worker:
+importing it is what hooks the model runners, and its methods are the RPCs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the adapters of all model runners have in common: hooks on a class's methods, and a loaded model's taps.
 
-Number 4 and 5 in the life of a request. What it relies on, all of vLLM 0.32 and the same in both runners: `load_model`
-ends with the model in `get_model()`; `execute_model` is entered once a step, with the scheduler's output; `device`,
-`dtype`, `max_num_tokens`, `vllm_config`.
+What it relies on, all of vLLM 0.32 and the same in both runners: `load_model` ends with the model in `get_model()`;
+`execute_model` is entered once per step, with the scheduler's output; `device`, `dtype`, `max_num_tokens`,
+`vllm_config`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PADDING: Final = 1024
 
 
 def wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
-    """Have `hook(original, runner, *args)` called instead of a method; `original` takes nothing. Safe to call again."""
+    """Replace a method by `hook(original, runner, *args)`; `original` takes no arguments. Safe to call again."""
     original = vars(owner)[name]
     if getattr(original, _HOOKED, False):
         return

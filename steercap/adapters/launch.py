@@ -1,9 +1,9 @@
 """An engine's start, which can be given up at any moment, and the processes that come of it.
 
-Number 4 in the life of a request. What it relies on, of vLLM 0.32: `CoreEngineProcManager` and `DPCoordinator` of
-`v1.engine.utils` start all processes of an engine in their `__init__`, and hold them as `processes` and `proc`. It can
-go when vLLM takes an environment and an entry for its processes. It imports vLLM when a start runs, on its thread: that
-takes many seconds, and nobody who presses Ctrl+C waits for them.
+What it relies on, of vLLM 0.32: `CoreEngineProcManager` and `DPCoordinator` of `v1.engine.utils` start all processes of
+an engine in their `__init__`, and hold them as `processes` and `proc`. It can go when vLLM takes an environment and an
+entry for its processes. It imports vLLM when a start runs, on its thread: that takes many seconds, and a user who
+presses Ctrl+C should not have to wait for them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from steercap.errors import EngineFailure, ModelClosed
 if TYPE_CHECKING:
     from steercap.adapters.engine import VllmEngine
 
-#: The start that the code of vLLM which runs now is part of.
+#: The start of which the running code of vLLM is part.
 _CURRENT: Final[ContextVar[Launch | None]] = ContextVar("steercap_launch", default=None)
 #: The environment and vLLM's classes are the whole process's: one start at a time changes them, for some milliseconds.
 _SPAWNING: Final = threading.Lock()
 _LOG: Final = wants_quiet()
-#: Seconds that the interpreter's end waits for a start that is deep in an import.
+#: Seconds for which the interpreter's end waits for a start that is deep in an import.
 EXIT_SECONDS: Final = 2.0
 
 
@@ -89,7 +89,7 @@ class Launch:
         return vllm
 
     def give_up(self) -> None:
-        """Kill what was started, and have the start fail as soon as it can; from any thread."""
+        """Kill what was started, and make the start fail as soon as it can; from any thread."""
         self._given_up.set()
         self.reaper.end()
 
@@ -111,7 +111,7 @@ class Launch:
         return self._thread is not None and self._thread.is_alive()
 
     def stop_importing(self, deadline: float) -> None:
-        """Have the thread of the start end where it is; for the interpreter's end, when nobody will import again.
+        """End the thread of the start where it is; for the interpreter's end, when nothing will be imported again.
 
         A thread that is stopped inside of a library's C++ when the interpreter is gone aborts the process.
         """
@@ -122,7 +122,7 @@ class Launch:
             self._thread.join(0.05)
 
     def require_wanted(self) -> None:
-        """See that the start was not given up.
+        """Check that the start was not given up.
 
         Raises:
             ModelClosed: it was.
@@ -132,11 +132,11 @@ class Launch:
 
     @contextlib.contextmanager
     def spawning(self) -> Iterator[None]:
-        """While processes are started: they carry the mark, begin quietly, and never hear of Ctrl+C.
+        """While processes are started: they carry the mark, begin quietly, and never get Ctrl+C.
 
-        A terminal sends SIGINT to all of them. It is for the client to say what it means: an engine that took it for
-        itself would be gone while a notebook still wants it, with a traceback from each process. A blocked signal
-        stays blocked in whatever a process starts.
+        A terminal sends SIGINT to all of them. The client decides what it means: an engine that obeyed it would be gone
+        while a notebook still needs it, with a traceback from each process. A blocked signal stays blocked in whatever
+        a process starts.
         """
         with _SPAWNING, _environment(self.reaper.environment), _entries():
             self.require_wanted()
@@ -154,7 +154,7 @@ _LAUNCHES: Final[WeakSet[Launch]] = WeakSet()
 def _end_all() -> None:
     """The interpreter ends: so do engines that nobody closed, and starts that still import vLLM."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # who presses Ctrl+C now wants it at once, and no traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl+C now means an end at once, without a traceback
     for launch in list(_LAUNCHES):
         launch.give_up()
         launch.end()
@@ -189,10 +189,10 @@ def _environment(added: Mapping[str, str]) -> Iterator[None]:
 def _entries() -> Iterator[None]:
     """The functions that vLLM's processes begin with are ours."""
     with contextlib.ExitStack() as stack:
-        for place in (ENGINE_CORE, COORDINATOR):
-            owner, name = getattr(import_module(place[0]), place[1]), place[2]
+        for target in (ENGINE_CORE, COORDINATOR):
+            owner, name = getattr(import_module(target[0]), target[1]), target[2]
             stack.callback(setattr, owner, name, owner.__dict__[name])
-            setattr(owner, name, Entry(place, getattr(owner, name), log=_LOG))
+            setattr(owner, name, Entry(target, getattr(owner, name), log=_LOG))
         yield
 
 

@@ -1,10 +1,10 @@
 """LoRA adapters of requests, loaded before a request that uses them is sent.
 
-Number 2 in the life of a request. vLLM 0.32 loads an adapter within the first step that needs it: one that is missing,
-or does not fit, ends the engine; one whose weights are narrower than the model's is copied into a corner of its
-tables; one for layers that the model lacks does nothing; and two under one name or number are one to its caches. What
-it relies on: `LoRARequest`, `get_adapter_absolute_path`, `PEFTHelper`; in the worker `add_lora`, `remove_lora` and the
-manager behind `model_runner.lora_manager`. It can go when vLLM refuses such adapters by themselves.
+vLLM 0.32 loads an adapter within the first step that needs it: one that is missing, or does not fit, ends the engine;
+one whose weights are narrower than the model's is copied into a corner of its tables; one for layers that the model
+lacks does nothing; and two under one name or number are the same to its caches. What it relies on: `LoRARequest`,
+`get_adapter_absolute_path`, `PEFTHelper`; in the worker `add_lora`, `remove_lora` and the manager behind
+`model_runner.lora_manager`. It can go when vLLM refuses such adapters by themselves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Known(NamedTuple):
     """An adapter that the workers have loaded.
 
     Args:
-        request: as vLLM is asked for it.
+        request: as it is passed to vLLM.
         files: what its files were: size and time of last change.
     """
 
@@ -124,17 +124,17 @@ class Adapters:
         return False
 
     def _check(self, request: LoRARequest) -> None:
-        """What can be told without the model: its settings, against the engine's."""
+        """What can be checked without the model: its settings, against the engine's."""
         text = self._config.model_config.hf_config.get_text_config()
         try:
             helper = PEFTHelper.from_local_dir(request.lora_path, getattr(text, "max_position_embeddings", None))
             helper.validate_legal(self._config.lora_config)
-        except Exception as error:  # of any kind: it is whatever the file holds
+        except Exception as error:  # of any kind: it depends on what the file holds
             raise InvalidRequest(f"{_told(request)} is not one that this engine can use: {error}") from error
 
 
 def _found(request: LoRARequest) -> str:
-    """Where an adapter's folder is, as it stays wherever the process goes.
+    """The absolute path of an adapter's folder, which stays valid when the process changes its own.
 
     Raises:
         InvalidRequest: there is none.
@@ -203,11 +203,11 @@ def _misfit(manager: Any, number: int, *, whole: bool) -> str:
         if getattr(module, "tp_size", 1) > 1:
             given = [module.slice_lora_a(given[0]), module.slice_lora_b(given[1])]
         a, b = ([one] if not isinstance(one, (list, tuple)) else one for one in given)
-        for place, (down, up) in enumerate(zip(a, b, strict=True)):
+        for index, (down, up) in enumerate(zip(a, b, strict=True)):
             if down is None or up is None:
                 continue
             has = (down.shape[-1], up.shape[0])
-            wants = (module.lora_a_stacked[place].shape[-1], module.lora_b_stacked[place].shape[-2])
+            wants = (module.lora_a_stacked[index].shape[-1], module.lora_b_stacked[index].shape[-2])
             if has != wants:
                 return f"{name} of the adapter is {has[0]} to {has[1]} wide, and the model's {wants[0]} to {wants[1]}"
     return ""

@@ -81,7 +81,7 @@ class Reaper:
         self._tell("".join(f"{line}\n" for line in lines).encode())
 
     def note_files(self) -> set[str]:
-        """Take note of the shared memory that the engine has now: who is killed together with it can tell nothing.
+        """Take note of the engine's shared memory: should the client be killed with it, nobody else could find it.
 
         Returns:
             The files.
@@ -135,13 +135,13 @@ def reap(mark: str, roots: Mapping[int, str], patience: float = PATIENCE) -> tup
     """
     deadline = time.monotonic() + patience
     left: set[str] = set()
-    killed = dict(roots)  # a dying process shows its mark no longer
+    killed = dict(roots)  # a dying process no longer shows its mark
     while found := _processes(mark, killed):
         for pid in found - killed.keys():
             if began := _began(pid):
                 killed[pid] = began
         left |= mapped(found) | named(found)
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # or who outlives the others for a moment complains of it
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # first stop all: one that outlived the others would complain
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -190,7 +190,7 @@ def _status(pid: int) -> list[str] | None:
 
 
 def _began(pid: int) -> str | None:
-    """When a process began, which tells it from another of the same id; None if it has ended."""
+    """When a process began, which distinguishes it from another of the same id; None if it has ended."""
     status = _status(pid)
     return status[19] if status else None
 

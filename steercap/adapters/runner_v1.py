@@ -1,8 +1,7 @@
 """vLLM's Model Runner V1, which the CPU runner derives from.
 
-Number 4 and 5 in the life of a request. What it relies on, all of vLLM 0.32: `_preprocess` is called for real batches
-only, after `_prepare_inputs` has laid the batch out in `input_batch`, `positions` and `input_ids`. It can go when vLLM
-offers a hook with the batch's layout.
+What it relies on, all of vLLM 0.32: `_preprocess` is called for real batches only, after `_prepare_inputs` has laid the
+batch out in `input_batch`, `positions` and `input_ids`. It can go when vLLM offers a hook with the batch's layout.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """vLLM's Model Runner V2, the default on CUDA.
 
-Number 4 and 5 in the life of a request. What it relies on, all of vLLM 0.32: `prepare_inputs` is called for real
-batches only, with padding already decided, and returns an `InputBatch` whose `positions` and `input_ids` are views of
-buffers that the model, compiled or replayed from a CUDA graph, reads on the current stream. Dummy runs, warm-up and
-graph capture never call it, so the taps stay idle there; vLLM's own warm-up requests do, and are not known here.
+What it relies on, all of vLLM 0.32: `prepare_inputs` is called for real batches only, with padding already decided, and
+returns an `InputBatch` whose `positions` and `input_ids` are views of buffers that the model, compiled or replayed from
+a CUDA graph, reads on the current stream. Dummy runs, warm-up and graph capture never call it, so the taps stay idle
+there; vLLM's own warm-up requests do, and are not known here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a user gives as sampling parameters, as vLLM's own, each of its own type.
+"""A user's sampling parameters as vLLM's own, each value of its proper type.
 
-Number 1 in the life of a request. vLLM 0.32 takes values of any type here and fails where they are used, in the
-engine. `msgspec` knows the types of `SamplingParams`. It can go when vLLM checks them.
+vLLM 0.32 takes values of any type here and fails where they are used, in the engine. `msgspec` knows the types of
+`SamplingParams`. It can go when vLLM checks them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _fields(given: Any) -> dict[str, Any]:
 
 
 def _check_numbers(params: SamplingParams) -> None:
-    """See that numbers fit where the runners keep them: vLLM checks some of them against other bounds, or none."""
+    """Check that numbers fit where the runners keep them: vLLM checks some of them against other bounds, or none."""
     low, high = _SEEDS[0], _SEEDS[1] - params.n + 1
     if params.seed is not None and not low <= params.seed <= high:
         raise InvalidRequest(f"seed={params.seed}; give a whole number of 64 bits, from {low} to {high}")
@@ -104,7 +104,7 @@ def _check_numbers(params: SamplingParams) -> None:
 
 
 def _check_plain(value: Any, where: str, depth: int = 0) -> None:
-    """See that a value reaches the workers as it is: vLLM sends arrays as references to memory that it leaves behind.
+    """Check that a value reaches the workers as it is: vLLM sends arrays as references to memory that it leaves behind.
 
     Raises:
         InvalidRequest: something other than None, a bool, a number, text, bytes, or lists and dicts of these.
@@ -116,7 +116,7 @@ def _check_plain(value: Any, where: str, depth: int = 0) -> None:
             _check_plain(key, f"a key of {where}", depth + 1)
             _check_plain(one, f"{where}[{key!r}]", depth + 1)
     elif isinstance(value, (list, tuple)):
-        for place, one in enumerate(value):
-            _check_plain(one, f"{where}[{place}]", depth + 1)
+        for index, one in enumerate(value):
+            _check_plain(one, f"{where}[{index}]", depth + 1)
     elif value is not None and type(value) not in {bool, int, float, str, bytes}:
         raise InvalidRequest(f"{where} is {shown(value)}; give plain numbers, text, bytes, lists or dicts")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from steercap.config import Settings
 
 CONFIG_KEY = "steercap"
-#: Whose source decides what is traced.
+#: Modules whose source decides what is traced.
 _TRACED = ("sites", "families", "kernels", "worker/install.py")
 
 
@@ -56,7 +56,7 @@ def tap_sizes(config: Any, installed: Installed, tokens: int) -> TapSizes:
     lag = overshoot(config)
     held = max(lag, 1)
     raw, reduced = ENCODINGS["raw"].record(installed.schemas), ENCODINGS["reduced"].record(installed.schemas)
-    tally_bytes = (reduced.lines + held * raw.lines) * LINE_BYTES
+    each = (reduced.lines + held * raw.lines) * LINE_BYTES
     return TapSizes(
         slots=found["slots"],
         bank_rows=found["vector_bytes"] // (installed.bank_width * torch.float32.itemsize),
@@ -64,7 +64,7 @@ def tap_sizes(config: Any, installed: Installed, tokens: int) -> TapSizes:
         tokens=tokens,
         arena_bytes=found["arena_bytes"],
         # A few more than can run, so that the next ones are at hand when some end.
-        tallies=min(5 * config.scheduler_config.max_num_seqs // 4 + 4, found["reduce_bytes"] // max(tally_bytes, 1)),
+        accumulators=min(5 * config.scheduler_config.max_num_seqs // 4 + 4, found["reduce_bytes"] // max(each, 1)),
         lag=lag,
         held=held,
     )

@@ -1,9 +1,9 @@
-"""Whether the engine still listens and answers, whatever its process does.
+"""Whether the engine still listens and answers, which a living process need not do.
 
-Number 4 in the life of a request. vLLM 0.32 looks at processes. In the engine's process a thread reads requests and
-another writes outputs; when one dies of an exception its sockets are closed, the process lives, `errored` stays False,
-and requests wait for ever. libzmq tells of the closed connection. What it relies on: `engine_core.resources`, its
-sockets and `engine_dead`, and `output_processor.propagate_error`. It can go when vLLM watches these threads.
+vLLM 0.32 looks at processes. In the engine's process a thread reads requests and another writes outputs; when an
+exception ends one of them, its sockets are closed, the process lives, `errored` stays False, and requests wait for
+ever. libzmq reports the closed connection. What it relies on: `engine_core.resources`, its sockets and `engine_dead`,
+and `output_processor.propagate_error`. It can go when vLLM watches these threads.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _monitor(llm: AsyncLLM, name: str) -> zmq.Socket[bytes]:
     watched = getattr(llm.engine_core.resources, name)
     address = f"inproc://steercap-{name}-{uuid4().hex}"
     watched.monitor(address, zmq.EVENT_DISCONNECTED)
-    # The engine's own context closes it too, should nobody else.
+    # The engine's own context closes it too, if nothing else has.
     monitor: zmq.Socket[bytes] = llm.engine_core.resources.ctx.socket(zmq.PAIR)
     monitor.connect(address)
     return monitor

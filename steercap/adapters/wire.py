@@ -1,10 +1,9 @@
-"""A request as the engine's input thread will read it, read here first.
+"""A request, read first as the engine's input thread will read it.
 
-Number 2 in the life of a request. vLLM 0.32 checks ranges in the client, and types only where the engine decodes the
-request's frame: a wrong one ends the thread that reads all requests, and the engine seems to live. So vLLM's own
-preparation, encoder and typed decoder run here before. What it relies on: `AsyncLLM.get_supported_tasks`,
-`InputProcessor.process_inputs`, `EngineCoreRequest`, `MsgpackEncoder` and `MsgpackDecoder`. It can go when vLLM refuses
-such requests in the client.
+vLLM 0.32 checks ranges in the client, and types only where the engine decodes the request's frame: a wrong one ends the
+thread that reads all requests, and the engine seems to live. So vLLM's own preparation, encoder and typed decoder run
+here first. What it relies on: `AsyncLLM.get_supported_tasks`, `InputProcessor.process_inputs`, `EngineCoreRequest`,
+`MsgpackEncoder` and `MsgpackDecoder`. It can go when vLLM refuses such requests in the client.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Wire:
         self._decoder = MsgpackDecoder(EngineCoreRequest)
 
     async def check(self, payload: Any, params: SamplingParams, options: Mapping[str, Any]) -> None:
-        """See that vLLM takes a request, and that the engine can read it.
+        """Check that vLLM takes a request, and that the engine can read it.
 
         Args:
             payload: the rendered prompt.
@@ -52,7 +51,7 @@ class Wire:
             raise InvalidRequest(f"vLLM refuses this request: {str(error) or type(error).__name__}") from error
         try:
             self._decoder.decode(self._encoder.encode(request))
-        except Exception as error:  # whatever it is, it would have ended the input thread
+        except Exception as error:  # of any kind: it would have ended the input thread
             given = msgspec.structs.asdict(request) | msgspec.structs.asdict(params)
             complaint = named(str(error), given, EngineCoreRequest.__struct_fields__)
             raise InvalidRequest(f"this request cannot be sent to the engine: {complaint}") from error

@@ -28,7 +28,7 @@ def main() -> None:
             _leave(int(end.code))
         raise
     finally:
-        # The interpreter's own end takes a moment with torch in it, and a traceback of that is no use to anybody.
+        # The interpreter's own end takes a moment with torch in it, and a traceback of that is of no use to anybody.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -37,6 +37,6 @@ def _leave(code: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     atexit._run_exitfuncs()  # noqa: SLF001 -- the standard library has no other name for it
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # who reads it has gone
+        with contextlib.suppress(OSError):  # its reader has gone
             stream.flush()
     os._exit(code)

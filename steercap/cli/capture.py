@@ -146,7 +146,7 @@ async def capture_to(
 
 
 def table_of(found: list[Captured]) -> Table:
-    """A row a file."""
+    """One row per file."""
     total = sum(one.bytes for one in found)
     table = Table(expand=True, caption=f"{len(found)} files, {total / 1e6:,.1f} MB of rows")
     table.add_column("file", style="cyan", no_wrap=True)
@@ -183,7 +183,7 @@ def heatmaps_of(found: list[Captured], directions: DirectionSet, layer: int, tok
 
 
 def check_heat(directions: DirectionSet, layer: int, layers: Layers, num_layers: int) -> None:
-    """See that a layer can be shown token by token.
+    """Check that a layer can be shown token by token.
 
     Args:
         directions: what rows are projected on.
@@ -223,7 +223,7 @@ def register(app: typer.Typer) -> None:
         steer: SteerOptions,
         model: ModelOptions,
         terminal: Terminal,
-        out: Annotated[Path, typer.Option(file_okay=False, help="Folder for one safetensors file a prompt.")],
+        out: Annotated[Path, typer.Option(file_okay=False, help="Folder for one safetensors file per prompt.")],
         layers: Annotated[str, typer.Option(help="all, 8, 8,16,-1 or 4:20:2.")] = "all",
         sites: Annotated[
             str, typer.Option(help="resid_pre, resid_post, attn_out, mlp_out, or several.")
@@ -231,7 +231,7 @@ def register(app: typer.Typer) -> None:
         tokens: Annotated[
             str, typer.Option(help="all, prompt, generated, last_prompt, positions, slices, or several: prompt,-1.")
         ] = "all",
-        reduce: Annotated[str | None, typer.Option(help="mean, sum, max or last: one row a point.")] = None,
+        reduce: Annotated[str | None, typer.Option(help="mean, sum, max or last: one row per point.")] = None,
         project: Annotated[
             Path | None, typer.Option(help="Keep what rows are along the directions of this file, not the rows.")
         ] = None,
@@ -243,7 +243,7 @@ def register(app: typer.Typer) -> None:
         r"""Generate, and keep the activations. Each prompt becomes one safetensors file with its rows, their
         positions and token ids, and the texts; CaptureHandle.load reads it, and steercap inspect shows it. Rows are
         prompt + generated - 1: the last token is never read. Layer i of resid_post is hidden_states\[i + 1] of
-        transformers. With --project a few numbers a token are kept in the place of each row.
+        transformers. With --project a few numbers per token are kept in place of each row.
         """
         from steercap.core.spec import REDUCTIONS, CaptureSpec
 

@@ -76,7 +76,7 @@ def command(app: typer.Typer, name: str, *, examples: Sequence[str]) -> Callable
     Args:
         app: where it belongs.
         name: what the user types.
-        examples: calls that work, one a line, shown after the options.
+        examples: calls that work, one per line, shown after the options.
     """
 
     def register(function: Function) -> Function:
@@ -172,7 +172,7 @@ def _reported(terminal: Terminal) -> Iterator[None]:
     except (KeyboardInterrupt, asyncio.CancelledError):
         terminal.say("interrupted")
         raise typer.Exit(130) from None
-    except BrokenPipeError:  # who reads has what it wanted; Python would flush once more at its end
+    except BrokenPipeError:  # the reader has what it wanted; Python would flush once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         raise typer.Exit(FAILED) from None
     except (SteercapError, OSError, ExceptionGroup) as error:

@@ -63,7 +63,7 @@ def kind_of(path: Path) -> str:
             return kind
     if head[8:9] == b"{":
         return "safetensors"
-    raise InvalidFile(f"{path} is no file that steercap knows; it reads .safetensors, .gguf, .pt and .parquet")
+    raise InvalidFile(f"{path} is not a file that steercap knows; it reads .safetensors, .gguf, .pt and .parquet")
 
 
 def _load_pt(path: Path, base: Literal[0, 1] | None, bound: Literal["high", "low"]) -> Content:

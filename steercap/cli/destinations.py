@@ -20,7 +20,7 @@ BROUGHT: Final = {".gguf": ("gguf",), ".png": ("plots",)}
 
 
 def file_ready(path: Path, *, extensions: Sequence[str], option: str = "--out", hint: str = "") -> None:
-    """See that a file can be written, by writing one beside it; whether one that is there may go is asked last, by
+    """Check that a file can be written, by writing one beside it; whether one that is there may go is asked last, by
     `may_replace`.
 
     Args:
@@ -43,7 +43,7 @@ def file_ready(path: Path, *, extensions: Sequence[str], option: str = "--out", 
 
 
 def folder_ready(path: Path, option: str = "--out") -> None:
-    """See that files can be written into a folder, which is made when the first is.
+    """Check that files can be written into a folder, which is made when the first is.
 
     Raises:
         typer.BadParameter: they cannot, or it is a file.
@@ -54,7 +54,7 @@ def folder_ready(path: Path, option: str = "--out") -> None:
 
 
 def may_replace(path: Path, terminal: Terminal, *, force: bool, pattern: str = "", option: str = "--out") -> None:
-    """See that nothing is written over that is to stay. Whether it may go is asked of who sits at a terminal;
+    """Check that nothing is written over that is to stay. Whether it may go is asked at a terminal;
     elsewhere `force` must say it.
 
     Args:

@@ -65,7 +65,7 @@ class ModelOptions:
         return found + [word for argument in self.engine_arg or () for word in ("--engine-arg", argument)]
 
     def require_there(self) -> None:
-        """See that a model which can only be on this machine is there; nothing heavy is imported for it.
+        """Check that a model which can only be on this machine is there; nothing heavy is imported for it.
 
         Raises:
             ModelNotLoaded: it is not.

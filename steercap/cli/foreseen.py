@@ -48,7 +48,7 @@ class Foreseen:
         return self.settings.armed(self.model.layers)
 
     def check_capture(self, spec: CaptureSpec) -> None:
-        """See that rows can be read where a spec wants them.
+        """Check that rows can be read where a spec wants them.
 
         Raises:
             UnknownName, LayerOutOfRange, PointNotArmed: they cannot.
@@ -66,7 +66,7 @@ class Foreseen:
                 self.check_width(spec.project.width, "--project")
 
     def check_layers(self, layers: Iterable[int], site: str) -> None:
-        """See that there is a tap at a site of some layers.
+        """Check that there is a tap at a site of some layers.
 
         Raises:
             UnknownName, LayerOutOfRange, PointNotArmed: there is none.
@@ -76,7 +76,7 @@ class Foreseen:
         self.check_capture(CaptureSpec(layers=tuple(layers), sites=site))
 
     def check_steering(self, spec: SteeringSpec | None) -> None:
-        """See that edits fit.
+        """Check that edits fit.
 
         Raises:
             The errors of `steercap.steering.spec.lower`.
@@ -97,7 +97,7 @@ class Foreseen:
             )
 
     def check_width(self, width: int, what: str) -> None:
-        """See that vectors are as wide as rows.
+        """Check that vectors are as wide as rows.
 
         Raises:
             InvalidVector: they are of another model.
@@ -132,7 +132,7 @@ def foreseen(options: ModelOptions, **settings: Any) -> Foreseen:
 
 
 def check_sampling(*, temperature: float, seed: int | None = None, max_tokens: int = 1) -> None:
-    """See that numbers of the sampling are some that vLLM takes.
+    """Check that numbers of the sampling are some that vLLM takes.
 
     Raises:
         typer.BadParameter: one is not.

@@ -67,7 +67,7 @@ def _captures(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
 
     header = read_header(path)
     with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 -- it is no mapping
+        tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 -- it is not a mapping
         shapes = {name: {"shape": part.get_shape(), "dtype": part.get_dtype()} for name, part in tensors.items()}
     sites: dict[str, list[int]] = {}
     for point in header.points:

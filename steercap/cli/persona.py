@@ -153,7 +153,7 @@ class _Stages:
 
 
 def table_of(result: PersonaResult) -> Table:
-    """A row a trait: how many answers showed it, and how well its vector tells them apart."""
+    """One row per trait: how many answers showed it, and how well its vector tells them apart."""
     from steercap.vectors import chance_band
 
     table = Table(
@@ -188,7 +188,7 @@ def left_out_of(result: PersonaResult) -> list[Table]:
 
 
 def traits_table(found: Mapping[str, Trait]) -> Table:
-    """A row a trait."""
+    """One row per trait."""
     table = Table()
     table.add_column("trait", style="cyan", no_wrap=True)
     table.add_column("description", ratio=1)
@@ -272,7 +272,7 @@ def _register_run(app: typer.Typer) -> None:
 
 
 def check(settings: PersonaSettings, layers: Layers, out: Path, planned: Foreseen) -> None:
-    """See that a run can be made.
+    """Check that a run can be made.
 
     Args:
         settings: what is done.

@@ -40,7 +40,7 @@ class PromptOptions:
 
         Raises:
             typer.BadParameter: there is none.
-            InvalidFile: a file that cannot be read, or a line that is no prompt.
+            InvalidFile: a file that cannot be read, or a line that is not a prompt.
         """
         given = [text for text in self.prompts or () if text != "-"]
         found = [Prompt(text) for text in given]
@@ -100,7 +100,7 @@ def records_of(name: str) -> Iterator[tuple[int, Any]]:
         name: the path, or "-" for stdin.
 
     Raises:
-        InvalidFile: it cannot be read, holds nothing, or a line is no JSON.
+        InvalidFile: it cannot be read, holds nothing, or a line is not JSON.
     """
     try:
         text = _stdin() if name == "-" else Path(name).read_bytes().decode()
@@ -129,4 +129,4 @@ def _decoded(name: str, number: int, line: str) -> Any:
     try:
         return msgspec.json.decode(line)
     except msgspec.DecodeError as error:
-        raise InvalidFile(f"{name}, line {number} is no JSON: {error}; give one JSON value a line") from error
+        raise InvalidFile(f"{name}, line {number} is not JSON: {error}; give one JSON value per line") from error

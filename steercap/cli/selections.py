@@ -50,7 +50,7 @@ def numbers_of(text: str) -> tuple[float, ...]:
     """Numbers with commas between.
 
     Raises:
-        typer.BadParameter: something that is no number.
+        typer.BadParameter: something that is not a number.
     """
     try:
         return tuple(float(part) for part in text.split(","))

@@ -52,7 +52,7 @@ async def swept(
 
 
 def check(sweep: Sweep, measures: list[str | Measure], out: Path, planned: Foreseen) -> None:
-    """See that a sweep can be run.
+    """Check that a sweep can be run.
 
     Args:
         sweep: what is asked.

@@ -32,7 +32,7 @@ class SweepFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         scales: factors.
         prompts: a file of prompts, or texts.
         chat: whether prompts go through the chat template.
-        operations, relative, random, reversed, seed, samples: as of `Sweep`.
+        operations, relative, random, reversed, seed, samples: as for `Sweep`.
         tokens: which are steered, as in the shell.
         max_tokens, temperature: of the sampling.
         measures: names in `MEASURES`; "score:evil" is the score of a trait, "score:evil:keywords" by another scorer; a

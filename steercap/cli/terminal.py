@@ -201,5 +201,5 @@ def _diverted(stream: Any, number: int, console: Console, target: int) -> Iterat
         stream.flush()
         ours.flush()
         os.dup2(ours.fileno(), number)
-        console._file = file  # noqa: SLF001 -- as above: `console.file = None` is no file
+        console._file = file  # noqa: SLF001 -- as above: `console.file = None` is not a file
         ours.close()

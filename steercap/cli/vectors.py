@@ -88,10 +88,10 @@ class Texts:
     others: list[str] | None
 
     def check(self, **how: Any) -> None:
-        """See that a direction can be found between them.
+        """Check that a direction can be found between them.
 
         Args:
-            **how: method, held_out and seed, as of `extract`.
+            **how: method, held_out and seed, as for `extract`.
 
         Raises:
             The errors of `steercap.vectors.contrast.check_groups`.
@@ -174,7 +174,7 @@ def _register_extract(app: typer.Typer) -> None:
         tokens: Annotated[
             str,
             typer.Option(
-                help="Whose rows count in a text that is no exchange; the first one's is a sink in most models."
+                help="Whose rows count in a text that is not an exchange; the first one's is a sink in most models."
             ),
         ] = "1:",
         held_out: Annotated[float, typer.Option(min=0, max=0.99, help="Share of the texts to try it on.")] = 0.25,

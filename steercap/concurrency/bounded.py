@@ -42,5 +42,5 @@ async def each_of(items: Iterable[Item], work: Callable[[Item], Awaitable[Result
                 group.create_task(work_off(first))
     except BaseExceptionGroup as failed:
         error = first_error(failed)
-        raise error from error.__cause__  # it keeps its own cause, and the group is none
+        raise error from error.__cause__  # it keeps its own cause, which the group is not
     return [results[place] for place in range(len(results))]

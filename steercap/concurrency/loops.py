@@ -1,7 +1,7 @@
 """Which event loop a model lives in, and work on threads that no event loop and no interpreter waits for.
 
-An engine belongs to the event loop that it was started in: its sockets, tasks and futures are that loop's. From any
-other loop an await on them never ends, so it must not begin.
+An engine belongs to the event loop that it was started in: its sockets, tasks and futures are that loop's. In any other
+loop an await on them would never end, so it must not begin.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Home:
         self._process: Final = os.getpid()
 
     def require(self) -> None:
-        """See that this is the loop.
+        """Check that this is the loop.
 
         Raises:
             WrongEventLoop: it is another one, none, or one in another process.
@@ -65,21 +65,21 @@ class Home:
         return self.loop.is_running() and os.getpid() == self._process
 
     def call(self, work: Callable[[], object]) -> None:
-        """Have the loop call a function soon, from any thread; nothing happens if the loop is closed."""
+        """Let the loop call a function soon, from any thread; nothing happens if the loop is closed."""
         with contextlib.suppress(RuntimeError):  # it is closed
             self.loop.call_soon_threadsafe(work)
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, object]], *, patience: float) -> None:
         """Run a coroutine in the loop, from any other loop; wait for it no longer than `patience` seconds.
 
-        A loop that does not run, or whose thread is blocked, perhaps by whoever waits here, does not hold us up.
+        A loop that does not run, or whose thread is blocked, perhaps by this very call, does not hold us up.
         """
         if self.is_here:
             await work()
         elif self.lives:
             began = asyncio.run_coroutine_threadsafe(work(), self.loop)
             deadline = time.monotonic() + patience
-            # Looked at rather than called back: a callback would come to a loop that may be closed by then.
+            # Polled rather than called back: a callback would go to a loop that may be closed by then.
             while not began.done() and time.monotonic() < deadline:  # noqa: ASYNC110
                 await asyncio.sleep(LOOK_SECONDS)
 
@@ -101,7 +101,7 @@ def on_thread(work: Callable[[], Value], name: str, future: Future[Value] | None
         future: what becomes of it, a new one by default.
     """
     became: Future[Value] = Future() if future is None else future
-    became.set_running_or_notify_cancel()  # who stops waiting does not cancel it
+    became.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel it
 
     def call() -> None:
         try:
@@ -116,7 +116,7 @@ def on_thread(work: Callable[[], Value], name: str, future: Future[Value] | None
 
 
 async def finished(future: Future[Value]) -> Value:
-    """Wait for a call that must be seen to its end; a cancellation is raised when it has ended."""
+    """Wait for a call that must run to its end; a cancellation is raised when it has ended."""
     waiting = asyncio.wrap_future(future)
     cancelled: asyncio.CancelledError | None = None
     while not waiting.done():
@@ -125,7 +125,7 @@ async def finished(future: Future[Value]) -> Value:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        waiting.exception()  # or asyncio would say that nobody asked
+        waiting.exception()  # or asyncio would report that it was never retrieved
         raise cancelled
     return waiting.result()
 

@@ -1,7 +1,7 @@
-"""Who may capture now: memory reserved before a request reaches the engine.
+"""Which requests may capture now: memory reserved before a request reaches the engine.
 
-Number 3 in the life of a request. Pure bookkeeping: it decides and returns who is admitted, and where; the
-engine wakes them. Units are pages of the arena.
+Pure bookkeeping: it decides and returns who is admitted, and where; the engine wakes them. Units are pages of the
+arena.
 
 With data parallelism every engine has an arena of its own, and a request lives in one. So the claim decides which
 engine runs a request that captures, rather than vLLM's load balancer, which knows nothing of arenas: among those with
@@ -25,7 +25,7 @@ class Ticket:
 
     Args:
         pages: pages reserved.
-        tallies: reductions that run along with the request.
+        reductions: how many run along with the request.
         call: the `generate` call it belongs to; handles of a call reach the user only when it ends.
         engine: the engine whose arena it is, or None: the first one with room.
     """
@@ -34,7 +34,7 @@ class Ticket:
     call: object
     phase: Phase = "waiting"
     engine: int | None = None
-    tallies: int = 0
+    reductions: int = 0
 
 
 class Budget:
@@ -43,13 +43,13 @@ class Budget:
     Args:
         pages: pages of the arena of each engine, the smallest where they differ.
         engines: how many engines there are.
-        tallies: reductions that can run along at once in each engine.
+        reductions: how many can run along at once in each engine.
     """
 
-    def __init__(self, pages: int, engines: int = 1, tallies: int = 0) -> None:
+    def __init__(self, pages: int, engines: int = 1, reductions: int = 0) -> None:
         self.pages = pages
-        self.tallies = tallies
-        self._tallying = [0] * engines
+        self.reductions = reductions
+        self._reducing = [0] * engines
         self._reserved = [0] * engines  # pages claimed by running and finished requests
         self._running = [0] * engines  # requests that run, and whose end may make room
         self._held: dict[Ticket, None] = {}
@@ -61,9 +61,9 @@ class Budget:
         return max(self._reserved)
 
     @property
-    def tallying(self) -> int:
+    def reducing(self) -> int:
         """Reductions that run along, in the engine with most of them."""
-        return max(self._tallying)
+        return max(self._reducing)
 
     @property
     def running(self) -> int:
@@ -76,7 +76,7 @@ class Budget:
 
     @property
     def wanted(self) -> int:
-        """Pages that those who wait ask for."""
+        """Pages that the queue asks for."""
         return sum(ticket.pages for ticket in self._queue)
 
     @property
@@ -86,7 +86,7 @@ class Budget:
 
     @property
     def head(self) -> Ticket | None:
-        """Who waits first."""
+        """The first in the queue."""
         return self._queue[0] if self._queue else None
 
     def claim(self, ticket: Ticket) -> list[Ticket]:
@@ -95,7 +95,7 @@ class Budget:
         return self.admit()
 
     def finish(self, ticket: Ticket, parts: Sequence[int]) -> tuple[list[Ticket], list[Ticket]]:
-        """The request ended: its claim becomes one ticket a handle, holding `parts` pages each.
+        """The request ended: its claim becomes one ticket per handle, holding `parts` pages each.
 
         Returns:
             The tickets of the handles, and the tickets admitted by what was given back.
@@ -117,7 +117,7 @@ class Budget:
         self._reserved[ticket.engine] += ticket.pages
         if ticket.phase == "running":
             self._running[ticket.engine] += 1
-            self._tallying[ticket.engine] += ticket.tallies
+            self._reducing[ticket.engine] += ticket.reductions
 
     def _drop(self, ticket: Ticket) -> None:
         if ticket in self._held:
@@ -126,7 +126,7 @@ class Budget:
             self._reserved[ticket.engine] -= ticket.pages
             if ticket.phase == "running":
                 self._running[ticket.engine] -= 1
-                self._tallying[ticket.engine] -= ticket.tallies
+                self._reducing[ticket.engine] -= ticket.reductions
         elif ticket in self._queue:
             self._queue.remove(ticket)
 
@@ -147,11 +147,11 @@ class Budget:
         return [
             engine
             for engine in wanted
-            if ticket.pages <= self.free(engine) and ticket.tallies <= self.tallies - self._tallying[engine]
+            if ticket.pages <= self.free(engine) and ticket.reductions <= self.reductions - self._reducing[engine]
         ]
 
     def hopeless(self) -> Ticket | None:
-        """The head of the queue, if nothing can help it: what its own call holds is in the way and will not move.
+        """The head of the queue, if it can never be admitted: what its own call holds is in the way and will stay.
 
         Handles of a call that still runs are in nobody's hands, so nobody can give them back.
         """
@@ -167,5 +167,5 @@ class Budget:
 
     @property
     def stalled(self) -> bool:
-        """Whether requests wait although none is running: only giving back handles can help."""
+        """Whether requests wait although none is running, so that only releasing handles can help."""
         return bool(self._queue) and self.running == 0

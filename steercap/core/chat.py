@@ -1,8 +1,8 @@
 """Which tokens of a templated conversation are which message's words.
 
-A chat template is a program: it may drop, move or decorate messages, and treat the last one otherwise than the rest. So
-nothing is read off its markers. The conversation is rendered again with one message's content changed, and where
-the two texts differ is where that content is.
+A chat template is a program: it may drop, move or decorate messages, and treat the last one differently from the rest.
+So nothing is read off its markers. The conversation is rendered again with one message's content changed: that content
+is where the two texts differ.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def token_span(offsets: Sequence[tuple[int, int]], region: tuple[int, int]) -> t
         offsets: characters [start, stop) of each token.
         region: characters [start, stop).
     """
-    inside = [place for place, (start, stop) in enumerate(offsets) if start < region[1] and stop > region[0]]
+    inside = [index for index, (start, stop) in enumerate(offsets) if start < region[1] and stop > region[0]]
     return (inside[0], inside[-1] + 1) if inside else (0, 0)
 
 
 def _common(left: str, right: str) -> int:
     """Length of the common prefix."""
-    for place, (one, other) in enumerate(zip(left, right, strict=False)):
+    for index, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other:
-            return place
+            return index
     return min(len(left), len(right))

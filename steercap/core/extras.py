@@ -1,6 +1,6 @@
-"""What comes with `pip install steercap` only if it is asked for, and which name to ask by.
+"""What `pip install steercap` installs only if it is asked for, and the name of the extra to ask for.
 
-Number 1 in the life of a request. Capture and steering need none of it.
+Capture and steering need none of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from steercap.errors import MissingExtra
 
 _VLLM: Final = ("huggingface_hub", "tokenizers", "transformers", "vllm", "zmq")
 _TABLES: Final = ("pyarrow", "yaml")
-#: By the name of the extra, the libraries that it brings, as they are imported.
+#: The libraries that each extra brings, by the names that they are imported by.
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "cli": ("rich", "typer"),
     "cpu": _VLLM,
@@ -30,7 +30,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
 
 @contextmanager
 def extra(*names: str) -> Iterator[None]:
-    """Import libraries of an extra in the block; what is missing is told by the extra's name.
+    """Import libraries of an extra in the block; if one is missing, the error names the extra.
 
     Args:
         names: the extra, or several of which each brings them.
@@ -49,7 +49,7 @@ def extra(*names: str) -> Iterator[None]:
 
 
 def require(*names: str) -> None:
-    """See that all that some extras bring is installed, before work that needs it only at its end.
+    """Check that all libraries of some extras are installed, before work that needs them only at its end.
 
     Raises:
         MissingExtra: something is not.

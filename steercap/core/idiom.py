@@ -1,6 +1,6 @@
 """How the caller's code is written, so that the examples in error messages are code that would run there.
 
-Number 1 in the life of a request. `steercap.SteerModel` and its handles are awaited; those of `steercap.sync` are not.
+`steercap.SteerModel` and its handles are awaited; those of `steercap.sync` are not.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 
 class Idiom(NamedTuple):
-    """What stands before a call and before a context manager, and how a script starts.
+    """What is written before a call and before a context manager, and how a script starts.
 
     Args:
         call: "await ", or nothing.

@@ -1,7 +1,7 @@
-"""Everything client and workers say to each other: a closed, tagged set of msgspec frames.
+"""All messages between client and workers: a closed, tagged set of msgspec frames.
 
-Number 4 and 7 in the life of a request. Arrays travel as raw little-endian bytes, rows as line numbers
-of shared memory, or as bytes where memory cannot be shared. Nothing is pickled.
+Arrays travel as raw little-endian bytes, rows as line numbers of shared memory, or as bytes where memory cannot be
+shared. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
 
     Args:
         digest: see `core.program.blob_digest`.
-        places: the bank row of each.
+        bank_rows: the row of each.
         data: the float32 bytes.
     """
 
     digest: bytes
-    places: tuple[int, ...]
+    bank_rows: tuple[int, ...]
     data: bytes
 
 
@@ -59,7 +59,7 @@ class Placed(msgspec.Struct, frozen=True, array_like=True):
 
     slot: int
     configuration: Configuration
-    places: tuple[tuple[int, ...], ...]
+    bank_rows: tuple[tuple[int, ...], ...]
 
 
 # Questions of the client
@@ -83,7 +83,7 @@ class Configure(Message, frozen=True):
 
 
 class Settle(Message, frozen=True):
-    """Say what was edited of requests, as far as they have come; every rank does.
+    """Say what was edited of requests so far; every rank answers.
 
     Args:
         wanted: whose edits, and how many inputs each sequence has.
@@ -124,7 +124,7 @@ class Call(Message, frozen=True):
 
 
 class NotCapturing(Message, frozen=True):
-    """A rank all of whose rows another rank captures."""
+    """This rank captures nothing: another rank captures all its rows."""
 
 
 class Attached(Message, frozen=True):
@@ -138,10 +138,10 @@ class Attached(Message, frozen=True):
         pages: pages of the arena.
         bank_rows: rows of the vector bank.
         bank_width: elements of such a row: of the widest point on this rank.
-        tallies: reductions that can run along at once.
+        reductions: how many can run along at once.
         held: rows that such a reduction holds apart, which go to the arena with it once its request has ended.
         path: where a process of the same machine can open the arena.
-        nonce: first bytes of the arena, to know it by.
+        nonce: first bytes of the arena, which identify it.
     """
 
     points: tuple[int, ...]
@@ -151,7 +151,7 @@ class Attached(Message, frozen=True):
     pages: int
     bank_rows: int
     bank_width: int
-    tallies: int
+    reductions: int
     held: int
     path: str
     nonce: bytes
@@ -237,14 +237,14 @@ class SteeringRecord(Message, frozen=True):
         computed: bit `i` says whether position `i` was computed here, rather than read from the prefix cache.
         rows: rows that each edit touched, all its points on this rank together.
         failure: why the edits cannot be trusted, or None.
-        witness: whether these rows count: other ranks of a tensor-parallel group touch the same ones.
+        primary: whether these rows count in the receipt; the other ranks of a tensor-parallel group touch the same.
     """
 
     owner: Owner
     computed: bytes
     rows: tuple[int, ...]
     failure: str | None
-    witness: bool
+    primary: bool
 
 
 class Settled(Message, frozen=True):
@@ -275,7 +275,7 @@ def decode_call(frame: bytes) -> Call:
     """The client's frame.
 
     Raises:
-        msgspec.MsgspecError: bytes that are no frame.
+        msgspec.MsgspecError: bytes that are not a frame.
     """
     return _CALLS.decode(frame)
 
@@ -284,6 +284,6 @@ def decode_answer(frame: bytes) -> Answer:
     """A worker's frame.
 
     Raises:
-        msgspec.MsgspecError: bytes that are no frame.
+        msgspec.MsgspecError: bytes that are not a frame.
     """
     return _ANSWERS.decode(frame)

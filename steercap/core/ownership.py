@@ -1,7 +1,4 @@
-"""What has one owner: an engine, or rows that wait in a worker. A copy would be a second one, that frees them twice.
-
-Number 8 in the life of a request.
-"""
+"""What has one owner: an engine, or rows that wait in a worker. A copy would be a second owner and free them twice."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ class Unshared:
     """Cannot be copied or pickled: `copy`, `deepcopy` and `pickle` raise InvalidRequest, which says what to do.
 
     Args:
-        instead: what to do in the place of it; a keyword of the class statement.
+        instead: what to do instead; a keyword of the class statement.
     """
 
     _instead: ClassVar[str]

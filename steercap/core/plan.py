@@ -1,10 +1,11 @@
 """A request's capture and steering, compiled for the worker: indices and ranges, nothing left to interpret.
 
-Number 2 in the life of a request: the client compiles it, `SamplingParams.extra_args` carries it.
+The client compiles it, `SamplingParams.extra_args` carries it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -21,7 +22,7 @@ class Projection(msgspec.Struct, frozen=True, array_like=True):
     """What the rows of a request are projected on.
 
     Args:
-        slot: where its configuration is, NONE as long as it has none.
+        slot: where its configuration is, NONE while it has none.
         configuration: digest of what must be there.
         directions: directions at each point.
     """
@@ -40,9 +41,9 @@ class CapturePlan(msgspec.Struct, frozen=True):
         reduce: how selected rows become one, or None.
         codec: how rows are stored, unless they are reduced or projected.
         before_edits: whether rows are kept as they were before the edits of their point.
-        tally: whether the reduction runs along while the rows come, so that they are never kept; otherwise they all
-            are, until the client says where the sequence ends.
-        projection: what is kept in the place of each row, or None: the row.
+        accumulates: whether the reduction runs along with the rows, which are then never kept; otherwise they all are,
+            until the client says where the sequence ends.
+        projection: what is kept in place of each row, or None: the row.
         allow_nonfinite: whether rows that are not finite are handed over.
         gather: whether the client joins shards.
     """
@@ -52,7 +53,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
     reduce: Reduction | None
     codec: str
     before_edits: bool = False
-    tally: bool = False
+    accumulates: bool = False
     projection: Projection | None = None
     allow_nonfinite: bool = False
     gather: bool = True
@@ -66,6 +67,17 @@ class CapturePlan(msgspec.Struct, frozen=True):
     def numbers(self) -> int:
         """How many numbers stand for each row, where its encoding leaves that open; else 0."""
         return 0 if self.projection is None else self.projection.directions
+
+    def placed(self, slots: Mapping[bytes, int]) -> CapturePlan:
+        """The plan with the slot of its projection, if it has one.
+
+        Args:
+            slots: where each configuration is, by its digest.
+        """
+        if self.projection is None:
+            return self
+        slot = slots[self.projection.configuration]
+        return msgspec.structs.replace(self, projection=msgspec.structs.replace(self.projection, slot=slot))
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -89,7 +101,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether a row before the last prompt token is kept, so that it must really be computed.
+        """Whether a row before the last prompt token is kept, which must then be computed and not read from the cache.
 
         The last prompt token is computed even on a full hit of the prefix cache.
         """
@@ -111,7 +123,7 @@ def compile_capture(
     *,
     prompt_len: int,
     limit: int,
-    tally: bool,
+    accumulates: bool,
     projection: Projection | None = None,
 ) -> CapturePlan:
     """Compile `spec` for one request.
@@ -121,21 +133,21 @@ def compile_capture(
         points: indices of its points among the armed, ascending.
         prompt_len: prompt tokens.
         limit: positions that can be inputs of the model: prompt + generated - 1 at most.
-        tally: whether a reduction may run along.
+        accumulates: whether a reduction may run along.
         projection: what its rows are projected on, or None.
 
     Raises:
         InvalidSelection, EmptySelection: `tokens` does not fit the prompt.
     """
     ranges = spec.selection.ranges(prompt_len, limit)
-    tally = tally and spec.reduce is not None
+    accumulates = accumulates and spec.reduce is not None
     return CapturePlan(
         points,
         ranges,
         spec.reduce,
         spec.codec,
         spec.before_edits,
-        tally,
+        accumulates,
         projection,
         spec.allow_nonfinite,
         spec.gather,

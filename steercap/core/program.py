@@ -1,7 +1,7 @@
 """Steering and projections, compiled: every operation as rank-one edits in order, nothing left to interpret.
 
-Number 2 in the life of a request. One edit is `h <- h + f(u·h + b) w`; the worker knows nothing but these. Shape
-legend: blob = rows of the vector bank that are sent and kept together: one vector, or the rows of a replacement.
+One edit is `h <- h + f(u·h + b) w`; the worker knows no others. Shape legend: blob = rows of the vector bank
+that are sent and kept together: one vector, or the rows of a replacement.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class Blob(msgspec.Struct, frozen=True, array_like=True):
 
 
 def blob_digest(data: bytes, rows: int) -> bytes:
-    """What rows of vectors are known by: SHA-256 of how many they are, and of their float32 bytes.
+    """The digest of rows of vectors: SHA-256 of their number and of their float32 bytes. Of their number, since 2 rows
+    of 64 zeros are not 1 row of 128.
 
     Of how many, since 2 rows of 64 zeros are not 1 row of 128.
     """

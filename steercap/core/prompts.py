@@ -1,7 +1,4 @@
-"""What a user passes to `generate` and `chat`, brought into one shape.
-
-Number 1 in the life of a request.
-"""
+"""What a user passes to `generate` and `chat`, brought into one shape."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What a call asks besides its prompts; see `SteerModel.generate`."""
+class CallArguments:
+    """The arguments of a call besides its prompts; see `SteerModel.generate`."""
 
     sampling_params: Any
     capture_layers: Layers | None

@@ -1,4 +1,4 @@
-"""What functions of the library ask of an open model, so that they need not know which it is: a `SteerModel` has it."""
+"""What functions of the library need of an open model, such as a `SteerModel`, whose class they need not know."""
 
 from __future__ import annotations
 

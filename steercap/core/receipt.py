@@ -1,7 +1,4 @@
-"""What the worker says it did, and the comparison with what must be.
-
-Number 8 in the life of a request.
-"""
+"""What the workers report, and its comparison with what must be."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from steercap.core.rows import Ints
 from steercap.core.spec import Point
 from steercap.errors import CaptureIncomplete, SteeringNotApplied
 
-#: What becomes of the text, and what to do.
+#: What happens to the text, and what to do.
 _WITHHELD: Final = "its text is withheld; if you ask again, nothing written so far will be reused"
 
 
@@ -96,7 +93,7 @@ def check_labels(request: str, expected: Ints, tokens: Sequence[int], positions:
 
 
 def check_points(request: str, expected: Sequence[Point], captured: Sequence[Point]) -> None:
-    """See that every point asked for came back.
+    """Check that every point asked for came back.
 
     Raises:
         CaptureIncomplete: a point is missing.
@@ -107,7 +104,7 @@ def check_points(request: str, expected: Sequence[Point], captured: Sequence[Poi
 
 
 def knowing(found: Sequence[Sequence[object]]) -> tuple[int, ...]:
-    """The engines of which at least one worker knows a request; it runs on one, and all others must not know it.
+    """The engines with a worker that knows a request; it runs on one of them, and the others must not know it.
 
     Args:
         found: engine by engine, what each of its workers says.
@@ -155,7 +152,7 @@ def check_edits(
     masks = scope_masks(plan.steering.scopes, plan.limit)[:total][computed]
     everywhere = {point for entry in configuration.entries for point in entry.points}
     expected = rows_touched(configuration, everywhere, masks)
-    touched = tuple(sum(rows) for rows in zip(*(record.rows for record in known if record.witness), strict=True))
+    touched = tuple(sum(rows) for rows in zip(*(record.rows for record in known if record.primary), strict=True))
     if touched != expected or len({record.computed for record in known}) > 1:
         raise SteeringNotApplied(
             f"{request}: the edits should have touched {expected} rows, the workers touched {touched}; {_WITHHELD}"

@@ -1,7 +1,7 @@
-"""Where a row's bytes are laid out: a token's record is the encoded rows of its points, one behind the other.
+"""Where a row's bytes are laid out: a token's record is the encoded rows of its points, one after another.
 
-Number 5 in the life of a request. Arenas are counted in lines of `LINE_BYTES`, so rows of any width and dtype share
-one. Pure arithmetic: workers write records by it, and clients read them by it.
+Arenas are counted in lines of `LINE_BYTES`, so rows of any width and dtype share one. Pure arithmetic: workers write
+records by it, and clients read them by it.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple
 
-#: Bytes of a line of an arena: a cache line; no store of a GPU wants an address to be a multiple of more.
+#: Bytes of a line of an arena: a cache line; no store on a GPU needs an address that is aligned to more.
 LINE_BYTES: Final = 64
-#: What a page should measure: small enough that short requests waste little, large enough that few are handed out.
+#: The size to aim at for a page: small enough that short requests waste little, large enough that a request needs few.
 PAGE_BYTES: Final = 256 * 1024
 
 
@@ -31,11 +31,11 @@ class RecordShape(NamedTuple):
 
 
 def record_shape(sizes: Sequence[int], align: int = LINE_BYTES) -> RecordShape:
-    """Lay rows one behind the other.
+    """Lay rows one after another.
 
     Args:
         sizes: bytes of each encoded row.
-        align: what each row's place is a multiple of, in bytes.
+        align: each row's offset is a multiple of this, in bytes.
     """
     ends = tuple(accumulate(-(-size // align) * align for size in sizes))
     return RecordShape((0, *ends[:-1]) if ends else (), tuple(sizes), -(-ends[-1] // LINE_BYTES) if ends else 0)

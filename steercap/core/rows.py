@@ -1,9 +1,9 @@
-"""Where a row lives: the pure arithmetic from (request, position) to a line of the arena.
+"""Where a row is stored: the pure arithmetic from (request, position) to a line of the arena.
 
-Number 5 in the life of a request. Shape legend: `rows` = selected positions in order, `record` = what is kept of one
-token, laid out by `core.records` in lines of the arena.
+Shape legend: `rows` = selected positions in order, `record` = what is kept of one token, laid out by `core.records` in
+lines of the arena.
 
-The place of a row is a function of its position alone, so a position computed twice (preemption, rejected
+The line of a row depends on its position alone, so a position computed twice (preemption, rejected
 drafts) overwrites what was there: last write wins, and no row can be kept twice.
 """
 
@@ -34,7 +34,7 @@ def ranks(ranges: tuple[Range, ...], limit: int) -> Ints:
 
 @lru_cache(maxsize=256)
 def runs(ranges: tuple[Range, ...], limit: int) -> tuple[Ints, Ints]:
-    """The stretches of positions that are all selected, one behind the other, or all left out.
+    """The stretches of positions that are all selected, one after another, or all left out.
 
     Returns:
         The first position behind each stretch, ascending; and what to subtract from a position in it to get its row,
@@ -47,7 +47,7 @@ def runs(ranges: tuple[Range, ...], limit: int) -> tuple[Ints, Ints]:
 
 
 def ends_of_runs(values: npt.NDArray[np.integer]) -> Ints:
-    """The place behind each stretch of equal values, ascending: int64 [runs]."""
+    """The index behind each stretch of equal values, ascending: int64 [runs]."""
     changes: Ints = np.flatnonzero(np.diff(values)) + 1
     return np.append(changes, len(values)) if len(values) else changes
 
@@ -73,7 +73,7 @@ class PageShape:
         return self.lines * LINE_BYTES
 
     def records(self, lines: int) -> int:
-        """Records of so many lines that fit a page; a record never straddles two."""
+        """How many records of so many lines fit in a page; a record never straddles two."""
         return self.lines // lines
 
     def pages(self, rows: int, lines: int) -> int:
@@ -82,13 +82,14 @@ class PageShape:
 
 
 def page_shape(lines: int, target_bytes: int = PAGE_BYTES) -> PageShape:
-    """A page near `target_bytes` that holds whole records of all points, two at least.
+    """A page near `target_bytes` that holds whole records of all points, and at least two: a reduced row is float32, up
+    to twice the record of a 16-bit dtype.
 
     Two, because a reduced row is float32: up to twice the record of a 16-bit dtype.
 
     Args:
         lines: of a record of all points, in the widest encoding.
-        target_bytes: what a page should measure.
+        target_bytes: the size to aim at for a page.
     """
     return PageShape(lines * max(2, target_bytes // (lines * LINE_BYTES)))
 

@@ -1,7 +1,4 @@
-"""What the tensor at a point is: made where the taps are put in, told to the client, and guessed by nobody.
-
-Number 4 in the life of a request.
-"""
+"""What the tensor at a point is: determined where the taps are put in, sent to the client, and never guessed."""
 
 from __future__ import annotations
 

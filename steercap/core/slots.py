@@ -1,7 +1,7 @@
-"""Which slot a configuration has, and where its vectors lie: counted, shared, reused.
+"""Which slot a configuration has, and where its vectors are: counted, shared, reused.
 
-Number 3 in the life of a request. Pure bookkeeping, kept by the client for all workers alike: it decides what must be
-sent and what may be overwritten. What nobody uses any more stays, least lately used first, until its place is needed.
+Pure bookkeeping, kept by the client for all workers alike: it decides what must be sent and what may be overwritten.
+What is no longer used stays until its place is needed; the least recently used goes first.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class _Shelf:
 
     @property
     def in_use(self) -> int:
-        """Places of what has users."""
+        """Places whose contents have users."""
         return self.total - len(self._free) - self._idle_places
 
     def room(self, wanted: Iterable[tuple[bytes, int]]) -> bool:
-        """Whether things of so many places fit beside all that has users."""
+        """Whether things that take so many places fit beside all that have users."""
         missing = reusable = 0
         for digest, places in wanted:
             if digest not in self.held:
@@ -70,7 +70,7 @@ class _Shelf:
         return held
 
     def release(self, digest: bytes) -> None:
-        """One user less; without any the thing may be displaced."""
+        """One user less; without users the thing may be displaced."""
         held = self.held[digest]
         held.users -= 1
         if not held.users:
@@ -85,19 +85,19 @@ class _Shelf:
 
 @dataclass(frozen=True, eq=False)
 class Grant:
-    """A configuration's places, until `Slots.release`.
+    """A configuration's slot and bank rows, until `Slots.release`.
 
     Args:
         configuration: what it is for.
         digest: digest of the configuration.
         slot: its slot.
-        places: bank rows of each of its blobs.
+        bank_rows: of each of its blobs.
     """
 
     configuration: Configuration
     digest: bytes
     slot: int
-    places: tuple[tuple[int, ...], ...]
+    bank_rows: tuple[tuple[int, ...], ...]
 
 
 class Slots:
@@ -151,19 +151,19 @@ class Slots:
         if not self._slots.room([(digest, 1)]) or not self._bank.room(blobs):
             return None
         slot = self._slots.take(digest, 1).places[0]
-        # What is there comes first, lest what is not displaces it.
+        # What is there comes first, so that what is not there yet cannot displace it.
         known = sorted(blobs, key=lambda blob: blob[0] not in self._bank.held)
-        places = {blob: self._bank.take(blob, rows).places for blob, rows in known}
-        return Grant(configuration, digest, slot, tuple(places[blob] for blob, _ in blobs))
+        bank_rows = {blob: self._bank.take(blob, rows).places for blob, rows in known}
+        return Grant(configuration, digest, slot, tuple(bank_rows[blob] for blob, _ in blobs))
 
     def unsent(self, grant: Grant) -> tuple[Blob, ...] | None:
         """The blobs that must be sent before the configuration can run; None if it can run as it is."""
         missing = tuple(blob for blob in grant.configuration.blobs if not self._bank.held[blob.digest].sent)
-        return missing if missing or self._slots.held[grant.digest].sent != grant.places else None
+        return missing if missing or self._slots.held[grant.digest].sent != grant.bank_rows else None
 
     def confirm(self, grant: Grant) -> None:
         """The workers hold the configuration and its blobs."""
-        self._slots.held[grant.digest].sent = grant.places
+        self._slots.held[grant.digest].sent = grant.bank_rows
         for blob in grant.configuration.blobs:
             self._bank.held[blob.digest].sent = True
 

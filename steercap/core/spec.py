@@ -1,7 +1,4 @@
-"""What a user asks to capture, checked against the model before anything runs.
-
-Number 1 in the life of a request.
-"""
+"""What a user asks to capture, checked against the model before anything runs."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import Mask, flag_of, index_of, mask_of, parts_of, plain, shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, PointNotArmed, UnknownName
 
-#: Layers as a user writes them; negative indices count from the last layer, and a mask says it of each.
+#: Layers as a user writes them; negative indices count from the last layer, and a mask has a truth value for each.
 Layers: TypeAlias = "int | slice | range | Sequence[int] | Sequence[bool] | Mask | Literal['all']"
 Reduction: TypeAlias = Literal["mean", "sum", "max", "last"]
 
@@ -178,8 +175,8 @@ def resolve_layers(layers: Layers, num_layers: int) -> tuple[int, ...]:
 
 
 def existing(points: tuple[Point, ...], layers: Layers | None, exists: Callable[[Point], bool]) -> tuple[Point, ...]:
-    """What is meant by points: at layers that are named each of them, at "all" layers those that the model has, for a
-    router is not in every layer. Where it has none, all of them, so that `check_armed` refuses one by its name.
+    """The points that are meant: at named layers each of them; at "all" layers those that the model has, since not
+    every layer has a router. If it has none of them, all, so that `check_armed` refuses one by its name.
 
     Args:
         points: what was asked for.
@@ -190,7 +187,7 @@ def existing(points: tuple[Point, ...], layers: Layers | None, exists: Callable[
 
 
 def check_armed(points: Iterable[Point], armed: Iterable[Point], known_sites: Iterable[str]) -> None:
-    """See that every point has a tap.
+    """Check that every point has a tap.
 
     Raises:
         UnknownName: a site that does not exist.

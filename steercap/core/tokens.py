@@ -1,7 +1,6 @@
 """Which tokens of a sequence: the one selection language of captures and edits.
 
-Number 1 in the life of a request: a selection is read when the spec is made, and becomes
-plain ranges of positions once the length of the prompt is known.
+A selection is read when the spec is made, and becomes plain ranges of positions once the length of the prompt is known.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Tokens: TypeAlias = "str | int | slice | range | Mask | Iterable[bool] | Iterabl
 Term: TypeAlias = "str | int | tuple[int | None, int | None, int] | Mask"
 
 NAMES: Final = ("all", "prompt", "generated", "last_prompt")
-#: Unions within unions: deeper ones hold themselves.
+#: Most unions within unions: deeper ones contain themselves.
 DEEPEST: Final = 8
 
 
@@ -144,7 +143,7 @@ def _within_reach(position: int) -> int:
 
 
 def _slice_term(value: slice) -> tuple[int | None, int | None, int]:
-    """Bounds and step of a slice; those that no sequence reaches stand for any such."""
+    """Bounds and step of a slice; those beyond any sequence are all made the same."""
     found = [None if part is None else index_of(part) for part in (value.start, value.stop, value.step)]
     start, stop, step = (part if part is None else max(-FAR, min(part, FAR)) for part in found)
     if [part is None for part in found] != [part is None for part in (value.start, value.stop, value.step)]:

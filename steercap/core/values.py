@@ -1,7 +1,7 @@
 """What users write as an index, a number or a truth value, in any library's types, as plain values that cannot change.
 
-Number 1 in the life of a request. Tensors and arrays say what they hold by `tolist()`, so no library of theirs is
-needed here. A truth value is never an index: `operator.index(torch.tensor(True))` is 1.
+Tensors and arrays say what they hold by `tolist()`, so no library of theirs is needed here. A truth value is never an
+index: `operator.index(torch.tensor(True))` is 1.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Mask:
         return zip(starts.tolist(), stops.tolist(), strict=True)
 
     def __repr__(self) -> str:
-        """All of it, in few words: what a sweep asked is told apart by it."""
+        """All of it, in few words: sweeps are told apart by it."""
         return f"mask({len(self)}: {', '.join(f'{start}:{stop}' for start, stop in self.runs) or 'none'})"
 
 
@@ -90,13 +90,13 @@ def plain(value: Any) -> Any:
         return Unreadable(shown(value))
     try:
         found = value.tolist()
-    except (RuntimeError, TypeError, ValueError):  # such as of a tensor on the meta device
+    except (RuntimeError, TypeError, ValueError):  # such as for a tensor on the meta device
         return Unreadable(shown(value))
     return _line(found) if isinstance(found, list) else found
 
 
 def parts_of(value: Any, what: str, wrong: type[InvalidRequest] = InvalidSpec) -> list[Any] | None:
-    """The parts of something that holds several, plain; None of anything else, and of a set of truth values.
+    """The parts of something that holds several, as plain values; None for anything else, and for truth values.
 
     Args:
         value: what a user gave.
@@ -118,14 +118,14 @@ def parts_of(value: Any, what: str, wrong: type[InvalidRequest] = InvalidSpec) -
 
 
 def mask_of(parts: list[Any]) -> Mask | None:
-    """The mask that truth values alone make; None of anything else, and of none."""
+    """The mask of truth values, if there are only these; None for anything else, and for no values."""
     if not parts or not all(isinstance(part, bool) for part in parts):
         return None
     return Mask(bytes(parts))
 
 
 def index_of(value: Any) -> int | None:
-    """An integer of any library; None of anything else, truth values included."""
+    """An integer of any library; None for anything else, truth values included."""
     value = plain(value)
     if isinstance(value, bool):
         return None
@@ -136,13 +136,13 @@ def index_of(value: Any) -> int | None:
 
 
 def flag_of(value: Any) -> bool | None:
-    """A truth value of any library; None of anything else."""
+    """A truth value of any library; None for anything else."""
     value = plain(value)
     return value if isinstance(value, bool) else None
 
 
 def number_of(value: Any) -> float | None:
-    """A real number of any library, infinite beyond float64; None of anything else, truth values and text included."""
+    """A real number of any library, infinite beyond float64; None for anything else, truth values and text included."""
     given, value = value, plain(value)
     if value is not given and isinstance(value, list) and len(value) == 1:  # a tensor of one element
         (value,) = value

@@ -1,4 +1,4 @@
-"""HOW: one file an operation, lowering to rank-one edits. To add one, add a file whose `MEMBER` is its class."""
+"""HOW: one file per operation, lowering to rank-one edits. To add one, add a file whose `MEMBER` is its class."""
 
 import sys
 

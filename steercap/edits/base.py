@@ -1,6 +1,6 @@
 """What an edit is: a change to rows, where it applies, and the rank-one edits it comes down to.
 
-Number 1 in the life of a request. An edit is checked by itself when it is made, and against the model when it is used.
+An edit is checked by itself when it is made, and against the model when it is used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Vectors and rows as users hand them over, as float32 copies of our own, or an error that says what is wrong.
 
-Number 1 in the life of a request. A copy, so that no later change of the user's tensor reaches what was checked.
+A copy, so that no later change of the user's tensor reaches what was checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Put rows in the place of others: activation patching (Meng et al. 2022, arXiv:2202.05262)."""
+"""Put rows in place of others: activation patching (Meng et al. 2022, arXiv:2202.05262)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AS: one file an encoding of rows. To add one, add a file with a `MEMBER`."""
+"""AS: one file per encoding of rows. To add one, add a file with a `MEMBER`."""
 
 import sys
 from typing import Final
@@ -13,7 +13,7 @@ CODECS: Final = ("full8", "raw")
 
 
 def check_codec(name: str) -> None:
-    """See that rows can be stored so.
+    """Check that rows can be stored so.
 
     Raises:
         UnknownName: they cannot; the message lists how they can.

@@ -1,6 +1,7 @@
-"""What an encoding is: how a row becomes bytes of a record, on the worker, and a row again, on the client.
+"""What an encoding is: how a row becomes bytes of a record on the worker, and a row again on the client. Rows are those
+of one rank: of a point that is split, its shard.
 
-Number 5, 6 and 8 in the life of a request. Rows are one rank's: of a point that is split, its shard.
+Rows are one rank's: of a point that is split, its shard.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Alike:
 class Encoding(ABC):
     """A form of rows between worker and client."""
 
-    #: What the place of each row in its record is a multiple of, in bytes.
+    #: The offset of each row in its record is a multiple of this, in bytes.
     align: ClassVar[int] = LINE_BYTES
 
     @abstractmethod
@@ -55,7 +56,7 @@ class Encoding(ABC):
         Args:
             rows: [rows, shard width], in the dtype that the model computes them in.
             schema: the point's.
-            directions: float32 [numbers, shard width] of this point, for what projects; None elsewhere.
+            directions: float32 [numbers, shard width] of this point, for encodings that project; None for the others.
 
         Returns:
             uint8 [rows, row bytes].

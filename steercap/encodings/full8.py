@@ -1,7 +1,7 @@
-"""Eight bits an element: `value = zero + scale × code`, with the scale and zero point of each row.
+"""Eight bits per element: `value = zero + scale × code`, with the scale and zero point of each row.
 
 A row's codes span its own least and greatest element, so an element is off by half a step at most:
-`scale / 2 = (max - min) / 510`, and by the rounding of a float32. A row that is not finite is NaN, all of it.
+`scale / 2 = (max - min) / 510`, and by the rounding of a float32. A row that is not finite becomes NaN throughout.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Full8(Encoding):
     def decode(self, stored: torch.Tensor, schema: PointSchema, numbers: int) -> torch.Tensor:
         import torch
 
-        # A copy, for nothing says that rows of so many bytes begin where a float32 can.
+        # A copy, since rows of this many bytes need not be aligned for float32.
         head = stored[:, :FULL8_HEAD].flatten().clone().view(torch.float32).view(-1, 2).double()
         rows = torch.empty((len(stored), stored.shape[1] - FULL8_HEAD))
         largest = torch.finfo(torch.float32).max

@@ -17,7 +17,7 @@ _FLOAT = 4
 
 
 class Projected(Encoding):
-    """A few numbers a row; those of all points lie close together: a record of few directions is a line."""
+    """A few numbers per row, those of all points close together: a record of few directions takes one line."""
 
     align: ClassVar[int] = _FLOAT
 

@@ -37,8 +37,8 @@ class Reduced(Encoding):
 MEMBER = Reduced()
 
 
-def tally_records(schemas: Sequence[PointSchema], held: int) -> int:
-    """Raw records' worth of lines that a reduction takes in the arena: its float32 rows, and the rows held apart.
+def accumulator_records(schemas: Sequence[PointSchema], held: int) -> int:
+    """How many raw records' lines a reduction takes in the arena: for its float32 rows, and for the rows held apart.
 
     Args:
         schemas: of its points.

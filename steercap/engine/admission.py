@@ -1,6 +1,6 @@
 """Requests that capture wait here until the arena has room for their rows.
 
-Number 3 in the life of a request: the awaiting around `core.budget`, which decides.
+This module awaits; `core.budget` decides.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ class Admission:
         page_bytes: bytes of a page.
         settings: what to do when it is full.
         engines: engines, each with an arena of its own.
-        tallies: reductions that can run along at once in each engine.
+        reductions: how many can run along at once in each engine.
     """
 
-    def __init__(self, pages: int, page_bytes: int, settings: Settings, engines: int = 1, tallies: int = 0) -> None:
-        self.budget = Budget(pages, engines, tallies)
+    def __init__(self, pages: int, page_bytes: int, settings: Settings, engines: int = 1, reductions: int = 0) -> None:
+        self.budget = Budget(pages, engines, reductions)
         self.page_bytes = page_bytes
         self._settings = settings
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
         self._watch: asyncio.TimerHandle | None = None
 
-    async def claim(self, pages: int, call: object, engine: int | None = None, tallies: int = 0) -> Ticket:
+    async def claim(self, pages: int, call: object, engine: int | None = None, reductions: int = 0) -> Ticket:
         """Reserve pages, in order of arrival; the ticket says on which engine.
 
         Args:
             pages: pages of the arena.
             call: the `generate` call it is for.
             engine: the engine that must run the request, or None.
-            tallies: reductions that run along with it.
+            reductions: how many run along with it.
 
         Raises:
             CaptureMemoryFull: there can be no room, or none came in time, or waiting is not wanted.
             ModelClosed: the model was closed meanwhile.
         """
-        ticket = Ticket(pages, call, engine=engine, tallies=tallies)
+        ticket = Ticket(pages, call, engine=engine, reductions=reductions)
         if pages > self.budget.pages:
             raise CaptureMemoryFull(f"{self._situation(ticket)}; {_REMEDY}")
-        # Who waits then waits for a reduction alone, which running requests give back.
+        # Requests that still wait need only an accumulator, which running requests give back.
         if self._settings.overflow == "error" and pages + self.budget.wanted > self.budget.free(engine):
             raise CaptureMemoryFull(f"{self._situation(ticket)} and overflow='error'; {_REMEDY}")
         admitted = self._waiting[ticket] = asyncio.get_running_loop().create_future()
@@ -70,13 +70,13 @@ class Admission:
         return ticket
 
     def finish(self, ticket: Ticket, parts: Sequence[int]) -> list[Ticket]:
-        """A request ended: its claim becomes one ticket a handle, of so many pages each."""
+        """A request ended: its claim becomes one ticket per handle, of so many pages each."""
         handles, admitted = self.budget.finish(ticket, parts)
         self._settle(admitted)
         return handles
 
     def release(self, ticket: Ticket) -> None:
-        """The ticket's pages are free, or it no longer waits; patience begins anew."""
+        """The ticket's pages are free, or it no longer waits; the timeout starts again."""
         if self._watch:
             self._watch.cancel()
             self._watch = None
@@ -91,7 +91,7 @@ class Admission:
                 future.set_exception(ModelClosed("the model was closed while this request waited for capture memory"))
 
     def _settle(self, admitted: Iterable[Ticket]) -> None:
-        """Wake the admitted, fail whom nothing can help, and watch for a stall."""
+        """Wake those admitted, fail those that can never be, and watch for a stall."""
         self._wake(admitted)
         while (ticket := self.budget.hopeless()) is not None:
             self._refuse(

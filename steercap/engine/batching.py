@@ -25,7 +25,7 @@ class Batcher(Generic[Item, Result]):
         self._task: asyncio.Task[None] | None = None
 
     async def ask(self, item: Item) -> Result:
-        """Ask one; who stops waiting has asked all the same.
+        """Ask one question; it is asked even if the caller stops waiting.
 
         Raises:
             ModelClosed: the batcher was closed meanwhile.
@@ -48,7 +48,7 @@ class Batcher(Generic[Item, Result]):
 
     async def _drain(self) -> None:
         while self._pending:
-            await asyncio.sleep(0)  # those who are about to ask join
+            await asyncio.sleep(0)  # so that those who are about to ask can join
             batch, self._pending = self._pending, []
             answers = [answer for _, answer in batch]
             try:

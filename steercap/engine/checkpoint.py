@@ -1,6 +1,7 @@
-"""What can be known of a model without starting anything: where it lies, and what its config.json says.
+"""What can be known of a model without starting anything: where it is, and what its config.json says. It needs neither
+torch nor vLLM, so it is looked at first.
 
-Neither torch nor vLLM is needed for it, so it is asked first. Number 1 in the life of a request, once for all requests.
+Neither torch nor vLLM is needed for it, so it is asked first.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 from steercap.core.extras import extra
 from steercap.errors import ModelNotLoaded
 
-#: By what a folder is known as a model, as vLLM looks for it: of transformers, or of Mistral's own format.
+#: Files by which vLLM recognises the folder of a model, in transformers' format or Mistral's own.
 CONFIGS: Final = ("config.json", "params.json")
 
 
@@ -24,7 +25,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
     Args:
         name: as the user wrote it.
-        folder: where it lies, "" if it is not on this machine.
+        folder: where it is, "" if it is not on this machine.
         architectures: of its config.json.
         layers: decoder layers, 0 if unknown.
         width: elements of a row, 0 if unknown.
@@ -44,7 +45,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
 
 
 def is_path(name: str) -> bool:
-    """Whether a name of a model can only be a path: no name on a hub looks like it.
+    """Whether a model's name can only be a path: no name on a hub looks like it.
 
     Names on a hub are "name" or "owner/name"; vLLM also takes "owner/name/file.gguf" and URLs.
     """
@@ -54,7 +55,7 @@ def is_path(name: str) -> bool:
 
 
 def require_there(name: str) -> None:
-    """See that a model which can only be on this machine is there.
+    """Check that a model that can only be on this machine is there.
 
     Raises:
         ModelNotLoaded: a path where nothing is, or a folder without a model in it.
@@ -101,7 +102,7 @@ def look_up(name: str, folder: Path | None = None) -> Checkpoint:
 
 
 def local_folder(name: str) -> Path | None:
-    """Where a model lies on this machine, in a folder or the hub's cache; None if it does not."""
+    """Where a model is on this machine, in a folder or the hub's cache; None if it is not."""
     if Path(name).is_dir():
         return Path(name)
     if is_path(name) or importlib.util.find_spec("huggingface_hub") is None:
@@ -124,5 +125,5 @@ def weights_of(folder: Path) -> int:
 
 
 def _first(config: dict[str, Any], *names: str) -> int:
-    """The first of some settings that is there, 0 if none is."""
+    """The first of some settings that is set, 0 if none is."""
     return next((int(config[name]) for name in names if isinstance(config.get(name), int)), 0)

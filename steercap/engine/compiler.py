@@ -1,7 +1,7 @@
 """Specs compiled for one engine, each once: what is kept, changed or projected.
 
-Number 2 in the life of a request. To hash megabytes of vectors takes milliseconds, and to compile a spec that every
-request of a large call shares takes as long as the request; so what was compiled is kept as long as the spec lives.
+To hash megabytes of vectors takes milliseconds, and to compile a spec that every request of a large call shares takes
+as long as the request; so what was compiled is kept as long as the spec lives.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Compiler:
         return known[points]
 
     def _check_records(self, projected: Projected) -> None:
-        """See that a token's projections fit a page of every arena."""
+        """Check that a token's projections fit a page of every arena."""
         points, directions = projected.lowered.configuration.reads, projected.plan.directions
         for rank in self._ranks:
             wanted = sum(ENCODINGS["projected"].record(rank.kept(points), directions).sizes)

@@ -1,6 +1,6 @@
 """Requests that steer, or project, wait here for a slot, and their vectors are sent to the workers, once.
 
-Number 3 in the life of a request: the awaiting around `core.slots`, which decides.
+This module awaits; `core.slots` decides.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Configurations:
     async def holding(self, *wanted: Lowered) -> AsyncIterator[list[Grant]]:
         """Hold slots whose configurations and vectors every worker has, all of them or none; in order of arrival.
 
-        Who held one and waited for another could wait for somebody who does the same.
+        A request that held one and waited for another could deadlock with one that does the same.
 
         Raises:
             TooManyEdits: the vector bank is too small for it, whoever else uses it.
@@ -141,7 +141,7 @@ class Configurations:
         self._admit()
 
     async def _load(self, grant: Grant, lowered: Lowered) -> None:
-        """Have the workers hold the configuration; requests of the same one wait for the same call."""
+        """Make the workers hold the configuration; requests that need the same one wait for the same call."""
         if self.slots.unsent(grant) is None:
             return
         if grant.digest not in self._loading:
@@ -151,7 +151,7 @@ class Configurations:
         await asyncio.shield(self._loading[grant.digest])
 
     async def _load_once(self, lowered: Lowered) -> None:
-        # A claim of its own keeps the places, whoever gives up waiting.
+        # A claim of its own keeps the slot and the bank rows, even if all who wait give up.
         grant = self.slots.claim(lowered.configuration, lowered.digest)
         assert grant is not None
         waited = 0.0
@@ -171,7 +171,7 @@ class Configurations:
         for batch in _batches(list(vectors.values())):
             await self._ask(Configure(batch, ()))
         self.bytes_sent += sum(len(vector.data) for vector in vectors.values())
-        placed = (Placed(grant.slot, grant.configuration, grant.places) for grant, _ in loads)
+        placed = (Placed(grant.slot, grant.configuration, grant.bank_rows) for grant, _ in loads)
         answers = await self._ask(Configure((), tuple(placed)))
         refused = {digest for answer in answers for digest in answer.refused}
         for grant, _ in loads:
@@ -181,13 +181,13 @@ class Configurations:
 
     def _unsent(self, grant: Grant, lowered: Lowered) -> Iterator[Vectors]:
         missing = self.slots.unsent(grant) or ()
-        for blob, places in zip(grant.configuration.blobs, grant.places, strict=True):
+        for blob, rows in zip(grant.configuration.blobs, grant.bank_rows, strict=True):
             if blob in missing:
-                yield Vectors(blob.digest, places, lowered.vectors[blob.digest])
+                yield Vectors(blob.digest, rows, lowered.vectors[blob.digest])
 
 
 def _heard(task: asyncio.Task[None]) -> None:
-    """Take note of how a load ended, in case all who asked for it have left."""
+    """Retrieve how a load ended, in case all who asked for it have left."""
     if not task.cancelled():
         task.exception()
 

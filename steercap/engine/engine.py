@@ -1,7 +1,4 @@
-"""One engine's life: start, admission, requests, shutdown.
-
-Number 3, 4 and 8 in the life of a request.
-"""
+"""One engine's life: start, admission, requests, shutdown."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ class Engine:
     Attributes:
         armed: index of every armed point.
         schemas: what the tensor at each of them is, layer by layer.
-        tallies: reductions that can run along at once in each engine.
+        reductions: reductions that can run along at once in each engine.
         home: the event loop that the engine belongs to.
         admission: who may capture.
         configurations: what the slots hold.
@@ -82,11 +79,11 @@ class Engine:
             exists=vllm.exists,
         )
         attached = [rank.attached for rank in self._all_ranks]
-        self.tallies: Final = min(one.tallies for one in attached)
+        self.reductions: Final = min(one.reductions for one in attached)
         # Where ranks differ, a page is the largest of theirs: what is claimed is never less than what is used.
         page_bytes = max(rank.page.page_bytes for rank in self._all_ranks)
         self.admission: Final = Admission(
-            min(one.pages for one in attached), page_bytes, settings, self.engines, self.tallies
+            min(one.pages for one in attached), page_bytes, settings, self.engines, self.reductions
         )
         self.configurations: Final = Configurations(
             settings.steering_slots, min(one.bank_rows for one in attached), settings, workers.configure
@@ -181,7 +178,7 @@ class Engine:
         return self._compiler.projected(spec)
 
     def pages_needed(self, plan: CapturePlan, rows: int) -> int:
-        """Pages that `rows` rows of the plan, or their tally, take on the worker that holds most of them."""
+        """Pages that `rows` rows of the plan, or their accumulator, take on the worker that holds most of them."""
         return max((rank.pages(plan, rows) for rank in self._all_ranks), default=0)
 
     def generate(
@@ -217,23 +214,23 @@ class Engine:
         """Engines behind this one: more than one with data parallelism."""
         return len(self._ranks)
 
-    async def admit(self, pages: int, call: object, engine: int | None = None, tallies: int = 0) -> Ticket:
+    async def admit(self, pages: int, call: object, engine: int | None = None, reductions: int = 0) -> Ticket:
         """Reserve pages of an arena, waiting for room if need be; `generate` then runs the request where they are.
 
         Args:
             pages: pages of the arena.
             call: the `generate` call it is for.
             engine: the engine that must run the request, or None: one with room.
-            tallies: reductions that run along with it.
+            reductions: reductions that run along with it.
 
         Raises:
             CaptureMemoryFull: there can be no room, or none came in time, or waiting is not wanted.
         """
         self.require_open()
-        return await self.admission.claim(pages, call, engine, tallies)
+        return await self.admission.claim(pages, call, engine, reductions)
 
     def finish(self, ticket: Ticket, parts: Sequence[int]) -> list[Ticket]:
-        """A request ended: its claim becomes one ticket a handle, of so many pages each."""
+        """A request ended: its claim becomes one ticket per handle, of so many pages each."""
         return self.admission.finish(ticket, parts)
 
     def abandon(self, plan: Plan, ticket: Ticket | None) -> None:
@@ -250,7 +247,7 @@ class Engine:
         self._workers.give_back(owner, freed, soon=self.admission.budget.waiting > 0)
 
     def give_back_from_any_thread(self, owner: Owner, ticket: Ticket) -> None:
-        """`give_back` for who may be on any thread, after the loop, or a finalizer in the middle of anything."""
+        """`give_back` from any thread, after the loop has ended, or from a finalizer in the middle of anything."""
         if not self._workers.closed:
             self.home.call(partial(self.give_back, owner, ticket))
 
@@ -286,7 +283,7 @@ class Engine:
         return [rank for ranks in self._ranks for rank in ranks]
 
     def require_open(self) -> None:
-        """See that the engine can be used from here.
+        """Check that the engine can be used from here.
 
         Raises:
             ModelClosed, WrongEventLoop: it was closed, or started in another event loop.

@@ -1,7 +1,4 @@
-"""Finished requests' rows, read out of the arenas of the workers that have them, on threads of their own.
-
-Number 8 in the life of a request.
-"""
+"""Finished requests' rows, read out of the arenas of the workers that have them, on threads of their own."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from typing import Final, TypeAlias
 
 import torch
 
+from steercap.concurrency.bounded import each_of
 from steercap.core.messages import Parcel, Unknown
 from steercap.core.receipt import knowing
 from steercap.encodings import ENCODINGS
@@ -40,7 +38,7 @@ class Delivery:
     """One request's rows, or why they cannot be had.
 
     Args:
-        parcels: one a capturing worker that holds points of the request.
+        parcels: one per capturing worker that holds points of the request.
         shards: by the index of a point, its rows, or the shards of them in the order of the ranks.
         failure: what a worker said went wrong, or None.
     """
@@ -74,7 +72,7 @@ class _Order:
         return sum(parcel_bytes(parcel, rank.of(parcel)) for rank, parcel in self.gathered)
 
     def delivery(self) -> Delivery:
-        """What came of it."""
+        """What the fetch gave."""
         parcels = tuple(parcel for _, parcel in self.gathered)
         if self.failure:
             return Delivery(parcels, {}, self.failure)
@@ -115,25 +113,19 @@ class Fetcher:
         Raises:
             EngineFailure: the model was closed, or a worker could not answer.
         """
-        delivered: dict[int, Delivery] = {}
-        loads = _loads(enumerate(_order(ranks, one) for one in found))
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(self.threads + 1):  # one more, so that a thread that is done finds work
-                    group.create_task(self._work_off(loads, delivered))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [delivered[index] for index in range(len(found))]
+        loads = _loads(_order(ranks, one) for one in found)
+        # One more than there are threads, so that a thread that has finished finds work.
+        delivered = await each_of(loads, self._deliver, self.threads + 1)
+        return [delivery for load in delivered for delivery in load]
 
     def close(self) -> None:
         """Fail whoever still waits for rows, and end the threads; blocks until they end. Idempotent."""
         self._closed = True
         self._pool.shutdown(cancel_futures=True)
 
-    async def _work_off(self, loads: Iterator[_Load], delivered: dict[int, Delivery]) -> None:
-        for load in loads:
-            await self._gather([order for _, order in load])
-            delivered |= {index: order.delivery() for index, order in load}
+    async def _deliver(self, load: Sequence[_Order]) -> list[Delivery]:
+        await self._gather(load)
+        return [order.delivery() for order in load]
 
     async def _gather(self, orders: Sequence[_Order]) -> None:
         sources = [[await rank.reader.read(parcel.lines) for rank, parcel in order.gathered] for order in orders]
@@ -158,7 +150,7 @@ class Fetcher:
         )
 
     async def _all(self, calls: Sequence[Callable[[], None]]) -> None:
-        """Run calls on the threads. Who is cancelled leaves nothing in the queue."""
+        """Run calls on the threads. A cancelled caller leaves nothing in the queue."""
         self._require_open()
         queued = [self._pool.submit(call) for call in calls]
         try:
@@ -178,9 +170,6 @@ class Fetcher:
             raise ModelClosed("the model was closed while rows were fetched")
 
 
-_Load: TypeAlias = list[tuple[int, _Order]]
-
-
 def _order(ranks: Ranks, found: Found) -> _Order:
     """What is to be gathered of one request: nothing, unless one engine ran it, and all its workers have their rows."""
     known = knowing(found)
@@ -198,15 +187,15 @@ def _order(ranks: Ranks, found: Found) -> _Order:
     return _Order([] if failure else gathered, failure)
 
 
-def _loads(orders: Iterable[tuple[int, _Order]]) -> Iterator[_Load]:
-    """Requests in loads of bounded size, for small ones are not worth a trip to a thread each."""
-    load: _Load = []
+def _loads(orders: Iterable[_Order]) -> Iterator[list[_Order]]:
+    """Requests in loads of bounded size, since small ones are not worth a trip to a thread each."""
+    load: list[_Order] = []
     size = 0
-    for index, order in orders:
+    for order in orders:
         if load and (size + order.size > PART_BYTES or len(load) == LOAD_REQUESTS):
             yield load
             load, size = [], 0
-        load.append((index, order))
+        load.append(order)
         size += order.size
     if load:
         yield load

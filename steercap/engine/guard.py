@@ -1,7 +1,7 @@
 """A script that starts an engine must be importable: vLLM's processes import it again.
 
-Without the guard each process would start an engine of its own while it is still being imported; Python stops
-that with an error about freeze_support. This says what is meant, before any process is started.
+Without the guard each process would start an engine of its own while it is still being imported; Python stops that with
+an error about freeze_support. The check here says what to do, before any process is started.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ADVICE = "put the code that starts the engine behind the usual guard:\n"
 
 
 def require_main_guard(idiom: Idiom = AWAITED) -> None:
-    """See that the running script may be imported again by a child process.
+    """Check that a child process may import the running script again.
 
     Args:
         idiom: how the script is written, for the message.

@@ -1,7 +1,4 @@
-"""The workers of an engine that capture: what each of them holds, and what a request takes there.
-
-Number 3 and 8 in the life of a request.
-"""
+"""The workers of an engine that capture: what each of them holds, and what a request takes there."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from steercap.core.plan import CapturePlan
 from steercap.core.rows import PageShape
 from steercap.core.schema import PointSchema
 from steercap.encodings import ENCODINGS
-from steercap.encodings.reduced import tally_records
+from steercap.encodings.reduced import accumulator_records
 from steercap.transport.reader import LineReader
 
 
@@ -58,8 +55,8 @@ class Rank:
         schemas = self.kept(plan.points)
         if not schemas:
             return 0
-        if plan.tally:
-            records = tally_records(schemas, self.attached.held) if rows else 0
+        if plan.accumulates:
+            records = accumulator_records(schemas, self.attached.held) if rows else 0
             return self.page.pages(records, ENCODINGS["raw"].record(schemas).lines)
         return self.page.pages(rows, ENCODINGS[plan.encoding].record(schemas, plan.numbers).lines)
 

@@ -1,7 +1,4 @@
-"""The workers of all engines, asked and answered: one frame to each, and what is given back travels along.
-
-Number 3, 7 and 8 in the life of a request.
-"""
+"""Questions to the workers of all engines: one frame to each, with which what is given back travels along."""
 
 from __future__ import annotations
 
@@ -88,7 +85,7 @@ class Workers:
         self._settling: Batcher[tuple[Sequence[Wanted], bool], list[Records]] = Batcher(self._settle)
 
     def require_open(self) -> None:
-        """See that they can be asked from here.
+        """Check that they can be asked from here.
 
         Raises:
             ModelClosed, WrongEventLoop: the model was closed, or started in another event loop.
@@ -108,7 +105,7 @@ class Workers:
     # Questions, each of which raises EngineFailure if the engine has died, or a worker cannot answer
 
     async def attach(self, settings: Settings) -> Ranks:
-        """Have every worker set memory aside for rows; must be the first question."""
+        """Make every worker set memory aside for rows; must be the first question."""
         engines = await self._ask(Attach(settings.capture_bytes), Attached)
         self._engines = len(engines)
 
@@ -123,7 +120,7 @@ class Workers:
         )
 
     async def locate(self, wanted: Sequence[Wanted]) -> list[list[list[Parcel | Unknown]]]:
-        """Have finished requests' rows readable, and say where they are; one RPC for all.
+        """Make finished requests' rows readable, and say where they are; one RPC for all.
 
         Returns:
             For each request, engine by engine, what each capturing worker has of it.
@@ -209,7 +206,7 @@ class Workers:
             self._flush = self.home.loop.create_task(self._release_soon())
 
     async def _release_soon(self) -> None:
-        with contextlib.suppress(EngineFailure):  # a dead engine holds nothing; who calls it next is told
+        with contextlib.suppress(EngineFailure):  # a dead engine holds nothing; its next caller is told
             while self._given_back and not self.closed:
                 if not any(item.soon for item in self._given_back.values()):
                     await asyncio.sleep(RELEASE_DELAY)

@@ -138,7 +138,7 @@ class Sweep:
         self._check_numbers()
 
     def _check_kinds(self) -> None:
-        """See that every argument is of the type that it must be, and make numbers and truth values plain."""
+        """Check that every argument is of the type that it must be, and make numbers and truth values plain."""
         for axis in ("vectors", "layers", "scales", "operations", "prompts"):
             given = plain(getattr(self, axis))
             if axis != "vectors":

@@ -46,7 +46,7 @@ class Plotted(Protocol):
         """Means by condition."""
 
     def check(self, *measures: str) -> None:
-        """See that measures are known."""
+        """Check that measures are known."""
 
 
 def plot_doses(

@@ -106,7 +106,7 @@ class SweepResults:
         return plot_doses(self, path, vector=vector, measures=measures)
 
     def check(self, *measures: str) -> None:
-        """See that measures were taken.
+        """Check that measures were taken.
 
         Raises:
             InvalidSpec: one was not.

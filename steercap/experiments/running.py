@@ -17,7 +17,7 @@ from steercap.experiments.grid import Request, Sweep
 from steercap.experiments.measures import MEASURES
 from steercap.experiments.measures.base import Measure
 from steercap.experiments.results import SweepResults
-from steercap.experiments.store import Folder, Kept, Record, Value
+from steercap.experiments.store import Folder, Record, Table, Value
 from steercap.runs.fingerprint import identity
 from steercap.steering.spec import SteeringSpec
 
@@ -87,7 +87,7 @@ def _check(model: SteerModel, sweep: Sweep) -> None:
 
 
 async def _answer(
-    model: SteerModel, sweep: Sweep, kept: Kept[Record], concurrent: int, progress: Callable[[int, int], None]
+    model: SteerModel, sweep: Sweep, kept: Table[Record], concurrent: int, progress: Callable[[int, int], None]
 ) -> None:
     requests = list(sweep.requests())
     missing = [one for one in requests if one.number not in kept.rows or not kept.rows[one.number].answers(one)]
@@ -135,7 +135,7 @@ async def _asked(model: SteerModel, sweep: Sweep, request: Request, spec: Steeri
     )
 
 
-async def _measured(model: SteerModel, measure: Measure, records: Sequence[Record], kept: Kept[Value]) -> list[float]:
+async def _measured(model: SteerModel, measure: Measure, records: Sequence[Record], kept: Table[Value]) -> list[float]:
     """The number of each record, those that are missing measured now."""
     missing = [record for record in records if record.number not in kept.rows]
     try:

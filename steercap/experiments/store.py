@@ -78,7 +78,7 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
 Row = TypeVar("Row", Record, Value)
 
 
-class Kept(Generic[Row]):
+class Table(Generic[Row]):
     """Rows of one kind by their numbers, those that a folder holds and those that come; what is there twice is once.
 
     Args:
@@ -125,24 +125,24 @@ class Folder:
         self.path = Path(path)
         if SWEEP.open(self.path, definition) is None:
             SWEEP.write(self.path, definition)
-        self.answers: Kept[Record] = Kept(self.path / "answers", Record)
+        self.answers: Table[Record] = Table(self.path / "answers", Record)
 
-    def values(self, measure: Measure) -> Kept[Value]:
+    def values(self, measure: Measure) -> Table[Value]:
         """What is kept of one measure; made otherwise, it is another."""
         digest = hashlib.sha256(repr(measure).encode()).hexdigest()[:8]
         name = "".join(letter if letter.isalnum() else "-" for letter in measure.label)
-        return Kept(self.path / "values" / f"{name}-{digest}", Value)
+        return Table(self.path / "values" / f"{name}-{digest}", Value)
 
 
 def check_same(path: str | Path, sweep: Sweep) -> None:
-    """See that a folder holds no other sweep; of which model is not asked.
+    """Check that a folder holds no other sweep; of which model is not asked.
 
     Args:
         path: the folder, which need not be there.
         sweep: that is to be run.
 
     Raises:
-        RunDiffers, InvalidFile: as of `Folder`.
+        RunDiffers, InvalidFile: as for `Folder`.
     """
     SWEEP.check_same(path, lambda found: sweep.definition(found.model))
 

@@ -1,4 +1,4 @@
-"""WHAT: one file a model family. To add one, add a file with a `MEMBER`."""
+"""WHAT: one file per model family. To add one, add a file with a `MEMBER`."""
 
 import sys
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What the formats share: a file appears whole or not at all, and what is wrong with one names it."""
+"""What the formats share: a file appears whole or not at all, and an error about one names it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WRITTEN: Final = {
 
 
 def check_extension(path: Path, extension: str) -> None:
-    """See that the name of a file says what will be in it: every program that opens it goes by that.
+    """Check that the name of a file says what will be in it: every program that opens it goes by that.
 
     Args:
         path: the file.
@@ -77,7 +77,7 @@ def write_whole(path: Path) -> Iterator[Path]:
         yield scratch
         scratch.replace(path)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # what went wrong before is the news
+        with contextlib.suppress(OSError):  # the first error is the one to report
             scratch.unlink(missing_ok=True)
         # safetensors and torch have errors of their own for a full disk.
         if isinstance(error, (SafetensorError, RuntimeError)) and not isinstance(error, SteercapError):
@@ -136,7 +136,7 @@ def read_tensors(path: Path, *, tensors: bool = True) -> tuple[str, dict[str, to
 
 @contextmanager
 def blame(path: Path) -> Iterator[None]:
-    """Values from a file that our types refuse are the file's fault.
+    """Report values in a file that our types refuse as an error of the file.
 
     Raises:
         InvalidFile: the block raised a `ValueError`, as every `InvalidRequest` is, or a `TypeError`.

@@ -1,4 +1,4 @@
-"""Records as Parquet tables: what pipelines and experiments write down, and what anybody can open."""
+"""Records as Parquet tables: what pipelines and experiments write, and any tool can open."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 from steercap.files.base import check_extension, write_whole
 
-Record = TypeVar("Record", bound=msgspec.Struct)
+AnyRecord = TypeVar("AnyRecord", bound=msgspec.Struct)
 
 #: Records of a part, and seconds until one is written with fewer: what a kill may lose.
 PART_RECORDS, PART_SECONDS = 32, 5.0
 
 
 def write_table(path: str | Path, records: Sequence[msgspec.Struct]) -> Path:
-    """Write records of one kind, a row each; the file appears whole or not at all.
+    """Write records of one kind, one row each; the file appears whole or not at all.
 
     Args:
         path: the file.
@@ -43,7 +43,7 @@ def write_table(path: str | Path, records: Sequence[msgspec.Struct]) -> Path:
     return Path(path)
 
 
-def read_table(path: str | Path, kind: type[Record]) -> list[Record]:
+def read_table(path: str | Path, kind: type[AnyRecord]) -> list[AnyRecord]:
     """Read what `write_table` wrote.
 
     Args:
@@ -64,7 +64,7 @@ def read_table(path: str | Path, kind: type[Record]) -> list[Record]:
         raise InvalidFile(f"{path} is not a table of {kind.__name__}: {error}") from error
 
 
-class Parts(Generic[Record]):
+class Parts(Generic[AnyRecord]):
     """Records in a folder of tables, written in parts as they come; a context manager that writes the last on leaving.
 
     Args:
@@ -77,7 +77,7 @@ class Parts(Generic[Record]):
     def __init__(
         self,
         folder: Path,
-        kind: type[Record],
+        kind: type[AnyRecord],
         *,
         records: int = PART_RECORDS,
         seconds: float = PART_SECONDS,
@@ -85,15 +85,15 @@ class Parts(Generic[Record]):
     ) -> None:
         self._folder, self._kind = folder, kind
         self._records, self._seconds, self._clock = records, seconds, clock
-        self._waiting: list[Record] = []
+        self._waiting: list[AnyRecord] = []
         self._due: asyncio.TimerHandle | None = None
         self._written = clock()
 
-    def read(self) -> list[Record]:
+    def read(self) -> list[AnyRecord]:
         """The records that are written, in no order."""
         return [record for path in self._paths() for record in read_table(path, self._kind)]
 
-    def add(self, record: Record) -> None:
+    def add(self, record: AnyRecord) -> None:
         """Take a record; a part is written when enough are here, or enough time has gone, whether more come or not."""
         self._waiting.append(record)
         if len(self._waiting) >= self._records or self._clock() - self._written >= self._seconds:
@@ -110,7 +110,7 @@ class Parts(Generic[Record]):
             self._write(self._waiting)
             self._waiting = []
 
-    def replace(self, records: Sequence[Record]) -> None:
+    def replace(self, records: Sequence[AnyRecord]) -> None:
         """Make these records the only part, if there are several."""
         before = self._paths()
         if len(before) > 1:
@@ -118,7 +118,7 @@ class Parts(Generic[Record]):
             for path in before:
                 path.unlink()
 
-    def __enter__(self) -> Parts[Record]:
+    def __enter__(self) -> Parts[AnyRecord]:
         return self
 
     def __exit__(
@@ -126,8 +126,8 @@ class Parts(Generic[Record]):
     ) -> None:
         self.flush()
 
-    def _write(self, records: Sequence[Record]) -> None:
-        # A name of its own: two processes that were started on one folder by mistake lose nothing.
+    def _write(self, records: Sequence[AnyRecord]) -> None:
+        # A unique name: two processes that were started on one folder by mistake lose nothing.
         write_table(self._folder / f"{len(self._paths()):05}-{uuid.uuid4().hex[:8]}.parquet", records)
 
     def _paths(self) -> list[Path]:

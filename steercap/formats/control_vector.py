@@ -103,7 +103,7 @@ def _check_writable(vectors: LayerVectors, hint: str) -> None:
 
 
 def _text(reader: Any, key: str) -> str:
-    """A text of the header, "" where it is missing or no text."""
+    """A text of the header, "" where it is missing or not a text."""
     field = reader.get_field(key)
     found = field.contents() if field is not None else ""
     return found if isinstance(found, str) else ""

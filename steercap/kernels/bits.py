@@ -1,7 +1,4 @@
-"""What an entry of a program is, as bits of its kind, and how rows are added up: what PyTorch and Triton agree on.
-
-Number 5 in the life of a request.
-"""
+"""What an entry of a program is, as bits of its kind, and how rows are added up: what PyTorch and Triton agree on."""
 
 from __future__ import annotations
 

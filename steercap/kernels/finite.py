@@ -2,11 +2,11 @@
 
 A row that overflows becomes NaN in the next norm, NaN in keys and values, and stays in their blocks when another
 request gets them: attention multiplies what it masks by zero, and zero times NaN is NaN. So an edited row that is too
-large is put to zero where it was edited, and its request fails.
+large is set to zero where it was edited, and its request fails.
 
 How large is too large depends on what follows. A layer adds to the stream what its weights allow, whatever the stream
 holds, since its norms come first. In bfloat16 and float32 a bound far below the greatest number is therefore enough:
-edits at every point of the deepest model, one on top of the other, stay below `EDITED_MOST * 2**12`, whose squares a
+edits at every point of the deepest model, on top of each other, stay below `EDITED_MOST * 2**12`, whose squares a
 norm over 2**16 elements can still sum in float32. In float16 there is no such room, so there the rows of edited tokens
 are looked at again at every point that follows.
 """

@@ -1,8 +1,8 @@
 """The tap in plain PyTorch: what runs on CPU, and what other kernels are tested against.
 
-Number 5 in the life of a request. Shape legend: n = tokens of the pass, padding included; captured = tokens
-somebody wants at this point; lines = lines of the arena; steered = tokens that somebody edits; entries = rank-one edits
-of one point, in order; replaced = columns of the step's table of replacements.
+Shape legend: n = tokens of the pass, padding included; captured = tokens whose rows are kept at this point; lines =
+lines of the arena; steered = tokens that are edited; entries = rank-one edits of one point, in order; replaced =
+columns of the step's table of replacements.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from steercap.kernels.finite import edited_most, stray_rows
 class Column:
     """One entry of a point, the `n`-th of every slot: a number for each token of a step, or one for all of them.
 
-    What is the same as not being there is None, for most operations need little of the whole formula.
+    What would change nothing is None, since most operations need little of the whole formula.
 
     Args:
         kinds: bits that occur in it; what does not occur is not computed.
@@ -89,7 +89,7 @@ def edit_rows(
         if column.kinds & MEASURES:
             norm = _norm(rows) if norm is rows else _where(column.measures, _norm(rows), norm)
         if column.kinds & LEADS:
-            # Whoever is in the middle of a joined edit keeps the row it started from.
+            # A token in the middle of a joined edit keeps the row it started from.
             inside = column.joined if column.kinds & JOINED else None
             before = rows.clone() if before is rows or inside is None else torch.where(inside[:, None], before, rows)
         if column.kinds & REPLACES:
@@ -129,7 +129,7 @@ def _length(
         length = length if column.low is None else torch.maximum(length, column.low)
         length = length if column.high is None else torch.minimum(length, column.high)
         length = length if column.minus is None else length - column.minus * reach
-        if column.threshold is not None:  # of a projection that is not a number nothing is known: let it be seen
+        if column.threshold is not None:  # a projection that is NaN must remain visible
             length = torch.where(projection <= column.threshold, 0.0, length)
     if column.kinds & RELATIVE:
         length = _where(column.relative, length * _norm(rows), length)

@@ -1,9 +1,8 @@
 """The tap operator, `steercap::tap`: at one point, edit the rows that are steered and copy those that are kept.
 
-Number 5 in the life of a request. The operator takes tensors only, so that every layer traces to the same
-code; what it does is decided by the step's tables, whose addresses never change, never by Python that a
-compiled or replayed graph would skip. It declares that it mutates `hidden` and `residual`, since edits do, and so it
-is never eliminated as dead.
+The operator takes tensors only, so that every layer traces to the same code; what it does is decided by the step's
+tables, whose addresses never change, never by Python that a compiled or replayed graph would skip. It declares that it
+mutates `hidden` and `residual`, since edits do, and so it is never eliminated as dead.
 
 Shape legend: n = tokens of the pass, padding included; width = elements of a row at the point, or of the rank's shard.
 """
@@ -20,7 +19,7 @@ LIBRARY.define("tap(Tensor(a!) hidden, Tensor(b!)? residual, Tensor point, int k
 
 
 class Tappable(Protocol):
-    """What a tap talks to: the tables of the worker in whose process it runs."""
+    """What a tap uses: the tables of the worker in whose process it runs."""
 
     def on_tap(
         self,
@@ -36,7 +35,7 @@ _bound: Tappable | None = None
 
 
 def bind(tables: Tappable | None) -> None:
-    """Let the taps of this process talk to `tables`; None silences them."""
+    """Let the taps of this process use `tables`; None makes them idle."""
     global _bound  # noqa: PLW0603 -- a compiled graph calls the operator with tensors alone
     _bound = tables
 

@@ -1,7 +1,7 @@
-"""Eight bits an element on CUDA: rows of the ring as codes behind their scale and zero point.
+"""Eight bits per element on CUDA: rows of the ring as codes behind their scale and zero point.
 
-Number 6 in the life of a request. One program a row. The formula is that of `encodings.full8`. Shape legend: records =
-tokens of a pass of one layout; points = points of it whose rows are alike; line = elements of a line of the ring.
+One program per row. The formula is that of `encodings.full8`. Shape legend: records = tokens of a pass of one layout;
+points = points of it whose rows are alike; line = elements of a line of the ring.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _full8_kernel(  # type: ignore[no-untyped-def]
     # By a power of two: no difference overflows, and none of denormal numbers is lost.
     lift = tl.where(tl.maximum(tl.abs(least), tl.abs(most)) < _SMALL, _LIFT, 0.5)
     code = (row * lift - least * lift) / tl.where(scale > 0, scale * lift, 1.0)
-    # What lies in the middle of two codes may go to either.
+    # A value midway between two codes may go to either.
     code = tl.where(finite & inside, tl.minimum(tl.maximum(code + 0.5, 0.0), _STEPS), 0.0)
     start = tl.load(record + 1) * BYTE_LINE + tl.load(point + 1)
     tl.store(codes + start + _HEAD + columns, code.to(tl.uint8), mask=inside)

@@ -1,8 +1,8 @@
 """Projections on CUDA: what rows of the ring are along the directions of their point.
 
-Number 6 in the life of a request. One program a row; in a large pass a few rows of one point, which then share each
-direction. Shape legend: records = tokens of a pass of one layout; points = points of it whose rows are alike; width =
-elements of a row; line = elements of a line of the ring.
+One program per row; in a large pass a few rows of one point, which then share each direction. Shape legend: records =
+tokens of a pass of one layout; points = points of it whose rows are alike; width = elements of a row; line = elements
+of a line of the ring.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WARP_ELEMENTS: Final = 2048
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _project_kernel(  # type: ignore[no-untyped-def]
-    rows, results, bank, places, records, points, count, directions,
+    rows, results, bank, bank_rows, records, points, count, directions,
     WIDTH, ROW_LINE, RESULT_LINE, BANK, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     numbers = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -38,8 +38,8 @@ def _project_kernel(  # type: ignore[no-untyped-def]
     start = (sources + offset) * ROW_LINE
     tile = tl.load(rows + start[:, None] + columns, mask=there[:, None] & inside, other=0.0).to(tl.float32)
     for direction in range(directions):
-        place = tl.load(places + point * directions + direction)
-        vector = tl.load(bank + place * BANK + columns, mask=inside, other=0.0)
+        bank_row = tl.load(bank_rows + point * directions + direction)
+        vector = tl.load(bank + bank_row * BANK + columns, mask=inside, other=0.0)
         along = tl.sum(tile * vector[None, :], axis=1)
         tl.store(target + direction, along, mask=there)
 
@@ -51,7 +51,7 @@ def launch_project(
     points: Int[torch.Tensor, "points 2"],
     width: int,
     bank: Float[torch.Tensor, "vectors width"],
-    places: Int[torch.Tensor, "points directions"],
+    bank_rows: Int[torch.Tensor, "points directions"],
 ) -> None:
     """Write what records of rows are along their directions into lines of the ring.
 
@@ -62,16 +62,16 @@ def launch_project(
         points: line of each point's row in a record, and byte of its numbers in what is stored, int64.
         width: elements of a row.
         bank: float32 vectors, a view of rows that may be wider.
-        places: rows of the bank, int64.
+        bank_rows: rows of the bank, int64.
     """
-    count, directions = len(records), places.shape[1]
+    count, directions = len(records), bank_rows.shape[1]
     together = TOGETHER if count > LARGE else 1
     block = triton.next_power_of_2(width)
     _project_kernel[(triton.cdiv(count, together), len(points))](
         rows,
         results,
         bank,
-        places,
+        bank_rows,
         records,
         points,
         count,

@@ -1,8 +1,8 @@
 """The tap in Triton: what runs on CUDA, in eager mode, under torch.compile and inside CUDA graphs.
 
-Number 5 in the life of a request. One program a token, or a few: it reads what its tokens are to have, and is done if
-that is nothing. Otherwise the row is read once, edited in float32 registers, written once if it changed, and copied to
-the arena. All it depends on is in tables of fixed addresses, so a replayed graph does what the step asks.
+One program per token, or per few tokens: it reads what its tokens are to have, and is done if that is nothing.
+Otherwise the row is read once, edited in float32 registers, written once if it changed, and copied to the arena. All it
+depends on is in tables of fixed addresses, so a replayed graph does what the step asks.
 
 `kernels.reference` says the same in PyTorch; the tests hold the two against each other.
 """
@@ -254,9 +254,9 @@ def _close_kernel(  # type: ignore[no-untyped-def]
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < count
     wish = tokens + token * _TOKEN_COLUMNS
-    place = tl.load(wish + _WITNESS, mask=inside, other=-1)
-    known = place >= 0
-    said = witness + place.to(tl.int64) * _WITNESS_COLUMNS
+    row = tl.load(wish + _WITNESS, mask=inside, other=-1)
+    known = row >= 0
+    said = witness + row.to(tl.int64) * _WITNESS_COLUMNS
     tl.store(said, tl.load(token_ids + token, mask=known, other=0).to(tl.int64), mask=known)
     tl.store(said + 1, tl.load(positions + token, mask=known, other=0).to(tl.int64), mask=known)
     tl.store(said + 2, tl.load(evidence + token * 2, mask=known, other=0), mask=known)
@@ -291,7 +291,7 @@ def launch_tap(
         entries: their integers, int32; see `KIND` and what follows.
         responses: their floats, in the order of `core.program.RESPONSE_NUMBERS`.
         bank: float32 vectors, a view of rows that may be wider.
-        replacements: bank row that each replacement puts in the place of a token's row, -1 for none: int32.
+        replacements: bank row that each replacement puts in place of a token's row, -1 for none: int32.
         arena: where rows are copied to, rounded to its dtype: lines of `LINE_BYTES`.
         layouts: line of each point in a record, -1 where it is not kept: int32.
         evidence: what was done to each token, int64: edits and copies, added up; see `bits.WEIGHT`.
@@ -331,7 +331,7 @@ def _can_be_early() -> bool:
 def launch_close(
     tokens: Int[torch.Tensor, "most columns"],
     evidence: Int[torch.Tensor, "most 2"],
-    witness: Int[torch.Tensor, "places columns"],
+    witness: Int[torch.Tensor, "witnesses columns"],
     token_ids: Int[torch.Tensor, " n"],
     positions: Int[torch.Tensor, " n"],
     count: int,
@@ -340,7 +340,7 @@ def launch_close(
 
     Args:
         tokens, evidence: as for `launch_tap`.
-        witness: for each place, the id and the position the model read, its edits and its copies: int64.
+        witness: of each token, the id and the position the model read, its edits and its copies: int64.
         token_ids, positions: what the model reads.
         count: tokens of the pass, padding not counted.
     """

@@ -47,14 +47,14 @@ class _State(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def check_same(path: str | Path, settings: Mapping[str, Any]) -> None:
-    """See that a folder holds no answers of other settings; of which model is not asked.
+    """Check that a folder holds no answers of other settings; of which model is not asked.
 
     Args:
         path: the folder, which need not be there.
         settings: as `steercap.persona.settings.described` gives them.
 
     Raises:
-        RunDiffers, InvalidFile: as of `RunFolder`.
+        RunDiffers, InvalidFile: as for `RunFolder`.
     """
     RUN.check_same(path, lambda found: _State(VERSION, found.model, _plain(settings)))
 

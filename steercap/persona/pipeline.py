@@ -97,7 +97,7 @@ async def run(
 
 
 def check(model: SteerModel, settings: PersonaSettings) -> None:
-    """See that rows can be read where they are wanted.
+    """Check that rows can be read where they are wanted.
 
     Raises:
         PointNotArmed, LayerOutOfRange: they cannot.

@@ -16,7 +16,7 @@ Sign: TypeAlias = Literal["positive", "negative"]
 SIGNS: Final[tuple[Sign, Sign]] = ("positive", "negative")
 
 
-class Ask(msgspec.Struct, frozen=True):
+class Request(msgspec.Struct, frozen=True):
     """One request.
 
     Args:
@@ -47,7 +47,7 @@ class Ask(msgspec.Struct, frozen=True):
         return f"{self.trait}/{other}/{self.prompt}/{self.question}/{self.sample}"
 
 
-class Response(Ask, frozen=True):
+class Response(Request, frozen=True):
     """A request and its answer.
 
     Args:
@@ -109,7 +109,7 @@ class Records:
         return [one for one in self.kept if (one.trait, one.sign) == (trait, sign)]
 
 
-def asks(settings: PersonaSettings) -> Iterator[Ask]:
+def all_requests(settings: PersonaSettings) -> Iterator[Request]:
     """Every request of a run, in the order of its tables."""
     for trait in settings.resolved():
         questions = trait.questions[: settings.n_questions]
@@ -119,7 +119,7 @@ def asks(settings: PersonaSettings) -> Iterator[Ask]:
                     for sample in range(settings.n_samples):
                         name = f"{trait.name}/{sign}/{prompt}/{question}/{sample}"
                         seed = _seed(settings.seed, name)
-                        yield Ask(name, trait.name, sign, prompt, question, sample, seed, words, text)
+                        yield Request(name, trait.name, sign, prompt, question, sample, seed, words, text)
 
 
 def _seed(seed: int, name: str) -> int:

@@ -65,7 +65,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         temperature, top_p: of sampling.
         max_in_flight: requests under way at once.
         scorer: name in `steercap.persona.scores.SCORERS`.
-        scorer_args: its arguments; no keys, for they are written to the run folder.
+        scorer_args: its arguments; no keys, since they are written to the run folder.
         threshold_high, threshold_low: answers under a positive prompt are kept from this score up, under a negative
             one up to this score.
         paired: keep an answer only with its counterpart, which has the same question, sample and place of the prompt.
@@ -131,7 +131,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             self._check_size(trait)
 
     def _check_kinds(self) -> None:
-        """See that what is neither a size nor a list is of the type that it must be."""
+        """Check that what is neither a size nor a list is of the type that it must be."""
         for names, read, what in (
             (("seed",), index_of, "a whole number"),
             (("temperature", "top_p", "threshold_high", "threshold_low", "held_out"), number_of, "a number"),
@@ -152,7 +152,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             raise InvalidSetting(f"traits hold {shown(wrong[0])}; give names of traits, or Traits, in a tuple")
 
     def _check_size(self, trait: Trait) -> None:
-        """See that what is asked of a trait can give a vector."""
+        """Check that what is asked of a trait can give a vector."""
         questions = len(trait.questions[: self.n_questions])
         if questions < 2:
             raise InvalidSetting(

@@ -1,7 +1,4 @@
-"""From what a call asks to what it gives: prompts become jobs, their ends texts and handles.
-
-Number 1 in the life of a request, and its end.
-"""
+"""From what a call asks to what it gives: prompts become jobs, and their ends become texts and handles."""
 
 from __future__ import annotations
 
@@ -12,7 +9,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from steercap.core.chat import MessageSpan
-from steercap.core.prompts import Ask, conversations_in, each, flag_asked, listed, template_arguments, templated
+from steercap.core.prompts import (
+    CallArguments,
+    conversations_in,
+    each,
+    flag_asked,
+    listed,
+    template_arguments,
+    templated,
+)
 from steercap.core.receipt import SteeringReceipt
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidRequest
@@ -26,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RawOutput:
-    """What `raw_output=True` gives in the place of a text.
+    """What `raw_output=True` gives in place of a text.
 
     Args:
         output: vLLM's RequestOutput, as vLLM made it: `raw.output.outputs[0].text`, `.token_ids`, `.logprobs`.
@@ -37,36 +42,36 @@ class RawOutput:
     steering: tuple[SteeringReceipt, ...] | None
 
 
-async def generated(serving: Serving, prompts: Any, ask: Ask) -> Any:
+async def generated(serving: Serving, prompts: Any, call: CallArguments) -> Any:
     """What `SteerModel.generate` gives."""
     serving.here()
     many, given = listed(prompts)
-    return await _answered(serving, [(prompt, []) for prompt in given], ask, many=many)
+    return await _answered(serving, [(prompt, []) for prompt in given], call, many=many)
 
 
-async def read(serving: Serving, prompts: Any, ask: Ask) -> Any:
+async def read(serving: Serving, prompts: Any, call: CallArguments) -> Any:
     """What `SteerModel.read` gives."""
-    _, handles = await generated(serving, prompts, ask)
+    _, handles = await generated(serving, prompts, call)
     return handles
 
 
-async def replied(serving: Serving, messages: Any, ask: Ask, template_kwargs: Any) -> Any:
+async def replied(serving: Serving, messages: Any, call: CallArguments, template_kwargs: Any) -> Any:
     """What `SteerModel.chat` gives."""
     tokenizer = serving.here().vllm.tokenizer
     many, conversations = conversations_in(messages)
-    spans, arguments = ask.spec is not None, template_arguments(template_kwargs)
+    spans, arguments = call.spec is not None, template_arguments(template_kwargs)
     rendered = [templated(tokenizer, conversation, arguments, spans=spans) for conversation in conversations]
-    return await _answered(serving, [({"prompt_token_ids": ids}, found) for ids, found in rendered], ask, many=many)
+    return await _answered(serving, [({"prompt_token_ids": ids}, found) for ids, found in rendered], call, many=many)
 
 
-async def streamed(serving: Serving, prompt: Any, ask: Ask) -> AsyncGenerator[Chunk, None]:
+async def streamed(serving: Serving, prompt: Any, call: CallArguments) -> AsyncGenerator[Chunk, None]:
     """What `SteerModel.stream` yields."""
     many, given = listed(prompt)
-    spec = ask.spec
+    spec = call.spec
     if many or isinstance(spec, (list, tuple)) or (isinstance(spec, CaptureSpec) and spec.reduce):
         raise InvalidRequest("stream takes one prompt, and rows rather than their reduction; use generate")
     engine = serving.here()
-    job = await prepare(engine, given[0], ask.sampling_params, spec, ask.steering, options=ask.options)
+    job = await prepare(engine, given[0], call.sampling_params, spec, call.steering, options=call.options)
     if job.params.n != 1:
         raise InvalidRequest(f"stream gives one sample, not n={job.params.n}; use generate")
     chunks = stream(job)
@@ -81,8 +86,11 @@ async def streamed(serving: Serving, prompt: Any, ask: Ask) -> AsyncGenerator[Ch
             engine.home.call(lambda: asyncio.ensure_future(chunks.aclose()))
 
 
-async def _answered(serving: Serving, prompts: Sequence[tuple[Any, list[MessageSpan]]], ask: Ask, *, many: bool) -> Any:
+async def _answered(
+    serving: Serving, prompts: Sequence[tuple[Any, list[MessageSpan]]], call: CallArguments, *, many: bool
+) -> Any:
     """Run prompts, with the spans of their messages, and give back what the user gets."""
+<<<<<<< HEAD
     engine, captured, raw = serving.here(), ask.spec is not None, flag_asked("raw_output", ask.raw_output)
     params = each(ask.sampling_params, len(prompts), "sampling_params")
     specs = each(ask.spec, len(prompts), "capture")
@@ -93,6 +101,17 @@ async def _answered(serving: Serving, prompts: Sequence[tuple[Any, list[MessageS
             yield await prepare(engine, prompt, *asked, options=ask.options, spans=spans, reading=ask.reading)
 
     done = await run_all(jobs(), serving.running)
+=======
+    engine, captured, raw = serving.here(), call.spec is not None, flag_asked("raw_output", call.raw_output)
+    params = each(call.sampling_params, len(prompts), "sampling_params")
+    specs = each(call.spec, len(prompts), "capture")
+    edits = each(call.steering, len(prompts), "steering")
+    jobs = [
+        await prepare(engine, prompt, *asked, options=call.options, spans=spans, reading=call.reading)
+        for (prompt, spans), *asked in zip(prompts, params, specs, edits, strict=True)
+    ]
+    done = await run_all(jobs, serving.running)
+>>>>>>> names
     texts = [_raw(one) if raw else _texts(one.output) for one in done]
     handles = [_unnested(one) for one in done]
     if not many:

@@ -1,7 +1,4 @@
-"""The types of what a call is asked, which decide the type of what it gives.
-
-Number 1 in the life of a request.
-"""
+"""The types of what a call is asked, which decide the type of what it gives."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ Off: TypeAlias = Literal[False]
 
 
 class Several(Protocol[One_co]):
-    """A sequence that is no str: `in` takes anything, which that of a str does not."""
+    """A sequence that is not a str: its `in` takes anything, which that of a str does not."""
 
     def __contains__(self, item: object, /) -> bool: ...
     def __iter__(self) -> Iterator[One_co]: ...

@@ -1,14 +1,11 @@
-"""What an open model is asked: generate, chat, read, stream, with the type of what each gives.
-
-Number 1 in the life of a request.
-"""
+"""What an open model is asked: generate, chat, read, stream, with the type of what each gives."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, Unpack, overload
 
-from steercap.core.prompts import Ask
+from steercap.core.prompts import CallArguments
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.requests.answers import RawOutput, generated, read, replied, streamed
 from steercap.requests.asked import (
@@ -170,10 +167,10 @@ class Calls(Generic[Handle]):
             ModelClosed: the model is not open.
         """
         options = {"lora_request": lora_request, "priority": priority}
-        ask = Ask(
+        call = CallArguments(
             sampling_params, capture_layers, capture, by_word_or_context(self, steering), options, raw_output=raw_output
         )
-        return generated(self.serving, prompts, ask)
+        return generated(self.serving, prompts, call)
 
     @overload
     def chat(
@@ -315,10 +312,10 @@ class Calls(Generic[Handle]):
             The errors of `generate`.
         """
         options = {"lora_request": lora_request, "priority": priority}
-        ask = Ask(
+        call = CallArguments(
             sampling_params, capture_layers, capture, by_word_or_context(self, steering), options, raw_output=raw_output
         )
-        return replied(self.serving, messages, ask, chat_template_kwargs)
+        return replied(self.serving, messages, call, chat_template_kwargs)
 
     @overload
     def read(self, prompts: Prompt, **asked: Unpack[Reading]) -> Coming[Handle]: ...
@@ -354,8 +351,8 @@ class Calls(Generic[Handle]):
         """
         options = {"lora_request": lora_request, "priority": priority}
         spec = CaptureSpec() if capture_layers is None and capture is None else capture
-        ask = Ask(READ, capture_layers, spec, by_word_or_context(self, steering), options, reading=True)
-        return read(self.serving, prompts, ask)
+        call = CallArguments(READ, capture_layers, spec, by_word_or_context(self, steering), options, reading=True)
+        return read(self.serving, prompts, call)
 
     def stream(
         self,
@@ -385,5 +382,5 @@ class Calls(Generic[Handle]):
             The errors of `generate`, and CaptureIncomplete. SteeringNotApplied comes in place of the last chunk.
         """
         options = {"lora_request": lora_request, "priority": priority}
-        ask = Ask(sampling_params, capture_layers, capture, by_word_or_context(self, steering), options)
-        return streamed(self.serving, prompt, ask)
+        call = CallArguments(sampling_params, capture_layers, capture, by_word_or_context(self, steering), options)
+        return streamed(self.serving, prompt, call)

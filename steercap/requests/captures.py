@@ -1,7 +1,4 @@
-"""Rows by point, as a handle or a chunk of a stream holds them.
-
-Number 8 in the life of a request.
-"""
+"""Rows by point, as a handle or a chunk of a stream holds them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What came of a request's rows, against what must be.
-
-Number 8 in the life of a request.
-"""
+"""A delivery of a request's rows, checked against what must come."""
 
 from __future__ import annotations
 
@@ -82,7 +79,7 @@ def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> 
 def check_finite(
     expected: Expected, delivery: Delivery, rows: Mapping[Point, Sequence[torch.Tensor]], armed: Sequence[Point]
 ) -> None:
-    """See that every row is finite.
+    """Check that every row is finite.
 
     Raises:
         CaptureNotFinite: one of the rows kept, or what was computed from them.

@@ -1,6 +1,6 @@
-"""The steering that calls inside `async with model.steered(spec):` have when they say nothing themselves.
+"""The steering of calls inside `async with model.steered(spec):` that do not pass their own.
 
-Number 1 in the life of a request. A context variable: tasks that run side by side do not see each other's.
+A context variable: tasks that run side by side do not see each other's.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def steered(model: object, steering: Any) -> Iterator[SteeringSpec]:
 
 
 def in_force(model: object) -> SteeringSpec | None:
-    """What calls of this model have when they say nothing."""
+    """The steering of calls of this model that do not pass their own."""
     own = [spec for owner, spec in _steered.get() if owner is model]
     return own[-1] if own else None
 
 
 def by_word_or_context(model: object, steering: Any) -> Any:
-    """What a call is steered by: its own word, or what is in force where it is called, whoever awaits it elsewhere."""
+    """What a call is steered by: its own argument, or what is in force where it is called, wherever it is awaited."""
     return in_force(model) if steering is FROM_CONTEXT else steering

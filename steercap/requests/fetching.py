@@ -1,7 +1,4 @@
-"""Rows of any number of handles with one RPC.
-
-Number 8 in the life of a request.
-"""
+"""Rows of any number of handles with one RPC."""
 
 from __future__ import annotations
 
@@ -27,29 +24,27 @@ async def fetch_all(wanted: Sequence[Lifecycle]) -> None:
         if one.stage in {Stage.KEPT, Stage.COMING} and one.source is not None:
             one.source.engine.require_open()  # before a lock that belongs to its event loop
     async with AsyncExitStack() as turns:
-        pending: list[Lifecycle] = []
+        # In one order for all, or two fetches of the same handles could each wait for the other.
         for one in sorted(dict.fromkeys(wanted), key=id):
             await turns.enter_async_context(one.turn)
+        for one in wanted:
             one.require_wanted()
-            if one.stage is Stage.KEPT:
-                pending.append(one)
-        if not pending:
-            return
-        await _fetch_pending(pending)
+        pending = [one for one in dict.fromkeys(wanted) if one.stage is Stage.KEPT]
+        if pending:
+            await _fetch(pending)
 
 
-async def _fetch_pending(pending: Sequence[Lifecycle]) -> None:
+async def _fetch(pending: Sequence[Lifecycle]) -> None:
     """Fetch rows whose turn it is."""
-    engines = {one.source.engine for one in pending if one.source is not None}
+    sources = [one.source for one in pending if one.source is not None]
+    engines = {source.engine for source in sources}
     if len(engines) != 1:
         raise InvalidRequest(f"these handles belong to {len(engines)} models; fetch the handles of one model at a time")
-    for one in pending:
-        one.require_wanted()  # it may have been released while others' turns were waited for
     errors: list[CaptureIncomplete | CaptureNotFinite] = []
     try:
         for one in pending:
             one.fetch()
-        deliveries = await engines.pop().collect([one.source.wanted for one in pending if one.source is not None])
+        deliveries = await engines.pop().collect([source.wanted for source in sources])
         for one, delivery in zip(pending, deliveries, strict=True):
             try:
                 one.arrive(delivery)
@@ -60,7 +55,8 @@ async def _fetch_pending(pending: Sequence[Lifecycle]) -> None:
         for one in pending:
             one.end_fetch()
     for one in pending:
-        one.require_wanted()
+        one.require_wanted()  # it may have been released meanwhile
+    if len(errors) > 1:
+        raise type(errors[0])(f"{errors[0]} (and {len(errors) - 1} other handles of this batch)") from errors[0]
     if errors:
-        rest = f" (and {len(errors) - 1} other handles of this batch)" if len(errors) > 1 else ""
-        raise type(errors[0])(f"{errors[0]}{rest}") from errors[0]
+        raise errors[0]

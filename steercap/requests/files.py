@@ -1,4 +1,4 @@
-"""Captures on disk: one safetensors file a handle, its labels as tensors, its words as a JSON header.
+"""Captures on disk: one safetensors file per handle, its labels as tensors, its texts in a JSON header.
 
 The header is the metadata entry `steercap`: format version, model, request id, text, points in order, messages,
 reduction; of projections the directions' names and marks. Tensors are named `rows.<site>.<layer>`, `positions`,
@@ -44,7 +44,7 @@ class Saved(NamedTuple):
     """A handle as a file holds it.
 
     Args:
-        header: its words.
+        header: its texts and names.
         rows: by point.
         positions, token_ids: of the rows, int64 [rows].
         prompt_token_ids, output_token_ids: of the request.

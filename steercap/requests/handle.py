@@ -1,7 +1,4 @@
-"""CaptureHandle: what the user holds of one request's rows.
-
-Number 8 in the life of a request.
-"""
+"""CaptureHandle: what the user holds of one request's rows."""
 
 from __future__ import annotations
 
@@ -28,11 +25,11 @@ if TYPE_CHECKING:
     from steercap.vectors.directions import Mark
 
 
-#: What to do in the place of a copy.
+#: What to do instead of a copy.
 INSTEAD: Final = "its rows have one owner; use handle.save(path), and CaptureHandle.load(path) where it is wanted"
-#: Lists within lists of handles: deeper ones hold themselves.
+#: Lists within lists of handles: deeper ones contain themselves.
 DEEPEST: Final = 8
-#: A stage in a word; both others are "released".
+#: A stage in one word; the two others are "released".
 _STATES: Final = {Stage.KEPT: "not fetched", Stage.COMING: "not fetched", Stage.HERE: "fetched"}
 
 

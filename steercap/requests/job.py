@@ -1,14 +1,11 @@
-"""One prompt on its way: checked, admitted, run, and handed over as a text and its handles.
-
-Number 2 and 3 in the life of a request, and its end.
-"""
+"""One prompt on its way: checked, admitted, run, and handed over as a text and its handles."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -27,13 +24,13 @@ from steercap.requests.checks import Expected
 from steercap.requests.handle import CaptureHandle
 from steercap.requests.lifecycle import Lifecycle, Source
 from steercap.steering.lowering import Lowered, scopes_of
+from steercap.steering.projection import Projected
 
 if TYPE_CHECKING:
     from steercap.adapters.prompts import Rendered
     from steercap.adapters.types import RequestOutput, SamplingParams
     from steercap.core.budget import Ticket
     from steercap.engine.engine import Engine
-    from steercap.vectors.directions import Mark
 
 
 class Done(NamedTuple):
@@ -64,12 +61,23 @@ class Change:
     scopes: tuple[tuple[Range, ...], ...]
     replaced: tuple[tuple[int, ...], ...]
 
+    def placed(self, slots: Mapping[bytes, int], epoch: int) -> SteeringPlan:
+        """What the workers are told of it.
+
+        Args:
+            slots: where each configuration is, by its digest.
+            epoch: see `identity`.
+        """
+        digest = self.lowered.digest
+        name = identity(digest, self.scopes, self.replaced, epoch)
+        return SteeringPlan(slots[digest], digest, name, self.scopes, self.replaced)
+
 
 class Planned(NamedTuple):
     """What the workers shall do, complete.
 
     Args:
-        plan: the plan, its steering in its slot.
+        plan: the plan, all that it names in its slot; None if nothing is kept or changed.
         salt: what keys and values depend on besides the tokens, "" for nothing.
     """
 
@@ -86,13 +94,12 @@ class Job:
         prompt: the rendered prompt.
         params: sampling parameters, its own copy.
         options: further arguments of vLLM's `generate`.
-        plan: what is kept and changed, or None; what needs a slot has none yet.
+        plan: what is kept, without a slot, and nothing of what is changed: `planned` completes it. None if there is
+            neither.
         points: the points that are kept.
+        projected: what rows are projected on, or None.
         change: what is changed, or None.
         spans: positions of the messages, for `chat`.
-        projection: what rows are projected on, or None.
-        directions: names of these.
-        marks: what these are known by, by layer.
         reading: whether the prompt alone counts; the token that vLLM must sample is kept from the user.
     """
 
@@ -102,11 +109,9 @@ class Job:
     options: dict[str, Any]
     plan: Plan | None
     points: tuple[Point, ...]
+    projected: Projected | None = None
     change: Change | None = None
     spans: tuple[MessageSpan, ...] = ()
-    projection: Lowered | None = None
-    directions: tuple[str, ...] = ()
-    marks: Mapping[int, tuple[Mark, ...]] = field(default_factory=dict)
     reading: bool = False
 
 
@@ -129,12 +134,13 @@ async def prepare(
     vllm = engine.vllm
     points: tuple[Point, ...] = ()
     indices: tuple[int, ...] = ()
-    if spec is not None and not isinstance(spec, CaptureSpec):
-        raise InvalidSpec(f"capture={spec!r}; give a CaptureSpec, or capture_layers= for layers alone")
+    projected = None
     if spec is not None:
+        if not isinstance(spec, CaptureSpec):
+            raise InvalidSpec(f"capture={spec!r}; give a CaptureSpec, or capture_layers= for layers alone")
         points, indices = engine.captured(spec)
         check_codec(spec.codec)
-    projected = None if spec is None else engine.projected(spec)
+        projected = engine.projected(spec)
     lowered = None if steering is None else engine.lowered(steering)
     sampling = vllm.sampling(params)
     rendered = await vllm.render(prompt)
@@ -149,25 +155,27 @@ async def prepare(
             prompt_len=prompt_len,
             limit=limit,
             # Past a stop string the workers may go on any way; else as far as vLLM runs ahead, which they leave out.
-            tally=not sampling.stop and sampling.n <= engine.tallies,
+            accumulates=not sampling.stop and sampling.n <= engine.reductions,
             projection=None if projected is None else projected.plan,
         )
     change = None if lowered is None else Change(lowered, *scopes_of(lowered, prompt_len, limit))
     plan = None
     if capture is not None or change is not None:
         plan = Plan(engine.new_key(), prompt_len, limit, sampling.n, capture)
-    job = Job(engine, rendered, sampling, options, plan, points, change, tuple(spans), reading=reading)
-    if projected is None:
-        return job
-    return replace(job, projection=projected.lowered, directions=projected.names, marks=projected.marks)
+    return Job(engine, rendered, sampling, options, plan, points, projected, change, tuple(spans), reading=reading)
 
 
 async def run_all(jobs: AsyncIterable[Job], running: set[asyncio.Task[Any]]) -> list[Done]:
     """Run jobs at once, each from the moment it is prepared; the first error cancels the others.
 
     Args:
+<<<<<<< HEAD
         jobs: what to run, in the order in which memory is claimed.
         running: where the tasks are entered while they run; who cancels them there closes the model.
+=======
+        jobs: what to run.
+        running: where the tasks are entered while they run; to cancel them there is to close the model.
+>>>>>>> names
 
     Raises:
         ModelClosed: the tasks were cancelled through `running`.
@@ -181,9 +189,10 @@ async def run_all(jobs: AsyncIterable[Job], running: set[asyncio.Task[Any]]) -> 
                 tasks.append(task)
                 running.add(task)
                 task.add_done_callback(running.discard)
-    except BaseException as error:  # noqa: BLE001 -- raised again, out of its group
+    except BaseException as failed:  # noqa: BLE001 -- raised again, out of its group
         _release_done(tasks)
-        raise first_error(error) from None
+        error = first_error(failed)
+        raise error from error.__cause__  # it keeps its own cause, and the group is none
     if any(task.cancelled() for task in tasks):
         _release_done(tasks)
         raise ModelClosed("the model was closed while this request ran")
@@ -208,38 +217,32 @@ async def _run(job: Job, call: object) -> Done:
 async def memory_for(job: Job, call: object) -> Ticket | None:
     """Reserve the memory of the longest the request can get.
 
-    It comes before the slot: who waits for a slot waits for running requests alone, and these wait for nobody.
+    It comes before the slot: a request that waits for a slot waits only for running requests, and these wait for
+    nothing.
     """
     plan = job.plan
     if plan is None or plan.capture is None:
         return None
     rows = int(selected(plan.capture.ranges, plan.limit).sum())
     pages = job.engine.pages_needed(plan.capture, rows) * plan.samples
-    tallies = plan.samples if plan.capture.tally else 0
-    return await job.engine.admit(pages, call, job.options.get("data_parallel_rank"), tallies)
+    reductions = plan.samples if plan.capture.accumulates else 0
+    return await job.engine.admit(pages, call, job.options.get("data_parallel_rank"), reductions)
 
 
 @asynccontextmanager
 async def planned(job: Job) -> AsyncIterator[Planned]:
-    """Hold the slots that a request needs, if it needs any."""
-    changes = None if job.change is None else job.change.lowered
-    wanted = [lowered for lowered in (changes, job.projection) if lowered is not None]
+    """Hold the slots that a request needs, if it needs any, and complete its plan with them."""
+    wanted = [one.lowered for one in (job.change, job.projected) if one is not None]
     if job.plan is None or not wanted:
         yield Planned(job.plan, "")
         return
-    async with job.engine.configurations.holding(*wanted) as grants:
+    configurations = job.engine.configurations
+    async with configurations.holding(*wanted) as grants:
         slots = {grant.digest: grant.slot for grant in grants}
-        plan, salt = job.plan, ""
-        if (capture := plan.capture) is not None and (projection := capture.projection) is not None:
-            placed = msgspec.structs.replace(projection, slot=slots[projection.configuration])
-            plan = msgspec.structs.replace(plan, capture=msgspec.structs.replace(capture, projection=placed))
-        if (change := job.change) is not None:
-            digest = change.lowered.digest
-            name = identity(digest, change.scopes, change.replaced, job.engine.configurations.epoch)
-            steering = SteeringPlan(slots[digest], digest, name, change.scopes, change.replaced)
-            plan = msgspec.structs.replace(plan, steering=steering)
-            salt = name.hex() if change.lowered.changes_kv else ""
-        yield Planned(plan, salt)
+        capture = None if job.plan.capture is None else job.plan.capture.placed(slots)
+        steering = None if job.change is None else job.change.placed(slots, configurations.epoch)
+        salt = steering.identity.hex() if steering and job.change and job.change.lowered.changes_kv else ""
+        yield Planned(msgspec.structs.replace(job.plan, capture=capture, steering=steering), salt)
 
 
 def outputs_of(
@@ -307,8 +310,8 @@ def _handles(
             num_layers=engine.vllm.num_layers,
             lifecycle=Lifecycle(name, source=Source(engine, Owner(plan.key, sample.index), own, expected)),
             messages=job.spans + reply,
-            directions=job.directions,
-            marks=job.marks,
+            directions=job.projected.names if job.projected else (),
+            marks=job.projected.marks if job.projected else {},
         )
         handles.append(handle)
     return handles

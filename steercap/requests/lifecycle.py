@@ -1,7 +1,7 @@
 """The life of one handle's rows: in the worker, on their way, here, gone.
 
-Number 8 in the life of a request. `NEXT` is the whole of it. Whoever fetches holds the rows' turn, so that a second
-fetch waits for the first; a release waits for nobody.
+`NEXT` is the whole of it. Whoever fetches holds the rows' turn, so that a second fetch waits for the first; a release
+waits for nobody.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Event(enum.Enum):
     RELEASE = "nobody wants them"
 
 
-#: What follows on what. Other events cannot happen there.
+#: Which stage follows which event. Other events cannot happen at a stage.
 NEXT: Final[Mapping[tuple[Stage, Event], Stage]] = MappingProxyType(
     {
         (Stage.KEPT, Event.FETCH): Stage.COMING,
@@ -61,7 +61,7 @@ NEXT: Final[Mapping[tuple[Stage, Event], Stage]] = MappingProxyType(
         (Stage.GONE, Event.RELEASE): Stage.GONE,
     }
 )
-#: Where the worker holds rows no more.
+#: Stages at which the worker no longer holds rows.
 _FREED: Final = frozenset({Stage.HERE, Stage.GONE})
 
 
@@ -106,7 +106,7 @@ class Lifecycle(Unshared, instead="its rows have one owner"):
 
     Attributes:
         stage: where they are now.
-        turn: held by who fetches.
+        turn: held by whoever fetches.
         idiom: how messages show code.
     """
 
@@ -140,7 +140,7 @@ class Lifecycle(Unshared, instead="its rows have one owner"):
         return self.found
 
     def require_wanted(self) -> None:
-        """See that nobody has released them.
+        """Check that nobody has released them.
 
         Raises:
             CaptureReleased: somebody has.
@@ -153,7 +153,7 @@ class Lifecycle(Unshared, instead="its rows have one owner"):
         self._advance(Event.FETCH)
 
     def arrive(self, delivery: Delivery) -> None:
-        """Check what came against what must be, and take it; what was released meanwhile is nobody's.
+        """Check what came against what must be, and take it; what was released meanwhile is dropped.
 
         Raises:
             CaptureIncomplete, CaptureNotFinite: see `received`; they stay with the worker.
@@ -167,12 +167,12 @@ class Lifecycle(Unshared, instead="its rows have one owner"):
         self._advance(Event.ARRIVE)
 
     def end_fetch(self) -> None:
-        """Whoever fetched is done: what did not come stays with the worker, or is freed there if it was released."""
+        """The fetch is over: what did not come stays with the worker, or is freed there if it was released."""
         if self.stage in {Stage.COMING, Stage.LEAVING}:
             self._advance(Event.FAIL)
 
     def release(self) -> None:
-        """Nobody wants them; a fetch under way still reads them, and frees them when it is done."""
+        """They are no longer wanted; a fetch under way still reads them, and frees them when it is done."""
         self.found = None
         self._advance(Event.RELEASE)
 

@@ -1,8 +1,7 @@
 """The start-up probe: short requests that read and change every point, before the first user does.
 
-Number 4 in the life of a request, once for all requests. A compiled artifact without taps, a layer that is
-never called, a model that skips its modules, an edit that a compiler takes for dead: all would give plausible texts,
-and no rows or no steering.
+It runs once, when the engine starts. A compiled artifact without taps, a layer that is never called, a model that skips
+its modules, an edit that a compiler takes for dead: all would give plausible texts, and no rows or no steering.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ _PROMPT, _GENERATED = 3, 2
 
 
 async def probe(engine: Engine) -> None:
-    """See that every armed tap fires, in prefill and in decode, and that what it changes reaches the model's output.
+    """Check that every armed tap fires, in prefill and in decode, and that what it changes reaches the model's output.
 
     Raises:
-        TapsNotInstalled: a tap did not fire, what it read cannot be a row, or what it changed had no effect.
+        TapsNotInstalled: a tap did not fire, what it read cannot be a row, or its change had no effect.
     """
     for number in range(engine.engines):  # each is a process, a compiled artifact and taps of its own
         delivery = await _probe_reading(engine, number)
@@ -82,7 +81,7 @@ def _check(engine: Engine, delivery: Delivery) -> None:
 
 
 async def _probe_editing(engine: Engine, number: int, delivery: Delivery) -> None:
-    """A request for each point that adds a random vector there alone: the next token's probability must change."""
+    """One request per point that adds a random vector at that point alone: the next token's probability must change."""
     generator = torch.Generator().manual_seed(0)
     written = [point for point in engine.armed if engine.schemas[point].writable]
     specs: list[SteeringSpec | None] = [None]

@@ -1,7 +1,4 @@
-"""One model's engine from its start to its end, and the calls that run on it.
-
-Number 1 in the life of a request, before and after all of them.
-"""
+"""One model's engine from its start to its end, and the calls that run on it."""
 
 from __future__ import annotations
 
@@ -62,7 +59,7 @@ class Serving:
         async with self._life:
             self._require_not_closed()
             if self.engine is None:
-                self._home = self._home or Home("this model")  # who had the lock before may have failed
+                self._home = self._home or Home("this model")  # the previous holder of the lock may have failed
                 self._starting = asyncio.ensure_future(self._start())
                 try:
                     self.engine = await self._starting
@@ -114,7 +111,7 @@ class Serving:
             self._starting.cancel()
 
     def opened(self) -> Engine:
-        """The engine, for who reads something of it.
+        """The engine, to read something of it.
 
         Raises:
             ModelClosed: it was never started, or is closed.
@@ -127,7 +124,7 @@ class Serving:
         return self.engine
 
     def here(self) -> Engine:
-        """The engine, for who is about to await something of it.
+        """The engine, to await something of it.
 
         Raises:
             ModelClosed: it was never started, or is closed.

@@ -1,7 +1,4 @@
-"""Rows of many handles as one tensor.
-
-Number 8 in the life of a request, and after it.
-"""
+"""Rows of many handles as one tensor."""
 
 from __future__ import annotations
 
@@ -87,7 +84,7 @@ def _known(handle: CaptureHandle, site: str) -> list[int]:
 
 
 def _check_alike(handles: Sequence[CaptureHandle], site: str, *, every: bool) -> None:
-    """See that all handles hold the same kind of rows.
+    """Check that all handles hold the same kind of rows.
 
     Args:
         handles: the handles.

@@ -1,7 +1,4 @@
-"""A stream: text and rows of one request as they come.
-
-Number 3 and 8 in the life of a request, over and over.
-"""
+"""A stream: text and rows of one request as they come."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ class Grown:
 
     Args:
         text: its text.
-        token_ids: generated token ids, a copy: vLLM's own list grows on.
+        token_ids: generated token ids, a copy: vLLM's own list goes on growing.
         finished: whether it has ended.
         receipt: what was edited so far, None where nothing was to be.
     """
@@ -97,7 +94,7 @@ async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
         running.cancel()
         await asyncio.wait([running])
         if not running.cancelled():
-            running.exception()  # whoever still reads has been told
+            running.exception()  # a reader that still reads has been told
         if job.plan is not None:
             job.engine.abandon(job.plan, ticket)
 

@@ -1,4 +1,4 @@
-"""What an open model is, so far as its answers depend on it: a run that goes on must find the same one."""
+"""What identifies an open model, as far as its answers depend on it: a run that is resumed must find the same one."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _weights(model: str, config: Any) -> str:
         return weights_of(model)
     if commit := getattr(config.hf_config, "_commit_hash", None):
         return str(commit)
-    where = Path(config.model)  # offline, vLLM puts the place in the hub's cache in the place of the name
+    where = Path(config.model)  # offline, vLLM replaces the name by the path in the hub's cache
     if where.parent.name == "snapshots":
         return where.name
     return weights_of(where) if where.exists() else ""
@@ -115,12 +115,12 @@ def _ends(file: Path) -> Iterator[bytes]:
 
 
 def _digest(value: Any) -> str:
-    """SHA-256 of plain data, "" of none."""
+    """SHA-256 of plain data, "" if there is none."""
     if value is None:
         return ""
     return hashlib.sha256(msgspec.json.encode(value, order="deterministic", enc_hook=str)).hexdigest()
 
 
 def model_name(model: str) -> str:
-    """What a model is called wherever it lies: the name on the hub, or that of its folder."""
+    """What a model is called wherever it is stored: its name on the hub, or that of its folder."""
     return Path(model).name if Path(model).is_dir() else model

@@ -55,7 +55,7 @@ class FolderKind(Generic[Definition]):
             ) from error
 
     def check_same(self, folder: str | Path, wanted: Callable[[Definition], Definition]) -> Definition | None:
-        """See that a folder holds no records of another run; nothing is written.
+        """Check that a folder holds no records of another run; nothing is written.
 
         Args:
             folder: which need not be there.
@@ -95,7 +95,7 @@ class FolderKind(Generic[Definition]):
             What it says of itself, None of a new one; `write` is still to be called there.
 
         Raises:
-            RunDiffers, InvalidFile: as of `check_same`; nothing has been changed.
+            RunDiffers, InvalidFile: as for `check_same`; nothing has been changed.
         """
         found = self.check_same(folder, lambda _: wanted)
         Path(folder).mkdir(parents=True, exist_ok=True)

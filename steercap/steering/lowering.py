@@ -1,7 +1,4 @@
-"""A spec checked against the model and compiled: what a slot will hold, independent of any prompt.
-
-Number 2 in the life of a request.
-"""
+"""A spec checked against the model and compiled: what a slot will hold, independent of any prompt."""
 
 from __future__ import annotations
 
@@ -167,7 +164,7 @@ def scopes_of(
 
 
 def _check_fits(edit: Edit, part: RankOne, point: Point, schema: PointSchema, *, keeps_norm: bool) -> None:
-    """See that one part of an edit can be made at a point."""
+    """Check that one part of an edit can be made at a point."""
     for vector in (part.write, part.read):
         if vector is not None and vector.shape[-1] != schema.width:
             raise InvalidVector(

@@ -1,7 +1,6 @@
 """What rows are projected on: directions, checked against the model and compiled before anything runs.
 
-Number 1 and 2 in the life of a request. Directions travel as the vectors of steering do: in a slot, known by their
-SHA-256, sent once.
+Directions travel as the vectors of steering do: in a slot, known by their SHA-256, sent once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a user asks to change: edits in order, checked against the model and compiled before anything runs.
-
-Number 1 and 2 in the life of a request.
-"""
+"""What a user asks to change: edits in order, checked against the model and compiled before anything runs."""
 
 from __future__ import annotations
 

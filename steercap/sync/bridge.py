@@ -1,7 +1,4 @@
-"""What stands between a caller that does not await and the event loop of its model.
-
-Number 1 in the life of a request.
-"""
+"""What stands between a caller that does not await and the event loop of its model."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ class Bridge:
 
     def close(self) -> None:
         """Close the model and end the loop. Idempotent."""
-        with self._life:  # who comes second returns when it is closed
+        with self._life:  # a second caller returns when it is closed
             thread, self._thread = self._thread, None
             if thread is not None:
                 try:

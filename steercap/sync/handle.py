@@ -1,7 +1,4 @@
-"""A handle for callers that do not await.
-
-Number 8 in the life of a request.
-"""
+"""A handle for callers that do not await."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """From the records of an arena to one tensor a point.
 
-Number 8 in the life of a request. Shape legend: record = what one line range holds of one token, its points' encoded
-rows one behind the other; piece = as many bytes as everything gathered is a multiple of.
+Shape legend: record = what one line range holds of one token, its points' encoded rows one after another; piece = as
+many bytes as everything gathered is a multiple of.
 
 Rows are gathered by the number of their pieces, in the order of the result: one call copies any number of pages, so
 that the cost of a page is a few nanoseconds of index, and any slice of the result can be filled by itself, on any
@@ -53,10 +53,10 @@ class Assembly:
         self._padded = tuple(-(-size // LINE_BYTES) * LINE_BYTES for size in self._shape.sizes)
         self._whole = self._encoding.align < LINE_BYTES or min(self._shape.sizes, default=0) < SMALL_BYTES
         records = _records(parcel, self._shape.lines, source)
-        self._piece, self._places = self._pieces(records)
+        self._piece, self._indices = self._pieces(records)
         flat = source.lines.numpy().reshape(-1)
         self._source = flat[: len(flat) // self._piece * self._piece].reshape(-1, self._piece)
-        self._result = np.empty((len(self._places), self._piece), dtype=np.uint8)
+        self._result = np.empty((len(self._indices), self._piece), dtype=np.uint8)
 
     def _pieces(self, records: Ints) -> tuple[int, Ints]:
         """Bytes of a piece, and the number of each piece of the result: int64 [pieces]."""
@@ -67,13 +67,13 @@ class Assembly:
             stretches = list(zip(self._shape.offsets, self._padded, strict=True))
         numbers = [number for stretch in stretches for number in stretch]
         piece = gcd(int(np.gcd.reduce(starts)) if len(starts) else 0, *numbers) or LINE_BYTES
-        places = [
+        taken = [
             ((starts + offset) // piece)[:, None] + np.arange(size // piece)
             for offset, size in stretches
             if len(starts)
         ]
         nothing: Ints = np.empty(0, dtype=np.int64)
-        return piece, np.concatenate([place.reshape(-1) for place in places]) if places else nothing
+        return piece, np.concatenate([part.reshape(-1) for part in taken]) if taken else nothing
 
     @property
     def parts(self) -> list[slice]:
@@ -83,8 +83,8 @@ class Assembly:
 
     def fill(self, part: slice) -> None:
         """Gather one part; without Python's lock."""
-        # `clip`, for places are checked, and `raise` would go through a buffer.
-        np.take(self._source, self._places[part], axis=0, out=self._result[part], mode="clip")
+        # `clip`, since indices are checked, and `raise` would go through a buffer.
+        np.take(self._source, self._indices[part], axis=0, out=self._result[part], mode="clip")
 
     def rows(self) -> list[torch.Tensor]:
         """The rows of every point, in memory of their own, once all parts are filled: [rows, *shard shape] each.

@@ -1,7 +1,4 @@
-"""How the client gets at a worker's lines: it maps them, or it has them sent.
-
-Number 8 in the life of a request.
-"""
+"""How the client gets at a worker's lines: it maps them, or it has them sent."""
 
 from __future__ import annotations
 

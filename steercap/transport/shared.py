@@ -1,9 +1,9 @@
 """Anonymous shared memory: a segment that two processes of one machine map, and that no crash can leave behind.
 
-Number 7 in the life of a request. The segment is a memfd: it has no name in any file system, is not bound by the
-size of /dev/shm (64 MiB in a default container), and the kernel frees it with its last user. Another process of
-the same user opens it through /proc/<pid>/fd/<fd>; a nonce at its start proves that it is the right one. Memory
-is taken on first touch and handed back by `trim`.
+The segment is a memfd: it has no name in any file system, is not bound by the size of /dev/shm (64 MiB in a default
+container), and the kernel frees it with its last user. Another process of the same user opens it through
+/proc/<pid>/fd/<fd>; a nonce at its start proves that it is the right one. Memory is taken on first touch and handed
+back by `trim`.
 """
 
 from __future__ import annotations

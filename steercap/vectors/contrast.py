@@ -108,7 +108,7 @@ class Contrast:
 def check_groups(
     positive: Sequence[Hashable], negative: Sequence[Hashable], *, method: str, held_out: float, seed: int = 0
 ) -> None:
-    """See that a direction can be found between texts of these groups, before any of them is read.
+    """Check that a direction can be found between texts of these groups, before any of them is read.
 
     Args:
         positive, negative: the group of each text.

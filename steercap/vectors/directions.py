@@ -15,7 +15,7 @@ from steercap.core.values import index_of, parts_of, shown
 from steercap.errors import InvalidSpec, InvalidVector, UnknownName
 from steercap.files import native
 from steercap.files.native import Kind
-from steercap.vectors.layers import Kept, LayerVectors
+from steercap.vectors.layers import FrozenMapping, LayerVectors
 
 #: What a direction of one layer is known by.
 Mark: TypeAlias = tuple[float, ...]
@@ -87,7 +87,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
         if not isinstance(self.provenance, Provenance):
             raise InvalidSpec(f"DirectionSet: provenance={shown(self.provenance)}; give a Provenance")
         named = {name: vectors.named(name) for name, vectors in self.directions.items()}
-        object.__setattr__(self, "directions", Kept(named))
+        object.__setattr__(self, "directions", FrozenMapping(named))
         first, *others = self.values()
         for other in others:
             first.require_alike(other)

@@ -241,5 +241,5 @@ def _ids(tokenizer: Any, text: Any, *, special: bool) -> list[int]:
 
 
 def _row(captures: Mapping[Any, torch.Tensor]) -> torch.Tensor:
-    """One row a layer, of heads one behind the other: float32 [layers, width]."""
+    """One row per layer, of heads one after another: float32 [layers, width]."""
     return torch.stack([rows.float().mean(0).flatten() for rows in captures.values()])

@@ -1,4 +1,4 @@
-"""One vector a layer: what most published steering vectors are, whatever file they came in; and their algebra.
+"""One vector per layer: what most published steering vectors are, whatever file they came in; and their algebra.
 
 Vectors are added, scaled and compared layer by layer, computed in float64 and kept in float32. Those of different
 models, sites or layers are not combined: a number would come out, and mean nothing.
@@ -31,7 +31,7 @@ Value = TypeVar("Value")
 RANK_TOLERANCE: Final = 1e-6
 
 
-class Kept(Mapping[Key, Value], Generic[Key, Value]):
+class FrozenMapping(Mapping[Key, Value], Generic[Key, Value]):
     """A mapping that cannot be changed; of a tensor in it every look gives a copy."""
 
     def __init__(self, items: Mapping[Key, Value]) -> None:
@@ -91,7 +91,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         kept = {_layer(layer): _vector(layer, vector) for layer, vector in self.vectors.items()}
         if len(kept) < len(self.vectors):
             raise InvalidSpec(f"LayerVectors: layers {shown(list(self.vectors))} name one twice; give each once")
-        object.__setattr__(self, "vectors", Kept(dict(sorted(kept.items()))))
+        object.__setattr__(self, "vectors", FrozenMapping(dict(sorted(kept.items()))))
         widths = {layer: len(vector) for layer, vector in self.items()}
         if len(set(widths.values())) > 1:
             raise InvalidVector(f"LayerVectors: the widths by layer are {widths}; all layers of a model have the same")
@@ -194,7 +194,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         )
 
     def require_alike(self, other: LayerVectors) -> None:
-        """See that another's vectors can be combined with these.
+        """Check that another's vectors can be combined with these.
 
         Raises:
             InvalidSpec: they are of another model, site, width or other layers.

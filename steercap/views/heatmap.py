@@ -102,7 +102,7 @@ class TokenHeatmap:
         return f"≤ {low} blue · {_shown(self.centre)} white · ≥ {high} orange{unit}; {seen}"
 
     def __repr__(self) -> str:
-        """Short, for a notebook keeps it next to the HTML."""
+        """Short, since a notebook keeps it next to the HTML."""
         names = f", names={list(self.names)}" if any(self.names) else ""
         return f"TokenHeatmap({self.title!r}, {len(self.tokens)} tokens{names}; {self.legend})"
 

@@ -60,7 +60,7 @@ class LogitLens:
     title: str = "logit lens: the next token at each layer"
 
     def __repr__(self) -> str:
-        """Short, for a notebook keeps it next to the HTML."""
+        """Short, since a notebook keeps it next to the HTML."""
         return f"LogitLens({len(self.layers)} layers × {len(self.read)} tokens, top {self.token_ids.shape[-1]})"
 
     def _repr_html_(self) -> str:

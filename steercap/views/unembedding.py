@@ -1,7 +1,6 @@
 """From rows of the residual stream to logits: a model's final norm and unembedding, read from its checkpoint.
 
-After number 8 in the life of a request. The modules are transformers' own, built without weights; only the tensors they
-need are read.
+The modules are transformers' own, built without weights; only the tensors they need are read.
 """
 
 from __future__ import annotations

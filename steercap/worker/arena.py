@@ -1,8 +1,8 @@
 """The arena: lines in shared memory that rows end up in, handed out in pages.
 
-Number 6 in the life of a request. On CPU taps write into the shared memory itself: what a tap writes is where the
-client reads it, and nothing is copied in between. On CUDA the memory is pinned, and each pass's rows are copied
-there from the device. A request's pages hold its records in the order of its rows; `core.records` lays a record out.
+On CPU taps write into the shared memory itself: what a tap writes is where the client reads it, and nothing is copied
+in between. On CUDA the memory is pinned, and each pass's rows are copied there from the device. A request's pages hold
+its records in the order of its rows; `core.records` lays a record out.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Arena:
             weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self.lines.data_ptr())
 
     def allocate(self, count: int) -> Ints:
-        """Pages, `count` of them or as many as are free: int64."""
+        """Take `count` pages, or as many as are free: int64."""
         return self.pages.allocate(count)
 
     def free(self, pages: Ints) -> None:
@@ -77,19 +77,19 @@ class Arena:
         return found.to(self.device, non_blocking=True) if self._pinned else found
 
     def write(self, first: int, stored: torch.Tensor, offset: int = 0) -> None:
-        """Put bytes at a line, so many bytes behind its begin: uint8 [bytes]."""
+        """Put bytes, uint8 [bytes], `offset` bytes behind the start of a line."""
         start = first * LINE_BYTES + offset
         self.lines.view(-1)[start : start + len(stored)] = stored.to("cpu")
 
     def windows(self, bytes_: int, itemsize: int, offset: int = 0) -> npt.NDArray[np.generic]:
-        """Every stretch of so many bytes that begins `offset` bytes behind a line's begin, by the line.
+        """Every stretch of `bytes_` bytes that starts `offset` bytes behind the start of a line, by the line.
 
-        The stretches overlap: one write to each line of a pass must be all that is made at once.
+        The stretches overlap: at most one write to each line may be made at once.
 
         Args:
             bytes_: of a stretch.
             itemsize: bytes of an element; 1, 2, 4 or 8.
-            offset: from the line's begin; may be more than a line.
+            offset: from the start of the line; may be more than a line.
 
         Returns:
             Unsigned integers of that size: [lines, bytes_ / itemsize].

@@ -1,7 +1,4 @@
-"""One forward pass as a runner adapter describes it.
-
-Number 5 in the life of a request.
-"""
+"""One forward pass as a runner adapter describes it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Put the taps into a loaded model, and say what the tensor at each of them is.
 
-Number 4 in the life of a request, once for all requests: after the weights are loaded, before vLLM traces the model.
+It happens once, after the weights are loaded and before vLLM traces the model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Record layouts: what is kept of a token, and where each point lies; shared by all requests that keep the same.
 
-Number 5 in the life of a request. A layout has two shapes: that of the rows as the model computes them, which is how
-they wait on a device, and that of the rows as they are stored.
+A layout has two shapes: that of the rows as the model computes them, which is how they wait on a device, and that of
+the rows as they are stored.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Layout:
 
 
 class Layouts:
-    """The layouts in use, and what of them a pass looks up for many tokens at once.
+    """The layouts in use, and tables of them in which a pass looks up many tokens at once.
 
     The last row of each table stands for no layout: `table[NONE]` is 0, or NONE.
 
@@ -82,11 +82,11 @@ class Layouts:
         self.raw_lines = np.zeros(size, dtype=np.int64)
         #: Lines of a record as it is stored: int64 [layouts].
         self.lines = np.zeros(size, dtype=np.int64)
-        #: Whether rows are stored otherwise than they are computed: bool [layouts].
+        #: Whether rows are stored in another form than they are computed in: bool [layouts].
         self.encoded = np.zeros(size, dtype=np.bool_)
         #: Whether rows are kept as they were before the edits of their point: bool [layouts].
         self.before = np.zeros(size, dtype=np.bool_)
-        #: What the copies of one token add up to if every one of them is made: int64 [layouts].
+        #: What the copies of one token add up to if all of them are made: int64 [layouts].
         self.evidence = np.zeros(size, dtype=np.int64)
         #: Rows of `offsets` written since they were last taken away.
         self.fresh: dict[int, None] = {}
@@ -111,7 +111,7 @@ class Layouts:
         return [self._schemas[point] for point in points]
 
     def acquire(self, wanted: Sequence[int], form: Form) -> Layout | None:
-        """The layout of a record, one user more; None when too many different ones are in use."""
+        """Use the layout of a record; None when too many different ones are in use."""
         key = self.points(wanted), form
         if key not in self._known:
             if not self._free:

@@ -1,9 +1,9 @@
-"""Who runs on this rank, and what must become of each token of a pass.
+"""The requests that run on this rank, and what must become of each token of a pass.
 
-Number 5 in the life of a request. Almost every request of almost every pass is one token further than before, on the
-same page, in the same scopes: these are looked up in one array for all of them at once, so that a pass over hundreds of
-requests costs a few numpy calls. Whatever is not so (a prompt, a new page, a preemption, a prefix-cache hit, drafts,
-the end of a selection) is worked out request by request.
+In almost every pass, almost every request is one token further than before, on the same page, in the same scopes. All
+of these are looked up in one array at once, so that a pass over hundreds of requests costs a few numpy calls. The
+others (a prompt, a new page, a preemption, a prefix-cache hit, drafts, the end of a selection) are worked out one by
+one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from steercap.worker.step import Step
 
 #: What is known of the next tokens of a request: they are alike from position NEXT up to STOP, which is not among them.
 #: The line of position p is LINE + p × the lines of its layout, unless its row goes into a reduction.
-_NEXT, _STOP, _LINE, _TALLY, _LAYOUT, _SLOT, _MASK, _EDITS, _FIELDS = range(9)
+_NEXT, _STOP, _LINE, _ACCUMULATOR, _LAYOUT, _SLOT, _MASK, _EDITS, _FIELDS = range(9)
 #: No position is reached by it.
 NEVER: Final = np.iinfo(np.int64).max
 
@@ -52,12 +52,12 @@ class Tracked:
         self.outbox = outbox
         self.steered = steered
         self.projection = projection
-        self.place = NONE
+        self.index = NONE
         self.run_from = 0  # first position of those that only the ledger's array knows of
 
 
 class Ledger:
-    """The requests that run, or whose last passes have not been heard of yet.
+    """The requests that run, or whose last passes are not completed yet.
 
     Args:
         programs: what each slot holds.
@@ -70,100 +70,100 @@ class Ledger:
         self._state: Ints = np.zeros((64, _FIELDS), dtype=np.int64)
         self._tracked: list[Tracked | None] = [None] * len(self._state)
         self._holding = np.zeros(len(self._state), dtype=np.bool_)  # whether rows are held
-        #: The token that the model read at each position of each request that keeps rows, NONE where none was. Memory
-        #: that nobody wrote to is not resident.
+        #: The token that the model read at each position of each request that keeps rows, NONE where it read none.
+        #: Memory that was never written to is not resident.
         self._token_ids = np.empty((len(self._state), 256), dtype=np.int32)
         self._free = list(range(len(self._state) - 1, -1, -1))
-        self._places: dict[str, int] = {}
+        self._indices: dict[str, int] = {}
         self._owners: dict[Owner, Tracked] = {}
-        self._leaving: list[tuple[int, int]] = []  # (passes begun when it left, place)
-        self._begun = self._settled = 0
-        #: Names of the last pass, which of them are tracked, and their places; None when somebody came or left.
+        self._leaving: list[tuple[int, int]] = []  # (passes begun when it left, index)
+        self._begun = self._completed = 0
+        #: Names of the last pass, which of them are tracked, and their indices; None when somebody came or left.
         self._last: tuple[tuple[str, ...], Ints, Ints] | None = None
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._places
+        return request_id in self._indices
 
     def __iter__(self) -> Iterator[Tracked]:
         """Requests that run."""
-        for place in self._places.values():
-            if (tracked := self._tracked[place]) is not None:
+        for index in self._indices.values():
+            if (tracked := self._tracked[index]) is not None:
                 yield tracked
 
     def find(self, owner: Owner) -> Tracked | None:
-        """A request that runs, or passes of which may still be heard of."""
+        """A request that runs, or some passes of which are not completed yet."""
         return self._owners.get(owner)
 
-    def at(self, place: int) -> Tracked:
-        """The request of a place that a step names."""
-        tracked = self._tracked[place]
-        assert tracked is not None, "a place is kept until every pass that names it was settled"
+    def at(self, index: int) -> Tracked:
+        """The request at an index that a step names."""
+        tracked = self._tracked[index]
+        assert tracked is not None, "an index is kept until every pass that names it was completed"
         return tracked
 
     def enter(self, request_id: str, tracked: Tracked) -> None:
         """A request is scheduled for the first time."""
         if not self._free:
             self._grow()
-        tracked.place = self._free.pop()
-        self._tracked[tracked.place] = tracked
-        self._holding[tracked.place] = tracked.outbox is not None
-        self._places[request_id] = tracked.place
+        tracked.index = self._free.pop()
+        self._tracked[tracked.index] = tracked
+        self._holding[tracked.index] = tracked.outbox is not None
+        self._indices[request_id] = tracked.index
         self._last = None
         self._owners[tracked.owner] = tracked
-        self._state[tracked.place] = 0
+        self._state[tracked.index] = 0
         if (outbox := tracked.outbox) is not None:
             if outbox.limit > self._token_ids.shape[1]:
                 self._widen(outbox.limit)
-            self._token_ids[tracked.place, : outbox.limit] = NONE
-            outbox.token_ids = self._token_ids[tracked.place, : outbox.limit]
+            self._token_ids[tracked.index, : outbox.limit] = NONE
+            outbox.token_ids = self._token_ids[tracked.index, : outbox.limit]
 
     def leave(self, request_ids: Iterable[str]) -> None:
-        """These requests will not run again; passes they were in may still be heard of."""
+        """These requests will not run again; passes they were in may be pending."""
         for request_id in request_ids:
-            place = self._places.pop(request_id, None)
-            if place is not None:
+            index = self._indices.pop(request_id, None)
+            if index is not None:
                 self._last = None
-                self.flush(self.at(place))
-                if (outbox := self.at(place).outbox) is not None:
+                self.flush(self.at(index))
+                if (outbox := self.at(index).outbox) is not None:
                     outbox.stop()
-                self._leaving.append((self._begun, place))
+                self._leaving.append((self._begun, index))
         self._reuse()
 
     def label(self, step: Step, token_ids: Ints) -> None:
         """Write down what the model read at the tokens of a step that are kept, unless their rows were given back."""
-        kept = step.kept & self._holding[step.owners]
+        kept = step.kept & self._holding[step.requests]
         if kept.any():
-            self._token_ids[step.owners[kept], step.positions[kept]] = token_ids[kept]
+            self._token_ids[step.requests[kept], step.positions[kept]] = token_ids[kept]
 
-    def settled(self) -> None:
-        """One pass more, in their order, was heard of."""
-        self._settled += 1
+    def complete_pass(self) -> None:
+        """The next pass, in their order, was completed."""
+        self._completed += 1
         self._reuse()
 
     def flush(self, tracked: Tracked) -> None:
-        """Tell a request of the tokens that only the array knows of."""
-        reached = NONE if tracked.place == NONE else int(self._state[tracked.place, _NEXT])
+        """Tell a request which of its tokens ran that only the array knows of."""
+        reached = NONE if tracked.index == NONE else int(self._state[tracked.index, _NEXT])
         if reached <= tracked.run_from:
             return
-        if tracked.outbox is not None and self._state[tracked.place, _LAYOUT] != NONE:
-            tracked.outbox.went_on(tracked.run_from, reached)
+        if tracked.outbox is not None and self._state[tracked.index, _LAYOUT] != NONE:
+            tracked.outbox.ran(tracked.run_from, reached)
         if tracked.steered is not None:
             tracked.steered.ran(tracked.run_from, reached)
         tracked.run_from = reached
 
     def forget_rows(self, tracked: Tracked) -> None:
-        """The rows of a request were given back; what is left of it is steering, if that."""
+        """The rows of a request were given back; only its steering is left, if it has any."""
         self.flush(tracked)
         tracked.outbox = None
-        if tracked.place != NONE:
-            self._state[tracked.place, _STOP] = 0
-            self._holding[tracked.place] = False
+        if tracked.index != NONE:
+            self._state[tracked.index, _STOP] = 0
+            self._holding[tracked.index] = False
 
     def look_again(self, tracked: Tracked) -> None:
         """What was known of the next tokens of a request may not hold any more."""
-        if tracked.place != NONE:
+        if tracked.index != NONE:
             self.flush(tracked)
-            self._state[tracked.place, _STOP] = 0
+            self._state[tracked.index, _STOP] = 0
 
     def slots(self) -> dict[int, Slot]:
         """The slots that requests that run use, and what each holds."""
@@ -178,27 +178,27 @@ class Ledger:
 
     # The pass
 
-    def place(self, batch: BatchRows) -> Step | None:
+    def make_step(self, batch: BatchRows) -> Step | None:
         """Find what must become of each token of a pass; None if nothing must."""
-        if not self._places:
+        if not self._indices:
             return None
-        tracked, places = self._find_all(tuple(batch.request_ids))
+        tracked, indices = self._find_all(tuple(batch.request_ids))
         if not len(tracked):
             return None
         starts, counts = batch.starts[tracked], batch.counts[tracked]
         first_tokens = np.cumsum(batch.counts)[tracked] - counts
-        alike = self._alike(places, starts, counts)
+        alike = self._alike(indices, starts, counts)
         if not alike.all():
             for other in np.flatnonzero(~alike):
-                self._look_ahead(self.at(int(places[other])), int(starts[other]))
-            alike = self._alike(places, starts, counts)
+                self._look_ahead(self.at(int(indices[other])), int(starts[other]))
+            alike = self._alike(indices, starts, counts)
         parts = []
         if alike.any():
-            chosen = places[alike]
+            chosen = indices[alike]
             parts.append(self._alike_tokens(chosen, starts[alike], counts[alike], first_tokens[alike]))
             self._state[chosen, _NEXT] += counts[alike]
         for other in np.flatnonzero(~alike):
-            request = self.at(int(places[other]))
+            request = self.at(int(indices[other]))
             part = self._work_out(request, int(starts[other]), int(first_tokens[other]), int(counts[other]))
             if part is not None:
                 parts.append(part)
@@ -208,18 +208,18 @@ class Ledger:
         self._begun += 1
         return Step.joined(parts)
 
-    def _alike(self, places: Ints, starts: Ints, counts: Ints) -> npt.NDArray[np.bool_]:
-        """Which requests have nothing but tokens in this pass that the array knows of: bool [requests]."""
-        state = self._state[places]
+    def _alike(self, indices: Ints, starts: Ints, counts: Ints) -> npt.NDArray[np.bool_]:
+        """Which requests have only tokens in this pass that the array knows of: bool [requests]."""
+        state = self._state[indices]
         known: npt.NDArray[np.bool_] = (starts == state[:, _NEXT]) & (starts + counts <= state[:, _STOP])
         return known
 
     def _find_all(self, names: tuple[str, ...]) -> tuple[Ints, Ints]:
-        """Which of the requests of a batch are tracked, and their places."""
+        """Which of the requests of a batch are tracked, and their indices."""
         if self._last is None or self._last[0] != names:
-            places = np.array([self._places.get(name, NONE) for name in names], dtype=np.int64)
-            tracked = np.flatnonzero(places != NONE)
-            self._last = names, tracked, places[tracked]
+            indices = np.array([self._indices.get(name, NONE) for name in names], dtype=np.int64)
+            tracked = np.flatnonzero(indices != NONE)
+            self._last = names, tracked, indices[tracked]
         return self._last[1:]
 
     def _work_out(self, request: Tracked, start: int, first_token: int, count: int) -> Step | None:
@@ -231,7 +231,7 @@ class Ledger:
         if outbox is not None and outbox.failure is None:
             kept, lines = outbox.place(start, count)
         if steered is not None:
-            masks = steered.place(start, count)
+            masks = steered.begin(start, count)
         chosen = np.flatnonzero(kept | (masks != 0))
         part = None
         if len(chosen):
@@ -256,12 +256,12 @@ class Ledger:
         positions = chosen + start
         replaced = {} if steered is None else steered.replaced(positions)
         return Step(
-            owners=np.full(size, request.place),
+            requests=np.full(size, request.index),
             tokens=chosen + first_token,
             positions=positions,
             firsts=np.full(size, start),
             lines=lines,
-            tallies=np.where(kept, NONE if outbox is None else outbox.tally, NONE),
+            accumulators=np.where(kept, NONE if outbox is None else outbox.accumulator, NONE),
             layouts=layouts,
             slots=slots,
             masks=masks,
@@ -275,11 +275,11 @@ class Ledger:
         self.flush(request)
         outbox, steered = request.outbox, request.steered
         request.run_from = start
-        stop, line, tally, layout = NEVER, 0, NONE, NONE
+        stop, line, accumulator, layout = NEVER, 0, NONE, NONE
         if outbox is not None and outbox.failure is None:
             stop, first = outbox.ahead(start)
             if first is not None:
-                line, tally, layout = first, outbox.tally, outbox.layout
+                line, accumulator, layout = first, outbox.accumulator, outbox.layout
         slot, mask = NONE, 0
         if steered is not None:
             reach, mask = steered.ahead(start)
@@ -288,39 +288,39 @@ class Ledger:
                 slot = steered.steering.slot
         slots, masks = np.array([slot]), np.array([mask], dtype=np.int32)
         edits = int(self._programs.evidence(slots, masks)[0])
-        self._state[request.place] = start, stop, line, tally, layout, slot, mask, edits
+        self._state[request.index] = start, stop, line, accumulator, layout, slot, mask, edits
 
     def computes(self, step: Step, wanted: Iterable[Wanted]) -> bool:
         """Whether a step computes any of the tokens that are wanted."""
         totals = np.zeros(len(self._state), dtype=np.int64)
         for item in wanted:
             tracked = self.find(item.owner)
-            if tracked is not None and tracked.place != NONE:
-                totals[tracked.place] = item.total if tracked.outbox is None else tracked.outbox.reads(item.total)
-        return bool((step.positions < totals[step.owners]).any())
+            if tracked is not None and tracked.index != NONE:
+                totals[tracked.index] = item.total if tracked.outbox is None else tracked.outbox.reads(item.total)
+        return bool((step.positions < totals[step.requests]).any())
 
-    def _alike_tokens(self, places: Ints, starts: Ints, counts: Ints, first_tokens: Ints) -> Step:
-        """Tokens of requests whose state holds for all of them."""
-        state = self._state[places]
+    def _alike_tokens(self, indices: Ints, starts: Ints, counts: Ints, first_tokens: Ints) -> Step:
+        """The tokens of requests to all of whose tokens their state applies."""
+        state = self._state[indices]
         kept = state[:, _LAYOUT] != NONE
         busy = kept | (state[:, _MASK] != 0)
         if not busy.all():
-            places, starts, counts, first_tokens = places[busy], starts[busy], counts[busy], first_tokens[busy]
+            indices, starts, counts, first_tokens = indices[busy], starts[busy], counts[busy], first_tokens[busy]
             state, kept = state[busy], kept[busy]
         firsts = starts
         if (counts > 1).any():
             request = np.repeat(np.arange(len(counts)), counts)
             along = np.arange(len(request)) - (np.cumsum(counts) - counts)[request]
-            places, firsts, first_tokens = places[request], starts[request], first_tokens[request] + along
+            indices, firsts, first_tokens = indices[request], starts[request], first_tokens[request] + along
             starts, state, kept = firsts + along, state[request], kept[request]
-        layouts, drained = state[:, _LAYOUT], kept & (state[:, _TALLY] == NONE)
+        layouts, drained = state[:, _LAYOUT], kept & (state[:, _ACCUMULATOR] == NONE)
         return Step(
-            owners=places,
+            requests=indices,
             tokens=first_tokens,
             positions=starts,
             firsts=firsts,
             lines=np.where(drained, state[:, _LINE] + starts * self._layouts.lines[layouts], NONE),
-            tallies=state[:, _TALLY],
+            accumulators=state[:, _ACCUMULATOR],
             layouts=layouts,
             slots=state[:, _SLOT],
             masks=state[:, _MASK].astype(np.int32),
@@ -338,27 +338,27 @@ class Ledger:
         self._free = list(range(2 * size - 1, size - 1, -1))
 
     def _widen(self, limit: int) -> None:
-        """Have room for the labels of as many positions."""
+        """Make room for the labels of `limit` positions."""
         self._move_labels(len(self._state), max(limit, 2 * self._token_ids.shape[1]))
 
-    def _move_labels(self, places: int, limit: int) -> None:
-        """Have labels elsewhere; what nobody uses is neither read nor written, and so takes no memory."""
-        self._token_ids = np.empty((places, limit), dtype=np.int32)
-        for place, tracked in enumerate(self._tracked):
+    def _move_labels(self, requests: int, limit: int) -> None:
+        """Move the labels to a new array; what nobody uses is neither read nor written, and so takes no memory."""
+        self._token_ids = np.empty((requests, limit), dtype=np.int32)
+        for index, tracked in enumerate(self._tracked):
             if tracked is not None and (outbox := tracked.outbox) is not None:
-                moved = self._token_ids[place, : outbox.limit]
+                moved = self._token_ids[index, : outbox.limit]
                 moved[:] = outbox.token_ids
                 outbox.token_ids = moved
 
     def _reuse(self) -> None:
-        """Let go of places that no pass still to be heard of names."""
-        while self._leaving and self._leaving[0][0] <= self._settled:
-            _, place = self._leaving.pop(0)
-            tracked = self.at(place)
+        """Let go of indices that no pending pass names."""
+        while self._leaving and self._leaving[0][0] <= self._completed:
+            _, index = self._leaving.pop(0)
+            tracked = self.at(index)
             if self._owners.get(tracked.owner) is tracked:
                 del self._owners[tracked.owner]
-            tracked.place = NONE
+            tracked.index = NONE
             if tracked.outbox is not None:
                 tracked.outbox.token_ids = tracked.outbox.token_ids.copy()
-            self._tracked[place] = None
-            self._free.append(place)
+            self._tracked[index] = None
+            self._free.append(index)

@@ -1,7 +1,4 @@
-"""One request's rows while they come in, and the parcel they become.
-
-Number 6 and 7 in the life of a request.
-"""
+"""One request's rows while they come in, and the parcel they become."""
 
 from __future__ import annotations
 
@@ -33,8 +30,8 @@ class Outbox(ABC):
         arena: where the rows go.
 
     Attributes:
-        token_ids: the token that the model read at each position, NONE where none was: int32 [limit]. The ledger's, as
-            long as passes of the request may be heard of.
+        token_ids: the token that the model read at each position, NONE where it read none: int32 [limit]. The ledger's,
+            as long as passes of the request may be pending.
     """
 
     def __init__(self, owner: Owner, plan: Plan, capture: CapturePlan, layouts: Layouts, arena: Arena) -> None:
@@ -66,12 +63,12 @@ class Outbox(ABC):
 
     @property
     def layout(self) -> int:
-        """The layout of a token's record, NONE if it is not kept here, or not any more."""
+        """The layout of a token's record, NONE if it is not kept here, or no longer is."""
         return self._layout.number if self._layout is not None and self._uses_layout else NONE
 
     @property
     @abstractmethod
-    def tally(self) -> int:
+    def accumulator(self) -> int:
         """The reduction that runs along with the rows, NONE if they go to the arena."""
 
     def place(self, start: int, count: int) -> tuple[npt.NDArray[np.bool_], Ints]:
@@ -124,25 +121,25 @@ class Outbox(ABC):
     def _take_ahead(self, start: int, end: int, shift: int) -> tuple[int, int | None]:
         """What `ahead` says of positions up to `end` that are kept; row = position - shift."""
 
-    def went_on(self, start: int, stop: int) -> None:
+    def ran(self, start: int, stop: int) -> None:
         """The tokens of these positions were kept, each where `ahead` said."""
         self.writes += stop - start
 
     @abstractmethod
     def reads(self, total: int) -> int:
-        """How many tokens of the sequence must be heard of before the rows of the first `total` can be sealed."""
+        """How many tokens must be computed before the rows of the first `total` can be sealed."""
 
     def fail(self, reason: str) -> None:
         """The rows cannot be trusted; the first reason is kept."""
         self.failure = self.failure or reason
 
     def found_nonfinite(self, position: int, point: int) -> None:
-        """The row of a position at a point was not finite; the first position is kept."""
+        """The row at a position and point was not finite; the first such position is kept."""
         if self._nonfinite is None or position < self._nonfinite[0]:
             self._nonfinite = position, point
 
     def stop(self) -> None:
-        """The request runs no more: what it did not get to is free. Idempotent."""
+        """The request has ended: give back what it did not use. Idempotent."""
         if self._layout is not None and self._uses_layout:
             self._uses_layout = False
             self._layouts.release(self._layout)
@@ -201,7 +198,7 @@ class Outbox(ABC):
         """Put the reduction of the first rows, of a sequence of `total` inputs, into the first page; or fail."""
 
     def _line_ranges(self, rows: range, record: int) -> Iterator[LineRange]:
-        """The lines of these rows, `record` each, consecutive pages together; rows never reached have none."""
+        """The lines of these rows, `record` each, of consecutive pages together; rows never reached have none."""
         page = rows.start // self._per_page if self._points else len(self._pages)
         while page < len(self._pages) and page * self._per_page < rows.stop:
             pages = self._consecutive(page)
@@ -213,7 +210,7 @@ class Outbox(ABC):
             page += pages
 
     def _consecutive(self, page: int) -> int:
-        """How many pages from this one on hold their records one behind the other, without a gap."""
+        """How many pages from this one on hold their records one after another, without a gap."""
         if self._per_page * self._record < self._arena.shape.lines:
             return 1
         left = len(self._pages) - page
@@ -248,7 +245,7 @@ class RowsOutbox(Outbox):
         return 0 if self._layout is None else self._layout.stored.lines
 
     @property
-    def tally(self) -> int:
+    def accumulator(self) -> int:
         return NONE
 
     def _take(self, rows: Ints) -> Ints | None:
@@ -265,12 +262,12 @@ class RowsOutbox(Outbox):
         stop = first + self._per_page * self._consecutive(page)
         return min(end, stop), self._pages[page].item() * self._arena.shape.lines - first * record
 
-    def went_on(self, start: int, stop: int) -> None:
-        super().went_on(start, stop)
+    def ran(self, start: int, stop: int) -> None:
+        super().ran(start, stop)
         self._last = max(self._last, int(self._ranks[stop - 1]) + 1)
 
     def reads(self, total: int) -> int:
-        # A reduced row lies over the first records, and the pages behind it are given back: nothing may come late.
+        # A reduced row overwrites the first records, and the pages behind it are given back: no row may come later.
         return self.limit if self.capture.reduce else total
 
     def _stopped(self) -> None:
@@ -279,8 +276,8 @@ class RowsOutbox(Outbox):
     def _reach(self, row: int) -> bool:
         """Have a page for `row` and all before it.
 
-        At the first row all that the request can need: they were reserved for it before it came, lie one behind the
-        other where the arena is not crowded, and need no thought later. What it did not need is given back at its end.
+        At the first row, take all pages that the request can need. They were reserved before it came, are consecutive
+        unless the arena is crowded, and need no thought later. Those that it did not need are given back at its end.
         """
         if not len(self._pages):
             self._pages = self._arena.allocate(self._arena.shape.pages(int(self._ranks.max()) + 1, self._record))

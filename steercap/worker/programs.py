@@ -1,7 +1,7 @@
 """What each slot holds: for every point, the rank-one edits of its configuration, in order, or its directions.
 
-Number 4 in the life of a request. Written when the client sends a configuration, and left where it is. Shape legend:
-points = points of this rank; entries = most rank-one edits of a point.
+Written when the client sends a configuration, and left where it is. Shape legend: points = points of this rank; entries
+= most rank-one edits of a point.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ class Programs:
         self.replacements = np.zeros(slots, dtype=np.int64)
         #: Bank rows of the directions of each point, NONE where it has none, by slot: int64 [points, directions] each.
         self.projections: dict[int, Ints] = {}
-        #: How often a slot was written.
+        #: How many times a slot was written.
         self.written = 0
         self._per_scope = np.zeros((slots, MAX_SCOPES), dtype=np.int64)
 
-    def configure(self, slot: int, configuration: Configuration, places: Sequence[Sequence[int]]) -> None:
+    def configure(self, slot: int, configuration: Configuration, bank_rows: Sequence[Sequence[int]]) -> None:
         """Write a configuration into a slot.
 
         Args:
             slot: where.
             configuration: the edits.
-            places: bank rows of each of its blobs.
+            bank_rows: of each of its blobs.
         """
         self.written += 1
         self.projections.pop(slot, None)
         if configuration.reads:
-            self.projections[slot] = self._directions(configuration.reads, places[0])
+            self.projections[slot] = self._directions(configuration.reads, bank_rows[0])
         for column in self.columns.values():
             column[slot] = 0
         self.responses[slot] = Response().numbers
@@ -70,28 +70,28 @@ class Programs:
             entries = configuration.at(point)
             self.counts[slot, local] = len(entries)
             for at, entry in enumerate(entries):
-                self._write((slot, local, at), entry, places)
+                self._write((slot, local, at), entry, bank_rows)
                 self.columns["kind"][slot, local, at] = _kind(entries, at)
                 self._per_scope[slot, entry.scope] += weight(local)
 
-    def _directions(self, reads: Sequence[int], places: Sequence[int]) -> Ints:
+    def _directions(self, reads: Sequence[int], bank_rows: Sequence[int]) -> Ints:
         """The bank rows of the directions of each point: int64 [points, directions]."""
-        given: Ints = np.array(places, dtype=np.int64).reshape(len(reads), -1)
+        given: Ints = np.array(bank_rows, dtype=np.int64).reshape(len(reads), -1)
         found = np.full((len(self.points), given.shape[1]), NONE, dtype=np.int64)
         for point, rows in zip(reads, given, strict=True):
             if point in self.points:
                 found[self.points.index(point)] = rows
         return found
 
-    def _write(self, where: tuple[int, int, int], entry: Entry, places: Sequence[Sequence[int]]) -> None:
+    def _write(self, where: tuple[int, int, int], entry: Entry, bank_rows: Sequence[Sequence[int]]) -> None:
         self.columns["scope"][where] = entry.scope
-        self.columns["write"][where] = places[entry.write][0]
-        self.columns["read"][where] = 0 if entry.read == NONE else places[entry.read][0]
+        self.columns["write"][where] = bank_rows[entry.write][0]
+        self.columns["read"][where] = 0 if entry.read == NONE else bank_rows[entry.read][0]
         self.columns["replacement"][where] = max(entry.replacement, 0)
         self.responses[where] = entry.response.numbers
 
     def evidence(self, slots: npt.NDArray[np.integer], masks: npt.NDArray[np.int32]) -> Ints:
-        """What the edits of tokens add up to if every one of them is made: int64 [tokens].
+        """What the edits of tokens add up to if all of them are made: int64 [tokens].
 
         Args:
             slots: slot of each token, NONE for none.

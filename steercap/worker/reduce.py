@@ -27,8 +27,8 @@ class Accumulator:
 
     Args:
         reduce: which reduction.
-        value: what rows before came to, their sum for a mean; None if there were none.
-        rows: how many they were.
+        value: the reduction of the rows before, their sum for a mean; None if there were none.
+        rows: how many rows that were.
     """
 
     def __init__(self, reduce: Reduction, value: Float[torch.Tensor, ...] | None = None, rows: int = 0) -> None:
@@ -86,7 +86,7 @@ def rows_of(records: torch.Tensor, layout: Layout, schemas: Sequence[PointSchema
 
 
 def write_reduced(arena: Arena, line: int, schemas: Sequence[PointSchema], rows: Sequence[torch.Tensor]) -> None:
-    """Put one float32 row a point at a line, as `encodings.reduced` lays them out."""
+    """Put one float32 row per point at a line, as `encodings.reduced` lays them out."""
     encoding = ENCODINGS["reduced"]
     offsets = encoding.record(schemas).offsets
     for schema, offset, row in zip(schemas, offsets, rows, strict=True):

@@ -1,7 +1,4 @@
-"""One request's reduction that runs along with its rows, and how it ends up in the arena.
-
-Number 6 and 7 in the life of a request.
-"""
+"""One request's reduction that runs along with its rows, and how it ends up in the arena."""
 
 from __future__ import annotations
 
@@ -17,12 +14,12 @@ from steercap.core.program import NONE
 from steercap.core.rows import Ints, rows_selected
 from steercap.core.spec import Reduction
 from steercap.encodings import ENCODINGS
-from steercap.encodings.reduced import tally_records
+from steercap.encodings.reduced import accumulator_records
+from steercap.worker.accumulators import EMPTY
 from steercap.worker.arena import Arena
 from steercap.worker.layouts import Layout, Layouts
 from steercap.worker.outbox import Outbox
 from steercap.worker.reduce import Accumulator, rows_of, write_reduced
-from steercap.worker.tallies import EMPTY
 from steercap.worker.taps.base import Taps
 
 
@@ -40,17 +37,18 @@ class ReducingOutbox(Outbox):
         super().__init__(owner, plan, capture, layouts, arena)
         assert capture.reduce is not None
         self._taps = taps
-        self._tally = taps.tallies.acquire(capture.reduce, plan.prompt_len) if self._layout else None
+        self._accumulator = taps.accumulators.acquire(capture.reduce, plan.prompt_len) if self._layout else None
         self._spilled: tuple[int, Ints] | None = None  # rows added, and positions of those held apart
         self._copied: Any = None
-        if self._layout and self._tally is None:
+        if self._layout and self._accumulator is None:
             self.fail(
-                f"{taps.tallies.total} reductions run at once, and no more can; raise SteerModel(..., reduce_bytes=)"
+                f"{taps.accumulators.total} reductions run at once, and no more can; "
+                "raise SteerModel(..., reduce_bytes=)"
             )
 
     @property
-    def tally(self) -> int:
-        return NONE if self._tally is None else self._tally
+    def accumulator(self) -> int:
+        return NONE if self._accumulator is None else self._accumulator
 
     def _take(self, rows: Ints) -> Ints | None:
         return np.full_like(rows, NONE) if self._reach() else None
@@ -64,29 +62,29 @@ class ReducingOutbox(Outbox):
     def _stopped(self) -> None:
         if not self.writes:
             self._keep(0)
-        if self._tally is not None:
-            self._taps.tallies.end(self._tally, self._spill)
+        if self._accumulator is not None:
+            self._taps.accumulators.end(self._accumulator, self._spill)
 
     def free(self) -> None:
         self._release()
         super().free()
 
     def _release(self) -> tuple[int, Ints]:
-        """Let go of the tally; rows added, and positions of those held apart."""
+        """Release the accumulator; gives the number of rows added, and the positions of those held apart."""
         self.stop()
-        place, self._tally = self._tally, None
-        return (0, np.empty(0, dtype=np.int64)) if place is None else self._taps.tallies.release(place)
+        accumulator, self._accumulator = self._accumulator, None
+        return (0, np.empty(0, dtype=np.int64)) if accumulator is None else self._taps.accumulators.release(accumulator)
 
     def _spill(self) -> None:
-        """Put the tally, and what is held of it, into the arena: another request needs its place."""
-        assert self._tally is not None
+        """Put the accumulator, and what is held of it, into the arena: another request needs it."""
+        assert self._accumulator is not None
         if len(self._pages) and not self.failure:
             assert self._layout is not None
-            self._copied = self._taps.spill(self._tally, self._layout, self._places)
+            self._copied = self._taps.spill(self._accumulator, self._layout, self._first_lines)
         self._spilled = self._release()
 
     @property
-    def _places(self) -> Ints:
+    def _first_lines(self) -> Ints:
         """First line of each record in the arena."""
         return self._lines(np.arange(self._records))
 
@@ -95,10 +93,10 @@ class ReducingOutbox(Outbox):
 
     @property
     def _records(self) -> int:
-        return tally_records(self._schemas, self._taps.tallies.held)
+        return accumulator_records(self._schemas, self._taps.accumulators.held)
 
     def _reach(self) -> bool:
-        """Have the pages that the tally will need."""
+        """Whether the pages are there that the accumulator will need; takes them at first."""
         if not len(self._pages):
             self._pages = self._arena.allocate(self._arena.shape.pages(self._records, self._record))
         return len(self._pages) * self._per_page >= self._records
@@ -108,20 +106,20 @@ class ReducingOutbox(Outbox):
             self.fail("its reduction was never finished")
             return
         if self._copied is not None:
-            self._taps.landed(self._copied)
+            self._taps.wait_for(self._copied)
         added, positions = self._spilled
         late = np.flatnonzero((positions != EMPTY) & (positions < total))
         late = late[np.argsort(positions[late])]
         if self._has(added + len(late), rows):
             assert self._layout is not None
-            line = int(self._places[0])
+            line = int(self._first_lines[0])
             reduced = self._reduced_rows(line)
             accumulators = [
                 Accumulator(reduction, row.clone(), added) if added else Accumulator(reduction) for row in reduced
             ]
-            held = len(self._places) - self._taps.tallies.held
-            for place in self._places[held + late].tolist():
-                for accumulator, row in zip(accumulators, self._raw_rows(place), strict=True):
+            held = len(self._first_lines) - self._taps.accumulators.held
+            for first in self._first_lines[held + late].tolist():
+                for accumulator, row in zip(accumulators, self._raw_rows(first), strict=True):
                     accumulator.add(row)
             write_reduced(self._arena, line, self._schemas, [one.result() for one in accumulators])
             self._keep(1)
@@ -131,7 +129,7 @@ class ReducingOutbox(Outbox):
         return rows_of(self._arena.read(line, 1, self._record), self._layout, self._schemas)
 
     def _reduced_rows(self, line: int) -> list[torch.Tensor]:
-        """What was spilled of the tally itself: float32 [shard width] each."""
+        """What was spilled of the accumulator itself: float32 [shard width] each."""
         encoding = ENCODINGS["reduced"]
         shape = encoding.record(self._schemas)
         stored = self._arena.read(line, 1, shape.lines)
@@ -147,8 +145,8 @@ class ReducingOutbox(Outbox):
         return found == rows
 
     def rows_to_finish(self, total: int) -> int:
-        """How many rows the reduction of a sequence of so many inputs has, if it can and must be finished; else 0."""
-        if self._tally is None or self.failure:
+        """How many rows the reduction of a sequence of `total` inputs has, if it can and must be finished; else 0."""
+        if self._accumulator is None or self.failure:
             return 0
         rows = len(rows_selected(self.capture.ranges, self.limit, total))
         return rows if self._missing(self._labels(rows)[0]) is None else 0
@@ -164,25 +162,25 @@ class ReducingOutbox(Outbox):
     def target(self) -> tuple[int, Layout]:
         """Where its reduction goes in the arena, the first line, and what is in it."""
         assert self._layout is not None
-        return int(self._places[0]), self._layout
+        return int(self._first_lines[0]), self._layout
 
 
 def finish(taps: Taps, asked: Mapping[Outbox, int]) -> None:
-    """Have the reductions that still run along end up in the arena, all of them together.
+    """Put the reductions that still run along into the arena, all of them together.
 
     Args:
         taps: where they run.
-        asked: how many inputs the sequence of each outbox has.
+        asked: how many inputs each outbox's sequence has.
     """
     running = [(box, total) for box, total in asked.items() if isinstance(box, ReducingOutbox)]
     ready = [(box, total, rows) for box, total in running if (rows := box.rows_to_finish(total))]
     if not ready:
         return
-    places, totals = np.array([(box.tally, total) for box, total, _ in ready]).T
-    moves, found = taps.tallies.finish(places, totals)
+    accumulators, totals = np.array([(box.accumulator, total) for box, total, _ in ready]).T
+    updates, found = taps.accumulators.finish(accumulators, totals)
     divisors = np.where([box.capture.reduce == "mean" for box, *_ in ready], found, 1)
     targets = [box.target for box, *_ in ready]
     lines = np.array([line for line, _ in targets])
-    taps.landed(taps.finish(moves, divisors, [layout for _, layout in targets], lines))
+    taps.wait_for(taps.finish(updates, divisors, [layout for _, layout in targets], lines))
     for (box, _, rows), added in zip(ready, found.tolist(), strict=True):
         box.finished(rows, added)

@@ -1,6 +1,6 @@
 """What runs beside the model: it follows each step, fills the tables, keeps the rows, and answers the client.
 
-Number 4 to 7 in the life of a request. A runner adapter drives it; it knows nothing of vLLM.
+A runner adapter drives it; it knows nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Runtime:
         self._shape = page_shape(max(ENCODINGS["raw"].record(schemas).lines, 1))
         self._arena: Arena | None = None
         # Ranks of a tensor-parallel group edit the same rows, or parts of them: the first counts them.
-        self._steering = Steering(taps, witness=taps.installed.shard == 0)
+        self._steering = Steering(taps, primary=taps.installed.shard == 0)
         self._ledger = Ledger(taps.programs, taps.layouts)
         self._kept: dict[Owner, Tracked] = {}  # whose rows are held
         self._steps = 0
@@ -84,7 +84,7 @@ class Runtime:
             return
         try:
             plan = Plan.decode(plan_bytes)
-        except msgspec.DecodeError:  # to raise would end the engine for all; this request's client hears of no rows
+        except msgspec.DecodeError:  # to raise would end the engine for all; this client is told of no rows
             return
         owner = Owner(plan.key, sample)
         outbox = steered = projected = None
@@ -111,37 +111,37 @@ class Runtime:
     def begin_step(self, batch: BatchRows) -> None:
         """Fill the tables for the pass that is about to run."""
         self._steps += 1
-        if (oldest := self.taps.crowded) is not None:
-            self._hear(oldest)
-        step = self._ledger.place(batch)
+        if (blocking := self.taps.blocking) is not None:
+            self._take_completed(blocking)
+        step = self._ledger.make_step(batch)
         if step is None:
             return
-        kept = step.owners[step.kept]
-        moves, crowded = self.taps.tallies.moves(step)
+        kept = step.requests[step.kept]
+        updates, crowded = self.taps.accumulators.update(step)
         self._fail(crowded, "more of its newest rows than can be held apart may not be of its sequence")
-        if reason := self.taps.open(step, batch, moves):
+        if reason := self.taps.open(step, batch, updates):
             self._fail(kept, reason)
 
-    def _fail(self, places: Ints, reason: str) -> None:
-        """Fail the rows of requests, by their places in the ledger."""
-        for place in np.unique(places).tolist():
-            if (outbox := self._ledger.at(place).outbox) is not None:
+    def _fail(self, indices: Ints, reason: str) -> None:
+        """Fail the rows of requests, by their indices in the ledger."""
+        for index in np.unique(indices).tolist():
+            if (outbox := self._ledger.at(index).outbox) is not None:
                 outbox.fail(reason)
 
     def end_step(self, error: BaseException | None = None) -> None:
-        """The pass has run, or been launched, or failed: close the tables, and hear of passes before it meanwhile."""
+        """The pass has run, or been launched, or failed: close the tables, and take in the passes before it."""
         if self.taps.open_step is not None:
             self.taps.close(f"the forward pass failed: {error!r}" if error else None)
-        self._hear()
+        self._take_completed()
 
-    def _hear(self, through: Step | None = None) -> None:
+    def _take_completed(self, through: Step | None = None) -> None:
         """Take in what became of passes, as far as it is known, or up to one of them."""
-        for step, witness in self.taps.heard(through):
+        for step, witness in self.taps.completed(through):
             self._take_in(step, witness)
-            self._ledger.settled()
+            self._ledger.complete_pass()
 
     def _take_in(self, step: Step, witness: Witness) -> None:
-        """Label the rows of a pass, and fail whom it did not serve."""
+        """Label the rows of a pass, and fail the requests that it did not serve."""
         wrong = (witness.positions != step.positions) | (witness.edits != step.edits) | (witness.copies != step.copies)
         wrong |= witness.overflowed != NONE
         if witness.failure:
@@ -149,16 +149,16 @@ class Runtime:
         if wrong.any():
             self._refuse(step, witness, wrong)
         for token in np.flatnonzero(witness.nonfinite != NONE).tolist():
-            if (outbox := self._ledger.at(int(step.owners[token])).outbox) is not None:
+            if (outbox := self._ledger.at(int(step.requests[token])).outbox) is not None:
                 outbox.found_nonfinite(int(step.positions[token]), self.taps.points[witness.nonfinite[token]])
         self._ledger.label(step, witness.token_ids)
 
     def _refuse(self, step: Step, witness: Witness, wrong: np.ndarray) -> None:
         """Fail the requests of tokens that were not computed, edited or copied as they should have been."""
-        for place in np.unique(step.owners[wrong]).tolist():
-            tracked = self._ledger.at(place)
-            own = np.flatnonzero(wrong & (step.owners == place))
-            reason = witness.failure or self._difference(step, witness, own, int((step.owners == place).sum()))
+        for index in np.unique(step.requests[wrong]).tolist():
+            tracked = self._ledger.at(index)
+            own = np.flatnonzero(wrong & (step.requests == index))
+            reason = witness.failure or self._difference(step, witness, own, int((step.requests == index).sum()))
             if tracked.outbox is not None:
                 tracked.outbox.fail(reason)
             if tracked.steered is not None:
@@ -181,13 +181,13 @@ class Runtime:
             f"beyond {edited_most(self.dtype):.3g}, the most that an edit may leave in {dtype}; use a smaller scale"
         )
 
-    def _hear_of(self, wanted: Sequence[Wanted]) -> None:
+    def _wait_for(self, wanted: Sequence[Wanted]) -> None:
         """Wait for the passes that computed these tokens, and for no others."""
         for item in wanted:
             if (tracked := self._ledger.find(item.owner)) is not None:
                 self._ledger.flush(tracked)
-        unheard = reversed(self.taps.unheard)
-        self._hear(next((step for step in unheard if self._ledger.computes(step, wanted)), None))
+        pending = reversed(self.taps.pending)
+        self._take_completed(next((step for step in pending if self._ledger.computes(step, wanted)), None))
 
     # The client's calls
 
@@ -201,19 +201,19 @@ class Runtime:
         except Exception as error:  # noqa: BLE001 -- the RPC boundary
             return encode(Failed(f"{type(error).__name__}: {error}"))
 
-    def _reply(self, call: Call) -> Answer:  # noqa: PLR0911 -- one answer a question
+    def _reply(self, call: Call) -> Answer:  # noqa: PLR0911 -- one answer per question
         match call.question:
             case Attach():
                 return self._attach(call.question)
             case Configure():
                 return self._steering.configure(call.question, self._ledger.slots())
             case Settle(wanted):
-                self._hear_of(wanted)
+                self._wait_for(wanted)
                 return self._steering.settle(call.question)
             case _ if not self.captures:
                 return NotCapturing()
             case Collect(wanted):
-                self._hear_of(wanted)
+                self._wait_for(wanted)
                 boxes = ((self._kept.get(item.owner), item.total) for item in wanted)
                 finish(self.taps, {found.outbox: total for found, total in boxes if found and found.outbox})
                 return Collected(tuple(map(self._seal, wanted)))
@@ -224,7 +224,7 @@ class Runtime:
         raise WorkerFailure(f"no answer to {call.question!r}")
 
     def _outbox_for(self, owner: Owner, plan: Plan, capture: CapturePlan, arena: Arena) -> Outbox:
-        if capture.tally:
+        if capture.accumulates:
             return ReducingOutbox(owner, plan, capture, self.taps.layouts, arena, self.taps)
         return RowsOutbox(owner, plan, capture, self.taps.layouts, arena)
 
@@ -253,8 +253,8 @@ class Runtime:
             pages=self._arena.pages.total,
             bank_rows=self.taps.sizes.bank_rows,
             bank_width=self.taps.installed.bank_width,
-            tallies=self.taps.tallies.total,
-            held=self.taps.tallies.held,
+            reductions=self.taps.accumulators.total,
+            held=self.taps.accumulators.held,
             path=self._arena.segment.path,
             nonce=self._arena.segment.nonce,
         )

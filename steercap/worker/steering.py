@@ -1,7 +1,4 @@
-"""What is steered on this rank: configurations, the requests that use them, and the record of every row.
-
-Number 4 to 7 in the life of a request.
-"""
+"""What is steered on this rank: configurations, the requests that use them, and the record of every row."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from steercap.core.rows import Ints, ends_of_runs
 from steercap.errors import WorkerFailure
 from steercap.worker.taps.base import Taps
 
-#: Failed identities remembered; with as many, nothing is trusted any more.
+#: How many failed identities are remembered; once there are as many, nothing is trusted any more.
 TAINTS: Final = 65_536
 
 
@@ -40,12 +37,12 @@ class Slot:
     Args:
         configuration: the edits.
         digest: its digest.
-        places: bank rows of each of its blobs.
+        bank_rows: of each of its blobs.
     """
 
     configuration: Configuration
     digest: bytes
-    places: tuple[tuple[int, ...], ...]
+    bank_rows: tuple[tuple[int, ...], ...]
 
 
 class Steered:
@@ -75,7 +72,7 @@ class Steered:
         replaced = np.array(sorted(self._replacements), dtype=np.int64)
         self._stops = np.union1d(ends_of_runs(self._masks), replaced)
 
-    def place(self, start: int, count: int) -> npt.NDArray[np.int32]:
+    def begin(self, start: int, count: int) -> npt.NDArray[np.int32]:
         """The scopes that hold the tokens of a pass, int32 [count]; from here on they count as computed.
 
         Args:
@@ -91,31 +88,31 @@ class Steered:
         return masks
 
     def ran(self, start: int, stop: int) -> None:
-        """The tokens of these positions are computed, with the edits that `place` and `ahead` say."""
+        """The tokens of these positions are computed, with the edits that `begin` and `ahead` say."""
         if start > self._next:  # the runner has their keys and values already: the prefix cache
             self._cached[self._next : start] = True
         self._next = max(self._next, stop)
         self._computed[start:stop] = True
 
     def ahead(self, start: int) -> tuple[int, int]:
-        """The first position that other scopes hold than `start`, or that is replaced; and those that hold `start`."""
+        """The next position in other scopes than `start`, or that is replaced; and the scopes that hold `start`."""
         run = int(np.searchsorted(self._stops, start, side="right"))
         if run == len(self._stops) or start in self._replacements:
             return start, 0
         return int(self._stops[run]), int(self._masks[start]) if self.slot is not None else 0
 
     def replaced(self, positions: Ints) -> dict[int, Ints]:
-        """The bank row that each replacement puts at some of `positions`, by their place there, NONE for none."""
+        """The bank row that each replacement puts at some of `positions`, by their index there, NONE for none."""
         if not self._replacements:
             return {}
-        places = enumerate(positions.tolist())
-        return {place: self._replacements[position] for place, position in places if position in self._replacements}
+        found = enumerate(positions.tolist())
+        return {index: self._replacements[position] for index, position in found if position in self._replacements}
 
     def fail(self, reason: str) -> None:
         """An edit was not made; the first reason is kept."""
         self.failure = self.failure or reason
 
-    def seal(self, total: int, points: Sequence[int], *, witness: bool) -> SteeringRecord:
+    def seal(self, total: int, points: Sequence[int], *, primary: bool) -> SteeringRecord:
         """What was done to the first `total` inputs."""
         computed, cached = self._computed[:total], self._cached[:total] & ~self._computed[:total]
         failure = self.failure
@@ -130,7 +127,7 @@ class Steered:
             computed=np.packbits(computed).tobytes(),
             rows=rows,
             failure=failure,
-            witness=witness,
+            primary=primary,
         )
 
 
@@ -139,17 +136,18 @@ class Steering:
 
     Args:
         taps: where configurations and vectors go.
-        witness: whether this rank's rows count for the receipt: rank 0 of its tensor-parallel group.
+        primary: whether this is rank 0 of its tensor-parallel group, whose rows count in the receipt.
     """
 
-    def __init__(self, taps: Taps, *, witness: bool) -> None:
+    def __init__(self, taps: Taps, *, primary: bool) -> None:
         self.points = taps.points
         self.taps = taps
-        self.witness = witness
+        self.primary = primary
         self._slots: dict[int, Slot] = {}
         self._rows: dict[int, tuple[bytes, int]] = {}  # which row of which blob each bank row holds
         self._records: dict[Owner, Steered] = {}
-        #: What KV was written while steering failed, and why; the client never asks for it again.
+        #: Identities under which keys and values were written while steering failed, and why; the client does not use
+        #: them again.
         self._tainted: dict[bytes, str] = {}
 
     # The client's calls
@@ -164,37 +162,37 @@ class Steering:
         Raises:
             WorkerFailure: a vector is not what its digest says.
         """
-        used = {row for slot in held.values() for blob in slot.places for row in blob}
+        used = {row for slot in held.values() for blob in slot.bank_rows for row in blob}
         for vectors in question.vectors:
-            if not self._holds(vectors.digest, vectors.places) and not used.intersection(vectors.places):
+            if not self._holds(vectors.digest, vectors.bank_rows) and not used.intersection(vectors.bank_rows):
                 self._put(vectors)
         refused = []
         for placed in question.configurations:
-            slot = Slot(placed.configuration, placed.configuration.digest, placed.places)
+            slot = Slot(placed.configuration, placed.configuration.digest, placed.bank_rows)
             if self._slots.get(placed.slot) == slot:
                 continue
-            blobs = zip(placed.configuration.blobs, placed.places, strict=True)
-            if placed.slot in held or not all(self._holds(blob.digest, places) for blob, places in blobs):
+            blobs = zip(placed.configuration.blobs, placed.bank_rows, strict=True)
+            if placed.slot in held or not all(self._holds(blob.digest, rows) for blob, rows in blobs):
                 refused.append(slot.digest)
                 continue
-            self.taps.configure(placed.slot, placed.configuration, placed.places)
+            self.taps.configure(placed.slot, placed.configuration, placed.bank_rows)
             self._slots[placed.slot] = slot
         return Configured(tuple(refused))
 
     def _put(self, vectors: Vectors) -> None:
         """Write vectors; configurations that used what was there before are gone."""
-        if blob_digest(vectors.data, len(vectors.places)) != vectors.digest:
+        if blob_digest(vectors.data, len(vectors.bank_rows)) != vectors.digest:
             raise WorkerFailure("vectors arrived that are not what their SHA-256 says")
         values = torch.frombuffer(bytearray(vectors.data), dtype=torch.float32)
-        self.taps.put(vectors.places, values.view(len(vectors.places), -1))
-        self._rows.update((row, (vectors.digest, at)) for at, row in enumerate(vectors.places))
-        written = set(vectors.places)
+        self.taps.put(vectors.bank_rows, values.view(len(vectors.bank_rows), -1))
+        self._rows.update((row, (vectors.digest, at)) for at, row in enumerate(vectors.bank_rows))
+        written = set(vectors.bank_rows)
         for number, slot in list(self._slots.items()):
-            if any(written.intersection(places) for places in slot.places):
+            if any(written.intersection(rows) for rows in slot.bank_rows):
                 del self._slots[number]
 
-    def _holds(self, digest: bytes, places: Sequence[int]) -> bool:
-        return all(self._rows.get(row) == (digest, at) for at, row in enumerate(places))
+    def _holds(self, digest: bytes, bank_rows: Sequence[int]) -> bool:
+        return all(self._rows.get(row) == (digest, at) for at, row in enumerate(bank_rows))
 
     def settle(self, question: Settle) -> Settled:
         """Say what was done to requests, and forget those that have ended."""
@@ -206,7 +204,7 @@ class Steering:
                 continue
             if reason := self._taint(steered.steering.identity):
                 steered.fail(reason)
-            records.append(steered.seal(item.total, self.points, witness=self.witness))
+            records.append(steered.seal(item.total, self.points, primary=self.primary))
         return Settled(tuple(records))
 
     def _taint(self, identity: bytes) -> str | None:
@@ -256,6 +254,6 @@ def _replacements(slot: Slot, steering: SteeringPlan) -> dict[int, Ints]:
     found: dict[int, Ints] = {}
     blobs = {entry.replacement: entry.write for entry in slot.configuration.entries if entry.replacement != NONE}
     for number, positions in enumerate(steering.replaced):
-        for row, position in zip(slot.places[blobs[number]], positions, strict=True):
+        for row, position in zip(slot.bank_rows[blobs[number]], positions, strict=True):
             found.setdefault(position, np.full(len(steering.replaced), NONE, dtype=np.int64))[number] = row
     return found

@@ -1,6 +1,6 @@
-"""One pass: the tokens that somebody keeps or changes, what must become of them, and what became.
+"""One pass: the tokens that are kept or changed, what must be done with them, and what was done.
 
-Number 5 and 6 in the life of a request. Shape legend: tracked = tokens of the pass that are kept or changed.
+Shape legend: tracked = tokens of the pass that are kept or changed.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ class Step:
     """The tracked tokens of one pass, in the order of the batch.
 
     Args:
-        owners: place of each token's request in the ledger, int64 [tracked].
-        tokens: its place in the batch, int64 [tracked].
+        requests: index of each token's request in the ledger, int64 [tracked].
+        tokens: its index in the batch, int64 [tracked].
         positions: its position, as scheduled, int64 [tracked].
         firsts: position of the first token of its request in this pass, int64 [tracked].
         lines: first line of its record in the arena, NONE if it goes to none: int64 [tracked].
-        tallies: the reduction that runs along with its request, NONE if none does or it is not kept: int64 [tracked].
+        accumulators: the accumulator of its request, NONE if it has none or the token is not kept: int64 [tracked].
         layouts: layout of its record, NONE if it is not kept: int64 [tracked].
         slots: slot of its configuration, NONE if it is not changed: int64 [tracked].
         masks: scopes that hold it, int32 [tracked].
         copies: what its copies must add up to, int64 [tracked].
         edits: what its edits must add up to, int64 [tracked].
-        replaced: for some of the tokens, by their place in this table, the bank row that each replacement of their
+        replaced: for some of the tokens, by their index in these tables, the bank row that each replacement of their
             configuration puts there, NONE for none: int64 [replacements].
     """
 
-    owners: Ints
+    requests: Ints
     tokens: Ints
     positions: Ints
     firsts: Ints
     lines: Ints
-    tallies: Ints
+    accumulators: Ints
     layouts: Ints
     slots: Ints
     masks: npt.NDArray[np.int32]
@@ -71,12 +71,12 @@ class Step:
             return parts[0]
         arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS}
         order = np.argsort(arrays["tokens"])
-        place_of = np.argsort(order)
+        index_of = np.argsort(order)
         before = np.cumsum([0, *(len(part) for part in parts)])
         replaced = {
-            int(place_of[first + place]): rows
+            int(index_of[first + index]): rows
             for first, part in zip(before, parts, strict=False)
-            for place, rows in part.replaced.items()
+            for index, rows in part.replaced.items()
         }
         return Step(**{name: values[order] for name, values in arrays.items()}, replaced=replaced)
 

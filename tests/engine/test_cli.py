@@ -127,7 +127,7 @@ async def test_several_answers_are_all_there(smol, terminal) -> None:
 
 
 async def test_captures_are_written_as_they_come(smol, terminal, tmp_path) -> None:
-    """A file a prompt, in their order, with the rows that `generate` captures; the workers hold none afterwards."""
+    """One file per prompt, in their order, with the rows that `generate` captures; the workers hold none afterwards."""
     prompts = [Prompt(text) for text in PRAISE]
     spec = CaptureSpec(layers=[3, 20], tokens="prompt")
     found = await capture_to(smol, prompts, GREEDY, spec, tmp_path, terminal)

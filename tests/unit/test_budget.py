@@ -14,7 +14,7 @@ from steercap.core.budget import Budget, Ticket
 from steercap.engine.admission import Admission
 from steercap.errors import CaptureMemoryFull
 
-PAGES, ENGINES, TALLIES = 20, 3, 4
+PAGES, ENGINES, REDUCTIONS = 20, 3, 4
 
 
 class BudgetMachine(RuleBasedStateMachine):
@@ -22,7 +22,7 @@ class BudgetMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.budget = Budget(PAGES, ENGINES, TALLIES)
+        self.budget = Budget(PAGES, ENGINES, REDUCTIONS)
         self.waiting: list[Ticket] = []
         self.running: list[Ticket] = []
         self.finished: list[Ticket] = []
@@ -41,18 +41,18 @@ class BudgetMachine(RuleBasedStateMachine):
         """Pages of this engine that are held."""
         return sum(ticket.pages for ticket in self.running + self.finished if ticket.engine == engine)
 
-    def tallying(self, engine: int) -> int:
+    def reducing(self, engine: int) -> int:
         """Reductions that run on this engine."""
-        return sum(ticket.tallies for ticket in self.running if ticket.engine == engine)
+        return sum(ticket.reductions for ticket in self.running if ticket.engine == engine)
 
     @rule(
         pages=st.integers(0, PAGES),
         call=st.integers(0, 2),
         engine=st.none() | st.integers(0, ENGINES - 1),
-        tallies=st.integers(0, TALLIES),
+        reductions=st.integers(0, REDUCTIONS),
     )
-    def claim(self, pages: int, call: int, engine: int | None, tallies: int) -> None:
-        ticket = Ticket(pages, call, engine=engine, tallies=tallies)
+    def claim(self, pages: int, call: int, engine: int | None, reductions: int) -> None:
+        ticket = Ticket(pages, call, engine=engine, reductions=reductions)
         self.demanded[ticket] = engine
         self.waiting.append(ticket)
         self.admitted(self.budget.claim(ticket))
@@ -80,8 +80,8 @@ class BudgetMachine(RuleBasedStateMachine):
         assert all(self.claimed(engine) + self.budget.free(engine) == PAGES for engine in range(ENGINES))
         assert all(0 <= self.budget.free(engine) <= self.budget.free() for engine in range(ENGINES))
         assert self.budget.reserved == max(map(self.claimed, range(ENGINES)))
-        assert all(self.tallying(engine) <= TALLIES for engine in range(ENGINES))
-        assert self.budget.tallying == max(map(self.tallying, range(ENGINES)))
+        assert all(self.reducing(engine) <= REDUCTIONS for engine in range(ENGINES))
+        assert self.budget.reducing == max(map(self.reducing, range(ENGINES)))
         assert self.budget.running == len(self.running)
         assert self.budget.waiting == len(self.waiting)
 
@@ -91,7 +91,7 @@ class BudgetMachine(RuleBasedStateMachine):
             head = self.waiting[0]
             for engine in range(ENGINES) if head.engine is None else [head.engine]:
                 full = head.pages + self.claimed(engine) > PAGES
-                assert full or head.tallies + self.tallying(engine) > TALLIES
+                assert full or head.reductions + self.reducing(engine) > REDUCTIONS
 
     @invariant()
     def hopeless_is_who_only_its_own_call_could_help(self) -> None:
@@ -139,9 +139,9 @@ def test_a_finished_request_pays_for_what_ran_past_its_end() -> None:
 
 async def test_an_error_instead_of_waiting_is_for_memory_alone() -> None:
     """With overflow="error", a claim that only a reduction is missing for waits for it; one without room fails."""
-    admission = Admission(PAGES, 1, Settings(overflow="error"), tallies=1)
-    first = await admission.claim(1, object(), tallies=1)
-    second = asyncio.create_task(admission.claim(1, object(), tallies=1))
+    admission = Admission(PAGES, 1, Settings(overflow="error"), reductions=1)
+    first = await admission.claim(1, object(), reductions=1)
+    second = asyncio.create_task(admission.claim(1, object(), reductions=1))
     await asyncio.sleep(0)
     with pytest.raises(CaptureMemoryFull):
         await admission.claim(PAGES - 1, object())

@@ -23,7 +23,7 @@ from steercap.core.tokens import Range
 from steercap.edits.add import Add
 from steercap.engine.engine import Engine
 from steercap.engine.stats import stats_of
-from steercap.errors import SteeringNotApplied, WorkerFailure
+from steercap.errors import InvalidRequest, SteeringNotApplied, WorkerFailure
 from steercap.requests.job import Job, prepare, run_all
 from steercap.steering.lowering import scopes_of
 from steercap.steering.spec import SteeringSpec
@@ -193,6 +193,26 @@ async def test_a_request_runs_where_its_rows_have_room() -> None:
         for one in done[:5]:
             await one.handles[0].fetch()
         assert (await stats_of(engine)).capture_bytes_claimed == 0
+
+
+async def test_an_error_of_one_request_comes_with_its_cause() -> None:
+    """What made a request fail is shown with it, and no group around it."""
+    cluster = Cluster()
+    cause = ValueError("no such token")
+
+    async def refused(*_: Any, **__: Any) -> Any:
+        raise InvalidRequest("refused") from cause
+        yield
+
+    cluster.generate = refused
+    async with engine_of(cluster) as engine:
+        jobs = [await prepare(engine, range(3), None, CaptureSpec(), None, options={}) for _ in range(2)]
+        with pytest.raises(InvalidRequest) as failed:
+            await run_all(jobs, set())
+        assert failed.value.__cause__ is cause
+        assert engine.admission.budget.reserved > 0  # until the workers have heard of it
+        await engine.census()
+        assert engine.admission.budget.reserved == 0
 
 
 async def test_an_engine_that_comes_or_goes_is_not_overlooked() -> None:

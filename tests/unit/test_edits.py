@@ -69,9 +69,9 @@ def run(
         ready = lowered(one)
         grant = slots.claim(ready.configuration, ready.digest)
         assert grant is not None
-        blobs = zip(ready.configuration.blobs, grant.places, strict=True)
+        blobs = zip(ready.configuration.blobs, grant.bank_rows, strict=True)
         vectors = tuple(Vectors(b.digest, p, ready.vectors[b.digest]) for b, p in blobs)
-        placed = (Placed(grant.slot, grant.configuration, grant.places),)
+        placed = (Placed(grant.slot, grant.configuration, grant.bank_rows),)
         assert decode_answer(runtime.answer(encode(Call((), Configure(vectors, placed))))) == Configured(())
         scopes, replaced = scopes_of(ready, PROMPT, 99)
         plan = SteeringPlan(grant.slot, grant.digest, b"", scopes, replaced)

@@ -48,7 +48,7 @@ def attached(shard: int = 0, schema: PointSchema = SCHEMA) -> Attached:
         pages=LINES // (64 * ROW),
         bank_rows=0,
         bank_width=WIDTH,
-        tallies=0,
+        reductions=0,
         held=0,
         path="",
         nonce=b"",

@@ -149,11 +149,11 @@ def test_float16_rows_are_looked_at_again_at_every_point(kind, dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize(("reduce", "tally"), [(None, False), ("mean", False), ("max", True)])
-def test_a_kept_row_that_is_not_finite_is_named(kind, dtype, before, reduce, tally) -> None:
+@pytest.mark.parametrize(("reduce", "accumulates"), [(None, False), ("mean", False), ("max", True)])
+def test_a_kept_row_that_is_not_finite_is_named(kind, dtype, before, reduce, accumulates) -> None:
     """The first position with such a row, and its first point; of another request, and past the end, nothing is said."""
     bench = Bench(kind, dtype)
-    plan = CapturePlan((0, 1, 2), (Range(0, None),), reduce, "raw", before, tally)
+    plan = CapturePlan((0, 1, 2), (Range(0, None),), reduce, "raw", before, accumulates)
     for key in ("r0", "r1"):
         bench.register(key, plan)
     points = [rows_of(dtype, 2, deferred=True, seed=point) for point in range(POINTS)]
@@ -161,7 +161,7 @@ def test_a_kept_row_that_is_not_finite_is_named(kind, dtype, before, reduce, tal
     points[2][0][3, 1] = torch.nan
     points[0][0][4, 2] = torch.nan
     bench.run(2, points)
-    if not tally:
+    if not accumulates:
         assert bench.collect("r0", 3).nonfinite is None
     assert bench.collect("r0").nonfinite == (3, 1)
     assert bench.collect("r1").nonfinite is None

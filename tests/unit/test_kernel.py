@@ -63,15 +63,15 @@ TALLY = """
 import json
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from steercap.kernels.triton_tally import BLOCK, TILE, _tally_kernel
+from steercap.kernels.triton_accumulate import BLOCK, TILE, _accumulate_kernel
 
-names = _tally_kernel.arg_names
+names = _accumulate_kernel.arg_names
 constants = dict(WIDTH=4096, BLOCK=BLOCK, TILE=TILE, SLOTS=2, ARENA_LINE=32)
-pointers = dict(moves="*i32", points="*i32", layouts="*i32", sums="*fp32", held="*bf16", arena="*bf16")
+pointers = dict(updates="*i32", points="*i32", layouts="*i32", sums="*fp32", held="*bf16", arena="*bf16")
 sizes = dict.fromkeys(("num_points", "sum_stride", "held_stride"), "i32")
 even = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, "sum_stride", "held_stride")}
 signature = pointers | sizes | dict.fromkeys(constants, "constexpr")
-source = ASTSource(_tally_kernel, signature, {(names.index(name),): value for name, value in constants.items()}, even)
+source = ASTSource(_accumulate_kernel, signature, {(names.index(name),): value for name, value in constants.items()}, even)
 found = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
 print(json.dumps([found.asm["ttir"], found.asm["ptx"]]))
 """
@@ -85,7 +85,7 @@ from steercap.kernels.triton_project import TOGETHER, _project_kernel
 
 names = _project_kernel.arg_names
 constants = dict(BLOCK=4096, TOKENS=TOGETHER)
-pointers = dict(rows="*bf16", results="*fp32", bank="*fp32", places="*i64", records="*i64", points="*i64")
+pointers = dict(rows="*bf16", results="*fp32", bank="*fp32", bank_rows="*i64", records="*i64", points="*i64")
 sizes = dict.fromkeys(("count", "directions", "WIDTH", "ROW_LINE", "RESULT_LINE", "BANK"), "i32")
 signature = pointers | sizes | dict.fromkeys(constants, "constexpr")
 even = {(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *list(sizes)[2:])}
@@ -105,7 +105,7 @@ def test_the_projection_compiles_for_hopper() -> None:
     assert "ld.local" not in ptx
 
 
-def test_the_tally_compiles_for_hopper() -> None:
+def test_the_accumulation_compiles_for_hopper() -> None:
     """Rows of a pass are read 8 bytes a thread at least, sums 16; greatest, sum and what it lost go through the loop."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", TALLY], env=environment, capture_output=True, text=True, check=False)

@@ -37,7 +37,7 @@ from steercap.persona import PersonaSettings, Progress, load_trait, run, traits
 from steercap.persona.folder import RunFolder
 from steercap.persona.outcomes import outcomes
 from steercap.persona.pipeline import PersonaResult
-from steercap.persona.records import SIGNS, Records, Response, Score, asks
+from steercap.persona.records import SIGNS, Records, Response, Score, all_requests
 from steercap.persona.report import write_report
 from steercap.persona.scores import SCORERS, Scored, make_scorer
 from steercap.persona.scores.judge import asked, number
@@ -376,12 +376,12 @@ async def test_rows_that_cannot_be_read_are_refused_before_anything_runs(tmp_pat
 
 def test_every_request_has_its_own_seed_and_name() -> None:
     """Seeds depend on the run's seed and the request alone: fewer questions leave those of the others."""
-    every, fewer, other = (list(asks(made(**changes))) for changes in ({}, {"n_questions": 2}, {"seed": 1}))
+    every, fewer, other = (list(all_requests(made(**changes))) for changes in ({}, {"n_questions": 2}, {"seed": 1}))
     assert len(every) == 2 * 2 * 2 * 3 * 2
-    assert len({ask.id for ask in every}) == len({ask.seed for ask in every}) == len(every)
-    assert {(ask.id, ask.seed) for ask in fewer} < {(ask.id, ask.seed) for ask in every}
-    assert not {ask.seed for ask in every} & {ask.seed for ask in other}
-    assert {ask.counterpart for ask in every} == {ask.id for ask in every}
+    assert len({request.id for request in every}) == len({request.seed for request in every}) == len(every)
+    assert {(request.id, request.seed) for request in fewer} < {(request.id, request.seed) for request in every}
+    assert not {request.seed for request in every} & {request.seed for request in other}
+    assert {request.counterpart for request in every} == {request.id for request in every}
 
 
 MODEL = {"name": "m", "revision": "", "dtype": "float32"}
@@ -547,8 +547,8 @@ def test_the_tokens_that_end_a_turn_are_one_several_or_none() -> None:
 def answered(settings: PersonaSettings, answer=lambda _: "It is so.") -> list[Response]:
     """Responses to every request."""
     return [
-        Response(**msgspec.structs.asdict(ask), answer=answer(ask), token_ids=(1, 2), finish="stop")
-        for ask in asks(settings)
+        Response(**msgspec.structs.asdict(request), answer=answer(request), token_ids=(1, 2), finish="stop")
+        for request in all_requests(settings)
     ]
 
 
@@ -607,12 +607,12 @@ async def test_traits_come_and_go_without_the_others_being_asked_again(tmp_path)
         folder = RunFolder(tmp_path, MODEL, described(settings))
         for name in fresh:
             with Parts(folder.parts("generate", name), Response) as parts:
-                for one in answered(settings, lambda ask: f"answer {ask.id}"):
+                for one in answered(settings, lambda request: f"answer {request.id}"):
                     if one.trait == name:
                         parts.add(one)
         reports: list[Progress] = []
         responses = await generate(None, settings, folder, None)
-        assert [one.id for one in responses] == [ask.id for ask in asks(settings)]
+        assert [one.id for one in responses] == [request.id for request in all_requests(settings)]
         assert all(one.answer == f"answer {one.id}" for one in responses)
         scores = await score(settings, folder, responses, reports.append)
         assert [one.id for one in scores] == [one.id for one in responses]
@@ -683,7 +683,9 @@ def test_an_answer_that_fills_the_context_is_read_as_far_as_there_is_room() -> N
 async def test_scoring_goes_on_where_it_was_cut_off(tmp_path) -> None:
     """Scores that lie in parts are not made again, and all are what one uninterrupted pass gives, bit for bit."""
     settings = made(n_prompts=5, n_questions=5)
-    responses = answered(settings, lambda ask: f"{ask.question_text} {ask.system_prompt}" if ask.question else " ")
+    responses = answered(
+        settings, lambda request: f"{request.question_text} {request.system_prompt}" if request.question else " "
+    )
     whole = await score(settings, RunFolder(tmp_path / "a", MODEL, described(settings)), responses, None)
     assert {one.score is None for one, response in zip(whole, responses, strict=True) if not response.question} == {
         True

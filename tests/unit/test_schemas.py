@@ -156,7 +156,7 @@ def steering(bench: Bench) -> tuple[SteeringPlan, dict[int, torch.Tensor]]:
         Entry(place, (point,), 0, place, response=Response(offset=1.0)) for place, point in enumerate(vectors)
     )
     configuration = Configuration(entries, tuple(Blob(one.digest, 1) for one in sent), 1, 0)
-    placed = Placed(0, configuration, tuple(one.places for one in sent))
+    placed = Placed(0, configuration, tuple(one.bank_rows for one in sent))
     assert bench.ask(Configure(sent, (placed,))) == Configured(())
     return SteeringPlan(0, configuration.digest, b"id", ((Range(2, None),),), ()), vectors
 
@@ -179,20 +179,20 @@ def test_each_point_is_edited_by_its_own_part_of_its_vector(kind, shard, before)
     for point, rows in zip(parcel.points, rows_of(bench.runtime, parcel), strict=True):
         assert torch.equal(rows, bench.shaped(bench.rows(0, point) if before else expected[point], point))
     (record,) = bench.ask(Settle((Wanted(Owner("r0", 0), TOKENS),), (True,))).records
-    assert (record.failure, record.rows, record.witness) == (None, (TOKENS - 2,) * len(vectors), shard == 0)
+    assert (record.failure, record.rows, record.primary) == (None, (TOKENS - 2,) * len(vectors), shard == 0)
 
 
 @pytest.mark.parametrize("reduce", ["mean", "sum", "max", "last"])
-@pytest.mark.parametrize("tally", [False, True])
-def test_reductions_are_those_of_each_point(kind, shard, reduce, tally) -> None:
-    """Over kept rows, and along with them: finished together, and spilled because others need the tally."""
-    bench = Bench(kind, shard, tallies=2, lag=2, held=2)
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_reductions_are_those_of_each_point(kind, shard, reduce, accumulates) -> None:
+    """Over kept rows, and along with them: finished together, and spilled because others need the accumulator."""
+    bench = Bench(kind, shard, accumulators=2, lag=2, held=2)
     wanted = [(0, 1, 2, 3, 4), (1, 4), (1, 2)]
     for number, points in enumerate(wanted):
-        bench.plan(number, CapturePlan(points, ALL, reduce, "raw", tally=tally))
+        bench.plan(number, CapturePlan(points, ALL, reduce, "raw", accumulates=accumulates))
         bench.run([number])
         bench.runtime.forget([f"r{number}"])
-    if tally:  # the third took the tally of the first
+    if accumulates:  # the third took the accumulator of the first
         spilled = [bench.runtime._kept[Owner(f"r{number}", 0)].outbox._spilled is not None for number in range(3)]
         assert spilled == [True, False, False]
     for number, points in enumerate(wanted):

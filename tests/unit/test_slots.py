@@ -47,7 +47,7 @@ class Model(RuleBasedStateMachine):
             return
         missing = self.slots.unsent(grant)
         if missing is not None:
-            for blob, places in zip(grant.configuration.blobs, grant.places, strict=True):
+            for blob, places in zip(grant.configuration.blobs, grant.bank_rows, strict=True):
                 if blob in missing:
                     self.worker_rows.update((place, (blob.digest, at)) for at, place in enumerate(places))
             self.worker_slots[grant.slot] = grant.digest
@@ -64,7 +64,7 @@ class Model(RuleBasedStateMachine):
         """Every configuration in use is in its slot, every row of its blobs in its place."""
         for grant in self.grants:
             assert self.worker_slots[grant.slot] == grant.digest
-            for blob, places in zip(grant.configuration.blobs, grant.places, strict=True):
+            for blob, places in zip(grant.configuration.blobs, grant.bank_rows, strict=True):
                 assert [self.worker_rows[place] for place in places] == [(blob.digest, at) for at in range(blob.rows)]
 
     @invariant()

@@ -87,10 +87,10 @@ class Bench:
         limit: int = 100,
         reduce=None,
         *,
-        tally=False,
+        accumulates=False,
         prompt=10,
     ) -> None:
-        capture = CapturePlan(tuple(points), tuple(ranges), reduce, "raw", tally=tally)
+        capture = CapturePlan(tuple(points), tuple(ranges), reduce, "raw", accumulates=accumulates)
         plan = Plan(key, prompt, limit, capture=capture)
         self.runtime.register(key, plan.encode(), 0)
 
@@ -198,18 +198,18 @@ async def test_rows_past_the_end_are_not_handed_over() -> None:
 @LARGE
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reduce", ["mean", "sum", "max", "last"])
-@pytest.mark.parametrize("tally", [False, True])
-async def test_reductions_run_over_pages_in_float32(dtype, reduce, tally) -> None:
+@pytest.mark.parametrize("accumulates", [False, True])
+async def test_reductions_run_over_pages_in_float32(dtype, reduce, accumulates) -> None:
     """Many pages in, one float32 row a point out; a second look gives the same; the pages go but one.
 
     A reduction that runs along takes no more than its own.
     """
     bench = Bench(8 << 20, dtype, tokens=6_000)
-    bench.plan("r1", reduce=reduce, limit=30_000, tally=tally, prompt=24_000)
+    bench.plan("r1", reduce=reduce, limit=30_000, accumulates=accumulates, prompt=24_000)
     for start in range(0, 24_000, 6_000):
         bench.step(("r1", start, 6_000))
     pages = bench.ask(Census()).pages_in_use
-    assert pages == 1 if tally else pages > 1
+    assert pages == 1 if accumulates else pages > 1
     for _ in range(2):
         parcel, rows = await bench.rows("r1", 24_000)
         assert parcel.encoding == "reduced"
@@ -382,11 +382,11 @@ async def test_what_a_large_pass_left_is_copied_beside_the_small_ones(monkeypatc
     bench.plan("r1")
     bench.plan("r2")
     bench.step(("r1", 0, 40))
-    unheard = []
+    pending = []
     for position in range(30):
         bench.step(("r2", position, 1))
-        unheard.append(len(bench.runtime.taps.unheard))
-    assert max(unheard) > 10
+        pending.append(len(bench.runtime.taps.pending))
+    assert max(pending) > 10
     for number, total in ((1, 40), (2, 30)):
         _, rows = await bench.rows(f"r{number}", total)
         for point in range(POINTS):
@@ -402,7 +402,7 @@ async def test_a_row_past_the_end_does_not_land_on_a_reduced_one() -> None:
     bench.step(("r1", 1, 1))
     _, first = await bench.rows("r1", 1)
     bench.step(("r0", 0, 1))
-    bench.runtime._hear_of([Wanted(Owner("r1", 0), 9)])
+    bench.runtime._wait_for([Wanted(Owner("r1", 0), 9)])
     _, again = await bench.rows("r1", 1)
     assert torch.equal(first, again)
     torch.testing.assert_close(first[0], expected(1, [0], 0))
@@ -459,7 +459,7 @@ def adding(value: float, points=(0, 2), row: int = 5) -> tuple[Configuration, Ve
 
 
 def configure(bench: Bench, configuration: Configuration, vectors: Vectors, slot: int = 0):
-    return bench.ask(Configure((vectors,), (Placed(slot, configuration, (vectors.places,)),)))
+    return bench.ask(Configure((vectors,), (Placed(slot, configuration, (vectors.bank_rows,)),)))
 
 
 def steer(bench: Bench, key: str, steering: SteeringPlan, capture: bool = True) -> None:
@@ -489,7 +489,7 @@ async def test_edits_reach_their_rows_and_are_counted() -> None:
     _, clean = await bench.rows("r2", 4)
     torch.testing.assert_close(clean[0], expected(2, range(4), 0))
     record = settled(bench, "r1", 5)
-    assert (record.failure, record.rows, record.witness) == (None, (4,), True)
+    assert (record.failure, record.rows, record.primary) == (None, (4,), True)
     assert np.unpackbits(np.frombuffer(record.computed, dtype=np.uint8))[:5].all()
     assert settled(bench, "r1", 5) == Unknown(Owner("r1", 0))
 
@@ -649,5 +649,5 @@ async def test_a_rank_without_rows_steers_all_the_same(kind) -> None:
     steer(bench, "r1", steering_plan(configuration))
     bench.step(("r1", 0, 4))
     record = settled(bench, "r1", 4)
-    assert (record.failure, record.witness, record.rows) == (None, False, (8,))
+    assert (record.failure, record.primary, record.rows) == (None, False, (8,))
     assert isinstance(bench.ask(Census()), NotCapturing)

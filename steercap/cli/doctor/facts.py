@@ -77,7 +77,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         disk: free bytes by folder of a cache.
         extras: packages of `EXTRAS`, and whether they are installed.
         model: the one asked for.
-        model_error: why there can be no such model, "" if there can.
+        model_error: why such a model is impossible, "" if it is not.
         hub: what asking the hub for the model came to; "" if it was not asked.
         arguments: what the engine is to get.
     """

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 REPLY_TOKENS: Final = 16
 #: Candidates for the first token that are asked for: the most that OpenAI's interface gives.
 CANDIDATES: Final = 20
-#: Less probability than this on numbers is no judgement. Source: Chen et al., Persona Vectors.
+#: Less probability than this on numbers is not a judgement. Source: Chen et al., Persona Vectors.
 LEAST_MASS: Final = 0.25
-#: Words for the scale, which are no score.
+#: Words for the scale, which are not scores.
 SCALE: Final = re.compile(r"(?<![\d.,\-])0\s*(?:-|–|—|\bto\b)\s*100(?![\d.,]*\d)", re.IGNORECASE)
 #: What may follow a score: how much there is at most.
 OF_WHAT: Final = re.compile(r"(?<=\d)\s*(?:/|(?:out )?of)\s*100(?![\d.,]*\d)", re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""Capture: one row an answer and layer, the mean over the answer's tokens, reduced in the workers."""
+"""Capture: one row per answer and layer, the mean over the answer's tokens, reduced in the workers."""
 
 from __future__ import annotations
 

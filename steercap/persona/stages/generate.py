@@ -12,7 +12,7 @@ from steercap.concurrency.bounded import each_of
 from steercap.files.tables import Parts, read_table, write_table
 from steercap.persona.folder import RunFolder
 from steercap.persona.progress import Count, Report
-from steercap.persona.records import Ask, Response, asks
+from steercap.persona.records import Request, Response, all_requests
 from steercap.persona.settings import PersonaSettings
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ async def generate(
     Raises:
         The errors of `SteerModel.chat`.
     """
-    path, wanted = folder.path / "responses.parquet", list(asks(settings))
+    path, wanted = folder.path / "responses.parquet", list(all_requests(settings))
     if not folder.is_done("generate"):
         folder.begin("generate")
     kept, ready = folder.traits_of("generate"), folder.is_done("generate")
@@ -49,17 +49,17 @@ async def generate(
         todo = {trait: folder.parts("generate", trait) for trait in folder.traits if trait not in kept}
         parts = {trait: stack.enter_context(Parts(place, Response)) for trait, place in todo.items()}
         found |= {response.id: response for part in parts.values() for response in part.read()}
-        left = [ask for ask in wanted if ask.id not in found]
+        left = [request for request in wanted if request.id not in found]
         count = Count("generate", len(wanted), len(wanted) - len(left), report)
         ends = _ends(model) if left else Ends(frozenset(), frozenset())
 
-        async def answer(ask: Ask) -> None:
-            found[ask.id] = await _answer(model, settings, ask, ends)
-            parts[ask.trait].add(found[ask.id])
+        async def answer(request: Request) -> None:
+            found[request.id] = await _answer(model, settings, request, ends)
+            parts[request.trait].add(found[request.id])
             count.add()
 
         await each_of(left, answer, settings.max_in_flight)
-    responses = [found[ask.id] for ask in wanted]
+    responses = [found[request.id] for request in wanted]
     if not ready:
         write_table(path, [*responses, *(one for one in before if one.trait not in folder.traits)])
         folder.finish("generate")
@@ -104,14 +104,14 @@ def _ends(model: SteerModel) -> Ends:
     return ends_of(config.try_get_generation_config(), model.tokenizer.all_special_ids)
 
 
-async def _answer(model: SteerModel, settings: PersonaSettings, ask: Ask, ends: Ends) -> Response:
+async def _answer(model: SteerModel, settings: PersonaSettings, request: Request, ends: Ends) -> Response:
     raw = await model.chat(
-        [{"role": "system", "content": ask.system_prompt}, {"role": "user", "content": ask.question_text}],
+        [{"role": "system", "content": request.system_prompt}, {"role": "user", "content": request.question_text}],
         {
             "max_tokens": settings.max_tokens,
             "temperature": settings.temperature,
             "top_p": settings.top_p,
-            "seed": ask.seed,
+            "seed": request.seed,
         },
         steering=None,
         raw_output=True,
@@ -119,4 +119,4 @@ async def _answer(model: SteerModel, settings: PersonaSettings, ask: Ask, ends: 
     (sample,) = raw.output.outputs
     finish = str(sample.finish_reason)
     ids = said(sample.token_ids, ends, finish, sample.stop_reason)
-    return Response(**msgspec.structs.asdict(ask), answer=sample.text, token_ids=ids, finish=finish)
+    return Response(**msgspec.structs.asdict(request), answer=sample.text, token_ids=ids, finish=finish)

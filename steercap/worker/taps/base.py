@@ -1,8 +1,7 @@
-"""What the taps of a process are told, and what they say, whatever the device.
+"""What the taps of a process are told and what they report, on any device.
 
-Number 5 and 6 in the life of a request. Configurations and vectors are put in when the client sends them; a step's
-tables are opened before the forward pass and closed after it, and some time later the step is heard of: how every
-token was labelled, edited and copied.
+Configurations and vectors are put in when the client sends them; a step's tables are opened before the forward pass and
+closed after it. Some time later the step is completed: it is known how every token was labelled, edited and copied.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from msgspec import structs
 from steercap.core.program import Configuration
 from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
+from steercap.worker.accumulators import Accumulators, Updates
 from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import Layout, Layouts
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step, Witness
-from steercap.worker.tallies import Moves, Tallies
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,9 @@ class TapSizes:
         tokens: most tokens of a pass, padding included.
         arena_bytes: device memory for the rows of passes that are being copied away; None for twice what the largest
             pass can need, unless that is much of the device. Nothing on CPU, where rows need no copy.
-        tallies: reductions that can run along with their requests at once.
+        accumulators: reductions that can run along with their requests at once, each in an accumulator.
         lag: how many positions vLLM may compute past the end of a sequence, rejected drafts among them.
-        held: rows of a request that may turn out not to be of its sequence, most at once.
+        held: the most rows of a request at once that may turn out not to be of its sequence.
     """
 
     slots: int
@@ -48,7 +47,7 @@ class TapSizes:
     entries: int
     tokens: int
     arena_bytes: int | None = None
-    tallies: int = 0
+    accumulators: int = 0
     lag: int = 0
     held: int = 1
 
@@ -73,10 +72,10 @@ class Kind:
 
 @dataclass(frozen=True)
 class Installed:
-    """The points of a rank, as they were put in.
+    """The points of a rank at which taps were put in.
 
     Args:
-        points: indices among the engine's armed points, ascending; the place in this tuple is the number that the tap
+        points: indices among the engine's armed points, ascending; the index in this tuple is the number that the tap
             of a point carries.
         schemas: of these points.
         kept: which of them this rank keeps rows of: what is whole on every rank is kept by the first.
@@ -90,7 +89,7 @@ class Installed:
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
-        """What its rows are, each once, in the order of the points; which keys and values they change aside."""
+        """The kinds of its rows, each once, in the order of the points; `changes_kv` is left out."""
         return tuple(dict.fromkeys(self.kind_of(schema) for schema in self.schemas))
 
     def kind_of(self, schema: PointSchema) -> Kind:
@@ -124,30 +123,30 @@ class Taps(ABC):
         self.sizes = sizes
         self.programs = Programs(self.points, slots=sizes.slots, entries=sizes.entries)
         self.layouts = Layouts(self.points, self.schemas, installed.kept)
-        self.tallies = Tallies(sizes.tallies, sizes.lag, sizes.held)
+        self.accumulators = Accumulators(sizes.accumulators, sizes.lag, sizes.held)
         self.arena: Arena | None = None
         self.open_step: Step | None = None
 
     def use(self, arena: Arena) -> None:
-        """Have rows end up in `arena` from now on."""
+        """Put rows into `arena` from now on."""
         self.arena = arena
 
     @abstractmethod
-    def configure(self, slot: int, configuration: Configuration, places: Sequence[Sequence[int]]) -> None:
-        """Write a configuration into a slot; `places` are the bank rows of each of its blobs."""
+    def configure(self, slot: int, configuration: Configuration, bank_rows: Sequence[Sequence[int]]) -> None:
+        """Write a configuration into a slot; `bank_rows` are those of each of its blobs."""
 
     @abstractmethod
-    def put(self, places: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
+    def put(self, bank_rows: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
         """Write vectors into the bank; they may be narrower than its rows."""
 
     @abstractmethod
-    def open(self, step: Step, batch: BatchRows, moves: Moves | None) -> str | None:
+    def open(self, step: Step, batch: BatchRows, updates: Updates | None) -> str | None:
         """Fill the tables for the pass that is about to run.
 
         Args:
             step: its tracked tokens.
             batch: all of it.
-            moves: what it does to the reductions that run along, None if nothing.
+            updates: what it does to the reductions that run along, None if nothing.
 
         Returns:
             Why its rows cannot be kept (its edits are made all the same), or None.
@@ -158,48 +157,48 @@ class Taps(ABC):
         """The pass that was opened has been run, or failed: every tap is idle until the next one."""
 
     @abstractmethod
-    def spill(self, place: int, layout: Layout, lines: Ints) -> Any:
+    def spill(self, accumulator: int, layout: Layout, lines: Ints) -> Any:
         """Copy a reduction, and the rows it holds apart, to the arena, as the passes closed so far leave them.
 
         Args:
-            place: which.
+            accumulator: which.
             layout: of its rows.
             lines: first lines of records: the first for the reduced rows, the last ones for what each slot holds.
 
         Returns:
-            The mark of the copy.
+            The event behind the copy.
         """
 
     @abstractmethod
-    def finish(self, moves: Moves, divisors: Ints, layouts: Sequence[Layout], lines: Ints) -> Any:
-        """Carry out moves of held rows alone, divide, and copy the reductions to the arena.
+    def finish(self, updates: Updates, divisors: Ints, layouts: Sequence[Layout], lines: Ints) -> Any:
+        """Carry out updates of held rows alone, divide, and copy the reductions to the arena.
 
         Args:
-            moves: one a reduction.
+            updates: one per reduction.
             divisors: what each is divided by.
             layouts: of the rows of each.
             lines: first line of each in the arena, for float32 rows.
 
         Returns:
-            The mark of the copy.
+            The event behind the copy.
         """
 
     @abstractmethod
-    def landed(self, mark: Any) -> None:
+    def wait_for(self, event: Any) -> None:
         """Wait until what `spill` or `finish` copies is in the arena."""
 
     @property
     @abstractmethod
-    def unheard(self) -> Sequence[Step]:
-        """Steps that were closed and not yet heard of, in their order."""
+    def pending(self) -> Sequence[Step]:
+        """Steps that were closed and are not completed yet, in their order."""
 
     @property
-    def crowded(self) -> Step | None:
-        """A step that must be heard of before another can be opened."""
+    def blocking(self) -> Step | None:
+        """A step that must be completed before another can be opened."""
         return None
 
     @abstractmethod
-    def heard(self, through: Step | None = None) -> Iterator[tuple[Step, Witness]]:
+    def completed(self, through: Step | None = None) -> Iterator[tuple[Step, Witness]]:
         """Steps whose passes have run and whose rows are in the arena, in their order; each once.
 
         Args:
@@ -214,7 +213,7 @@ class Taps(ABC):
         point: Int[torch.Tensor, " 1"],
         kind: int,
     ) -> None:
-        """Copy and edit the rows wanted at `point`; called by the operator, once a point and pass.
+        """Copy and edit the rows wanted at `point`; called by the operator, once per point and pass.
 
         Args:
             hidden, residual, point: as for `kernels.tap.tap`.

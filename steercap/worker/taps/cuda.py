@@ -1,11 +1,10 @@
-"""The taps on CUDA: tables at fixed addresses, filled once a step, and rows copied away beside the model.
+"""The taps on CUDA: tables at fixed addresses, filled once per step, and rows copied away beside the model.
 
-Number 5 and 6 in the life of a request. Everything the taps read is on the device before vLLM traces or captures the
-model, and its addresses never change; between passes every token's entry says "nothing", so dummy runs, warm-up and
-graph capture find idle taps. For a pass: one copy to the device on the model's stream; the pass; one kernel that
-writes down what became of each token and makes the tables idle again. Rows wait in a ring on the device while a stream
-of their own copies them into the pinned arena that the client maps. The model's stream never waits for the host, and
-for a copy only when the ring is full.
+Everything the taps read is on the device before vLLM traces or captures the model, and its addresses never change;
+between passes every token's entry says "nothing", so dummy runs, warm-up and graph capture find idle taps. For a pass:
+one copy to the device on the model's stream; the pass; one kernel that writes down what became of each token and makes
+the tables idle again. Rows wait in a ring on the device while a stream of their own copies them into the pinned arena
+that the client maps. The model's stream never waits for the host, and for a copy only when the ring is full.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from steercap.core.rows import Ints
 from steercap.encodings import ENCODINGS
 from steercap.kernels import triton_tap as kernel
 from steercap.kernels.bits import told_apart
+from steercap.worker.accumulators import Updates
 from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import LAYOUTS, Layout
 from steercap.worker.programs import ENTRY_NUMBERS
 from steercap.worker.step import Step, Witness
-from steercap.worker.tallies import Moves
 from steercap.worker.taps.base import Installed, Taps, TapSizes
-from steercap.worker.taps.cuda_rows import DeviceEncoder, DeviceTallies, typed
+from steercap.worker.taps.cuda_rows import DeviceAccumulators, DeviceEncoder, typed
 from steercap.worker.taps.ring import Ring
 from steercap.worker.taps.transfers import Transfers, pieces, runs
 
-#: Passes that may run, or be copied away, before the host hears of the first of them.
+#: Passes that may run, or be copied away, before the first of them is completed.
 AHEAD: Final = 64
 #: Most of the device that the ring of rows takes beyond what one pass can need.
 SHARE: Final = 0.1
@@ -59,30 +58,30 @@ class _Pass:
         step: its tracked tokens.
         num_tokens: tokens of the pass, padding not counted.
         token_ids, positions: what the model reads.
-        place: first place of its witnesses.
+        witness: first row of its witnesses.
         line: first line of its rows in the ring.
         lines: how many lines.
         sources: first line in the ring of what is copied away of each tracked token, NONE if it is not kept: int64
             [tracked].
         stored: lines of it, int64 [tracked].
-        moves: requests whose reductions it moves.
+        updates: requests whose accumulators it updates.
         encoded: which of the records in the encoder's upload are of each layout that is stored otherwise.
         failure: why it cannot be trusted.
-        closed: mark of its end on the device.
+        closed: the event of its end on the device.
         copies: what is to be copied to the host, targets, sources and sizes, from `queued` on.
-        copied: mark of the last of these copies; None until all are queued.
+        copied: the event behind the last of these copies; None until all are queued.
     """
 
     step: Step
     num_tokens: int
     token_ids: torch.Tensor
     positions: torch.Tensor
-    place: int
+    witness: int
     line: int
     lines: int
     sources: Ints
     stored: Ints
-    moves: int
+    updates: int
     encoded: Sequence[tuple[Layout, slice]] = ()
     failure: str | None = None
     closed: Any = None
@@ -106,7 +105,7 @@ class CudaTaps(Taps):
         device, count = transfers.device, max(len(self.points), 1)
         kept = [schema for schema, keeps in zip(self.schemas, installed.kept, strict=True) if keeps]
         record = ENCODINGS["raw"].record(kept).lines
-        # A token's record as it is computed, and what else may be stored of it: some 8 bits of 16.
+        # A token's record as it is computed, and what may be stored of it besides: half as much, 8 bits of 16.
         ring_bytes = _ring_bytes(sizes, record * LINE_BYTES * 3 // 2, device)
         lines = ring_bytes // LINE_BYTES if installed.captures else 1
         self._record_bytes = record * LINE_BYTES
@@ -126,7 +125,7 @@ class CudaTaps(Taps):
         self._evidence = table(sizes.tokens, 2, dtype=torch.int64)
         self._rows = torch.empty((max(lines, 1), LINE_BYTES), dtype=torch.uint8, device=device)
         self._rings = [typed(self._rows, kind.schema) for kind in self._kinds]
-        self._sums = DeviceTallies(installed, self.tallies, self._layouts, transfers, AHEAD)
+        self._sums = DeviceAccumulators(installed, self.accumulators, self._layouts, transfers, AHEAD)
         self._encoder = DeviceEncoder(
             installed, self.programs, self._bank, transfers, sizes.tokens if installed.captures else 1, AHEAD
         )
@@ -135,7 +134,7 @@ class CudaTaps(Taps):
         self._said = transfers.pinned(self._witness.shape, torch.int64)
         self._uploads = [transfers.pinned(self._tokens.shape, torch.int32) for _ in range(AHEAD)]
         self._lines: Ring[_Pass] = Ring(len(self._rows))
-        self._places: Ring[_Pass] = Ring(len(self._witness))
+        self._witness_rows: Ring[_Pass] = Ring(len(self._witness))
         self._passed: deque[_Pass] = deque()
         self._open: _Pass | None = None
         self._number = 0
@@ -145,16 +144,16 @@ class CudaTaps(Taps):
         kernel.launch_close(self._tokens, self._evidence, self._witness, nothing, nothing.long(), 1)
         self._sums.launch(self._rows, 1)
 
-    def configure(self, slot: int, configuration: Configuration, places: Sequence[Sequence[int]]) -> None:
-        self.programs.configure(slot, configuration, places)
+    def configure(self, slot: int, configuration: Configuration, bank_rows: Sequence[Sequence[int]]) -> None:
+        self.programs.configure(slot, configuration, bank_rows)
         self._dirty.add(slot)
 
-    def put(self, places: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
-        self._vectors.append((places, vectors))
+    def put(self, bank_rows: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
+        self._vectors.append((bank_rows, vectors))
         if len(self._vectors) > VECTORS:
             self._write_tables()
 
-    def open(self, step: Step, batch: BatchRows, moves: Moves | None) -> str | None:
+    def open(self, step: Step, batch: BatchRows, updates: Updates | None) -> str | None:
         self._write_tables()
         num_tokens, failure = int(batch.counts.sum()), None
         records, stored, encoded = self._wanted(step)
@@ -163,18 +162,18 @@ class CudaTaps(Taps):
         if lines > self._lines.size:
             failure = self._keep_nothing(step, lines)
             records, stored, encoded = self._wanted(step)
-            whole, lines, moves = 0, 0, None
+            whole, lines, updates = 0, 0, None
         line, busy = self._lines.reserve(lines)
         for done in busy:
             self._copy_away(through=done)
             self._transfers.hold(done.copied)
-        place, _ = self._places.reserve(len(step))  # free since its last pass was heard of: `crowded`
+        witness, _ = self._witness_rows.reserve(len(step))  # free since its last pass was completed: `blocking`
         sources = np.full(len(step), NONE, dtype=np.int64)
         sources[step.kept] = line + (np.cumsum(records) - records)[step.kept]
-        self._number += 1  # of its buffers the last pass was heard of: `crowded`
-        self._upload(step, num_tokens, sources, place)
-        if moves is not None:
-            self._sums.upload(self._number, step, moves, sources, self.layouts.raw_lines)
+        self._number += 1  # the last pass of its buffers was completed: `blocking`
+        self._upload(step, num_tokens, sources, witness)
+        if updates is not None:
+            self._sums.upload(self._number, step, updates, sources, self.layouts.raw_lines)
         work: list[tuple[Layout, slice]] = []
         if encoded.any():
             targets = line + whole + np.cumsum(stored[encoded]) - stored[encoded]
@@ -187,12 +186,12 @@ class CudaTaps(Taps):
             num_tokens,
             batch.token_ids,
             batch.positions,
-            place,
+            witness,
             line,
             lines,
             sources,
             stored,
-            len(moves or ()),
+            len(updates or ()),
             work,
         )
         self.open_step = step
@@ -214,8 +213,8 @@ class CudaTaps(Taps):
         kernel.launch_close(
             self._tokens, self._evidence, self._witness, done.token_ids, done.positions, done.num_tokens
         )
-        if done.moves:
-            self._sums.launch(self._rows, done.moves)
+        if done.updates:
+            self._sums.launch(self._rows, done.updates)
         self._encoder.launch(self._rows, done.encoded)
         done.closed = self._transfers.now()
         done.copies = self._pieces(done)
@@ -223,7 +222,7 @@ class CudaTaps(Taps):
         self._copy_away(beside)
         self._passed.append(done)
         self._lines.hold(done.line, done.lines, done)
-        self._places.hold(done.place, len(done.step), done)
+        self._witness_rows.hold(done.witness, len(done.step), done)
 
     def _copy_away(self, most: float = inf, *, through: _Pass | None = None) -> None:
         """Queue copies of passes that were closed, in their order.
@@ -239,37 +238,37 @@ class CudaTaps(Taps):
                 if not count:
                     return
                 now = targets[:count], sources[:count], sizes[:count]
-                mark = self._transfers.fetch(done.closed, *now, urgent=through is not None)
+                event = self._transfers.fetch(done.closed, *now, urgent=through is not None)
                 most -= int(sizes[:count].sum())
                 done.queued += count
                 if count < len(sizes):
                     return
-                done.copied = mark
+                done.copied = event
             if done is through:
                 return
 
-    def spill(self, place: int, layout: Layout, lines: Ints) -> Any:
+    def spill(self, accumulator: int, layout: Layout, lines: Ints) -> Any:
         assert self.arena is not None
-        self._copy_away()  # rows of others may still have to come to where these pages were before
-        return self._sums.spill(place, layout, lines, self.arena.lines)
+        self._copy_away()  # rows of other requests may still be on their way to these pages
+        return self._sums.spill(accumulator, layout, lines, self.arena.lines)
 
-    def finish(self, moves: Moves, divisors: Ints, layouts: Sequence[Layout], lines: Ints) -> Any:
+    def finish(self, updates: Updates, divisors: Ints, layouts: Sequence[Layout], lines: Ints) -> Any:
         assert self.arena is not None
         self._copy_away()
-        return self._sums.finish(self._rows, moves, divisors, layouts, lines, self.arena.lines)
+        return self._sums.finish(self._rows, updates, divisors, layouts, lines, self.arena.lines)
 
-    def landed(self, mark: Any) -> None:
-        self._transfers.wait(mark)
+    def wait_for(self, event: Any) -> None:
+        self._transfers.wait(event)
 
     @property
-    def unheard(self) -> Sequence[Step]:
+    def pending(self) -> Sequence[Step]:
         return [done.step for done in self._passed]
 
     @property
-    def crowded(self) -> Step | None:
+    def blocking(self) -> Step | None:
         return self._passed[0].step if len(self._passed) >= AHEAD - 1 else None
 
-    def heard(self, through: Step | None = None) -> Iterator[tuple[Step, Witness]]:
+    def completed(self, through: Step | None = None) -> Iterator[tuple[Step, Witness]]:
         while self._passed:
             done = self._passed[0]
             if through is not None:
@@ -279,8 +278,8 @@ class CudaTaps(Taps):
                 return
             self._passed.popleft()
             self._lines.free(done)
-            self._places.free(done)
-            said = self._said.numpy()[done.place : done.place + len(done.step)].copy()
+            self._witness_rows.free(done)
+            said = self._said.numpy()[done.witness : done.witness + len(done.step)].copy()
             if done.step is through:
                 through = None
             token_ids, positions, *evidence = said.T
@@ -325,7 +324,7 @@ class CudaTaps(Taps):
             "max_num_batched_tokens=, or capture fewer points"
         )
 
-    def _upload(self, step: Step, num_tokens: int, sources: Ints, place: int) -> None:
+    def _upload(self, step: Step, num_tokens: int, sources: Ints, witness: int) -> None:
         """Tell the taps of each token of a pass, in one copy."""
         buffer = self._uploads[self._number % AHEAD]
         table: npt.NDArray[np.int32] = buffer.numpy()
@@ -337,14 +336,14 @@ class CudaTaps(Taps):
         wishes[:, kernel.LINE] = sources
         wishes[kept, kernel.LAYOUT] = step.layouts[kept]
         wishes[kept, kernel.BEFORE] = self.layouts.before[step.layouts[kept]]
-        wishes[:, kernel.WITNESS] = place + np.arange(len(step))
+        wishes[:, kernel.WITNESS] = witness + np.arange(len(step))
         if step.replaced:
             self._replace(step, wishes)
         table[step.tokens] = wishes
         self._transfers.put(self._tokens[:num_tokens], buffer[:num_tokens])
 
     def _replace(self, step: Step, wishes: npt.NDArray[np.int32]) -> None:
-        """Tell the taps which rows are put in the place of tokens'."""
+        """Tell the taps which rows are put in place of tokens'."""
         rows = list(step.replaced.values())
         ends = np.cumsum([len(row) for row in rows])
         wishes[list(step.replaced), kernel.REPLACED] = ends - [len(row) for row in rows]
@@ -353,10 +352,10 @@ class CudaTaps(Taps):
 
     def _write_tables(self) -> None:
         """Bring what came since the last pass to the device: vectors, configurations, layouts."""
-        for places, vectors in self._vectors:
-            width = min(vectors.shape[1], self._bank.shape[1])  # of wider points there are none here
+        for bank_rows, vectors in self._vectors:
+            width = min(vectors.shape[1], self._bank.shape[1])  # there are no wider points here
             rows = self._transfers.there(vectors[:, :width].contiguous())
-            self._bank[:, :width].index_copy_(0, self._there(np.array(places)), rows)
+            self._bank[:, :width].index_copy_(0, self._there(np.array(bank_rows)), rows)
         self._vectors = []
         if self._dirty:
             slots = np.array(sorted(self._dirty))
@@ -382,7 +381,7 @@ class CudaTaps(Taps):
     def _pieces(self, done: _Pass) -> tuple[Ints, Ints, Ints]:
         """What is to be copied away: targets and sources as addresses, sizes in bytes."""
         columns = self._witness.shape[1] * self._witness.itemsize
-        first = done.place * columns
+        first = done.witness * columns
         targets, sources = [np.array([self._said.data_ptr() + first])], [np.array([self._witness.data_ptr() + first])]
         sizes = [np.array([len(done.step) * columns])]
         drained = done.step.lines != NONE

@@ -1,7 +1,7 @@
-"""Rows on the device: those that wait to be copied away, those that are stored otherwise, and those that are reduced.
+"""Rows on the device: those that wait to be copied away, those that are encoded, and those that are reduced.
 
-Number 6 in the life of a request. All of them lie in one ring of lines; a record as the model computes it, and behind
-those of its pass what is stored of it, if that is something else.
+All of them lie in one ring of lines: the records of a pass as the model computes them, and behind these, where they are
+stored in another form, what is stored.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
 from steercap.encodings import ENCODINGS
 from steercap.encodings.base import Alike, dtype_of
-from steercap.kernels import triton_tally as tally
+from steercap.kernels import triton_accumulate as kernel
+from steercap.worker.accumulators import Accumulators, Updates
 from steercap.worker.layouts import Layout
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step
-from steercap.worker.tallies import Moves, Tallies
 from steercap.worker.taps.base import Installed, Kind
 from steercap.worker.taps.transfers import Transfers
 
@@ -60,7 +60,7 @@ class DeviceEncoder:
         self._known: dict[int, tuple[Layout, int, list[tuple[Kind, Alike]]]] = {}
 
     def upload(self, number: int, layouts: Sequence[Layout], of: Ints, records: Ints) -> list[tuple[Layout, slice]]:
-        """Tell which records are stored otherwise, in one copy; layout by layout.
+        """Tell which records are stored in another form, in one copy, layout by layout.
 
         Args:
             number: of the pass.
@@ -99,8 +99,8 @@ class DeviceEncoder:
         raw, stored = np.array(layout.raw.offsets) // LINE_BYTES, np.array(layout.stored.offsets)
         for kind in dict.fromkeys(kinds):
             own = np.array([number for number, other in enumerate(kinds) if other == kind])
-            places = None if directions is None else self._there(directions[np.array(layout.locals)[own]])
-            yield kind, Alike(kind.schema, self._there(np.stack([raw[own], stored[own]], axis=1)), places)
+            bank_rows = None if directions is None else self._there(directions[np.array(layout.locals)[own]])
+            yield kind, Alike(kind.schema, self._there(np.stack([raw[own], stored[own]], axis=1)), bank_rows)
 
     def _there(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
         return self._transfers.there(torch.from_numpy(np.ascontiguousarray(values)))
@@ -108,11 +108,11 @@ class DeviceEncoder:
 
 @dataclass(frozen=True)
 class _Alike:
-    """Points of a rank whose rows are alike, as tallies hold them.
+    """Points of a rank whose rows are alike, as accumulators hold them.
 
     Args:
         schema: of all of them.
-        points: see `triton_tally.NUMBER` and what follows, on the device.
+        points: see `triton_accumulate.NUMBER` and what follows, on the device.
         sums, held: what is added up, and held apart, in elements: views of all of it.
     """
 
@@ -122,39 +122,39 @@ class _Alike:
     held: torch.Tensor
 
 
-class DeviceTallies:
+class DeviceAccumulators:
     """The reductions that run along with their requests.
 
-    A tally lies as `encodings.reduced` lays out a record of all points, and what it holds as `encodings.raw` does.
+    An accumulator is laid out like a record of all points in `encodings.reduced`; what it holds, in `encodings.raw`.
 
     Args:
         installed: the rank's points.
-        tallies: who reduces.
+        accumulators: which are in use, and how far each has come.
         layouts: line of each point in a record, on the device.
         transfers: to and from the device.
         ahead: passes whose tables may be under way.
     """
 
     def __init__(
-        self, installed: Installed, tallies: Tallies, layouts: torch.Tensor, transfers: Transfers, ahead: int
+        self, installed: Installed, accumulators: Accumulators, layouts: torch.Tensor, transfers: Transfers, ahead: int
     ) -> None:
-        self._tallies, self._layouts, self._transfers = tallies, layouts, transfers
+        self._accumulators, self._layouts, self._transfers = accumulators, layouts, transfers
         self._schemas = installed.schemas
         self._reduced = ENCODINGS["reduced"].record(installed.schemas)
         self._raw = ENCODINGS["raw"].record(installed.schemas)
-        total = max(tallies.total if installed.captures else 0, 1)
+        total = max(accumulators.total if installed.captures else 0, 1)
 
         def memory(*shape: int) -> torch.Tensor:
             return torch.zeros((*shape, LINE_BYTES), dtype=torch.uint8, device=transfers.device)
 
         self._sums = memory(total, max(self._reduced.lines, 1)).flatten(1)
-        self._held = memory(total, tallies.held, max(self._raw.lines, 1)).flatten(2)
-        self._moves = torch.zeros(
-            (total, tally.MOVE_COLUMNS + 2 * tallies.held), dtype=torch.int32, device=transfers.device
+        self._held = memory(total, accumulators.held, max(self._raw.lines, 1)).flatten(2)
+        self._updates = torch.zeros(
+            (total, kernel.UPDATE_COLUMNS + 2 * accumulators.held), dtype=torch.int32, device=transfers.device
         )
-        self._uploads = [transfers.pinned(self._moves.shape, torch.int32) for _ in range(ahead)]
+        self._uploads = [transfers.pinned(self._updates.shape, torch.int32) for _ in range(ahead)]
         self._alike = list(self._find_alike(installed))
-        self._leaving: dict[int, Any] = {}  # marks of copies of tallies, which must be made before another begins there
+        self._leaving: dict[int, Any] = {}  # events of copies of accumulators, to be made before another begins there
 
     def _find_alike(self, installed: Installed) -> Iterator[_Alike]:
         kinds = [installed.kind_of(schema) for schema in installed.schemas]
@@ -168,81 +168,94 @@ class DeviceTallies:
             there = self._transfers.there(torch.tensor(points, dtype=torch.int32))
             yield _Alike(kind.schema, there, self._sums.view(torch.float32), held)
 
-    def upload(self, number: int, step: Step, moves: Moves, sources: Ints, raw_lines: Ints) -> None:
+    def upload(self, number: int, step: Step, updates: Updates, sources: Ints, raw_lines: Ints) -> None:
         """Tell what becomes of the reductions of a pass, in one copy.
 
         Args:
             number: of the pass.
             step: its tracked tokens.
-            moves: what it does to the reductions.
+            updates: what it does to the reductions.
             sources: first line in the ring of each token's record, int64 [tracked].
             raw_lines: lines of a record of each layout, int64 [layouts].
         """
         buffer = self._uploads[number % len(self._uploads)]
-        layouts = step.layouts[moves.first]
-        table = self._table_of(moves, layouts, 1)
-        table[:, tally.LINE], table[:, tally.RECORD] = sources[moves.first], raw_lines[layouts]
-        table[:, -self._tallies.held :] = np.where(moves.holds == NONE, NONE, sources[moves.holds])
-        buffer.numpy()[: len(moves)] = table
-        for place in moves.places[moves.fresh].tolist():
-            if place in self._leaving:
-                self._transfers.hold(self._leaving.pop(place))
-        self._transfers.put(self._moves[: len(moves)], buffer[: len(moves)])
+        layouts = step.layouts[updates.first]
+        table = self._table_of(updates, layouts, 1)
+        table[:, kernel.LINE], table[:, kernel.RECORD] = sources[updates.first], raw_lines[layouts]
+        table[:, -self._accumulators.held :] = np.where(updates.holds == NONE, NONE, sources[updates.holds])
+        buffer.numpy()[: len(updates)] = table
+        for accumulator in updates.accumulators[updates.fresh].tolist():
+            if accumulator in self._leaving:
+                self._transfers.hold(self._leaving.pop(accumulator))
+        self._transfers.put(self._updates[: len(updates)], buffer[: len(updates)])
 
-    def launch(self, ring: torch.Tensor, moves: int) -> None:
-        """Carry out the first moves of the upload."""
-        self._launch(ring, self._moves[:moves])
+    def launch(self, ring: torch.Tensor, updates: int) -> None:
+        """Carry out the first updates of the upload."""
+        self._launch(ring, self._updates[:updates])
 
-    def _launch(self, ring: torch.Tensor, moves: torch.Tensor) -> None:
+    def _launch(self, ring: torch.Tensor, updates: torch.Tensor) -> None:
         for one in self._alike:
             rows = typed(ring, one.schema)
-            tally.launch_tally(moves, one.points, one.schema.shard_width, self._layouts, one.sums, one.held, rows)
+            kernel.launch_accumulate(
+                updates, one.points, one.schema.shard_width, self._layouts, one.sums, one.held, rows
+            )
 
-    def _table_of(self, moves: Moves, layouts: Ints, divisors: Ints | int) -> Ints:
-        """Moves as the kernel reads them, but for the lines: int64 [requests, columns]."""
-        table: Ints = np.full((len(moves), self._moves.shape[1]), NONE, dtype=np.int64)
-        table[:, tally.PLACE], table[:, tally.KIND], table[:, tally.FRESH] = moves.places, moves.kinds, moves.fresh
-        table[:, tally.LAYOUT], table[:, tally.RECORD], table[:, tally.LINE] = layouts, 0, 0
-        table[:, tally.COUNT], table[:, tally.DIVISOR] = moves.counts, divisors
-        table[:, tally.MOVE_COLUMNS : tally.MOVE_COLUMNS + self._tallies.held] = moves.adds
+    def _table_of(self, updates: Updates, layouts: Ints, divisors: Ints | int) -> Ints:
+        """Updates as the kernel reads them, but for the lines: int64 [requests, columns]."""
+        table: Ints = np.full((len(updates), self._updates.shape[1]), NONE, dtype=np.int64)
+        table[:, kernel.ACCUMULATOR], table[:, kernel.KIND], table[:, kernel.FRESH] = (
+            updates.accumulators,
+            updates.kinds,
+            updates.fresh,
+        )
+        table[:, kernel.LAYOUT], table[:, kernel.RECORD], table[:, kernel.LINE] = layouts, 0, 0
+        table[:, kernel.COUNT], table[:, kernel.DIVISOR] = updates.counts, divisors
+        table[:, kernel.UPDATE_COLUMNS : kernel.UPDATE_COLUMNS + self._accumulators.held] = updates.adds
         return table
 
-    def spill(self, place: int, layout: Layout, lines: Ints, arena: torch.Tensor) -> Any:
-        """Copy a tally, and what it holds, to lines of the arena; see `Taps.spill`."""
-        copies = list(self._sums_of(place, layout, int(lines[0]), arena))
-        size = self._held[place][0].nbytes
-        for slot, line in enumerate(lines[-self._tallies.held :].tolist()):
-            source = self._held.data_ptr() + (place * self._tallies.held + slot) * size
+    def spill(self, accumulator: int, layout: Layout, lines: Ints, arena: torch.Tensor) -> Any:
+        """Copy an accumulator, and what it holds, to lines of the arena; see `Taps.spill`."""
+        copies = list(self._sums_of(accumulator, layout, int(lines[0]), arena))
+        size = self._held[accumulator][0].nbytes
+        for slot, line in enumerate(lines[-self._accumulators.held :].tolist()):
+            source = self._held.data_ptr() + (accumulator * self._accumulators.held + slot) * size
             copies += _copies(arena.data_ptr() + line * LINE_BYTES, source, layout.raw, self._raw, layout.locals)
-        return self._fetch([place], copies)
+        return self._fetch([accumulator], copies)
 
-    def finish(  # noqa: PLR0917 -- as of `Taps`
+    def finish(  # noqa: PLR0917 -- as for `Taps`
         self,
         ring: torch.Tensor,
-        moves: Moves,
+        updates: Updates,
         divisors: Ints,
         layouts: Sequence[Layout],
         lines: Ints,
         arena: torch.Tensor,
     ) -> Any:
-        """Carry out moves of held rows alone, divide, and copy the sums; see `Taps.finish`."""
-        # Of all points: what is not of a layout is not copied, and its layout may be another by now.
-        table = self._table_of(moves, np.full(len(moves), NONE), divisors).astype(np.int32)
+        """Carry out updates of held rows alone, divide, and copy the sums; see `Taps.finish`."""
+        # Of all points: those that a layout lacks are not copied, and its number may be another layout's by now.
+        table = self._table_of(updates, np.full(len(updates), NONE), divisors).astype(np.int32)
         self._launch(ring, self._transfers.there(torch.from_numpy(table)))
-        ends = zip(moves.places.tolist(), layouts, lines.tolist(), strict=True)
-        copies = [copy for place, layout, line in ends for copy in self._sums_of(place, layout, line, arena)]
-        return self._fetch(moves.places.tolist(), copies)
+        ends = zip(updates.accumulators.tolist(), layouts, lines.tolist(), strict=True)
+        copies = [
+            copy for accumulator, layout, line in ends for copy in self._sums_of(accumulator, layout, line, arena)
+        ]
+        return self._fetch(updates.accumulators.tolist(), copies)
 
-    def _sums_of(self, place: int, layout: Layout, line: int, arena: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-        source, target = self._sums.data_ptr() + place * self._sums[0].nbytes, arena.data_ptr() + line * LINE_BYTES
+    def _sums_of(
+        self, accumulator: int, layout: Layout, line: int, arena: torch.Tensor
+    ) -> Iterator[tuple[int, int, int]]:
+        source, target = (
+            self._sums.data_ptr() + accumulator * self._sums[0].nbytes,
+            arena.data_ptr() + line * LINE_BYTES,
+        )
         schemas = [self._schemas[local] for local in layout.locals]
         return _copies(target, source, ENCODINGS["reduced"].record(schemas), self._reduced, layout.locals)
 
-    def _fetch(self, places: Sequence[int], copies: Sequence[tuple[int, int, int]]) -> Any:
+    def _fetch(self, accumulators: Sequence[int], copies: Sequence[tuple[int, int, int]]) -> Any:
         targets, sources, sizes = np.array(copies, dtype=np.int64).T
-        mark = self._transfers.fetch(self._transfers.now(), targets, sources, sizes, urgent=True)
-        self._leaving |= dict.fromkeys(places, mark)
-        return mark
+        event = self._transfers.fetch(self._transfers.now(), targets, sources, sizes, urgent=True)
+        self._leaving |= dict.fromkeys(accumulators, event)
+        return event
 
 
 def _copies(
@@ -254,7 +267,7 @@ def _copies(
         target, source: addresses of the records.
         part: the record of the points.
         whole: the record of all.
-        locals_: the places of the points in it.
+        locals_: the indices of the points in it.
     """
     if part == whole:
         yield target, source, whole.lines * LINE_BYTES

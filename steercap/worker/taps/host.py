@@ -1,6 +1,6 @@
 """The taps on CPU: plain PyTorch over host tensors sized by the step, rows written straight into the shared arena.
 
-Number 5 in the life of a request. A step is over when its pass is, so it is heard of at once.
+A step is completed as soon as its pass has run.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from jaxtyping import Float, Int
 from steercap.core.program import NONE, Configuration
 from steercap.core.rows import Ints
 from steercap.encodings import ENCODINGS
+from steercap.worker.accumulators import Updates
 from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import Layout
 from steercap.worker.reduce import write_reduced
 from steercap.worker.step import Step, Witness
-from steercap.worker.tallies import Moves
 from steercap.worker.taps.base import Installed, Taps, TapSizes
 from steercap.worker.taps.host_edits import HostEdits
-from steercap.worker.taps.host_rows import Copies, Encoded, HostTallies, Keeping, Reduced
+from steercap.worker.taps.host_rows import Copies, Encoded, HostAccumulators, Keeping, Reduced
 
 
 class HostTaps(Taps):
@@ -35,27 +35,27 @@ class HostTaps(Taps):
         # Zeroed pages are not resident until they are written.
         self._bank = torch.zeros((max(sizes.bank_rows, 1), installed.bank_width), dtype=torch.float32)
         self._edits = HostEdits(self.programs)
-        self._sums = HostTallies(self.schemas, 0, 1)
+        self._sums = HostAccumulators(self.schemas, 0, 1)
         self._keeping: tuple[list[Keeping], list[Keeping]] = ([], [])  # of rows before their edits, and after
         self._fired: Ints = np.zeros(len(self.points), dtype=np.int64)
         self._misfit: str | None = None
-        self._nonfinite: list[tuple[int, torch.Tensor]] = []  # points, and places in the batch of rows kept there
+        self._nonfinite: list[tuple[int, torch.Tensor]] = []  # points, and indices in the batch of rows kept there
         self._num_tokens = 0
         self._labels: tuple[Ints, Ints] = (self._fired[:0], self._fired[:0])
         self._done: list[tuple[Step, Witness]] = []
 
     def use(self, arena: Arena) -> None:
         super().use(arena)
-        self._sums = HostTallies(self.schemas, self.tallies.total, self.tallies.held)
+        self._sums = HostAccumulators(self.schemas, self.accumulators.total, self.accumulators.held)
 
-    def configure(self, slot: int, configuration: Configuration, places: Sequence[Sequence[int]]) -> None:
-        self.programs.configure(slot, configuration, places)
+    def configure(self, slot: int, configuration: Configuration, bank_rows: Sequence[Sequence[int]]) -> None:
+        self.programs.configure(slot, configuration, bank_rows)
 
-    def put(self, places: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
-        width = min(vectors.shape[1], self._bank.shape[1])  # of wider points there are none here
-        self._bank[torch.tensor(places), :width] = vectors[:, :width]
+    def put(self, bank_rows: Sequence[int], vectors: Float[torch.Tensor, "rows width"]) -> None:
+        width = min(vectors.shape[1], self._bank.shape[1])  # there are no wider points here
+        self._bank[torch.tensor(bank_rows), :width] = vectors[:, :width]
 
-    def open(self, step: Step, batch: BatchRows, moves: Moves | None) -> str | None:
+    def open(self, step: Step, batch: BatchRows, updates: Updates | None) -> str | None:
         self._fired[:] = 0
         self._misfit = None
         self._nonfinite = []
@@ -64,16 +64,16 @@ class HostTaps(Taps):
         self._labels = _host(batch.token_ids, tokens), _host(batch.positions, tokens)
         self._keeping = ([], [])
         if self.arena is not None:
-            if moves is not None:
-                self._sums.begin(moves)
+            if updates is not None:
+                self._sums.begin(updates)
             before = self.layouts.before[step.layouts]
-            kept = [list(self._kept(step, step.kept & chosen, moves, self.arena)) for chosen in (before, ~before)]
+            kept = [list(self._kept(step, step.kept & chosen, updates, self.arena)) for chosen in (before, ~before)]
             self._keeping = (kept[0], kept[1])
         self._edits.fill(step)
         self.open_step = step
         return None
 
-    def _kept(self, step: Step, chosen: np.ndarray, moves: Moves | None, arena: Arena) -> Iterator[Keeping]:
+    def _kept(self, step: Step, chosen: np.ndarray, updates: Updates | None, arena: Arena) -> Iterator[Keeping]:
         """How the rows of the chosen tokens are kept."""
         drained, encoded = chosen & (step.lines != NONE), self.layouts.encoded[step.layouts]
         whole = np.flatnonzero(drained & ~encoded)
@@ -84,8 +84,8 @@ class HostTaps(Taps):
             own = others[step.layouts[others] == number]
             layout = self.layouts[number]
             yield Encoded(step, own, layout, arena, self.schemas, self._kinds, self.programs, self._bank)
-        if moves is not None:
-            yield Reduced(step, moves, chosen, self.layouts, self._sums)
+        if updates is not None:
+            yield Reduced(step, updates, chosen, self.layouts, self._sums)
 
     def close(self, failure: str | None) -> None:
         step, self.open_step = self.open_step, None
@@ -100,34 +100,36 @@ class HostTaps(Taps):
         edits, overflowed = self._edits.made(step)
         return Witness(*self._labels, edits, step.copies, overflowed, nonfinite, failure)
 
-    def spill(self, place: int, layout: Layout, lines: Ints) -> Any:
+    def spill(self, accumulator: int, layout: Layout, lines: Ints) -> Any:
         assert self.arena is not None
-        self._put_sums(place, 1, layout, int(lines[0]))
-        raw, slots = ENCODINGS["raw"], self.tallies.held
+        self._put_sums(accumulator, 1, layout, int(lines[0]))
+        raw, slots = ENCODINGS["raw"], self.accumulators.held
         for slot, line in enumerate(lines[-slots:].tolist()):
             for local, offset in zip(layout.locals, layout.raw.offsets, strict=True):
-                row = self._sums.held[local][place * slots + slot]
+                row = self._sums.held[local][accumulator * slots + slot]
                 self.arena.write(line, raw.encode(row[None], self.schemas[local], None)[0], offset)
 
-    def finish(self, moves: Moves, divisors: Ints, layouts: Sequence[Layout], lines: Ints) -> Any:
-        self._sums.begin(moves)
-        ends = zip(moves.places.tolist(), divisors.tolist(), layouts, lines.tolist(), strict=True)
-        for place, divisor, layout, line in ends:
-            self._put_sums(place, divisor, layout, line)
+    def finish(self, updates: Updates, divisors: Ints, layouts: Sequence[Layout], lines: Ints) -> Any:
+        self._sums.begin(updates)
+        ends = zip(updates.accumulators.tolist(), divisors.tolist(), layouts, lines.tolist(), strict=True)
+        for accumulator, divisor, layout, line in ends:
+            self._put_sums(accumulator, divisor, layout, line)
 
-    def _put_sums(self, place: int, divisor: int, layout: Layout, line: int) -> None:
+    def _put_sums(self, accumulator: int, divisor: int, layout: Layout, line: int) -> None:
         assert self.arena is not None
         schemas = [self.schemas[local] for local in layout.locals]
-        write_reduced(self.arena, line, schemas, [self._sums.sums[local][place] / divisor for local in layout.locals])
+        write_reduced(
+            self.arena, line, schemas, [self._sums.sums[local][accumulator] / divisor for local in layout.locals]
+        )
 
-    def landed(self, mark: Any) -> None:
+    def wait_for(self, event: Any) -> None:
         """It is there when `spill` or `finish` returns."""
 
     @property
-    def unheard(self) -> Sequence[Step]:
+    def pending(self) -> Sequence[Step]:
         return [step for step, _ in self._done]
 
-    def heard(self, through: Step | None = None) -> Iterator[tuple[Step, Witness]]:  # noqa: ARG002 -- all have run
+    def completed(self, through: Step | None = None) -> Iterator[tuple[Step, Witness]]:  # noqa: ARG002 -- all have run
         while self._done:
             yield self._done.pop(0)
 

@@ -1,7 +1,4 @@
-"""The edits of a pass on CPU: what every slot asks at a point, as columns over the tokens of the pass.
-
-Number 5 in the life of a request.
-"""
+"""The edits of a pass on CPU: what every slot asks at a point, as columns over the tokens of the pass."""
 
 from __future__ import annotations
 
@@ -77,7 +74,7 @@ class HostEdits:
         self._columns = {}
 
     def wanted(self, point: int, dtype: torch.dtype) -> bool:
-        """Whether anybody edits at this point in this pass, or edited rows must be looked at there."""
+        """Whether this pass edits at this point, or must look at edited rows there."""
         return len(self._tokens) > 0 and (self._used[point] > 0 or overflows_later(dtype))
 
     def apply(
@@ -135,7 +132,7 @@ def _column(
 
 
 def _replacements(step: Step, chosen: Ints, most: int) -> Ints:
-    """Bank row that each replacement puts in the place of each chosen token, one column at least.
+    """Bank row that each replacement puts in place of each chosen token, one column at least.
 
     Args:
         step: the pass.
@@ -144,6 +141,6 @@ def _replacements(step: Step, chosen: Ints, most: int) -> Ints:
             them replaces.
     """
     table: Ints = np.full((len(chosen), max(most, 1)), NONE, dtype=np.int64)
-    for place, rows in step.replaced.items():
-        table[np.searchsorted(chosen, place), : len(rows)] = rows
+    for index, rows in step.replaced.items():
+        table[np.searchsorted(chosen, index), : len(rows)] = rows
     return table

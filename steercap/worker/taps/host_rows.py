@@ -1,6 +1,6 @@
 """The rows of a pass on CPU: which are copied to the arena, stored in another encoding, or added to reductions.
 
-Number 5 and 6 in the life of a request. Each member is filled before the pass, and asked at every point of it.
+Each member is filled before the pass, and asked at every point of it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from steercap.encodings.base import dtype_of
 from steercap.kernels.bits import LAST, MAX, SUM
 from steercap.kernels.finite import stray_rows
 from steercap.kernels.reference import rows_at
+from steercap.worker.accumulators import Updates
 from steercap.worker.arena import Arena
 from steercap.worker.layouts import Layout, Layouts
 from steercap.worker.programs import Programs
 from steercap.worker.step import Step
-from steercap.worker.tallies import Moves
 from steercap.worker.taps.base import Kind
 
 
@@ -49,7 +49,7 @@ def _stray(tokens: torch.Tensor, rows: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 class Copies(Keeping):
-    """Rows that are stored as they are: a place in the batch, and a line for each point.
+    """Rows that are stored as they are: an index in the batch, and a line for each point.
 
     Args:
         step: the pass.
@@ -88,7 +88,7 @@ class Copies(Keeping):
 
 
 class Encoded(Keeping):
-    """Rows that are stored otherwise than they are computed, of one layout.
+    """Rows of one layout that are stored in another form than they are computed in.
 
     Args:
         step: the pass.
@@ -130,8 +130,8 @@ class Encoded(Keeping):
         directions = None
         if self._directions is not None:
             kind = self._kinds[point]
-            places = torch.from_numpy(self._directions[point])
-            directions = self._bank[places, kind.first : kind.first + kind.width]
+            bank_rows = torch.from_numpy(self._directions[point])
+            directions = self._bank[bank_rows, kind.first : kind.first + kind.width]
         rows = rows_at(hidden, residual, self._tokens)
         stored = self._encoding.encode(rows, self._schemas[point], directions)
         write_rows(self._arena, self._lines, stored, offset)
@@ -139,7 +139,7 @@ class Encoded(Keeping):
 
 
 def write_rows(arena: Arena, lines: Ints, stored: torch.Tensor, offset: int = 0) -> None:
-    """Put encoded rows, uint8 [rows, bytes], at lines of the arena, so many bytes behind their begin."""
+    """Put encoded rows, uint8 [rows, bytes], at lines of the arena, `offset` bytes behind their start."""
     size = stored.shape[1]
     itemsize = next(one for one in (8, 4, 2, 1) if size % one == 0 and offset % one == 0)
     numbers = stored.numpy().view(f"u{itemsize}")
@@ -151,25 +151,30 @@ class Reduced(Keeping):
 
     Args:
         step: the pass.
-        moves: what it does to them.
+        updates: what it does to them.
         chosen: which of its tokens count here: bool [tracked].
         layouts: of their records.
-        tallies: where they are added up.
+        accumulators: where they are added up.
     """
 
     def __init__(
-        self, step: Step, moves: Moves, chosen: npt.NDArray[np.bool_], layouts: Layouts, tallies: HostTallies
+        self,
+        step: Step,
+        updates: Updates,
+        chosen: npt.NDArray[np.bool_],
+        layouts: Layouts,
+        accumulators: HostAccumulators,
     ) -> None:
         self._parts: list[tuple[int | None, torch.Tensor, Ints, torch.Tensor, npt.NDArray[np.bool_]]] = []
-        self._tallies = tallies
-        places, kinds = np.repeat(moves.places, moves.counts), np.repeat(moves.kinds, moves.counts)
-        newest = np.append(places[1:] != places[:-1], True)
+        self._accumulators = accumulators
+        targets, kinds = np.repeat(updates.accumulators, updates.counts), np.repeat(updates.kinds, updates.counts)
+        newest = np.append(targets[1:] != targets[:-1], True)
         for kind in np.unique(kinds):
             wanted = (kinds == kind) & (newest | (kind != LAST))
-            self._part(int(kind), step, moves.added[wanted], places[wanted], chosen, layouts)
-        request, slot = np.nonzero(moves.holds != NONE)
-        held = moves.places[request] * tallies.slots + slot
-        self._part(None, step, moves.holds[request, slot], held, chosen, layouts)
+            self._part(int(kind), step, updates.added[wanted], targets[wanted], chosen, layouts)
+        request, slot = np.nonzero(updates.holds != NONE)
+        held = updates.accumulators[request] * accumulators.slots + slot
+        self._part(None, step, updates.holds[request, slot], held, chosen, layouts)
 
     def _part(  # noqa: PLR0917 -- the columns of a table
         self,
@@ -180,7 +185,7 @@ class Reduced(Keeping):
         chosen: npt.NDArray[np.bool_],
         layouts: Layouts,
     ) -> None:
-        """Rows added alike, or held (None): their tokens, their targets, and at which points they are wanted."""
+        """Rows added in one way, or held (None): their tokens, their targets, and at which points they are wanted."""
         rows, targets = rows[chosen[rows]], targets[chosen[rows]]
         if len(rows):
             there = (layouts.offsets[step.layouts[rows]] != NONE).T
@@ -202,15 +207,15 @@ class Reduced(Keeping):
                 continue
             rows = rows_at(hidden, residual, tokens)
             if kind is None:
-                held = self._tallies.held[point]
+                held = self._accumulators.held[point]
                 held[targets] = rows.to(held.dtype)
             else:
-                add(self._tallies.sums[point], targets, rows, kind)
+                add(self._accumulators.sums[point], targets, rows, kind)
             strays += _stray(tokens, rows)
         return strays
 
 
-class HostTallies:
+class HostAccumulators:
     """The reductions that run along with their requests.
 
     Args:
@@ -219,8 +224,8 @@ class HostTallies:
         slots: rows held apart for each.
 
     Attributes:
-        sums: of each point, float32 [tallies, width].
-        held: of each point, [tallies × slots, width] in its dtype.
+        sums: of each point, float32 [accumulators, width].
+        held: of each point, [accumulators × slots, width] in its dtype.
     """
 
     def __init__(self, schemas: Sequence[PointSchema], total: int, slots: int) -> None:
@@ -229,23 +234,23 @@ class HostTallies:
         self.sums = [torch.zeros((total, schema.shard_width)) for schema in schemas]
         self.held = [torch.zeros((total * slots, schema.shard_width), dtype=dtype_of(schema)) for schema in schemas]
 
-    def begin(self, moves: Moves) -> None:
-        """Empty the tallies that begin, and add what was held of the others."""
+    def begin(self, updates: Updates) -> None:
+        """Empty the accumulators that begin, and add what was held of the others."""
         for kind, empty in ((SUM, 0.0), (MAX, -np.inf), (LAST, 0.0)):
-            begun = torch.from_numpy(moves.places[moves.fresh & (moves.kinds == kind)])
+            begun = torch.from_numpy(updates.accumulators[updates.fresh & (updates.kinds == kind)])
             for sums in self.sums if len(begun) else ():
                 sums[begun] = empty
-        for slots in moves.adds.T:
-            for kind in np.unique(moves.kinds[slots != NONE]):
-                chosen = (slots != NONE) & (moves.kinds == kind)
-                places = torch.from_numpy(moves.places[chosen])
-                late = torch.from_numpy(moves.places[chosen] * self.slots + slots[chosen])
+        for slots in updates.adds.T:
+            for kind in np.unique(updates.kinds[slots != NONE]):
+                chosen = (slots != NONE) & (updates.kinds == kind)
+                targets = torch.from_numpy(updates.accumulators[chosen])
+                late = torch.from_numpy(updates.accumulators[chosen] * self.slots + slots[chosen])
                 for sums, held in zip(self.sums, self.held, strict=True):
-                    add(sums, places, held[late], int(kind))
+                    add(sums, targets, held[late], int(kind))
 
 
 def add(sums: torch.Tensor, where: torch.Tensor, rows: torch.Tensor, kind: int) -> None:
-    """Add rows to those at `where`; several for the same one lie one behind the other."""
+    """Add rows to those at `where`; several for the same one lie one after another."""
     ends = ends_of_runs(where.numpy())
     if len(ends) < len(rows):
         runs = [rows[start:end] for start, end in pairwise([0, *ends.tolist()])]

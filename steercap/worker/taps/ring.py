@@ -1,17 +1,14 @@
-"""A ring of places on the device: each pass takes some, one behind the other, until what it put there was copied away.
-
-Number 6 in the life of a request.
-"""
+"""A ring of places on the device: each pass takes the next ones until what it put there was copied away."""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import Generic, TypeVar
 
-Mark = TypeVar("Mark")
+Holder = TypeVar("Holder")
 
 
-class Ring(Generic[Mark]):
+class Ring(Generic[Holder]):
     """Places 0 to `size`.
 
     Args:
@@ -21,13 +18,13 @@ class Ring(Generic[Mark]):
     def __init__(self, size: int) -> None:
         self.size = size
         self._next = 0
-        self._taken: deque[tuple[int, int, Mark]] = deque()  # first, stop, and who says when it is free
+        self._taken: deque[tuple[int, int, Holder]] = deque()  # first, stop, and who holds it
 
-    def reserve(self, count: int) -> tuple[int, list[Mark]]:
+    def reserve(self, count: int) -> tuple[int, list[Holder]]:
         """Places for one pass, consecutive.
 
         Returns:
-            The first of them, and the marks of the passes that held any of them: they are to be waited for.
+            The first of them, and the holders of any of them, which are to be waited for.
 
         Raises:
             ValueError: more than there are.
@@ -41,16 +38,16 @@ class Ring(Generic[Mark]):
         self._next = first + count
         return first, waiting
 
-    def hold(self, first: int, count: int, mark: Mark) -> None:
-        """These places are taken until `mark` says otherwise."""
+    def hold(self, first: int, count: int, holder: Holder) -> None:
+        """These places are taken until `holder` gives them back."""
         if count:
-            self._taken.append((first, first + count, mark))
+            self._taken.append((first, first + count, holder))
 
     def _overlaps(self, first: int, stop: int) -> bool:
         """Whether any pass holds places in between; the oldest ones are the next in line."""
         return any(start < stop and first < end for start, end, _ in self._taken)
 
-    def free(self, mark: Mark) -> None:
-        """The oldest pass is done, if it is this one."""
-        while self._taken and self._taken[0][2] is mark:
+    def free(self, holder: Holder) -> None:
+        """Take back the places of the oldest holder, if it is this one."""
+        while self._taken and self._taken[0][2] is holder:
             self._taken.popleft()

@@ -1,8 +1,7 @@
 """How bytes move between host and device while the model runs.
 
-Number 6 in the life of a request. A pass over hundreds of requests has hundreds of rows to copy to as many places: the
-CUDA driver has taken such a list in one call since 12.8, for which PyTorch has no name; before that they are queued one
-by one.
+A pass over hundreds of requests has hundreds of rows to copy to as many places: the CUDA driver has taken such a list
+in one call since 12.8, for which PyTorch has no name; before that they are queued one by one.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class _Attributes(ctypes.Structure):
 
 
 class Transfers(Protocol):
-    """How bytes move between host and device beside a model that runs. What is done is known by its mark."""
+    """How bytes move between host and device beside a model that runs. Events say how far it is."""
 
     device: torch.device
 
@@ -49,28 +48,28 @@ class Transfers(Protocol):
         """Copy pinned memory to the device, before what the model's stream does next."""
 
     def now(self) -> Any:
-        """The mark of all that the model's stream has been given so far."""
+        """An event behind all that the model's stream has been given so far."""
 
     def fetch(self, after: Any, targets: Ints, sources: Ints, sizes: Ints, *, urgent: bool) -> Any:
-        """Copy `sizes` bytes from addresses on the device to pinned addresses, once what `after` marks has been done.
+        """Copy `sizes` bytes from addresses on the device to pinned addresses, once `after` was reached.
 
         Args:
-            after: a mark.
+            after: an event on the model's stream.
             targets, sources, sizes: int64 [copies] each.
             urgent: whether somebody waits for it; if not, what the runner copies goes first.
 
         Returns:
-            The mark of these copies.
+            The event behind these copies.
         """
 
-    def done(self, mark: Any) -> bool:
-        """Whether the copies have been made."""
+    def done(self, event: Any) -> bool:
+        """Whether the device has reached an event: the copies before it have been made."""
 
-    def wait(self, mark: Any) -> None:
-        """Wait here until they have."""
+    def wait(self, event: Any) -> None:
+        """Wait here until the device has reached an event."""
 
-    def hold(self, mark: Any) -> None:
-        """Have the model's stream wait until they have."""
+    def hold(self, event: Any) -> None:
+        """Have the model's stream wait for an event."""
 
 
 class CudaTransfers:
@@ -108,9 +107,9 @@ class CudaTransfers:
         target.copy_(source, non_blocking=True)
 
     def now(self) -> torch.cuda.Event:
-        mark = torch.cuda.Event()
-        mark.record(torch.cuda.current_stream(self.device))
-        return mark
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
     def fetch(
         self, after: torch.cuda.Event, targets: Ints, sources: Ints, sizes: Ints, *, urgent: bool
@@ -124,9 +123,9 @@ class CudaTransfers:
                 status = self._one(ctypes.c_void_p(target), ctypes.c_uint64(source), ctypes.c_size_t(size), handle)
                 if status:
                     raise WorkerFailure(f"a copy of {size} bytes to host memory failed (CUDA error {status})")
-        mark = torch.cuda.Event()
-        mark.record(self._stream)
-        return mark
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
 
     def _fetch_all(self, targets: Ints, sources: Ints, sizes: Ints, handle: ctypes.c_void_p) -> bool:
         """Queue all copies in one call; whether the driver takes it."""
@@ -140,18 +139,18 @@ class CudaTransfers:
             self._batch = None  # not this driver, or not this memory: one by one then
         return not status
 
-    def done(self, mark: torch.cuda.Event) -> bool:
-        return bool(mark.query())
+    def done(self, event: torch.cuda.Event) -> bool:
+        return bool(event.query())
 
-    def wait(self, mark: torch.cuda.Event) -> None:
-        mark.synchronize()
+    def wait(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
 
-    def hold(self, mark: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self.device).wait_event(mark)
+    def hold(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self.device).wait_event(event)
 
 
 def runs(targets: Ints, sources: Ints, records: Ints) -> tuple[Ints, Ints, Ints]:
-    """Records that lie one behind the other on both sides, as one piece.
+    """Records that lie one after another on both sides, as one piece.
 
     Args:
         targets, sources: first line of each record where it goes to, and where it comes from.

@@ -1,7 +1,7 @@
 """Adding the rows of a pass to the reductions that run along with their requests, in Triton.
 
-Number 6 in the life of a request. One program a request, a point and a stretch of the row. It adds what was held of the
-request, then the rows of this pass in their order, so that equal passes give equal sums; and it holds the newest rows.
+One program per request, point and stretch of the row. It adds the rows that were held for the request, then the rows of
+this pass in order, so that equal passes give equal sums; then it holds the newest rows.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from jaxtyping import Float, Int
 
 from steercap.kernels import bits
 
-#: Columns of a move, int32; behind them a slot to add, -1 for none, for each slot; then the line that each slot holds.
+#: Columns of an update, int32; behind them, for each slot, a slot to add, -1 for none; then the line that each holds.
 #: LINE is the first line of the first record, and a record is RECORD lines of the ring. Without a layout, nothing is
 #: read of the ring, and all points are meant.
-MOVE_COLUMNS: Final = 8
-PLACE, KIND, FRESH, LAYOUT, RECORD, LINE, COUNT, DIVISOR = range(MOVE_COLUMNS)
-#: Columns of a point, int32: its number, and where its row begins in a tally and in what is held, in elements.
+UPDATE_COLUMNS: Final = 8
+ACCUMULATOR, KIND, FRESH, LAYOUT, RECORD, LINE, COUNT, DIVISOR = range(UPDATE_COLUMNS)
+#: Columns of a point, int32: its number, and where its row begins in an accumulator and in what is held, in elements.
 POINT_COLUMNS: Final = 3
 NUMBER, SUM_AT, HELD_AT = range(POINT_COLUMNS)
 #: Elements of a row, and rows, that one program has in registers.
 BLOCK, TILE = 1024, 8
 
-_MOVE_COLUMNS = tl.constexpr(MOVE_COLUMNS)
-_PLACE, _KIND, _FRESH = tl.constexpr(PLACE), tl.constexpr(KIND), tl.constexpr(FRESH)
+_UPDATE_COLUMNS = tl.constexpr(UPDATE_COLUMNS)
+_ACCUMULATOR, _KIND, _FRESH = tl.constexpr(ACCUMULATOR), tl.constexpr(KIND), tl.constexpr(FRESH)
 _RECORD, _LINE, _COUNT = tl.constexpr(RECORD), tl.constexpr(LINE), tl.constexpr(COUNT)
 _LAYOUT, _POINT_COLUMNS = tl.constexpr(LAYOUT), tl.constexpr(POINT_COLUMNS)
 _NUMBER, _SUM_AT, _HELD_AT = tl.constexpr(NUMBER), tl.constexpr(SUM_AT), tl.constexpr(HELD_AT)
@@ -36,32 +36,32 @@ _MAX, _LAST = tl.constexpr(bits.MAX), tl.constexpr(bits.LAST)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tally_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one pass over one request
-    moves, points, layouts, sums, held, arena, num_points, sum_stride, held_stride,
+def _accumulate_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one pass over one request
+    updates, points, layouts, sums, held, arena, num_points, sum_stride, held_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SLOTS: tl.constexpr, ARENA_LINE: tl.constexpr,
 ):  # fmt: skip
-    move = moves + tl.program_id(0) * (_MOVE_COLUMNS + 2 * SLOTS)
+    update = updates + tl.program_id(0) * (_UPDATE_COLUMNS + 2 * SLOTS)
     own = points + tl.program_id(1) * _POINT_COLUMNS
-    layout = tl.load(move + _LAYOUT)
+    layout = tl.load(update + _LAYOUT)
     offset = tl.load(layouts + layout * num_points + tl.load(own + _NUMBER), mask=layout >= 0, other=0)
     if offset >= 0:
-        place = tl.load(move + _PLACE).to(tl.int64)
-        kind = tl.load(move + _KIND)
-        record = tl.load(move + _RECORD)
-        line = tl.load(move + _LINE).to(tl.int64) + offset
-        count = tl.load(move + _COUNT)
+        accumulator = tl.load(update + _ACCUMULATOR).to(tl.int64)
+        kind = tl.load(update + _KIND)
+        record = tl.load(update + _RECORD)
+        line = tl.load(update + _LINE).to(tl.int64) + offset
+        count = tl.load(update + _COUNT)
         columns = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
         inside = columns < WIDTH
         # Rows begin at lines, of 16 elements at least: said, they are read and written 16 bytes at a time.
-        target = sums + place * sum_stride + tl.multiple_of(tl.load(own + _SUM_AT), 16) + columns
-        kept = held + place * SLOTS * held_stride + tl.multiple_of(tl.load(own + _HELD_AT), 16) + columns
+        target = sums + accumulator * sum_stride + tl.multiple_of(tl.load(own + _SUM_AT), 16) + columns
+        kept = held + accumulator * SLOTS * held_stride + tl.multiple_of(tl.load(own + _HELD_AT), 16) + columns
         value = tl.load(target, mask=inside, other=0.0)
-        if tl.load(move + _FRESH) != 0:
+        if tl.load(update + _FRESH) != 0:
             value = tl.zeros_like(value)
             if kind == _MAX:
                 value = value - float("inf")
         for turn in tl.static_range(SLOTS):
-            slot = tl.load(move + _MOVE_COLUMNS + turn)
+            slot = tl.load(update + _UPDATE_COLUMNS + turn)
             if slot >= 0:
                 row = tl.load(kept + slot.to(tl.int64) * held_stride, mask=inside, other=0.0).to(tl.float32)
                 value = _joined(value, row, kind)
@@ -89,12 +89,12 @@ def _tally_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one pass 
                     part = total
             if kind != _MAX:
                 value += part
-        divisor = tl.load(move + _DIVISOR)
+        divisor = tl.load(update + _DIVISOR)
         if divisor > 1:
             value = value / divisor
         tl.store(target, value, mask=inside)
         for at in tl.static_range(SLOTS):
-            source = tl.load(move + _MOVE_COLUMNS + SLOTS + at)
+            source = tl.load(update + _UPDATE_COLUMNS + SLOTS + at)
             if source >= 0:
                 late = tl.load(arena + (source.to(tl.int64) + offset) * ARENA_LINE + columns, mask=inside, other=0.0)
                 tl.store(kept + at * held_stride, late, mask=inside)
@@ -102,7 +102,7 @@ def _tally_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one pass 
 
 @triton.jit
 def _joined(value, row, kind):  # type: ignore[no-untyped-def]
-    """A tally with one row more."""
+    """An accumulator with one row more."""
     if kind == _MAX:
         joined = tl.maximum(value, row, propagate_nan=tl.PropagateNan.ALL)
     elif kind == _LAST:
@@ -112,30 +112,30 @@ def _joined(value, row, kind):  # type: ignore[no-untyped-def]
     return joined
 
 
-def launch_tally(
-    moves: Int[torch.Tensor, "requests columns"],
+def launch_accumulate(
+    updates: Int[torch.Tensor, "requests columns"],
     points: Int[torch.Tensor, "points 3"],
     width: int,
     layouts: Int[torch.Tensor, "layouts all_points"],
-    sums: Float[torch.Tensor, "tallies sum_elements"],
-    held: Float[torch.Tensor, "tallies slots held_elements"],
+    sums: Float[torch.Tensor, "accumulators sum_elements"],
+    held: Float[torch.Tensor, "accumulators slots held_elements"],
     arena: Float[torch.Tensor, "lines line"],
 ) -> None:
-    """Carry out the moves of a pass at points whose rows are alike.
+    """Carry out the updates of a pass at points whose rows are alike.
 
     Args:
-        moves: one a request, int32; see `PLACE` and what follows.
+        updates: one per request, int32; see `ACCUMULATOR` and what follows.
         points: these points, int32; see `NUMBER` and what follows.
         width: elements of their rows.
         layouts: line of each point in a record, -1 where it is not kept: int32.
-        sums: the tallies, float32.
+        sums: the accumulators, float32.
         held: the rows held apart, in the dtype of the points.
         arena: the rows of the pass, in the dtype of the points.
     """
     block = min(BLOCK, triton.next_power_of_2(width))
-    grid = (len(moves), len(points), triton.cdiv(width, block))
-    _tally_kernel[grid](
-        moves,
+    grid = (len(updates), len(points), triton.cdiv(width, block))
+    _accumulate_kernel[grid](
+        updates,
         points,
         layouts,
         sums,

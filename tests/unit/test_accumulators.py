@@ -30,12 +30,12 @@ from steercap.core.rows import rows_selected
 from steercap.core.spec import Point
 from steercap.core.tokens import Range
 from steercap.kernels.bits import SUM
-from steercap.kernels.triton_tally import launch_tally
+from steercap.kernels.triton_accumulate import launch_accumulate
 from steercap.steering.lowering import lower, scopes_of
 from steercap.worker.reduce import Accumulator
 from steercap.worker.taps import cuda
 
-POINTS, TALLIES, LIMIT = 3, 4, 40
+POINTS, ACCUMULATORS, LIMIT = 3, 4, 40
 #: Elements of a row of which a page holds thousands, and of which it holds two records of all points.
 NARROW, WIDE = 8, 16_384
 REDUCTIONS = ("mean", "sum", "max", "last")
@@ -79,7 +79,7 @@ class Engine:
         self.rng = np.random.default_rng(seed)
         self.runtime = some_runtime(
             kind, POINTS, width, tokens=256, arena_bytes=256 * POINTS * max(width * 4, LINE_BYTES),
-            tallies=TALLIES, lag=late + drafts, held=max(late + drafts, 1),
+            accumulators=ACCUMULATORS, lag=late + drafts, held=max(late + drafts, 1),
         )  # fmt: skip
         self.ask(Attach(20 << 20))
         self.number = 0
@@ -104,7 +104,7 @@ class Engine:
             scopes, replaced = scopes_of(self.ready, request.prompt, LIMIT)
             steering = SteeringPlan(0, self.ready.configuration.digest, b"", scopes, replaced)
         capture = CapturePlan(
-            request.points, request.ranges, request.reduce, "raw", before_edits=request.before_edits, tally=True
+            request.points, request.ranges, request.reduce, "raw", before_edits=request.before_edits, accumulates=True
         )
         plan = Plan(request.key, request.prompt, LIMIT, capture=capture, steering=steering)
         self.runtime.register(request.key, plan.encode(), 0)
@@ -156,7 +156,7 @@ class Engine:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("drafts", "late"), [(0, 0), (0, 1), (3, 0)])
 @pytest.mark.parametrize(("seed", "width"), [(0, NARROW), (1, NARROW), pytest.param(2, WIDE, marks=pytest.mark.slow)])
-def test_a_tally_is_the_reduction_of_the_rows_of_its_sequence(kind, drafts, late, seed, width) -> None:
+def test_an_accumulator_is_the_reduction_of_the_rows_of_its_sequence(kind, drafts, late, seed, width) -> None:
     """Random requests in random passes; some end a pass before the scheduler knows, some lose their drafts."""
     engine = Engine(kind, seed, drafts, late, width)
     running: list[Request] = []
@@ -164,7 +164,7 @@ def test_a_tally_is_the_reduction_of_the_rows_of_its_sequence(kind, drafts, late
     finished = spilled = 0
     interpreted = kind == "cuda" and not CUDA
     for _ in range(60 if interpreted else 250):
-        while len(running) < TALLIES and engine.rng.random() < 0.7:
+        while len(running) < ACCUMULATORS and engine.rng.random() < 0.7:
             running.append(engine.new())
         parts = [engine.next_part(request) for request in running if engine.rng.random() < 0.9]
         if parts:
@@ -197,15 +197,15 @@ def test_a_tally_is_the_reduction_of_the_rows_of_its_sequence(kind, drafts, late
         engine.runtime.forget([request.key])
     engine.ask(Census(), released=tuple(Owner(request.key, 0) for request in running))
     census = engine.ask(Census())
-    assert (census.pages_in_use, census.requests, engine.runtime.taps.tallies.in_use) == (0, 0, 0)
+    assert (census.pages_in_use, census.requests, engine.runtime.taps.accumulators.in_use) == (0, 0, 0)
 
 
 def add_up(sums: torch.Tensor, rows: torch.Tensor, *, fresh: bool) -> None:
-    """Add rows of 16 elements, a line each, to the one tally of the one point."""
+    """Add rows of 16 elements, a line each, to the one accumulator of the one point."""
     # place, kind, whether it begins, layout, lines of a record, first line, rows, divisor; none is added, none holds
-    move = torch.tensor([[0, SUM, fresh, 0, 1, 0, len(rows), 1, -1, -1]], dtype=torch.int32, device=rows.device)
+    update = torch.tensor([[0, SUM, fresh, 0, 1, 0, len(rows), 1, -1, -1]], dtype=torch.int32, device=rows.device)
     nothing = torch.zeros((1, 3), dtype=torch.int32, device=rows.device)
-    launch_tally(move, nothing, 16, nothing[:, :1].contiguous(), sums, sums.new_zeros(1, 1, 16), rows)
+    launch_accumulate(update, nothing, 16, nothing[:, :1].contiguous(), sums, sums.new_zeros(1, 1, 16), rows)
 
 
 def test_a_long_sum_keeps_its_digits() -> None:
@@ -237,7 +237,7 @@ def test_one_owner_twice_is_finished_once(kind) -> None:
     engine = Engine(kind, 0, 0, 0)
     request = Request(engine.rng, 0)
     request.key, request.done, request.total = "r", 4, 4
-    capture = CapturePlan((0,), (Range(0, None),), "mean", "raw", tally=True)
+    capture = CapturePlan((0,), (Range(0, None),), "mean", "raw", accumulates=True)
     engine.runtime.register("r", Plan("r", 4, LIMIT, capture=capture).encode(), 0)
     engine.step([(request, 0, 4)])
     wanted = Wanted(Owner("r", 0), 4)
@@ -250,7 +250,7 @@ def test_one_owner_twice_is_finished_once(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_late_rows_of_a_cancelled_request_do_not_land_on_a_spilled_tally(kind, monkeypatch) -> None:
+def test_late_rows_of_a_cancelled_request_do_not_land_on_a_spilled_accumulator(kind, monkeypatch) -> None:
     """A's rows are still on the device when it is cancelled; B gets its pages, ends, and must make room for C."""
     monkeypatch.setattr(cuda, "BESIDE_BYTES", 0)
     monkeypatch.setattr(cuda, "BESIDE_SHARE", 0.0)
@@ -260,8 +260,8 @@ def test_late_rows_of_a_cancelled_request_do_not_land_on_a_spilled_tally(kind, m
         request.key, request.done, request.total = name, 12, 12
     for name, request in requests.items():
         reduce = None if name == "a" else "sum"
-        capture = CapturePlan((0, 1), (Range(0, None),), reduce, "raw", tally=name != "a")
-        engine.runtime.taps.tallies._free[1:] = []  # as if there were one
+        capture = CapturePlan((0, 1), (Range(0, None),), reduce, "raw", accumulates=name != "a")
+        engine.runtime.taps.accumulators._free[1:] = []  # as if there were one
         engine.runtime.register(name, Plan(name, 12, LIMIT, capture=capture).encode(), 0)
         if name != "c":
             engine.step([(request, 0, 12)])
@@ -277,7 +277,7 @@ def test_late_rows_of_a_cancelled_request_do_not_land_on_a_spilled_tally(kind, m
 def test_rows_added_past_the_end_are_an_error(kind) -> None:
     """A client that names an end further back than vLLM can run ahead gets no plausible mean."""
     engine = Engine(kind, 0, 0, 1)
-    capture = CapturePlan((0,), (Range(0, None),), "mean", "raw", tally=True)
+    capture = CapturePlan((0,), (Range(0, None),), "mean", "raw", accumulates=True)
     engine.runtime.register("r", Plan("r", 4, LIMIT, capture=capture).encode(), 0)
     request = Request(engine.rng, 0)
     request.key = "r"
@@ -294,8 +294,8 @@ def test_rows_added_past_the_end_are_an_error(kind) -> None:
 def test_what_cannot_be_held_is_an_error(kind) -> None:
     """More of the newest rows than there is room for: which of them stay cannot be known, and all are refused."""
     engine = Engine(kind, 0, 0, 1)
-    engine.runtime.taps.tallies.lag = 3
-    capture = CapturePlan((0,), (Range(0, None),), "sum", "raw", tally=True)
+    engine.runtime.taps.accumulators.lag = 3
+    capture = CapturePlan((0,), (Range(0, None),), "sum", "raw", accumulates=True)
     engine.runtime.register("r", Plan("r", 4, LIMIT, capture=capture).encode(), 0)
     request = Request(engine.rng, 0)
     request.key = "r"
