@@ -28,7 +28,7 @@ from steercap.adapters import detokenizer
 from steercap.adapters.lora import Adapters
 from steercap.adapters.reaper import Reaper
 from steercap.adapters.sampling import read_params
-from steercap.adapters.settings import CONFIG_KEY, overshoot, worker_config
+from steercap.adapters.settings import CONFIG_KEY, family_in, overshoot, worker_config
 from steercap.adapters.watch import Watch
 from steercap.adapters.wire import Wire, prompt_dict
 from steercap.config import Settings
@@ -46,7 +46,6 @@ from steercap.errors import (
     UnsupportedRunner,
     WorkerFailure,
 )
-from steercap.families import family_of
 from steercap.kernels.finite import overflows_later
 from steercap.sites import SITES
 
@@ -136,7 +135,7 @@ class VllmEngine:
             config = args.create_engine_config()
         except Exception as error:
             raise ModelNotLoaded(f"vLLM cannot load {model!r}: {error}") from error
-        family, hf_config = family_of(config.model_config.architectures), config.model_config.hf_text_config
+        family, hf_config = family_in(config.model_config), config.model_config.hf_text_config
         _check_supported(config)
 
         def exists(point: Point) -> bool:
