@@ -16,6 +16,10 @@ returned, and every worker has said where all rows are). Releasing, and fetching
 apart. Checked at every run: no prompt token came from the cache, every row is there under its position, every edit
 touched every row, and in the warm-up, where vectors are larger, steered outputs differ from base's. A mode that fails is left out from then on, and the exit is 1.
 
+"bytes a token" are those that its rows take in the arena, as every worker laid them out. "capture-neurons" is no default:
+its site is armed where it is asked for, at a cost to the modes beside it; its rows are those of a Qwen 3 MLP, three times
+as wide as the stream at 8B, and need that much more host memory.
+
 The share of GPU memory is checked when an engine starts; the KV cache is given in bytes, equal for both and enough for
 the largest workload, since engines that start at once would each take the other's memory for their own.
 """
@@ -41,7 +45,7 @@ from typing import Any
 
 from bench_capture import prompts
 from gpu_engines import START, Bench, NotReal, check_steered, engines, say, specs_of
-from gpu_rounds import BASE, CONTROL, LIMITS, MODES, Mode, Workload, modes_for, sequence, summary
+from gpu_rounds import BASE, CONTROL, LIMITS, MODES, NEURONS, Mode, Workload, modes_for, sequence, sites_for, summary
 from gpu_shapes import SHAPES, Shape, folder_of
 from gpu_trace import differences, names_that_differ, read_trace, tables
 from rich.console import Console
@@ -79,13 +83,16 @@ def engine_args(args: argparse.Namespace, shape: Shape, workloads: Sequence[Work
 def steercap_settings(args: argparse.Namespace, shape: Shape, workloads: Sequence[Workload]) -> dict[str, Any]:
     """steercap's own settings; whatever finds no room is an error rather than a wait that looks like slowness."""
     rows = max(load.requests * load.rows for load in workloads)
-    capture = int(args.capture_gib * 2**30) if args.capture_gib else int(1.1 * rows * shape.row_bytes) + (256 << 20)
+    sites = sites_for([*args.modes, *(name for name, _ in args.profile)])
+    row_bytes = max(map(shape.row_bytes, sites))
+    capture = int(args.capture_gib * 2**30) if args.capture_gib else int(1.1 * rows * row_bytes) + (256 << 20)
     count = most_specs(args, workloads)
     vectors = 2 * count * (shape.num_hidden_layers if args.vectors_per_layer else 1)
     return {
+        "sites": sites,
         "capture_bytes": capture,
         "steering_slots": max(256, count),
-        "vector_bytes": max(256 << 20, int(1.1 * vectors * shape.hidden_size * 4)),
+        "vector_bytes": max(256 << 20, int(1.1 * vectors * max(map(shape.width, sites)) * 4)),
         "overflow": "error",
     }
 
@@ -154,7 +161,16 @@ def table_of(name: str, found: dict[str, Any]) -> Table:
     """One workload's summary."""
     table = Table(title=name, title_justify="left")
     table.add_column("mode")
-    for column in ("over base", "least..greatest", "limit", "seconds", "tokens/s", "wait for rows", "fetch"):
+    for column in (
+        "over base",
+        "least..greatest",
+        "limit",
+        "seconds",
+        "tokens/s",
+        "bytes a token",
+        "wait for rows",
+        "fetch",
+    ):
         table.add_column(column, justify="right")
     for mode, values in found.items():
         ratio = values["ratio"]
@@ -165,6 +181,7 @@ def table_of(name: str, found: dict[str, Any]) -> Table:
             f"{values['limit_percent']:.1f} %" if values["limit_percent"] is not None else "",
             f"{values['seconds']:.4f}",
             f"{values['tokens_per_s']:,.0f}",
+            f"{values['bytes_per_token']:,.0f}" if values["bytes_per_token"] is not None else "",
             f"{values['readable_s'] * 1e3:.1f} ms" if values["readable_s"] is not None else "",
             f"{values['fetch_gb_per_s']:.2f} GB/s" if values["fetch_gb_per_s"] is not None else "",
         )
@@ -312,7 +329,7 @@ async def main(args: argparse.Namespace) -> None:
     report.data |= {"workloads": {}, "failures": {}}
     say(f"{args.shape}: {common}, steercap: {own}")
     plain_args, steer_args = (common | profiler_args(traces, name) for name in ("plain", "steercap"))
-    console = Console(width=130)
+    console = Console(width=145)
     async with engines(str(folder_of(args.shape)), own, plain_args, steer_args, in_turn=args.in_turn) as running:
         plain, model, report.data["start_s"] = running
         report.write()
@@ -358,7 +375,12 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="qwen3-8b")
     add("--workloads", type=listed(Workload.parse), default="1x32+200,64x128+200,256x128+200,48x2000+1")
-    add("--modes", type=listed(str), default=",".join(MODES), help="steer-K for any K; steer-each is one each")
+    add(
+        "--modes",
+        type=listed(str),
+        default=",".join(MODES),
+        help=f"steer-K for any K; steer-each is one each; {NEURONS}",
+    )
     add("--rounds", type=int, default=3, help="after the warm-up; 0 for a profile alone")
     add("--base-every", type=int, default=1, help="modes between two base runs; 0: before and after all")
     add("--seconds", type=float, default=float("inf"), help="no pass begins that would end later than this")

@@ -25,6 +25,8 @@ class NotReal(RuntimeError):
     """A run did not do what its time is to stand for."""
 
 
+#: Captures of every row at every layer as it is, some of which are fetched.
+WHOLE = ("all", "neurons")
 #: Directions that rows are projected on.
 DIRECTIONS = 4
 
@@ -42,7 +44,7 @@ class Run:
         mode: its name.
         seconds: from the call until outputs are there, and rows are readable.
         outputs: vLLM's output of each request.
-        more: readable_s, fetch_s, fetch_bytes of a capture.
+        more: readable_s, bytes_per_token, fetch_s, fetch_bytes of a capture.
     """
 
     mode: str
@@ -143,9 +145,9 @@ class Bench:
 
         mode, model = Mode.parse(name), self.model
         chosen = [self.specs[strong][place % mode.specs] for place in range(len(given))] if mode.specs else None
-        layers = {"one": [model.num_layers // 2], "all": "all", "mean": "all", "full8": "all"}.get(mode.capture or "")
+        layers = [model.num_layers // 2] if mode.capture == "one" else "all"
         how: dict[str, Any] = {"mean": {"reduce": "mean"}, "full8": {"codec": "full8"}}.get(mode.capture or "", {})
-        spec = None if layers is None else CaptureSpec(layers=layers, **how)
+        spec = CaptureSpec(layers=layers, sites=mode.site, **how) if mode.capture and mode.site else None
         if mode.capture == "project":
             spec = CaptureSpec(project=self.directions)
         start = time.perf_counter()
@@ -159,7 +161,8 @@ class Bench:
             found = await rows_readable(model, handles)
             end = time.perf_counter()
             run = Run(name, end - start, [raw.output for raw in raws], {"readable_s": end - texts})
-            await self._captured(run, workload, handles, found, fetch=fetch and mode.capture == "all")
+            run.more["bytes_per_token"] = _stored_bytes(found) / (workload.requests * workload.rows)
+            await self._captured(run, workload, handles, found, fetch=fetch and mode.capture in WHOLE)
         if chosen:
             _check_receipts(run, raws, workload, model.num_layers)
         return run
@@ -174,14 +177,15 @@ class Bench:
             _check_rows(run, handle, parcels, workload.rows)
         if fetch:
             dtype: torch.dtype = self.model.engine.vllm_config.model_config.dtype
-            size = workload.rows * self.model.num_layers * self.model.hidden_size * dtype.itemsize
+            width = self.model.points[handles[0].points[0]].width
+            size = workload.rows * self.model.num_layers * width * dtype.itemsize
             some = handles[: max(1, int(self.fetch_bytes / size))]
             start = time.perf_counter()
             await self.model.fetch_captures_batch(some)
             run.more["fetch_s"] = time.perf_counter() - start
             run.more["fetch_bytes"] = sum(rows.nbytes for handle in some for rows in handle.captures.values())
             for rows in some[-1].captures.values():
-                if rows.shape != (workload.rows, self.model.hidden_size) or not rows.isfinite().all() or not rows.any():
+                if rows.shape != (workload.rows, width) or not rows.isfinite().all() or not rows.any():
                     raise NotReal(f"{run.mode}: rows of shape {tuple(rows.shape)}, not finite, or all zero")
         for handle in handles:
             handle.release()
@@ -192,6 +196,13 @@ async def rows_readable(model: Any, handles: Sequence[Any]) -> list[list[Any]]:
     """Wait until every row is readable by this process: each handle's parcels, one a capturing worker."""
     located = await model.serving.opened().locate([handle.lifecycle.source.wanted for handle in handles])
     return [[parcel for engine in engines for parcel in engine] for engines in located]
+
+
+def _stored_bytes(found: Sequence[Sequence[Any]]) -> int:
+    """What rows take in the arenas of all workers together."""
+    from steercap.core.records import LINE_BYTES
+
+    return LINE_BYTES * sum(lines.count for parcels in found for parcel in parcels for lines in parcel.lines)
 
 
 def _check_outputs(run: Run, workload: Workload) -> None:

@@ -25,6 +25,8 @@ MODES = (
     "steer-256",
     "steer-each",
 )
+#: Run where it is asked for alone: its site is armed then, and costs every other mode a little.
+NEURONS = "capture-neurons"
 #: Per cent above plain vLLM that we allow ourselves on one H200 with the shapes of Qwen3-8B.
 LIMITS: Mapping[str, Mapping[str, float]] = {
     "1x32+200": {"idle": 0.5, "capture-all": 2.0, "steer-1": 2.0},
@@ -74,7 +76,7 @@ class Mode:
 
     Args:
         capture: rows of "one" layer or of "all", at all layers their "mean", what they are along directions
-            ("project") or 8 bits an element ("full8"), or None.
+            ("project"), 8 bits an element ("full8") or the "neurons", or None.
         specs: how many different specs steer.
     """
 
@@ -83,15 +85,22 @@ class Mode:
 
     @classmethod
     def parse(cls, name: str) -> Mode:
-        """Read "idle", "capture-one", "capture-all", "capture-mean", "capture-project", "capture-full8" or "steer-K".
+        """Read "idle", "capture-" and one of the captures, or "steer-K".
 
         Raises:
             ValueError: another name.
         """
-        found = re.fullmatch(r"idle|capture-(one|all|mean|project|full8)|steer-([1-9]\d*)", name)
+        found = re.fullmatch(r"idle|capture-(one|all|mean|project|full8|neurons)|steer-([1-9]\d*)", name)
         if found is None:
-            raise ValueError(f"no mode {name!r}; modes: {', '.join(MODES)}, and steer-K for any K")
+            raise ValueError(f"no mode {name!r}; modes: {', '.join(MODES)}, {NEURONS}, and steer-K for any K")
         return cls(found[1], int(found[2] or 0))
+
+    @property
+    def site(self) -> str | None:
+        """The site it captures or steers at."""
+        if self.capture == "neurons":
+            return "neurons"
+        return "resid_post" if self.capture or self.specs else None
 
 
 def modes_for(names: Iterable[str], workload: Workload) -> list[str]:
@@ -102,6 +111,12 @@ def modes_for(names: Iterable[str], workload: Workload) -> list[str]:
     """
     resolved = dict.fromkeys(f"steer-{workload.requests}" if name == "steer-each" else name for name in names)
     return [name for name in resolved if name == CONTROL or Mode.parse(name).specs <= workload.requests]
+
+
+def sites_for(names: Iterable[str]) -> list[str]:
+    """The sites that these modes need armed; the residual stream where they need none."""
+    found = dict.fromkeys(Mode.parse(name).site for name in names if name not in (CONTROL, "steer-each"))
+    return sorted(site for site in found if site) or ["resid_post"]
 
 
 def sequence(names: Sequence[str], number: int, base_every: int) -> list[str]:
@@ -139,13 +154,14 @@ def summary(
     """What the rounds of one workload say of each mode.
 
     Args:
-        passes: the runs of each round; a run has "mode" and "seconds", captures also "readable_s", "fetch_s" and
-            "fetch_bytes".
+        passes: the runs of each round; a run has "mode" and "seconds", captures also "readable_s" and
+            "bytes_per_token", some "fetch_s" and "fetch_bytes".
         workload: what was run.
         limits: most per cent over base of each mode.
 
     Returns:
-        Of each mode: every ratio, its median, quartiles, least and greatest; seconds; tokens a second; fetches.
+        Of each mode: every ratio, its median, quartiles, least and greatest; seconds; tokens a second; bytes that a computed
+        token takes in the arena; fetches.
     """
     found: dict[str, dict[str, Any]] = {}
     compared = [pair for runs in passes for pair in ratios([(run["mode"], run["seconds"]) for run in runs])]
@@ -159,6 +175,7 @@ def summary(
             "ratio": _spread([ratio for mode, ratio in compared if mode == name]),
             "limit_percent": limits.get(name),
             "readable_s": _median(run.get("readable_s") for run in of_mode),
+            "bytes_per_token": _median(run.get("bytes_per_token") for run in of_mode),
             "fetch_gb_per_s": _median(run["fetch_bytes"] / run["fetch_s"] / 1e9 for run in of_mode if "fetch_s" in run),
         }
     return found

@@ -34,10 +34,13 @@ class Shape:
         """Bytes of one token's keys and values."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim * self.itemsize
 
-    @property
-    def row_bytes(self) -> int:
+    def width(self, site: str) -> int:
+        """Elements of a row at a site."""
+        return self.intermediate_size if site == "neurons" else self.hidden_size
+
+    def row_bytes(self, site: str) -> int:
         """Bytes of one token's rows at one site of all layers."""
-        return self.num_hidden_layers * self.hidden_size * self.itemsize
+        return self.num_hidden_layers * self.width(site) * self.itemsize
 
 
 SHAPES = {

@@ -24,13 +24,12 @@ from steercap.adapters.lora import Adapters
 from steercap.adapters.prompts import Rendered, render
 from steercap.adapters.reaper import Reaper
 from steercap.adapters.sampling import read_params
-from steercap.adapters.settings import CONFIG_KEY, overshoot, worker_config
+from steercap.adapters.settings import CONFIG_KEY, family_in, overshoot, worker_config
 from steercap.adapters.wire import Wire
 from steercap.config import Settings
 from steercap.core.plan import EXTRA_ARGS_KEY, Plan
 from steercap.core.spec import Point
 from steercap.errors import EngineFailure, InvalidRequest, ModelNotLoaded, SteercapError
-from steercap.families import family_of
 from steercap.kernels.finite import overflows_later
 from steercap.sites import SITES
 
@@ -101,7 +100,7 @@ class VllmEngine:
             config = args.create_engine_config()
         except Exception as error:
             raise ModelNotLoaded(f"vLLM cannot load {model!r}: {error}") from error
-        family, hf_config = family_of(config.model_config.architectures), config.model_config.hf_text_config
+        family, hf_config = family_in(config.model_config), config.model_config.hf_text_config
         check_supported(config)
 
         def exists(point: Point) -> bool:

@@ -16,9 +16,8 @@ import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
-from steercap.adapters.settings import armed_points, tap_sizes
+from steercap.adapters.settings import armed_points, family_in, tap_sizes
 from steercap.core.plan import EXTRA_ARGS_KEY
-from steercap.families import family_of
 from steercap.kernels.tap import bind
 from steercap.sites.base import Sizes
 from steercap.worker.install import install_taps
@@ -53,7 +52,7 @@ def attach(runner: Any) -> None:
     config = runner.vllm_config
     model_config = config.model_config
     armed = armed_points(config.additional_config)
-    family = family_of(model_config.architectures)
+    family = family_in(model_config)
     start, stop = model_config.get_layers_start_end_indices(config.parallel_config)
     installed = install_taps(
         runner.get_model(),

@@ -16,10 +16,13 @@ import torch
 from steercap.core.records import LINE_BYTES
 from steercap.core.spec import Point
 from steercap.encodings import ENCODINGS
+from steercap.errors import UnsupportedModel
+from steercap.families import family_of
 from steercap.worker.taps.base import Installed, TapSizes
 
 if TYPE_CHECKING:
     from steercap.config import Settings
+    from steercap.families.base import Family
 
 CONFIG_KEY = "steercap"
 #: Modules whose source decides what is traced.
@@ -42,6 +45,22 @@ def worker_config(armed: Sequence[Point], settings: Settings) -> dict[str, Any]:
 def armed_points(additional_config: Mapping[str, Any]) -> tuple[Point, ...]:
     """The armed points, as a worker reads them."""
     return tuple(Point(layer, site) for layer, site in additional_config[CONFIG_KEY]["points"])
+
+
+def family_in(model_config: Any) -> Family:
+    """The family of a model as vLLM will run it.
+
+    Raises:
+        UnsupportedModel: none is known, or vLLM runs other modules than the family describes.
+    """
+    family = family_of(model_config.architectures)
+    if model_config.using_transformers_backend() != family.transformers_backend:
+        ours, other = ("transformers'", "its own") if family.transformers_backend else ("its own", "transformers'")
+        raise UnsupportedModel(
+            f"steercap knows {', '.join(model_config.architectures)} as vLLM runs it with {ours} modules; with "
+            f"model_impl={model_config.model_impl!r} this engine would run {other}; leave model_impl out"
+        )
+    return family
 
 
 def tap_sizes(config: Any, installed: Installed, tokens: int) -> TapSizes:

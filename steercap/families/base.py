@@ -29,6 +29,7 @@ class Family:
         mlp_proj: submodule that projects the neurons to the stream, "" if there is none.
         router: submodule that gives the logits of the experts, "" if there are none.
         sparse: of transformers' configuration and a layer's index, whether the layer has experts; None for no layer.
+        transformers_backend: whether vLLM runs transformers' own modules, in place of its own.
         see: what a layer carries, as rows [n, width] that share its memory, where that is something else.
         tiny: keyword arguments of transformers' `AutoConfig.for_model` for the smallest model that exercises
             the family, from which the contract tests write a checkpoint.
@@ -46,6 +47,7 @@ class Family:
     mlp_proj: str = "mlp.down_proj"
     router: str = ""
     sparse: Callable[[Any, int], bool] | None = None
+    transformers_backend: bool = False
     see: Callable[[Any], Any] = _as_it_is
     tiny: Mapping[str, Any] = field(repr=False)
 

@@ -90,28 +90,16 @@ async def _answered(
     serving: Serving, prompts: Sequence[tuple[Any, list[MessageSpan]]], call: CallArguments, *, many: bool
 ) -> Any:
     """Run prompts, with the spans of their messages, and give back what the user gets."""
-<<<<<<< HEAD
-    engine, captured, raw = serving.here(), ask.spec is not None, flag_asked("raw_output", ask.raw_output)
-    params = each(ask.sampling_params, len(prompts), "sampling_params")
-    specs = each(ask.spec, len(prompts), "capture")
-    edits = each(ask.steering, len(prompts), "steering")
-
-    async def jobs() -> AsyncIterator[Job]:
-        for (prompt, spans), *asked in zip(prompts, params, specs, edits, strict=True):
-            yield await prepare(engine, prompt, *asked, options=ask.options, spans=spans, reading=ask.reading)
-
-    done = await run_all(jobs(), serving.running)
-=======
     engine, captured, raw = serving.here(), call.spec is not None, flag_asked("raw_output", call.raw_output)
     params = each(call.sampling_params, len(prompts), "sampling_params")
     specs = each(call.spec, len(prompts), "capture")
     edits = each(call.steering, len(prompts), "steering")
-    jobs = [
-        await prepare(engine, prompt, *asked, options=call.options, spans=spans, reading=call.reading)
-        for (prompt, spans), *asked in zip(prompts, params, specs, edits, strict=True)
-    ]
-    done = await run_all(jobs, serving.running)
->>>>>>> names
+
+    async def jobs() -> AsyncIterator[Job]:
+        for (prompt, spans), *asked in zip(prompts, params, specs, edits, strict=True):
+            yield await prepare(engine, prompt, *asked, options=call.options, spans=spans, reading=call.reading)
+
+    done = await run_all(jobs(), serving.running)
     texts = [_raw(one) if raw else _texts(one.output) for one in done]
     handles = [_unnested(one) for one in done]
     if not many:

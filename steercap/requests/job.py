@@ -169,13 +169,8 @@ async def run_all(jobs: AsyncIterable[Job], running: set[asyncio.Task[Any]]) -> 
     """Run jobs at once, each from the moment it is prepared; the first error cancels the others.
 
     Args:
-<<<<<<< HEAD
         jobs: what to run, in the order in which memory is claimed.
-        running: where the tasks are entered while they run; who cancels them there closes the model.
-=======
-        jobs: what to run.
         running: where the tasks are entered while they run; to cancel them there is to close the model.
->>>>>>> names
 
     Raises:
         ModelClosed: the tasks were cancelled through `running`.

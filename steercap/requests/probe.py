@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,10 @@ from steercap.requests.job import Job, prepare, run_all
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from steercap.adapters.types import RequestOutput
+    from steercap.core.spec import Point
     from steercap.engine.engine import Engine
     from steercap.engine.fetching import Delivery
 
@@ -81,16 +84,39 @@ def _check(engine: Engine, delivery: Delivery) -> None:
 
 
 async def _probe_editing(engine: Engine, number: int, delivery: Delivery) -> None:
-    """One request per point that adds a random vector at that point alone: the next token's probability must change."""
+    """One request per point that adds a random vector at that point alone: the next token's probability must change.
+
+    The vector's elements are as large as the rows' are. Rows of random weights can be so small that nothing of them
+    reaches the stream: where nothing changed, they are 1.
+    """
     generator = torch.Generator().manual_seed(0)
-    written = [point for point in engine.armed if engine.schemas[point].writable]
-    specs: list[SteeringSpec | None] = [None]
-    for point in written:
-        # As long as the rows are, which a rank that has a part of each cannot know.
-        norm = float(delivery.joined(delivery.shards[engine.armed[point]]).flatten(1).norm(dim=1).mean())
-        vector = torch.randn(engine.schemas[point].width, generator=generator)
-        scale = norm / engine.schemas[point].width ** 0.5
-        specs.append(SteeringSpec([Add(vector, scale, layer=point.layer, site=point.site)]))
+    vectors, sizes = {}, {}
+    for point, schema in engine.schemas.items():
+        if schema.writable:
+            # Of whole rows, which a rank that has a part of each cannot know.
+            norm = float(delivery.joined(delivery.shards[engine.armed[point]]).flatten(1).norm(dim=1).mean())
+            sizes[point] = norm / schema.width**0.5
+            vectors[point] = torch.randn(schema.width, generator=generator)
+    silent = await _unheard(
+        engine, number, {point: Add(vectors[point], sizes[point], **_at(point)) for point in vectors}
+    )
+    loud = {point: Add(vectors[point], **_at(point)) for point in silent if sizes[point] < 1}
+    if loud:
+        silent = [point for point in silent if point not in loud] + await _unheard(engine, number, loud)
+    if silent:
+        raise TapsNotInstalled(
+            f"the start-up probe changed the rows at {', '.join(map(str, silent))}, and the model's output did not "
+            "change; the tap there reads, but what it writes is lost"
+        )
+
+
+def _at(point: Point) -> dict[str, Any]:
+    return {"layer": point.layer, "site": point.site}
+
+
+async def _unheard(engine: Engine, number: int, edits: Mapping[Point, Add]) -> list[Point]:
+    """The points whose edit, each made in a request of its own, leaves the model's output what it is without any."""
+    specs = [None, *(SteeringSpec([edit]) for edit in edits.values())]
     params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0}  # the sampled token's own
     prompt = {"prompt_token_ids": list(range(1, _PROMPT + 1))}
     options = {"data_parallel_rank": number} if engine.engines > 1 else {}
@@ -109,12 +135,7 @@ async def _probe_editing(engine: Engine, number: int, delivery: Delivery) -> Non
     except SteeringNotApplied as error:
         raise TapsNotInstalled(f"the start-up probe failed: {error}; this engine would not steer correctly") from error
     clean, *edited = [_likelihood(one.output) for one in done]
-    silent = [str(point) for point, found in zip(written, edited, strict=True) if found == clean]
-    if silent:
-        raise TapsNotInstalled(
-            f"the start-up probe changed the rows at {', '.join(silent)}, and the model's output did not change; "
-            "the tap there reads, but what it writes is lost"
-        )
+    return [point for point, found in zip(edits, edited, strict=True) if found == clean]
 
 
 def _likelihood(output: RequestOutput) -> dict[int, float]:

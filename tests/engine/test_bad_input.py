@@ -111,6 +111,13 @@ async def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path) 
             pytest.fail("it started")
 
 
+async def test_another_implementation_of_a_known_architecture_is_refused() -> None:
+    """transformers' own modules carry the stream in another way than vLLM's of the same name."""
+    with pytest.raises(errors.UnsupportedModel, match="LlamaForCausalLM as vLLM runs it with its own modules"):
+        async with opened(tiny_checkpoint("llama"), model_impl="transformers", **TINY_ENGINE):
+            pytest.fail("it started")
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [

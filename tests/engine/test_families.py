@@ -61,14 +61,18 @@ def test_a_router_and_neurons_are_where_the_model_has_them() -> None:
     assert "router" not in tiny_sites("llama")
 
 
-async def test_compiled_rows_are_those_of_transformers(tiny_reference, record_property) -> None:
-    """Through torch.compile's graph (inductor), taps at all sites fire, read and write the same rows as in eager mode."""
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+async def test_compiled_rows_are_those_of_transformers(family, record_property) -> None:
+    """Through torch.compile's graph (inductor), taps at all sites fire, read and write the same rows as in eager mode;
+    also where vLLM runs transformers' modules, whose rows come as [1, tokens, width].
+    """
+    path, reference = tiny_checkpoint(family), Reference(tiny_checkpoint(family))
     prompts = [random_prompt(length, seed) for seed, length in enumerate((1, 40, 133))]
     arguments = {**TINY_ENGINE, "enforce_eager": False}
-    sites = tiny_sites("qwen3")
+    sites = tiny_sites(family)
     names = list(product((*OPERATIONS, *VARIANTS), sites))
     everything = CaptureSpec(sites=sites)
-    async with opened(tiny_checkpoint("qwen3"), sites=sites, **arguments) as model:
+    async with opened(path, sites=sites, **arguments) as model:
         _, handles = await model.generate(prompts, {"max_tokens": 20, **GREEDY}, capture=everything)
         specs = [
             spec(name, places_of(model, site)[1], seed=seed, layers=[0, 2], site=site)
@@ -81,6 +85,6 @@ async def test_compiled_rows_are_those_of_transformers(tiny_reference, record_pr
             steering=specs,
         )
         await model.fetch_captures_batch([handles, steered])
-    for kind, found in (("", hold(handles, tiny_reference)), ("steered ", hold(steered, tiny_reference, specs))):
+    for kind, found in (("", hold(handles, reference)), ("steered ", hold(steered, reference, specs))):
         for name, same in found.items():
             record_property(f"compiled {kind}{name}", f"1-cos {1 - same.cosine:.1e}, error {same.error:.1e}")

@@ -7,7 +7,8 @@ import json
 from typing import Any
 
 import pytest
-from gpu_rounds import BASE, CONTROL, MODES, Workload, modes_for, ratios, sequence, summary
+from gpu_rounds import BASE, CONTROL, MODES, NEURONS, Workload, modes_for, ratios, sequence, sites_for, summary
+from gpu_shapes import SHAPES
 from gpu_trace import Trace, differences, group_of, names_that_differ, read_trace
 
 
@@ -112,6 +113,14 @@ def test_each_workload_has_the_modes_it_can_tell_apart() -> None:
         modes_for(["steer-0"], Workload(1, 1, 1))
     with pytest.raises(ValueError, match="REQUESTS"):
         Workload.parse("64x128")
+
+
+def test_neurons_are_armed_where_they_are_asked_for_alone() -> None:
+    """What the default modes cost is not changed by a site that only one more mode needs."""
+    assert sites_for(MODES) == sites_for([CONTROL, "idle"]) == ["resid_post"]
+    assert sites_for(["idle", NEURONS]) == ["neurons"]
+    assert sites_for([*MODES, NEURONS]) == ["neurons", "resid_post"]
+    assert (SHAPES["qwen3-8b"].row_bytes("neurons"), SHAPES["qwen3-8b"].row_bytes("resid_post")) == (884_736, 294_912)
 
 
 @pytest.mark.parametrize("every", [0, 1, 2])
