@@ -50,7 +50,8 @@ class LateTransfers:
         target.copy_(source)
 
     def now(self) -> object:
-        return object()
+        nothing = np.empty(0, dtype=np.int64)
+        return self.fetch(None, nothing, nothing, nothing, urgent=False)
 
     def fetch(self, _after: object, targets: Ints, sources: Ints, sizes: Ints, *, urgent: bool) -> object:
         del urgent

@@ -246,9 +246,9 @@ def _edit(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one loop, unrolle
     return row, applied
 
 
-@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["first", "count"])  # type: ignore[untyped-decorator]
 def _close_kernel(  # type: ignore[no-untyped-def]
-    tokens, evidence, witness, token_ids, positions, count, BLOCK: tl.constexpr
+    tokens, evidence, witness, token_ids, positions, first, count, BLOCK: tl.constexpr
 ):
     """Say what became of each token of a pass, and make the tables idle."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -256,7 +256,7 @@ def _close_kernel(  # type: ignore[no-untyped-def]
     wish = tokens + token * _TOKEN_COLUMNS
     row = tl.load(wish + _WITNESS, mask=inside, other=-1)
     known = row >= 0
-    said = witness + row.to(tl.int64) * _WITNESS_COLUMNS
+    said = witness + (first + row).to(tl.int64) * _WITNESS_COLUMNS
     tl.store(said, tl.load(token_ids + token, mask=known, other=0).to(tl.int64), mask=known)
     tl.store(said + 1, tl.load(positions + token, mask=known, other=0).to(tl.int64), mask=known)
     tl.store(said + 2, tl.load(evidence + token * 2, mask=known, other=0), mask=known)
@@ -312,7 +312,7 @@ def launch_tap(
 
 
 #: Elements of a row that 32 threads hold in registers.
-WARP_ELEMENTS: Final = 1024
+WARP_ELEMENTS: Final = 512
 #: The tokens that a CUDA graph holds at most by vLLM's default, and the tokens of one program in passes of more.
 MANY_TOKENS: Final = 512
 TOGETHER: Final = 8
@@ -334,15 +334,20 @@ def launch_close(
     witness: Int[torch.Tensor, "witnesses columns"],
     token_ids: Int[torch.Tensor, " n"],
     positions: Int[torch.Tensor, " n"],
+    first: int,
     count: int,
 ) -> None:
     """Write the witness of the first `count` tokens of a pass, and leave the tables idle.
 
     Args:
         tokens, evidence: as for `launch_tap`.
-        witness: of each token, the id and the position the model read, its edits and its copies: int64.
+        witness: of each token, the id and the position the model read, its edits and its copies: int64; on the device
+            or of pinned memory of the host.
         token_ids, positions: what the model reads.
+        first: row of `witness` of the first token that has one.
         count: tokens of the pass, padding not counted.
     """
     block = 128
-    _close_kernel[(triton.cdiv(count, block),)](tokens, evidence, witness, token_ids, positions, count, BLOCK=block)
+    _close_kernel[(triton.cdiv(count, block),)](
+        tokens, evidence, witness, token_ids, positions, first, count, BLOCK=block
+    )

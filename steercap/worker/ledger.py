@@ -21,6 +21,7 @@ from steercap.worker.batch import BatchRows
 from steercap.worker.layouts import Layouts
 from steercap.worker.outbox import Outbox
 from steercap.worker.programs import Programs
+from steercap.worker.series import Series
 from steercap.worker.steering import Slot, Steered
 from steercap.worker.step import Step
 
@@ -80,6 +81,8 @@ class Ledger:
         self._begun = self._completed = 0
         #: Names of the last pass, which of them are tracked, and their indices; None when somebody came or left.
         self._last: tuple[tuple[str, ...], Ints, Ints] | None = None
+        #: Passes like the last one; None once other requests, or something else of the same, may come next.
+        self._series: Series | None = None
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._indices
@@ -158,12 +161,14 @@ class Ledger:
         if tracked.index != NONE:
             self._state[tracked.index, _STOP] = 0
             self._holding[tracked.index] = False
+            self._series = None
 
     def look_again(self, tracked: Tracked) -> None:
         """What was known of the next tokens of a request may not hold any more."""
         if tracked.index != NONE:
             self.flush(tracked)
             self._state[tracked.index, _STOP] = 0
+            self._series = None
 
     def slots(self) -> dict[int, Slot]:
         """The slots that requests that run use, and what each holds."""
@@ -185,6 +190,15 @@ class Ledger:
         tracked, indices = self._find_all(tuple(batch.request_ids))
         if not len(tracked):
             return None
+        if self._series is not None and (step := self._series.next(batch)) is not None:
+            self._state[indices, _NEXT] = self._series.starts
+        elif (step := self._step_of(batch, tracked, indices)) is None:
+            return None
+        self._begun += 1
+        return step
+
+    def _step_of(self, batch: BatchRows, tracked: Ints, indices: Ints) -> Step | None:
+        """The step of a pass that need not be like the one before it."""
         starts, counts = batch.starts[tracked], batch.counts[tracked]
         first_tokens = np.cumsum(batch.counts)[tracked] - counts
         alike = self._alike(indices, starts, counts)
@@ -205,8 +219,12 @@ class Ledger:
         parts = [part for part in parts if len(part)]
         if not parts:
             return None
-        self._begun += 1
-        return Step.joined(parts)
+        step = Step.joined(parts)
+        if alike.all() and (batch.counts == 1).all():
+            left = int((self._state[indices, _STOP] - starts).min()) - 1
+            record_lines = np.where(step.lines == NONE, 0, self._layouts.lines[step.layouts])
+            self._series = Series(tracked, starts + 1, left, step, record_lines)
+        return step
 
     def _alike(self, indices: Ints, starts: Ints, counts: Ints) -> npt.NDArray[np.bool_]:
         """Which requests have only tokens in this pass that the array knows of: bool [requests]."""
@@ -220,6 +238,7 @@ class Ledger:
             indices = np.array([self._indices.get(name, NONE) for name in names], dtype=np.int64)
             tracked = np.flatnonzero(indices != NONE)
             self._last = names, tracked, indices[tracked]
+            self._series = None
         return self._last[1:]
 
     def _work_out(self, request: Tracked, start: int, first_token: int, count: int) -> Step | None:
@@ -288,6 +307,7 @@ class Ledger:
                 slot = steered.steering.slot
         slots, masks = np.array([slot]), np.array([mask], dtype=np.int32)
         edits = int(self._programs.evidence(slots, masks)[0])
+        self._series = None
         self._state[request.index] = start, stop, line, accumulator, layout, slot, mask, edits
 
     def computes(self, step: Step, wanted: Iterable[Wanted]) -> bool:

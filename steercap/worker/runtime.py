@@ -116,11 +116,10 @@ class Runtime:
         step = self._ledger.make_step(batch)
         if step is None:
             return
-        kept = step.requests[step.kept]
         updates, crowded = self.taps.accumulators.update(step)
         self._fail(crowded, "more of its newest rows than can be held apart may not be of its sequence")
         if reason := self.taps.open(step, batch, updates):
-            self._fail(kept, reason)
+            self._fail(step.requests[step.kept], reason)
 
     def _fail(self, indices: Ints, reason: str) -> None:
         """Fail the rows of requests, by their indices in the ledger."""

@@ -6,7 +6,7 @@ Shape legend: tracked = tokens of the pass that are kept or changed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
 import numpy as np
@@ -34,6 +34,7 @@ class Step:
         edits: what its edits must add up to, int64 [tracked].
         replaced: for some of the tokens, by their index in these tables, the bank row that each replacement of their
             configuration puts there, NONE for none: int64 [replacements].
+        series: steps of the same one, an object of no other meaning, differ in positions, firsts and lines alone.
     """
 
     requests: Ints
@@ -48,6 +49,7 @@ class Step:
     copies: Ints
     edits: Ints
     replaced: dict[int, Ints]
+    series: object = field(default_factory=object, repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -63,6 +65,17 @@ class Step:
         """Which tokens some scope of their configuration holds: bool [tracked]."""
         changed: npt.NDArray[np.bool_] = (self.slots != NONE) & (self.masks != 0)
         return changed
+
+    def following(self, record_lines: Ints) -> Step:
+        """The next step of the series: one token further on, records so many lines further: int64 [tracked]."""
+        positions = self.positions + 1
+        return replace(self, positions=positions, firsts=positions, lines=self.lines + record_lines)
+
+    def keeping_nothing(self) -> Step:
+        """The same edits, and no rows."""
+        nothing = np.full(len(self), NONE, dtype=np.int64)
+        none = np.zeros(len(self), dtype=np.int64)
+        return replace(self, lines=nothing, layouts=nothing, copies=none, series=object())
 
     @staticmethod
     def joined(parts: Sequence[Step]) -> Step:
@@ -81,7 +94,7 @@ class Step:
         return Step(**{name: values[order] for name, values in arrays.items()}, replaced=replaced)
 
 
-_ARRAYS: Final = tuple(field.name for field in fields(Step) if field.name != "replaced")
+_ARRAYS: Final = tuple(one.name for one in fields(Step) if one.name not in {"replaced", "series"})
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
 
-from steercap.core.program import MAX_REPLACEMENTS, NONE, RESPONSE_NUMBERS, Configuration
+from steercap.core.program import MAX_REPLACEMENTS, RESPONSE_NUMBERS, Configuration
 from steercap.core.records import LINE_BYTES
 from steercap.core.rows import Ints
 from steercap.encodings import ENCODINGS
@@ -33,6 +33,7 @@ from steercap.worker.programs import ENTRY_NUMBERS
 from steercap.worker.step import Step, Witness
 from steercap.worker.taps.base import Installed, Taps, TapSizes
 from steercap.worker.taps.cuda_rows import DeviceAccumulators, DeviceEncoder, typed
+from steercap.worker.taps.pattern import Pattern
 from steercap.worker.taps.ring import Ring
 from steercap.worker.taps.transfers import Transfers, pieces, runs
 
@@ -56,14 +57,12 @@ class _Pass:
 
     Args:
         step: its tracked tokens.
-        num_tokens: tokens of the pass, padding not counted.
+        pattern: what its taps are told.
         token_ids, positions: what the model reads.
         witness: first row of its witnesses.
         line: first line of its rows in the ring.
-        lines: how many lines.
         sources: first line in the ring of what is copied away of each tracked token, NONE if it is not kept: int64
             [tracked].
-        stored: lines of it, int64 [tracked].
         updates: requests whose accumulators it updates.
         encoded: which of the records in the encoder's upload are of each layout that is stored otherwise.
         failure: why it cannot be trusted.
@@ -73,14 +72,12 @@ class _Pass:
     """
 
     step: Step
-    num_tokens: int
+    pattern: Pattern
     token_ids: torch.Tensor
     positions: torch.Tensor
     witness: int
     line: int
-    lines: int
     sources: Ints
-    stored: Ints
     updates: int
     encoded: Sequence[tuple[Layout, slice]] = ()
     failure: str | None = None
@@ -129,19 +126,19 @@ class CudaTaps(Taps):
         self._encoder = DeviceEncoder(
             installed, self.programs, self._bank, transfers, sizes.tokens if installed.captures else 1, AHEAD
         )
-        self._witness = table(AHEAD * sizes.tokens, kernel.WITNESS_COLUMNS, dtype=torch.int64)
-
-        self._said = transfers.pinned(self._witness.shape, torch.int64)
+        # Of host memory, to which the device writes them: they are few, and a copy would cost the host more.
+        self._witness = transfers.pinned((AHEAD * sizes.tokens, kernel.WITNESS_COLUMNS), torch.int64)
         self._uploads = [transfers.pinned(self._tokens.shape, torch.int32) for _ in range(AHEAD)]
+        self._tables: list[npt.NDArray[np.int32]] = [upload.numpy() for upload in self._uploads]
+        self._pattern: Pattern | None = None
         self._lines: Ring[_Pass] = Ring(len(self._rows))
-        self._witness_rows: Ring[_Pass] = Ring(len(self._witness))
         self._passed: deque[_Pass] = deque()
         self._open: _Pass | None = None
         self._number = 0
         self._dirty: set[int] = set()
         self._vectors: list[tuple[Sequence[int], torch.Tensor]] = []
         nothing = table(1)  # compile what no dummy run of the model would
-        kernel.launch_close(self._tokens, self._evidence, self._witness, nothing, nothing.long(), 1)
+        kernel.launch_close(self._tokens, self._evidence, self._witness, nothing, nothing.long(), 0, 1)
         self._sums.launch(self._rows, 1)
 
     def configure(self, slot: int, configuration: Configuration, bank_rows: Sequence[Sequence[int]]) -> None:
@@ -155,74 +152,65 @@ class CudaTaps(Taps):
 
     def open(self, step: Step, batch: BatchRows, updates: Updates | None) -> str | None:
         self._write_tables()
-        num_tokens, failure = int(batch.counts.sum()), None
-        records, stored, encoded = self._wanted(step)
-        whole = int(records.sum())
-        lines = whole + int(stored[encoded].sum())
-        if lines > self._lines.size:
-            failure = self._keep_nothing(step, lines)
-            records, stored, encoded = self._wanted(step)
-            whole, lines, updates = 0, 0, None
-        line, busy = self._lines.reserve(lines)
-        for done in busy:
-            self._copy_away(through=done)
-            self._transfers.hold(done.copied)
-        witness, _ = self._witness_rows.reserve(len(step))  # free since its last pass was completed: `blocking`
-        sources = np.full(len(step), NONE, dtype=np.int64)
-        sources[step.kept] = line + (np.cumsum(records) - records)[step.kept]
+        pattern, failure = self._pattern_of(step, batch), None
+        if pattern.lines > self._lines.size:
+            failure = self._too_many(pattern.lines)
+            step, updates = step.keeping_nothing(), None
+            pattern = self._pattern_of(step, batch)
+        line = 0
+        if pattern.lines:
+            line, busy = self._lines.reserve(pattern.lines)
+            for done in busy:
+                self._copy_away(through=done)
+                self._transfers.hold(done.copied)
         self._number += 1  # the last pass of its buffers was completed: `blocking`
-        self._upload(step, num_tokens, sources, witness)
+        sources = pattern.sources(line)
+        self._upload(step, pattern, sources)
         if updates is not None:
             self._sums.upload(self._number, step, updates, sources, self.layouts.raw_lines)
         work: list[tuple[Layout, slice]] = []
-        if encoded.any():
-            targets = line + whole + np.cumsum(stored[encoded]) - stored[encoded]
-            of = step.layouts[encoded]
+        if (encoded := pattern.encoded).any():
+            targets, of = pattern.targets(line), step.layouts[encoded]
             layouts = [self.layouts[number] for number in np.unique(of).tolist()]
             work = self._encoder.upload(self._number, layouts, of, np.stack([sources[encoded], targets], axis=1))
             sources[encoded] = targets
         self._open = _Pass(
             step,
-            num_tokens,
+            pattern,
             batch.token_ids,
             batch.positions,
-            witness,
+            self._number % AHEAD * self.sizes.tokens,
             line,
-            lines,
             sources,
-            stored,
             len(updates or ()),
             work,
         )
         self.open_step = step
         return failure
 
-    def _wanted(self, step: Step) -> tuple[Ints, Ints, npt.NDArray[np.bool_]]:
-        """Of each tracked token: lines of its record as computed, and as stored, and whether these differ."""
-        return (
-            self.layouts.raw_lines[step.layouts],
-            self.layouts.lines[step.layouts],
-            self.layouts.encoded[step.layouts] & (step.lines != NONE),
-        )
+    def _pattern_of(self, step: Step, batch: BatchRows) -> Pattern:
+        if self._pattern is None or self._pattern.series is not step.series:
+            self._pattern = Pattern.of(step, int(batch.counts.sum()), self.layouts)
+        return self._pattern
 
     def close(self, failure: str | None) -> None:
         done, self._open, self.open_step = self._open, None, None
         if done is None:
             return
         done.failure = failure
-        kernel.launch_close(
-            self._tokens, self._evidence, self._witness, done.token_ids, done.positions, done.num_tokens
-        )
+        num_tokens, read = len(done.pattern.table), (done.token_ids, done.positions)
+        kernel.launch_close(self._tokens, self._evidence, self._witness, *read, done.witness, num_tokens)
         if done.updates:
             self._sums.launch(self._rows, done.updates)
         self._encoder.launch(self._rows, done.encoded)
         done.closed = self._transfers.now()
-        done.copies = self._pieces(done)
-        beside = BESIDE_BYTES + int(BESIDE_SHARE * done.num_tokens * self._record_bytes)
-        self._copy_away(beside)
+        if self.arena is not None and done.pattern.drained.any():
+            done.copies = self._pieces(done)
+            self._lines.hold(done.line, done.pattern.lines, done)
+        else:
+            done.copied = done.closed
         self._passed.append(done)
-        self._lines.hold(done.line, done.lines, done)
-        self._witness_rows.hold(done.witness, len(done.step), done)
+        self._copy_away(BESIDE_BYTES + int(BESIDE_SHARE * num_tokens * self._record_bytes))
 
     def _copy_away(self, most: float = inf, *, through: _Pass | None = None) -> None:
         """Queue copies of passes that were closed, in their order.
@@ -278,8 +266,7 @@ class CudaTaps(Taps):
                 return
             self._passed.popleft()
             self._lines.free(done)
-            self._witness_rows.free(done)
-            said = self._said.numpy()[done.witness : done.witness + len(done.step)].copy()
+            said = self._witness.numpy()[done.witness : done.witness + len(done.step)].copy()
             if done.step is through:
                 through = None
             token_ids, positions, *evidence = said.T
@@ -313,40 +300,30 @@ class CudaTaps(Taps):
             self._evidence,
         )
 
-    def _keep_nothing(self, step: Step, lines: int) -> str:
-        """The rows of a pass are more than the ring holds: say so, and keep none of them."""
-        step.lines[:] = NONE
-        step.layouts[:] = NONE
-        step.copies[:] = 0
+    def _too_many(self, lines: int) -> str:
+        """Why none of a pass's rows are kept."""
         return (
             f"one pass keeps {lines * LINE_BYTES:,} bytes of rows, and the device holds "
             f"{self._lines.size * LINE_BYTES:,}; raise SteerModel(..., arena_bytes=), lower "
             "max_num_batched_tokens=, or capture fewer points"
         )
 
-    def _upload(self, step: Step, num_tokens: int, sources: Ints, witness: int) -> None:
+    def _upload(self, step: Step, pattern: Pattern, sources: Ints) -> None:
         """Tell the taps of each token of a pass, in one copy."""
-        buffer = self._uploads[self._number % AHEAD]
-        table: npt.NDArray[np.int32] = buffer.numpy()
-        table[:num_tokens] = NONE
-        wishes = np.full((len(step), kernel.TOKEN_COLUMNS), NONE, dtype=np.int32)
-        kept, changed = step.kept, step.changed
-        wishes[changed, kernel.SLOT] = step.slots[changed]
-        wishes[changed, kernel.MASK] = step.masks[changed]
-        wishes[:, kernel.LINE] = sources
-        wishes[kept, kernel.LAYOUT] = step.layouts[kept]
-        wishes[kept, kernel.BEFORE] = self.layouts.before[step.layouts[kept]]
-        wishes[:, kernel.WITNESS] = witness + np.arange(len(step))
+        number, count = self._number % AHEAD, len(pattern.table)
+        table = self._tables[number]
+        table[:count] = pattern.table
+        if pattern.raw_lines:
+            table[step.tokens, kernel.LINE] = sources
         if step.replaced:
-            self._replace(step, wishes)
-        table[step.tokens] = wishes
-        self._transfers.put(self._tokens[:num_tokens], buffer[:num_tokens])
+            self._replace(step, table)
+        self._transfers.put(self._tokens[:count], self._uploads[number][:count])
 
-    def _replace(self, step: Step, wishes: npt.NDArray[np.int32]) -> None:
+    def _replace(self, step: Step, table: npt.NDArray[np.int32]) -> None:
         """Tell the taps which rows are put in place of tokens'."""
         rows = list(step.replaced.values())
         ends = np.cumsum([len(row) for row in rows])
-        wishes[list(step.replaced), kernel.REPLACED] = ends - [len(row) for row in rows]
+        table[step.tokens[list(step.replaced)], kernel.REPLACED] = ends - [len(row) for row in rows]
         flat = self._there(np.concatenate(rows).astype(np.int32))
         self._replacements[: len(flat)].copy_(flat)
 
@@ -380,17 +357,11 @@ class CudaTaps(Taps):
 
     def _pieces(self, done: _Pass) -> tuple[Ints, Ints, Ints]:
         """What is to be copied away: targets and sources as addresses, sizes in bytes."""
-        columns = self._witness.shape[1] * self._witness.itemsize
-        first = done.witness * columns
-        targets, sources = [np.array([self._said.data_ptr() + first])], [np.array([self._witness.data_ptr() + first])]
-        sizes = [np.array([len(done.step) * columns])]
-        drained = done.step.lines != NONE
-        if self.arena is not None and drained.any():
-            to, start, lines = runs(done.step.lines[drained], done.sources[drained], done.stored[drained])
-            targets.append(self.arena.lines.data_ptr() + to * LINE_BYTES)
-            sources.append(self._rows.data_ptr() + start * LINE_BYTES)
-            sizes.append(lines * LINE_BYTES)
-        return pieces(np.concatenate(targets), np.concatenate(sources), np.concatenate(sizes), PIECE_BYTES)
+        assert self.arena is not None
+        drained = done.pattern.drained
+        to, start, lines = runs(done.step.lines[drained], done.sources[drained], done.pattern.stored[drained])
+        targets, sources = self.arena.lines.data_ptr() + to * LINE_BYTES, self._rows.data_ptr() + start * LINE_BYTES
+        return pieces(targets, sources, lines * LINE_BYTES, PIECE_BYTES)
 
 
 def _ring_bytes(sizes: TapSizes, token_bytes: int, device: torch.device) -> int:

@@ -108,7 +108,7 @@ class CudaTransfers:
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
+        event.record()  # of the device that is current in the worker, its own; to look it up takes long
         return event
 
     def fetch(
