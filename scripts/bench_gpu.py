@@ -16,7 +16,7 @@ returned, and every worker has said where all rows are). Releasing, and fetching
 apart. Checked at every run: no prompt token came from the cache, every row is there under its position, every edit
 touched every row, and in the warm-up, where vectors are larger, steered outputs differ from base's. A mode that fails is left out from then on, and the exit is 1.
 
-"bytes a token" are those that its rows take in the arena, as every worker laid them out. "capture-neurons" is no default:
+"bytes a token" are those that its rows take in the arena, as every worker laid them out. "capture-neurons" is not a default:
 its site is armed where it is asked for, at a cost to the modes beside it; its rows are those of a Qwen 3 MLP, three times
 as wide as the stream at 8B, and need that much more host memory.
 

@@ -53,7 +53,7 @@ class Workload:
         """
         found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text.strip())
         if found is None:
-            raise ValueError(f"{text!r} is no workload; write REQUESTSxPROMPT+GENERATED, such as 64x128+200")
+            raise ValueError(f"{text!r} is not a workload; write REQUESTSxPROMPT+GENERATED, such as 64x128+200")
         return cls(*map(int, found.groups()))
 
     def __str__(self) -> str:

@@ -99,7 +99,7 @@ def read_trace(path: Path) -> Trace:
     """Read one file.
 
     Raises:
-        ValueError: it is no trace, or an empty one.
+        ValueError: it is not a trace, or an empty one.
     """
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         content = json.load(file)

@@ -69,7 +69,7 @@ def install(arguments: Sequence[str], out: TextIO, *, seconds: float = SECONDS) 
     Args:
         arguments: of `pip install`.
         out: where to say how far it is.
-        seconds: between lines where that is no terminal.
+        seconds: between lines where that is not a terminal.
 
     Returns:
         pip's exit status.

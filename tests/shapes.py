@@ -33,7 +33,7 @@ CHECKED: Final = (
 )
 
 
-#: What is no tensor has no shape: whether it may be given is said by the function, in errors of its own.
+#: What is not a tensor has no shape: whether it may be given is said by the function, in errors of its own.
 NoTensor: Final = Annotated[object, Is[lambda value: not isinstance(value, torch.Tensor)]]
 
 

@@ -52,7 +52,7 @@ async def test_split_points_are_joined_from_the_ranks_that_have_them(tiny_refere
 
 async def test_two_engines_give_the_rows_of_transformers(tiny_reference) -> None:
     """Data parallel: requests land on either engine, are captured and steered there, and the
-    other engine's ignorance is no failure; memory for rows is that of both.
+    other engine's ignorance is not a failure; memory for rows is that of both.
     """
     prompts = [random_prompt(length, length) for length in range(1, 25)]
     added = spec("add", 128, seed=7, layers="all")

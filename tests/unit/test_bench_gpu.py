@@ -136,7 +136,7 @@ def test_every_mode_runs_once_a_round_between_base_runs(every: int) -> None:
 
 
 def test_ratios_are_to_the_base_runs_around() -> None:
-    """A machine that slows down steadily is no mode's fault."""
+    """A machine that slows down steadily is not the fault of any mode."""
     runs = [(BASE, 1.0), ("a", 1.1), (BASE, 1.2), ("b", 1.5), ("c", 1.5), (BASE, 1.8)]
     assert [name for name, _ in ratios(runs)] == ["a", "b", "c"]
     assert [ratio for _, ratio in ratios(runs)] == pytest.approx([1.0, 1.0, 1.0])

@@ -708,7 +708,7 @@ def test_visible_gpus_are_those_that_cuda_finds(said, seen) -> None:
 
 
 def test_only_gpus_that_the_workers_will_use_must_be_free() -> None:
-    """A full GPU that is hidden, or after those used, is no problem; one that is used is, also as a copy's."""
+    """A full GPU that is hidden, or after those used, is not a problem; one that is used is, also as a copy's."""
     gpus = tuple(Gpu("H200", 150 << 30, free << 30, (9, 0), "1", at) for at, free in enumerate((1, 149, 149, 1)))
     for said, sizes, state in (
         ("1,2,3", {}, "ok"),

@@ -145,7 +145,7 @@ async def test_rows_of_half_an_engine_of_none_or_of_two_are_none() -> None:
 
 
 async def test_edits_are_those_of_the_engine_that_ran_the_request() -> None:
-    """Every stage of one engine must have made its edits; the other engine's ignorance is no failure."""
+    """Every stage of one engine must have made its edits; the other engine's ignorance is not a failure."""
     cluster = Cluster()
     async with engine_of(cluster) as engine:
         lowered = engine.lowered(SPEC)

@@ -499,7 +499,7 @@ def test_one_token_far_off_leaves_the_others_their_colours() -> None:
 
 
 def test_a_heat_map_is_drawn(tmp_path) -> None:
-    """Tokens by names, with letters that no font has, and a dollar that is no formula."""
+    """Tokens by names, with letters that no font has, and a dollar that is not a formula."""
     path = TokenHeatmap(["$x$", "日本", "\n"], torch.randn(3, 4), tuple("abcd"), "title").plot(tmp_path / "x.png")
     assert path.stat().st_size > 5_000
 

@@ -185,7 +185,7 @@ def test_the_command_without_its_extra_says_so_in_a_line(module) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_area_under_the_curve_is_scikit_learns(seed) -> None:
-    """Also where numbers are equal, and there is one of a kind; NaN is no number."""
+    """Also where numbers are equal, and there is one of a kind; NaN is not a number."""
     from sklearn.metrics import roc_auc_score
 
     torch.manual_seed(seed)

@@ -185,7 +185,7 @@ async def test_a_worker_that_failed_or_knows_nothing_fails_its_request_alone() -
 
 
 async def test_shards_are_handed_over_in_the_order_of_their_ranks_and_complete() -> None:
-    """Whoever answers first; a shard that is missing or came twice, or a whole row that two have, is no row."""
+    """Whoever answers first; a shard that is missing or came twice, or a whole row that two have, is not a row."""
     split = PointSchema((2 * WIDTH,), "bfloat16", shards=2)
     first, second = paged("r1", 3, 50, 1), paged("r1", 3, 50, 2)
     ranks = {

@@ -628,7 +628,7 @@ def test_a_scorer_says_what_it_must_be_told() -> None:
 
 
 def test_rows_of_a_message_are_asked_for_by_index_or_role() -> None:
-    """Integers of any library, negative ones from the end; a truth value or None is no message."""
+    """Integers of any library, negative ones from the end; a truth value or None is not a message."""
     made = handle()
     for index in (1, -1, np.int64(1), np.int64(-1), torch.tensor(1)):
         assert made.rows_of(index).tolist() == [False, True, True, False, False]
