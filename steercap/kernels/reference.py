@@ -1,8 +1,9 @@
-"""The tap in plain PyTorch: what runs on CPU, and what other kernels are tested against.
+"""The tap in PyTorch: what runs on CPU.
 
-Number 5 in the life of a request. Shape legend: n = tokens of the pass, padding included; captured = tokens
-somebody wants at this point; lines = lines of the arena; steered = tokens that somebody edits; entries = rank-one edits
-of one point, in order; replaced = columns of the step's table of replacements.
+Number 5 in the life of a request. `testing.formula` says what is computed, one entry of one row at a time; here an
+entry is computed for all rows at once, and only what of it some row needs. Shape legend: n = tokens of the pass,
+padding included; captured = tokens somebody wants at this point; lines = lines of the arena; steered = tokens that
+somebody edits; entries = rank-one edits of one point, in order; replaced = columns of the step's table of replacements.
 """
 
 from __future__ import annotations
