@@ -1,8 +1,9 @@
-"""The tap in plain PyTorch: what runs on CPU, and what other kernels are tested against.
+"""The tap in PyTorch: what runs on CPU.
 
-Shape legend: n = tokens of the pass, padding included; captured = tokens whose rows are kept at this point; lines =
-lines of the arena; steered = tokens that are edited; entries = rank-one edits of one point, in order; replaced =
-columns of the step's table of replacements.
+`testing.formula` says what is computed, one entry of one row at a time; here an entry is computed for all rows at once,
+and only what of it some row needs. Shape legend: n = tokens of the pass, padding included; captured = tokens whose rows
+are kept at this point; lines = lines of the arena; steered = tokens that are edited; entries = rank-one edits of one
+point, in order; replaced = columns of the step's table of replacements.
 """
 
 from __future__ import annotations
