@@ -141,5 +141,5 @@ def check_sampling(*, temperature: float, seed: int | None = None, max_tokens: i
         raise typer.BadParameter(f"{temperature}; give a finite number, 0 or above", param_hint="--temperature")
     if seed is not None and not -(1 << 63) <= seed < 1 << 63:
         raise typer.BadParameter(f"{seed}; give a whole number of 64 bits", param_hint="--seed")
-    if max_tokens < 1:
-        raise typer.BadParameter(f"{max_tokens}; give 1 or more", param_hint="--max-tokens")
+    if not 1 <= max_tokens < 1 << 63:
+        raise typer.BadParameter(f"{max_tokens}; give 1 or more, in 63 bits", param_hint="--max-tokens")

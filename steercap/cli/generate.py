@@ -44,7 +44,7 @@ class SamplingOptions:
         Raises:
             typer.BadParameter: several answers that would all be the same, or a number that vLLM does not take.
         """
-        check_sampling(temperature=self.temperature, seed=self.seed)
+        check_sampling(temperature=self.temperature, seed=self.seed, max_tokens=self.max_tokens)
         if self.n > 1 and not self.temperature:
             raise typer.BadParameter(
                 f"{self.n} answers at temperature 0 are all the same; give --temperature", param_hint="-n"

@@ -13,7 +13,7 @@ from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ModelOptions, opened
 from steercap.cli.foreseen import Foreseen, check_sampling, foreseen
 from steercap.cli.selections import names_of, numbers_of
-from steercap.cli.sweep_file import measure_of, read_settings, sweep_of
+from steercap.cli.sweep_file import measure_of, measures_in, read_settings, sweep_of
 from steercap.cli.sweep_shown import report
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
@@ -158,7 +158,7 @@ def register(app: typer.Typer) -> None:
             "scales": _given(scales, numbers_of),
             "operations": _given(operations, names_of),
             "prompts": _given(str(prompts) if prompts else None, str),
-            "measures": _given(measures, names_of),
+            "measures": _given(measures, measures_in),
             "reversed": turned,
         }
         same = {"chat": chat, "tokens": tokens, "relative": relative, "random": random, "base": base, "seed": seed}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import typer
 from steercap.cli.contents import directions_in, load
 from steercap.cli.persona import is_file, trait_of
 from steercap.cli.prompts import PromptOptions
-from steercap.cli.selections import tokens_of
+from steercap.cli.selections import names_of, tokens_of
 from steercap.cli.steering import base_of
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
@@ -120,6 +121,20 @@ def sweep_of(settings: SweepFile) -> Sweep:
         seed=settings.seed,
         sampling={"max_tokens": settings.max_tokens, "temperature": settings.temperature},
         samples=settings.samples,
+    )
+
+
+def measures_in(text: str) -> tuple[str, ...]:
+    """Measures with commas between; the path of a trait's file may hold commas too.
+
+    Raises:
+        typer.BadParameter: none.
+    """
+    from steercap.experiments import MEASURES
+
+    parts = re.split(rf",(?=\s*score:|\s*(?:{'|'.join(MEASURES)})\s*(?:,|$))", text)
+    return tuple(
+        one for part in parts for one in ([part.strip()] if is_file(_scored(part.strip())[0]) else names_of(part))
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -162,22 +163,26 @@ class Terminal:
 
         vLLM's processes, and libraries in C, write to file descriptors 1 and 2 whatever Python's streams are.
         """
-        descriptor, name = tempfile.mkstemp(prefix="steercap-vllm-", suffix=".log")
-        log = Path(name)
-        try:
-            with contextlib.ExitStack() as stack:
-                target = 2 if self.verbose else descriptor
-                for stream, number, console in ((sys.stdout, 1, self.out), (sys.stderr, 2, self.err)):
-                    stack.enter_context(_diverted(stream, number, console, target))
-                yield
-        except Exception as error:
-            if not self.verbose and _is_engines(error):
-                self.log = log
-            raise
-        finally:
-            os.close(descriptor)
-            if self.log is None:
-                log.unlink(missing_ok=True)  # whoever tidies the folder may have been here
+        with tempfile.TemporaryFile() as log:  # without a name, so that a command that is killed leaves none
+            try:
+                with contextlib.ExitStack() as stack:
+                    target = 2 if self.verbose else log.fileno()
+                    for stream, number, console in ((sys.stdout, 1, self.out), (sys.stderr, 2, self.err)):
+                        stack.enter_context(_diverted(stream, number, console, target))
+                    yield
+            except Exception as error:
+                if not self.verbose and _is_engines(error):
+                    self.log = _kept(log.fileno())
+                raise
+
+
+def _kept(descriptor: int) -> Path:
+    """What is in a log without a name, in a file with one."""
+    kept, name = tempfile.mkstemp(prefix="steercap-vllm-", suffix=".log")
+    # Opened anew: whoever still writes to it shares the place of ours in it.
+    with Path(f"/proc/self/fd/{descriptor}").open("rb") as log, os.fdopen(kept, "wb") as file:
+        shutil.copyfileobj(log, file)
+    return Path(name)
 
 
 @contextmanager

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import socket
+import urllib.request
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -69,6 +73,34 @@ def require_there(name: str) -> None:
             f"there is no model at {path.absolute()}{home}; give the folder of a model, or a name on the hub such as "
             "Qwen/Qwen3-0.6B"
         )
+
+
+def require_reachable(name: str) -> None:
+    """See that the hub answers, where a model must come from it; blocks, for 10 s at most.
+
+    The hub's library tries six times to reach it, and vLLM asks it again and again: that takes a minute. Where a proxy
+    or another hub stands between, it is left to them.
+
+    Raises:
+        ModelNotLoaded: nothing answers.
+    """
+    if "://" in name or Path(name).exists() or importlib.util.find_spec("huggingface_hub") is None:
+        return
+    with extra("cuda", "cpu"):
+        from huggingface_hub import constants
+
+    hub = urlsplit(constants.ENDPOINT)
+    elsewhere = os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in {"1", "true"}
+    proxied = hub.scheme in urllib.request.getproxies() or "all" in urllib.request.getproxies()
+    if constants.HF_HUB_OFFLINE or elsewhere or proxied or hub.hostname is None or local_folder(name) is not None:
+        return
+    try:
+        socket.create_connection((hub.hostname, hub.port or (80 if hub.scheme == "http" else 443)), timeout=10).close()
+    except OSError as error:
+        raise ModelNotLoaded(
+            f"{name!r} is not on this machine, and {constants.ENDPOINT} cannot be reached: {error}; give the folder of "
+            "a model, or try again with a connection"
+        ) from error
 
 
 def look_up(name: str, folder: Path | None = None) -> Checkpoint:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from steercap.concurrency.loops import Home, finished, on_thread
 from steercap.config import Settings
 from steercap.core.idiom import AWAITED
-from steercap.engine.checkpoint import look_up, require_there
+from steercap.engine.checkpoint import look_up, require_reachable, require_there
 from steercap.engine.engine import Engine
 from steercap.engine.guard import require_main_guard
 from steercap.errors import ModelClosed
@@ -76,6 +76,7 @@ class Serving:
 
         if "hf_config_path" not in self.engine_args:
             require_there(self.model)  # before vLLM is imported, which takes long
+            await asyncio.to_thread(require_reachable, self.model)
         arguments = dict(self.engine_args)
         if "max_model_len" in arguments and self._cut and (context := look_up(self.model).context):
             arguments["max_model_len"] = min(arguments["max_model_len"], context)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -199,6 +200,25 @@ print("after")
     assert json.loads(loud.stdout.rsplit("\n", 2)[0]) == {"a": 1}
     assert {"python", "child", "descriptor", "error"} <= set(loud.stderr.split())
     assert [log] == list(tmp_path.iterdir())
+
+
+def test_a_killed_command_leaves_no_log(tmp_path) -> None:
+    """Nobody is there to remove it: while the engine runs, vLLM's log has no name."""
+    code = """
+import time
+from steercap.cli.terminal import Output, Terminal
+terminal = Terminal(Output())
+with terminal.alone():
+    terminal.write("ready")
+    time.sleep(60)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)}
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.kill()
+    assert list(tmp_path.iterdir()) == []
 
 
 STOPPED = """

@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ from steercap.cli.capture import Store
 from steercap.cli.engines import ModelOptions
 from steercap.cli.generate import Answer, report
 from steercap.cli.onward import folded, sweeps_of
-from steercap.cli.sweep_file import measure_of, read_settings
+from steercap.cli.sweep_file import measure_of, measures_in, read_settings
 from steercap.cli.terminal import Output, Terminal
 from steercap.cli.vectors import report as extracted
 from steercap.engine.checkpoint import is_path, require_there
@@ -80,6 +81,7 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         ("generate hi -m model --out /proc/nothing/x.jsonl", 2, "cannot be written to"),
         ("generate hi -m model --out taken.jsonl", 2, "there already; give another name, or --force"),
         ("generate hi -m model --temperature nan", 2, "greater than or equal to 0"),
+        ("generate hi -m model --max-tokens 9999999999999999999", 2, "63 bits"),
         ("generate hi -m model --seed 99999999999999999999", 2, "64 bits"),
         ("generate hi -m model --steer deep.safetensors --layer 9", 1, "layer 9 is outside this model of 4 layers"),
         ("generate hi -m model --steer wide.safetensors --layer 1", 1, "width 16, the rows at resid_post[1] are 8 of "),
@@ -323,6 +325,30 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path) -> None:
     assert (path.read_text(), len(list(tmp_path.iterdir()))) == ("old", 1)
 
 
+def test_a_hub_that_does_not_answer_is_an_error_at_once() -> None:
+    """Its own library would try six times, for 23 s, and vLLM asks it more than once."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # nobody listens there once it is closed
+    hub = f"http://127.0.0.1:{port}"
+    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    environment |= {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0"}
+    done = shell("generate", "hi", "-m", "nobody/nothing", env=environment)
+    assert done.returncode == 1
+    assert f"ModelNotLoaded: 'nobody/nothing' is not on this machine, and {hub} cannot be reached" in done.stderr
+    assert "Retrying" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "variable", [{"HF_HUB_OFFLINE": "1"}, {"http_proxy": "http://127.0.0.1:1"}, {"VLLM_USE_MODELSCOPE": "true"}]
+)
+def test_a_hub_is_not_asked_where_something_else_stands_for_it(variable) -> None:
+    """Offline, behind a proxy, or with another hub: vLLM knows more of it than a connection says."""
+    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    environment |= {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HUB_OFFLINE": "0", **variable}
+    code = "from steercap.engine.checkpoint import require_reachable; require_reachable('nobody/nothing')"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
 # Traits of one's own, and what comes after a run
 
 
@@ -340,6 +366,18 @@ def test_a_trait_of_ones_own_is_a_measure(tmp_path, monkeypatch) -> None:
     assert (scored.label, type(scored.scorer).__name__) == ("mine", "Keywords")
     with pytest.raises(InvalidFile, match=r"other\.yaml holds no trait"):
         measure_of("score:other.yaml")
+    comma = own_trait(tmp_path / "a, length" / "b,c.yml", "comma")
+    assert measures_in(f"length, score:{comma},score:{own}:keywords ,score:evil,repetition,wit") == (
+        "length",
+        f"score:{comma}",
+        f"score:{own}:keywords",
+        "score:evil",
+        "repetition",
+        "wit",
+    )
+    assert measures_in("score:evil,wit") == ("score:evil", "wit")
+    with pytest.raises(typer.BadParameter, match="names nothing"):
+        measures_in(" ")
     config = own.parent / "sweep.yaml"
     config.write_text(
         "vectors: v\nlayers: [1]\nscales: [1]\nprompts: [a]\nmeasures: [length, 'score:mine.yaml:keywords', 'score:evil']"
