@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 import torch
@@ -37,6 +39,7 @@ from steercap.core.records import LINE_BYTES
 from steercap.core.tokens import Range
 from steercap.transport.assemble import assemble
 from steercap.transport.reader import open_reader
+from steercap.worker.step import Step
 from steercap.worker.taps import cuda
 from steercap.worker.taps.ring import Ring
 from steercap.worker.taps.transfers import pieces, runs
@@ -371,6 +374,63 @@ async def test_what_runs_on_costs_no_look_at_each_request() -> None:
     for number in (1, 299):
         _, rows = await bench.rows(f"r{number}", 9)
         torch.testing.assert_close(rows[2], expected(number, range(9), 2))
+
+
+def register_some(benches, name: str, rng, configuration: Configuration) -> None:
+    """A request that keeps rows, or is steered, or both, of some positions."""
+    first, last = sorted(rng.integers(0, 60, 2).tolist())
+    capture = CapturePlan((0, 2), (Range(first, last + 1), Range(70, None)), None, "raw")
+    some = rng.integers(0, 4)
+    steering = steering_plan(configuration) if some > 1 else None
+    plan = Plan(name, 3, 100, capture=capture if some < 3 else None, steering=steering)
+    for bench in benches:
+        bench.runtime.register(name, plan.encode(), 0)
+
+
+async def test_a_series_of_passes_says_what_each_pass_alone_would() -> None:
+    """At random: requests come, go, stand still, run ahead, are preempted and given back; with and without a series."""
+    configuration, vectors = adding(1.0)
+    rng = np.random.default_rng(5)
+    both: list[Bench] = [Bench(8 << 20), Bench(8 << 20)]
+    steps: list[list[Step]] = [[], []]
+    for bench, seen in zip(both, steps, strict=True):
+        configure(bench, configuration, vectors)
+        opened = bench.runtime.taps.open
+        bench.runtime.taps.open = lambda step, *more, opened=opened, seen=seen: seen.append(step) or opened(step, *more)
+    reached: dict[str, int] = {}
+    made = continued = 0
+    for _ in range(150):
+        if len(reached) < 4 or rng.random() < 0.04:
+            name = f"r{made}"
+            made += 1
+            register_some(both, name, rng, configuration)
+            reached[name] = 0
+        elif rng.random() < 0.06:
+            name = str(rng.choice(list(reached)))
+            if rng.random() < 0.5:
+                reached[name] = 0  # preempted
+            else:
+                for bench in both:
+                    bench.ask(Collect(()), (Owner(name, 0),))
+        parts = [(name, at, 1 + int(not at or rng.random() < 0.03)) for name, at in reached.items()]
+        if rng.random() < 0.05:
+            parts = parts[1:]
+        series = both[0].runtime._ledger._series
+        both[0].step(*parts)
+        continued += both[0].runtime._ledger._series is series is not None
+        both[1].runtime._ledger._series = None
+        both[1].step(*parts)
+        for name, at, count in parts:
+            reached[name] = at + count
+            if at + count > 95:
+                del reached[name]
+                for bench in both:
+                    bench.runtime.forget([name])
+    assert len(steps[0]) == len(steps[1])
+    for step, alone in zip(*steps, strict=True):
+        for name in (one.name for one in fields(Step) if one.name != "series"):
+            np.testing.assert_equal(getattr(step, name), getattr(alone, name), err_msg=name)
+    assert continued > 30
 
 
 @DEVICE_ALONE
