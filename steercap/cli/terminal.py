@@ -172,7 +172,7 @@ class Terminal:
                     yield
             except Exception as error:
                 if not self.verbose and _is_engines(error):
-                    self.log = _kept(log.fileno())
+                    self.log = _kept(log.fileno()) if os.fstat(log.fileno()).st_size else None
                 raise
 
 

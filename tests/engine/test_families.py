@@ -61,6 +61,14 @@ def test_a_router_and_neurons_are_where_the_model_has_them() -> None:
     assert "router" not in tiny_sites("llama")
 
 
+async def test_rows_that_drown_in_the_stream_are_probed_too() -> None:
+    """Neurons of vLLM's dummy weights are some 1e-11: an edit of their size changes nothing, and the tap is right."""
+    async with opened(tiny_checkpoint("qwen3"), sites="neurons", load_format="dummy", **TINY_ENGINE) as model:
+        _, handle = await model.generate("small", {"max_tokens": 2, **GREEDY}, capture=CaptureSpec(sites="neurons"))
+        await handle.fetch()
+    assert all(0 < rows.abs().max() < 1e-6 for rows in handle.captures.values())
+
+
 @pytest.mark.parametrize("family", ["qwen3", "olmo2"])
 async def test_compiled_rows_are_those_of_transformers(family, record_property) -> None:
     """Through torch.compile's graph (inductor), taps at all sites fire, read and write the same rows as in eager mode;
