@@ -65,9 +65,9 @@ def registered(runtime: Runtime, names: list[str], passes: int, *, captures: boo
     ready, slots = lowered(), Slots(256, 4096)
     grant = slots.claim(ready.configuration, ready.digest)
     assert grant is not None
-    blobs = zip(ready.configuration.blobs, grant.places, strict=True)
+    blobs = zip(ready.configuration.blobs, grant.bank_rows, strict=True)
     vectors = tuple(Vectors(blob.digest, places, ready.vectors[blob.digest]) for blob, places in blobs)
-    placed = (Placed(grant.slot, grant.configuration, grant.places),)
+    placed = (Placed(grant.slot, grant.configuration, grant.bank_rows),)
     assert decode_answer(runtime.answer(encode(Call((), Configure(vectors, placed))))) == Configured(())
     limit = PROMPT + passes
     capture = CapturePlan(tuple(range(POINTS)), (scopes_of(ready, PROMPT, limit)[0][0][0],), None, "raw")
