@@ -298,6 +298,7 @@ class CudaTaps(Taps):
             self._rings[kind],
             self._layouts,
             self._evidence,
+            busy=self._open is not None,
         )
 
     def _too_many(self, lines: int) -> str:
