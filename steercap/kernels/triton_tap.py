@@ -280,8 +280,6 @@ def launch_tap(
     arena: Float[torch.Tensor, "lines line"],
     layouts: Int[torch.Tensor, "layouts points"],
     evidence: Int[torch.Tensor, "most 2"],
-    *,
-    busy: bool,
 ) -> None:
     """Edit and copy the rows of one point.
 
@@ -297,13 +295,11 @@ def launch_tap(
         arena: where rows are copied to, rounded to its dtype: lines of `LINE_BYTES`.
         layouts: line of each point in a record, -1 where it is not kept: int32.
         evidence: what was done to each token, int64: edits and copies, added up; see `bits.WEIGHT`.
-        busy: whether the pass has tokens with work, which are many programs' in a large one, while idle ones share one.
-            It decides how fast the pass is and nothing else: a graph that was captured idle may be replayed busy.
     """
     num_tokens, width = hidden.shape
     block = triton.next_power_of_2(width)
     other = hidden if residual is None else residual
-    together = 1 if busy or num_tokens <= MANY_TOKENS else TOGETHER
+    together = 1 if num_tokens <= MANY_TOKENS else TOGETHER
     early = _can_be_early()
     _tap_kernel[(triton.cdiv(num_tokens, together),)](
         hidden, other, point, tokens, counts, entries, responses, bank, replacements, arena, layouts, evidence,
@@ -317,7 +313,7 @@ def launch_tap(
 
 #: Elements of a row that 32 threads hold in registers.
 WARP_ELEMENTS: Final = 512
-#: The tokens that a CUDA graph holds at most by vLLM's default, and the tokens of one program in idle passes of more.
+#: The tokens that a CUDA graph holds at most by vLLM's default, and the tokens of one program in passes of more.
 MANY_TOKENS: Final = 512
 TOGETHER: Final = 8
 

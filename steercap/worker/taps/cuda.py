@@ -298,7 +298,6 @@ class CudaTaps(Taps):
             self._rings[kind],
             self._layouts,
             self._evidence,
-            busy=self._open is not None,
         )
 
     def _too_many(self, lines: int) -> str:
