@@ -387,6 +387,11 @@ def register_some(benches, name: str, rng, configuration: Configuration) -> None
         bench.runtime.register(name, plan.encode(), 0)
 
 
+def give_back(benches, name: str) -> None:
+    for bench in benches:
+        bench.ask(Collect(()), (Owner(name, 0),))
+
+
 async def test_a_series_of_passes_says_what_each_pass_alone_would() -> None:
     """At random: requests come, go, stand still, run ahead, are preempted and given back; with and without a series."""
     configuration, vectors = adding(1.0)
@@ -410,8 +415,7 @@ async def test_a_series_of_passes_says_what_each_pass_alone_would() -> None:
             if rng.random() < 0.5:
                 reached[name] = 0  # preempted
             else:
-                for bench in both:
-                    bench.ask(Collect(()), (Owner(name, 0),))
+                give_back(both, name)
         parts = [(name, at, 1 + int(not at or rng.random() < 0.03)) for name, at in reached.items()]
         if rng.random() < 0.05:
             parts = parts[1:]
