@@ -19,11 +19,11 @@ RESTORES: Final = 128  # ... and restored after it
 #: How rows are added to a reduction that runs along: their sum, their greatest, or the newest alone.
 SUM, MAX, LAST = range(3)
 
-#: What an application, or a copy, counts at point `p`: `WEIGHT * p + 1`, so that one too few here and one too many
-#: there do not cancel.
-WEIGHT: Final = 1_000_003
-#: Evidence is below this. A token with a row that is not finite counts `STRAY * (p + 1)` once more, for the first such
-#: point `p`: there it was edited to more than a row may hold, or copied.
+#: What the weights of points are made of: chosen among numbers drawn at random so that no two sums of two weights are
+#: alike among 512 points, and none of three among 64. See `weight`.
+SPREAD, MIX, PRIME, FOLD, ROUNDS = 756_402_063, 1_218_545_865, (1 << 31) - 1, 15, 3
+#: Evidence is below this: a weight has 31 bits. A token with a row that is not finite counts `STRAY * (p + 1)` once
+#: more, for the first such point `p`: there it was edited to more than a row may hold, or copied.
 STRAY: Final = 1 << 48
 
 
@@ -33,8 +33,15 @@ FULL8_HEAD: Final = 8
 
 
 def weight(point: int) -> int:
-    """What an application or a copy at a point counts in a token's evidence."""
-    return WEIGHT * point + 1
+    """What an application or a copy at a point counts in a token's evidence: as if drawn at random, 1 to 2^31.
+
+    One too few here and one too many there do not cancel; nor do two too few at points 1 and 3 and two too many at 2,
+    as they would in a sum of the points' numbers. No product on the way has more than 62 bits.
+    """
+    mixed = (point + 1) * SPREAD % PRIME
+    for _ in range(ROUNDS):
+        mixed = (mixed ^ (mixed >> FOLD)) * MIX % PRIME
+    return mixed + 1
 
 
 def told_apart(evidence: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

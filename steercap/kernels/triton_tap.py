@@ -38,7 +38,9 @@ _KIND, _SCOPE, _WRITE, _READ = tl.constexpr(KIND), tl.constexpr(SCOPE), tl.const
 _REPLACEMENT = tl.constexpr(REPLACEMENT)
 _WITNESS_COLUMNS = tl.constexpr(WITNESS_COLUMNS)
 _RESPONSE_COLUMNS = tl.constexpr(len(RESPONSE_NUMBERS))
-_WEIGHT, _STRAY = tl.constexpr(bits.WEIGHT), tl.constexpr(bits.STRAY)
+_STRAY = tl.constexpr(bits.STRAY)
+_SPREAD, _MIX = tl.constexpr(bits.SPREAD), tl.constexpr(bits.MIX)
+_PRIME, _FOLD, _ROUNDS = tl.constexpr(bits.PRIME), tl.constexpr(bits.FOLD), tl.constexpr(bits.ROUNDS)
 _READS, _RELATIVE, _REPLACES = tl.constexpr(bits.READS), tl.constexpr(bits.RELATIVE), tl.constexpr(bits.REPLACES)
 _JOINED, _LEADS = tl.constexpr(bits.JOINED), tl.constexpr(bits.LEADS)
 _MEASURES, _RESTORES = tl.constexpr(bits.MEASURES), tl.constexpr(bits.RESTORES)
@@ -130,7 +132,7 @@ def _tap_token(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- all that is 
             row += other_part.to(tl.float32)
         target = arena + (line + offset).to(tl.int64) * LINE + columns
         witness = evidence + token * 2
-        value = _WEIGHT * at.to(tl.int64) + 1
+        value = _weight(at.to(tl.int64))
         if offset >= 0:
             tl.atomic_add(witness + 1, value, sem="relaxed")
             if before > 0:
@@ -153,6 +155,15 @@ def _tap_token(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- all that is 
             row = edited
         if (offset >= 0) & (before <= 0):
             _copy(row, target, inside, witness + 1, at)
+
+
+@triton.jit
+def _weight(point):  # type: ignore[no-untyped-def]
+    """See `bits.weight`."""
+    mixed = (point + 1) * _SPREAD % _PRIME
+    for _ in tl.static_range(_ROUNDS):
+        mixed = (mixed ^ (mixed >> _FOLD)) * _MIX % _PRIME
+    return mixed + 1
 
 
 @triton.jit
@@ -294,7 +305,7 @@ def launch_tap(
         replacements: bank row that each replacement puts in place of a token's row, -1 for none: int32.
         arena: where rows are copied to, rounded to its dtype: lines of `LINE_BYTES`.
         layouts: line of each point in a record, -1 where it is not kept: int32.
-        evidence: what was done to each token, int64: edits and copies, added up; see `bits.WEIGHT`.
+        evidence: what was done to each token, int64: edits and copies, added up; see `bits.weight`.
     """
     num_tokens, width = hidden.shape
     block = triton.next_power_of_2(width)

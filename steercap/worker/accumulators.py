@@ -134,9 +134,9 @@ class Accumulators:
             The updates, None if the pass has no such rows; and the indices, in the ledger, of requests whose newest
             rows are more than can be held, none of which is added from here on.
         """
+        if not self.in_use or not (step.accumulators != NONE).any():
+            return None, np.empty(0, dtype=np.int64)
         rows = _Rows.of(step)
-        if not len(rows.tokens):
-            return None, rows.tokens
         accumulators, request = rows.accumulators, rows.request
         sure = np.maximum(self._sure[accumulators], rows.ends - self.lag)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import combinations_with_replacement
 from typing import Any
 
 import numpy as np
@@ -165,6 +166,15 @@ def test_a_kept_row_that_is_not_finite_is_named(kind, dtype, before, reduce, acc
         assert bench.collect("r0", 3).nonfinite is None
     assert bench.collect("r0").nonfinite == (3, 1)
     assert bench.collect("r1").nonfinite is None
+
+
+def test_what_is_made_elsewhere_does_not_make_up_for_what_is_missing() -> None:
+    """No two sums of up to two weights of 512 points are alike, and none of up to three of 64."""
+    weights = [0, *map(weight, range(512))]
+    pairs = [sum(pair) for pair in combinations_with_replacement(weights, 2)]
+    assert len(set(pairs)) == len(pairs)
+    triples = [sum(triple) for triple in combinations_with_replacement(weights[:65], 3)]
+    assert len(set(triples)) == len(triples)
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400), st.booleans()), max_size=40))
