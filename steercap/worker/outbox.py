@@ -264,7 +264,7 @@ class RowsOutbox(Outbox):
         self._last = max(self._last, int(self._ranks[stop - 1]) + 1)
 
     def reads(self, total: int) -> int:
-        # A reduced row overwrites the first records, and the pages behind it are given back: no row may come later.
+        # A reduced row overwrites the first records, and the pages behind it are given back: no row may be on its way.
         return self.limit if self.capture.reduce else total
 
     def _stopped(self) -> None:
@@ -272,6 +272,7 @@ class RowsOutbox(Outbox):
 
     def _reduce(self, reduction: Reduction, rows: int, _total: int) -> None:
         assert self._layout is not None
+        self.stop()  # a row that came later would land on the reduced one, or in pages that are another's by then
         reduce_rows(self._arena, tuple(self._places.ranges(range(rows))), self._layout, self._schemas, reduction)
         self._keep(1)
 

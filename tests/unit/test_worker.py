@@ -252,6 +252,24 @@ async def test_a_reduction_reads_across_pages(others, accumulates) -> None:
     assert bench.ask(Census()).pages_in_use == held + 1
 
 
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("accumulates", [False, True])
+async def test_what_runs_on_behind_its_reduction_is_not_kept(accumulates) -> None:
+    """The pages are given back with the reduction, and another request's rows are in them when a pass comes late."""
+    bench = Bench(width=16)
+    bench.plan("r1", reduce="sum", limit=60, accumulates=accumulates)
+    bench.step(("r1", 0, 9))
+    _, first = await bench.rows("r1", 9)
+    bench.plan("r2", limit=60)
+    bench.step(("r1", 9, 1), ("r2", 0, 50))
+    bench.step(("r1", 10, 30))
+    bench.step(("r1", 0, 3))
+    _, rows = await bench.rows("r2", 50)
+    torch.testing.assert_close(rows[2], expected(2, range(50), 2)[:, :1].expand(-1, 16))
+    _, again = await bench.rows("r1", 9)
+    assert torch.equal(first, again)
+
+
 async def test_rows_that_were_never_computed_are_missed() -> None:
     """A sequence longer than what ran is a failure that counts what is missing."""
     bench = Bench()
