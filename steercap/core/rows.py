@@ -1,7 +1,7 @@
 """Where a row is stored: the pure arithmetic from (request, position) to a line of the arena.
 
 Shape legend: `rows` = selected positions in order, `record` = what is kept of one token, laid out by `core.records` in
-lines of the arena.
+lines of the arena, `block` = consecutive pages of a request.
 
 The line of a row depends on its position alone, so a position computed twice (preemption, rejected
 drafts) overwrites what was there: last write wins, and no row can be kept twice.
@@ -9,13 +9,17 @@ drafts) overwrites what was there: last write wins, and no row can be kept twice
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from steercap.core.messages import LineRange
 from steercap.core.records import LINE_BYTES, PAGE_BYTES
 from steercap.core.tokens import Range, selected
 
@@ -73,11 +77,11 @@ class PageShape:
         return self.lines * LINE_BYTES
 
     def records(self, lines: int) -> int:
-        """How many records of so many lines fit in a page; a record never straddles two."""
+        """How many records of so many lines fit in a page."""
         return self.lines // lines
 
     def pages(self, rows: int, lines: int) -> int:
-        """Pages that `rows` records of so many lines occupy."""
+        """Pages with room for `rows` records of so many lines wherever they lie; consecutive ones may hold more."""
         return -(-rows // self.records(lines)) if rows else 0
 
 
@@ -92,6 +96,64 @@ def page_shape(lines: int, target_bytes: int = PAGE_BYTES) -> PageShape:
         target_bytes: the size to aim at for a page.
     """
     return PageShape(lines * max(2, target_bytes // (lines * LINE_BYTES)))
+
+
+class Places:
+    """Where a request's records lie: one behind the other through each block of consecutive pages, across borders.
+
+    No record crosses from block to block. Nearly always all pages are one block.
+
+    Args:
+        pages: of the request, ascending: int64 [pages].
+        page: the shape of a page.
+        record: lines of a record.
+    """
+
+    def __init__(self, pages: Ints, page: PageShape, record: int) -> None:
+        self.pages = pages
+        self._page = page
+        self._record = record
+        #: How many records there is room for.
+        self.rows = 0
+        #: Of each block: the row behind it, and the line that row 0 would have if the block went back so far.
+        self._ends: list[int] = []
+        self._origins: list[int] = []
+        jumps = np.flatnonzero(pages[1:] - pages[:-1] != 1) + 1
+        for first, stop in pairwise(sorted({0, *jumps.tolist(), len(pages)})):
+            self._origins.append(int(pages[first]) * page.lines - self.rows * record)
+            self.rows += (stop - first) * page.lines // record
+            self._ends.append(self.rows)
+
+    def lines(self, rows: Ints) -> Ints:
+        """First line of each row's record, of rows that there is room for."""
+        blocks = np.searchsorted(self._ends, rows, side="right")
+        return np.array(self._origins)[blocks] + rows * self._record
+
+    def block(self, row: int) -> tuple[int, int]:
+        """The row behind the block of `row`, and the line that row 0 would have if the block went back so far."""
+        block = bisect_right(self._ends, row)
+        return self._ends[block], self._origins[block]
+
+    def ranges(self, rows: range) -> Iterator[LineRange]:
+        """The lines of these rows' records, in their order, one range a block."""
+        start = rows.start
+        while start < min(rows.stop, self.rows):
+            end, origin = self.block(start)
+            stop = min(end, rows.stop)
+            yield LineRange(origin + start * self._record, (stop - start) * self._record)
+            start = stop
+
+    def pages_of(self, rows: int) -> int:
+        """How many of the pages the first `rows` records reach into."""
+        if not rows:
+            return 0
+        _, origin = self.block(rows - 1)
+        last = (origin + rows * self._record - 1) // self._page.lines
+        return int(self.pages.searchsorted(last)) + 1
+
+    def keep(self, pages: int) -> Places:
+        """The same with the first pages alone; rows that lie in them stay where they are."""
+        return Places(self.pages[:pages], self._page, self._record)
 
 
 class PageAllocator:

@@ -117,11 +117,17 @@ def open_reader(
 
 
 def _grouped(ranges: Iterable[LineRange], most: int) -> Iterable[tuple[LineRange, ...]]:
+    """All lines in their order, `most` at a time; a range that is larger comes in pieces."""
     group: list[LineRange] = []
+    room = most
     for item in ranges:
-        if group and sum(other.count for other in group) + item.count > most:
-            yield tuple(group)
-            group = []
-        group.append(item)
+        start, stop = item.start, item.start + item.count
+        while start < stop:
+            count = min(room, stop - start)
+            group.append(LineRange(start, count))
+            start, room = start + count, room - count
+            if not room:
+                yield tuple(group)
+                group, room = [], most
     if group:
         yield tuple(group)

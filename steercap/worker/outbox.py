@@ -11,7 +11,7 @@ import numpy.typing as npt
 from steercap.core.messages import LineRange, Owner, Parcel
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
-from steercap.core.rows import Ints, ranks, rows_selected, runs
+from steercap.core.rows import Ints, Places, ranks, rows_selected, runs
 from steercap.core.spec import Reduction
 from steercap.encodings import ENCODINGS
 from steercap.worker.arena import Arena
@@ -53,13 +53,17 @@ class Outbox(ABC):
         self._ranks = ranks(capture.ranges, plan.limit)
         self._stops, self._shifts = runs(capture.ranges, plan.limit)
         self._record = self._record_lines()
-        self._per_page = arena.shape.records(self._record) if self._record else 0
-        self._pages: Ints = np.empty(0, dtype=np.int64)
+        self._places = Places(np.empty(0, dtype=np.int64), arena.shape, self._record)
         self._reduced: tuple[Ints, Ints] | None = None  # labels of the rows that were reduced
 
     @abstractmethod
     def _record_lines(self) -> int:
         """Lines of a record in the arena, 0 where this rank keeps no point."""
+
+    @property
+    @abstractmethod
+    def _most(self) -> int:
+        """The most records that the request can have in the arena."""
 
     @property
     def layout(self) -> int:
@@ -158,11 +162,10 @@ class Outbox(ABC):
         """
         rows = len(rows_selected(self.capture.ranges, self.limit, total))
         positions, token_ids = (labels[:rows] for labels in self._reduced or self._labels(rows))
-        stored, record, encoding = range(first, rows), self._record, self.capture.encoding
+        stored, encoding = range(first, rows), self.capture.encoding
         failure = self.failure or self._missing(positions)
         if self.capture.reduce:
             stored, encoding = range(min(rows, 1)), "reduced"
-            record = ENCODINGS[encoding].record(self._schemas).lines
             if rows and self._points and not failure and self._reduced is None:
                 self._reduce(self.capture.reduce, rows, total)
                 self._reduced = positions, token_ids
@@ -172,7 +175,7 @@ class Outbox(ABC):
             encoding=encoding,
             numbers=self.capture.numbers,
             points=self._points,
-            lines=tuple(self._line_ranges(stored, record)) if not failure else (),
+            lines=tuple(self._line_ranges(stored)) if not failure else (),
             stored_rows=len(stored),
             positions=positions[first:].tobytes(),
             token_ids=token_ids[first:].tobytes(),
@@ -180,12 +183,6 @@ class Outbox(ABC):
             failure=failure,
             nonfinite=self._nonfinite if self._nonfinite and self._nonfinite[0] < total else None,
         )
-
-    def _lines(self, rows: Ints) -> Ints:
-        """First line of each row's record."""
-        page, slot = np.divmod(rows, self._per_page)
-        lines: Ints = self._pages[page] * self._arena.shape.lines + slot * self._record
-        return lines
 
     def _labels(self, rows: int) -> tuple[Ints, Ints]:
         """Position and token id of the first rows, as the model read them, NONE where none came: int64 [rows] each."""
@@ -197,27 +194,24 @@ class Outbox(ABC):
     def _reduce(self, reduction: Reduction, rows: int, total: int) -> None:
         """Put the reduction of the first rows, of a sequence of `total` inputs, into the first page; or fail."""
 
-    def _line_ranges(self, rows: range, record: int) -> Iterator[LineRange]:
-        """The lines of these rows, `record` each, of consecutive pages together; rows never reached have none."""
-        page = rows.start // self._per_page if self._points else len(self._pages)
-        while page < len(self._pages) and page * self._per_page < rows.stop:
-            pages = self._consecutive(page)
-            start = max(rows.start - page * self._per_page, 0)
-            stop = min(rows.stop - page * self._per_page, pages * self._per_page)
-            if start < stop:
-                first = self._pages[page].item() * self._arena.shape.lines
-                yield LineRange(first + start * record, (stop - start) * record)
-            page += pages
+    def _line_ranges(self, stored: range) -> Iterator[LineRange]:
+        """Where in the arena these rows are, or the one that they were reduced to."""
+        ranges = self._places.ranges(stored)
+        if not self.capture.reduce:
+            return ranges
+        lines = ENCODINGS["reduced"].record(self._schemas).lines
+        return (LineRange(one.start, lines) for one in ranges)
 
-    def _consecutive(self, page: int) -> int:
-        """How many pages from this one on hold their records one after another, without a gap."""
-        if self._per_page * self._record < self._arena.shape.lines:
-            return 1
-        left = len(self._pages) - page
-        if self._pages[-1] - self._pages[page] == left - 1:  # which nearly always is all of them
-            return left
-        steps = np.flatnonzero(np.diff(self._pages[page:]) != 1)
-        return int(steps[0]) + 1
+    def _reach(self, rows: int) -> bool:
+        """Have room for so many records.
+
+        The first time, take all pages that the request can need. They were reserved before it came, are consecutive
+        unless the arena is crowded, and need no thought later. Those that it did not need are given back at its end.
+        """
+        if not len(self._places.pages):
+            pages = self._arena.allocate(self._arena.shape.pages(self._most, self._record))
+            self._places = Places(pages, self._arena.shape, self._record)
+        return rows <= self._places.rows
 
     def free(self) -> None:
         """Give the pages back."""
@@ -226,8 +220,8 @@ class Outbox(ABC):
 
     def _keep(self, pages: int) -> None:
         """Give back all but the first pages."""
-        self._arena.free(self._pages[pages:])
-        self._pages = self._pages[:pages]
+        self._arena.free(self._places.pages[pages:])
+        self._places = self._places.keep(pages)
 
     def _missing(self, positions: Ints) -> str | None:
         missing = np.flatnonzero(positions == NONE)
@@ -245,48 +239,41 @@ class RowsOutbox(Outbox):
         return 0 if self._layout is None else self._layout.stored.lines
 
     @property
+    def _most(self) -> int:
+        return int(self._ranks.max()) + 1
+
+    @property
     def accumulator(self) -> int:
         return NONE
 
     def _take(self, rows: Ints) -> Ints | None:
-        if not self._reach(int(rows.max())):
+        last = int(rows.max()) + 1
+        if not self._reach(last):
             return None
-        self._last = max(self._last, int(rows.max()) + 1)
-        return self._lines(rows)
+        self._last = max(self._last, last)
+        return self._places.lines(rows)
 
     def _take_ahead(self, start: int, end: int, shift: int) -> tuple[int, int | None]:
-        if not self._reach(start - shift):
+        if not self._reach(start - shift + 1):
             return start, None
-        page, record = (start - shift) // self._per_page, self._record
-        first = page * self._per_page + shift
-        stop = first + self._per_page * self._consecutive(page)
-        return min(end, stop), self._pages[page].item() * self._arena.shape.lines - first * record
+        stop, origin = self._places.block(start - shift)
+        return min(end, stop + shift), origin - shift * self._record
 
     def ran(self, start: int, stop: int) -> None:
         super().ran(start, stop)
         self._last = max(self._last, int(self._ranks[stop - 1]) + 1)
 
     def reads(self, total: int) -> int:
-        # A reduced row overwrites the first records, and the pages behind it are given back: no row may come later.
+        # A reduced row overwrites the first records, and the pages behind it are given back: no row may be on its way.
         return self.limit if self.capture.reduce else total
 
     def _stopped(self) -> None:
-        self._keep(-(-self._last // self._per_page))
-
-    def _reach(self, row: int) -> bool:
-        """Have a page for `row` and all before it.
-
-        At the first row, take all pages that the request can need. They were reserved before it came, are consecutive
-        unless the arena is crowded, and need no thought later. Those that it did not need are given back at its end.
-        """
-        if not len(self._pages):
-            self._pages = self._arena.allocate(self._arena.shape.pages(int(self._ranks.max()) + 1, self._record))
-        return row // self._per_page < len(self._pages)
+        self._keep(self._places.pages_of(self._last))
 
     def _reduce(self, reduction: Reduction, rows: int, _total: int) -> None:
-        lines = tuple(self._line_ranges(range(rows), self._record))
         assert self._layout is not None
-        reduce_rows(self._arena, lines, self._layout, self._schemas, reduction)
+        self.stop()  # a row that came later would land on the reduced one, or in pages that are another's by then
+        reduce_rows(self._arena, tuple(self._places.ranges(range(rows))), self._layout, self._schemas, reduction)
         self._keep(1)
 
 

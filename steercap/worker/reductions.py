@@ -51,10 +51,10 @@ class ReducingOutbox(Outbox):
         return NONE if self._accumulator is None else self._accumulator
 
     def _take(self, rows: Ints) -> Ints | None:
-        return np.full_like(rows, NONE) if self._reach() else None
+        return np.full_like(rows, NONE) if self._reach(self._most) else None
 
     def _take_ahead(self, start: int, end: int, shift: int) -> tuple[int, int | None]:  # noqa: ARG002 -- rows have no line
-        return (end, 0) if self._reach() else (start, None)
+        return (end, 0) if self._reach(self._most) else (start, None)
 
     def reads(self, total: int) -> int:  # noqa: ARG002 -- whatever was added must have been
         return self.limit
@@ -78,7 +78,7 @@ class ReducingOutbox(Outbox):
     def _spill(self) -> None:
         """Put the accumulator, and what is held of it, into the arena: another request needs it."""
         assert self._accumulator is not None
-        if len(self._pages) and not self.failure:
+        if len(self._places.pages) and not self.failure:
             assert self._layout is not None
             self._copied = self._taps.spill(self._accumulator, self._layout, self._first_lines)
         self._spilled = self._release()
@@ -86,20 +86,14 @@ class ReducingOutbox(Outbox):
     @property
     def _first_lines(self) -> Ints:
         """First line of each record in the arena."""
-        return self._lines(np.arange(self._records))
+        return self._places.lines(np.arange(self._most))
 
     def _record_lines(self) -> int:
         return 0 if self._layout is None else self._layout.raw.lines
 
     @property
-    def _records(self) -> int:
+    def _most(self) -> int:
         return accumulator_records(self._schemas, self._taps.accumulators.held)
-
-    def _reach(self) -> bool:
-        """Whether the pages are there that the accumulator will need; takes them at first."""
-        if not len(self._pages):
-            self._pages = self._arena.allocate(self._arena.shape.pages(self._records, self._record))
-        return len(self._pages) * self._per_page >= self._records
 
     def _reduce(self, reduction: Reduction, rows: int, total: int) -> None:
         if self._spilled is None:  # the others are finished together

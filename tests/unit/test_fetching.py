@@ -279,6 +279,7 @@ async def test_the_wire_gives_the_same_rows_one_call_at_a_time(monkeypatch) -> N
         return sent.numpy().tobytes()
 
     asked = [paged(f"r{seed}", 1 + seed % 5, 300, seed) for seed in range(8)]
+    asked.append(parcel("of one range", 3, [(5, 750)], 250))
     async with fetcher() as made:
         deliveries = await made.deliver([[rank(of=WireReader(ask))]], [[[one]] for one in asked])
     assert most == 1

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steercap.core.receipt import check_labels, check_points
-from steercap.core.rows import PageAllocator, page_shape
+from steercap.core.rows import PageAllocator, PageShape, Places, page_shape
 from steercap.core.spec import Point
 from steercap.errors import CaptureIncomplete
 
@@ -50,6 +50,53 @@ def test_an_idle_allocator_forgets_what_it_touched() -> None:
     allocator.free(pages[:1])
     assert (allocator.forget_untouched(2), allocator.touched, allocator.in_use) == (6, 2, 0)
     assert allocator.allocate(4).tolist() == [0, 1, 2, 3]
+
+
+@given(
+    st.sets(st.integers(0, 40), min_size=1, max_size=24),
+    st.integers(1, 24),
+    st.integers(1, 12),
+    st.data(),
+)
+def test_records_fill_each_block_of_pages_and_nothing_else(pages, page_lines, record, data) -> None:
+    """Held against a walk along the pages; as many rows as claim them have room, and those that are kept stay."""
+    page = PageShape(max(page_lines, record))
+    owned, walked = sorted(pages), []
+    line = owned[0] * page.lines
+    while line < (owned[-1] + 1) * page.lines:
+        last = line + record - 1
+        if all(number in pages for number in range(line // page.lines, last // page.lines + 1)):
+            walked.append(line)
+            line += record
+        else:  # on to the next block
+            line = next((n * page.lines for n in owned if n * page.lines > line and n - 1 not in pages), 10**6)
+    places = Places(np.array(owned), page, record)
+    assert places.lines(np.arange(places.rows)).tolist() == walked
+    for row, first in enumerate(walked):
+        end, origin = places.block(row)
+        assert origin + row * record == first
+        assert row < end <= places.rows
+        assert places.lines(np.arange(row, end)).tolist() == list(range(first, first + (end - row) * record, record))
+
+    # Whoever claims pages for so many rows, wherever these lie, has room for them, and needs no more at the end.
+    claimed = len(owned) * page.records(record)
+    assert page.pages(claimed, record) == len(owned)
+    assert places.rows >= claimed
+
+    start, stop = sorted(data.draw(st.tuples(*[st.integers(0, places.rows + 2)] * 2)))
+    found = [line for one in places.ranges(range(start, stop)) for line in range(one.start, one.start + one.count)]
+    assert found == [line + n for line in walked[start:stop] for n in range(record)]
+    blocks = sum(number - 1 not in pages for number in owned)
+    assert len(list(places.ranges(range(start, stop)))) <= blocks
+
+    rows = data.draw(st.integers(0, places.rows))
+    reached = {(line + n) // page.lines for line in walked[:rows] for n in range(record)}
+    kept = places.pages_of(rows)
+    assert reached == set(owned[:kept])
+    assert kept <= page.pages(rows, record)
+    fewer = places.keep(kept)
+    assert fewer.lines(np.arange(rows)).tolist() == walked[:rows]
+    assert fewer.rows >= rows
 
 
 TOKENS = [10, 11, 12, 13, 14]

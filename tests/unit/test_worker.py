@@ -36,6 +36,7 @@ from steercap.core.messages import (
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import Blob, Configuration, Entry, Response, SteeringPlan, blob_digest
 from steercap.core.records import LINE_BYTES
+from steercap.core.rows import page_shape
 from steercap.core.tokens import Range
 from steercap.transport.assemble import assemble
 from steercap.transport.reader import open_reader
@@ -62,6 +63,7 @@ class Bench:
     """A runtime, and a stream of rows whose values say whose they are: request × 1000 + position + point / 10."""
 
     kind = "host"
+    width = WIDTH
 
     def __init__(
         self,
@@ -69,8 +71,10 @@ class Bench:
         dtype: torch.dtype = torch.float32,
         tokens: int = 1024,
         arena_bytes: int = 1 << 20,
+        width: int = WIDTH,
     ) -> None:
-        self.runtime = some_runtime(self.kind, POINTS, WIDTH, dtype, tokens=tokens, arena_bytes=arena_bytes)
+        self.width = width
+        self.runtime = some_runtime(self.kind, POINTS, width, dtype, tokens=tokens, arena_bytes=arena_bytes)
         self.attached = self.ask(Attach(capture_bytes))
         assert isinstance(self.attached, Attached)
         self.reader = open_reader(self.attached, "shared", self.no_wire)
@@ -108,7 +112,7 @@ class Bench:
         for point in range(POINTS):
             if point == skip_point:
                 continue
-            rows = torch.zeros(len(base) + padding, WIDTH, dtype=self.runtime.dtype)
+            rows = torch.zeros(len(base) + padding, self.width, dtype=self.runtime.dtype)
             rows[: len(base)] = (base[:, None] / 2).to(rows.dtype)
             residual = (rows + (point / 10 if point else 0) * (rows != 0)).to(rows.dtype)
             device = device_of(self.kind)
@@ -177,6 +181,93 @@ async def test_rows_the_client_has_are_not_sent_again() -> None:
         parcel, rows = await bench.rows("r1", 9_000, first)
         assert np.frombuffer(parcel.positions, dtype=np.int64).tolist() == list(range(first, 9_000))
         assert torch.equal(rows, full[:, first:])
+
+
+@pytest.fixture
+def small_pages(monkeypatch) -> None:
+    """Pages of 9 lines for rows that are a line wide: of 3 points, 3 records; of 2 points, 4 and a half."""
+    monkeypatch.setattr("steercap.worker.runtime.page_shape", lambda lines: page_shape(lines, 9 * LINE_BYTES))
+
+
+def crowd(bench: Bench, *others: int) -> None:
+    """Take ten pages one by one, and give all but these back."""
+    for number in range(10, 20):
+        bench.plan(f"r{number}", limit=3)
+        bench.step((f"r{number}", 0, 3))
+        bench.runtime.forget([f"r{number}"])
+    bench.ask(Collect(()), tuple(Owner(f"r{number}", 0) for number in range(10, 20) if number not in others))
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize(("others", "blocks"), [((), 1), ((11, 13, 16), 4), (tuple(range(11, 20, 2)), 6)])
+async def test_records_cross_from_page_to_page_where_these_are_consecutive(others, blocks) -> None:
+    """Streamed, preempted, ended, and its spare pages taken by another request; in an arena that others crowd, or not."""
+    bench = Bench(width=16)
+    crowd(bench, *others)
+    held = bench.ask(Census()).pages_in_use
+    bench.plan("r1", points=(0, 2), ranges=(Range(0, 5), Range(6, None)), limit=81)
+    bench.step(("r1", 0, 7))
+    assert bench.ask(Census()).pages_in_use == held + 20  # four records each, wherever they lie
+    bench.plan("r2", limit=35)
+    for position in range(7, 42):
+        bench.step(("r1", position, 1), ("r2", position - 7, 1))
+        if position == 20:
+            bench.step(("r1", 0, 20))  # it was preempted
+        _, new = await bench.rows("r1", position + 1, position - 1)
+        torch.testing.assert_close(new[1], expected(1, [position], 2)[:, :1].expand(-1, 16))
+    ended = bench.ask(Census()).pages_in_use
+    bench.runtime.forget(["r1"])
+    left = bench.ask(Census()).pages_in_use - (ended - 20)
+    assert left == 10 if blocks == 1 else 10 <= left <= 11  # 41 records of 2 lines, the last of them on two pages
+    bench.plan("r3", limit=60)
+    bench.step(("r3", 0, 60))
+    kept: dict[str, set[int]] = {}
+    for key, total, points in (("r1", 42, (0, 2)), ("r2", 35, (0, 1, 2)), ("r3", 60, (0, 1, 2))):
+        positions = [position for position in range(total) if key != "r1" or position != 5]
+        for first in (0, 1, 4, 17, 29):
+            parcel, rows = await bench.rows(key, total, first)
+            for index, point in enumerate(points):
+                wanted = expected(int(key[1:]), positions[first:], point)[:, :1].expand(-1, 16)
+                torch.testing.assert_close(rows[index], wanted)
+            kept.setdefault(key, {line for one in parcel.lines for line in range(one.start, one.start + one.count)})
+            assert len(parcel.lines) <= blocks if key == "r1" else parcel.lines
+    assert len(kept["r1"] | kept["r2"] | kept["r3"]) == 41 * 2 + 35 * 3 + 60 * 3
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("others", [(), (11, 13, 16)])
+@pytest.mark.parametrize("accumulates", [False, True])
+async def test_a_reduction_reads_across_pages(others, accumulates) -> None:
+    """All records of a request, in one block or several; one page is left."""
+    bench = Bench(dtype=torch.bfloat16, width=32)
+    crowd(bench, *others)
+    held = bench.ask(Census()).pages_in_use
+    bench.plan("r0", points=(0, 2), reduce="mean", limit=60, accumulates=accumulates)
+    bench.step(("r0", 0, 25))
+    for position in range(25, 40):
+        bench.step(("r0", position, 1))
+    for _ in range(2):
+        _, rows = await bench.rows("r0", 40)
+        torch.testing.assert_close(rows[0], torch.full((1, 32), 19.5))
+    assert bench.ask(Census()).pages_in_use == held + 1
+
+
+@pytest.mark.usefixtures("small_pages")
+@pytest.mark.parametrize("accumulates", [False, True])
+async def test_what_runs_on_behind_its_reduction_is_not_kept(accumulates) -> None:
+    """The pages are given back with the reduction, and another request's rows are in them when a pass comes late."""
+    bench = Bench(width=16)
+    bench.plan("r1", reduce="sum", limit=60, accumulates=accumulates)
+    bench.step(("r1", 0, 9))
+    _, first = await bench.rows("r1", 9)
+    bench.plan("r2", limit=60)
+    bench.step(("r1", 9, 1), ("r2", 0, 50))
+    bench.step(("r1", 10, 30))
+    bench.step(("r1", 0, 3))
+    _, rows = await bench.rows("r2", 50)
+    torch.testing.assert_close(rows[2], expected(2, range(50), 2)[:, :1].expand(-1, 16))
+    _, again = await bench.rows("r1", 9)
+    assert torch.equal(first, again)
 
 
 async def test_rows_that_were_never_computed_are_missed() -> None:
