@@ -1,5 +1,4 @@
-"""What an encoding is: how a row becomes bytes of a record on the worker, and a row again on the client. Rows are those
-of one rank: of a point that is split, its shard.
+"""What an encoding is: how a row becomes bytes of a record on the worker, and a row again on the client.
 
 Rows are one rank's: of a point that is split, its shard.
 """
