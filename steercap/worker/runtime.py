@@ -38,6 +38,7 @@ from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
 from steercap.core.rows import Ints, page_shape
 from steercap.encodings import ENCODINGS
+from steercap.encodings.base import dtype_of
 from steercap.errors import WorkerFailure
 from steercap.kernels.finite import edited_most
 from steercap.worker.arena import Arena
@@ -56,14 +57,12 @@ class Runtime:
     Args:
         taps: the tables behind this rank's taps.
         armed: names of the points that the whole engine arms.
-        dtype: the model's dtype.
         device: where the model computes.
     """
 
-    def __init__(self, taps: Taps, armed: Sequence[str], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, taps: Taps, armed: Sequence[str], device: torch.device) -> None:
         self.taps = taps
         self._names = tuple(armed[point] for point in taps.points)
-        self.dtype = dtype
         self.device = device
         self.captures = taps.installed.captures
         schemas = [one for one, keeps in zip(taps.schemas, taps.installed.kept, strict=True) if keeps]
@@ -174,10 +173,12 @@ class Runtime:
             return f"{len(own)} of {count} tokens of a pass were not copied at their points, once each"
         if (witness.edits[own] != step.edits[own]).any():
             return f"{len(own)} of {count} tokens of a pass did not get their edits"
-        point, dtype = self._names[witness.overflowed[first]], str(self.dtype).removeprefix("torch.")
+        point = witness.overflowed[first]
+        schema = self.taps.schemas[point]
         return (
-            f"the edited row of position {step.positions[first]} overflows at {point}: an element is NaN, infinite or "
-            f"beyond {edited_most(self.dtype):.3g}, the most that an edit may leave in {dtype}; use a smaller scale"
+            f"the edited row of position {step.positions[first]} overflows at {self._names[point]}: an element is NaN, "
+            f"infinite or beyond {edited_most(dtype_of(schema)):.3g}, the most that an edit may leave in "
+            f"{schema.dtype}; use a smaller scale"
         )
 
     def _wait_for(self, wanted: Sequence[Wanted]) -> None:

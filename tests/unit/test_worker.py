@@ -37,6 +37,7 @@ from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import Blob, Configuration, Entry, Response, SteeringPlan, blob_digest
 from steercap.core.records import LINE_BYTES
 from steercap.core.tokens import Range
+from steercap.encodings.base import dtype_of
 from steercap.transport.assemble import assemble
 from steercap.transport.reader import open_reader
 from steercap.worker.step import Step
@@ -108,7 +109,7 @@ class Bench:
         for point in range(POINTS):
             if point == skip_point:
                 continue
-            rows = torch.zeros(len(base) + padding, WIDTH, dtype=self.runtime.dtype)
+            rows = torch.zeros(len(base) + padding, WIDTH, dtype=dtype_of(self.runtime.taps.schemas[0]))
             rows[: len(base)] = (base[:, None] / 2).to(rows.dtype)
             residual = (rows + (point / 10 if point else 0) * (rows != 0)).to(rows.dtype)
             device = device_of(self.kind)
