@@ -38,6 +38,8 @@ class Encoding(ABC):
 
     #: The offset of each row in its record is a multiple of this, in bytes.
     align: ClassVar[int] = LINE_BYTES
+    #: Whether `CaptureSpec(codec=)` may name it; the others follow from `reduce=` and `project=`.
+    is_codec: ClassVar[bool] = False
 
     @abstractmethod
     def row_bytes(self, schema: PointSchema, numbers: int) -> int:
