@@ -69,8 +69,8 @@ class Captures(Mapping[Point, torch.Tensor]):
                 f"captures[{shown(key)}]: give a layer, or a layer and a site: captures[layer], "
                 f"captures[layer, 'resid_post']; captured: {self._points()}"
             )
-        place = layer + self._num_layers if layer < 0 else layer
-        point = Point(place, self._only_site() if site is None else site)
+        index = layer + self._num_layers if layer < 0 else layer
+        point = Point(index, self._only_site() if site is None else site)
         if point not in self._rows:
             raise LayerOutOfRange(f"{point} was not captured; captured: {self._points()}")
         return point
