@@ -5,7 +5,9 @@ A runner adapter drives it; it knows nothing of vLLM.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -39,7 +41,7 @@ from steercap.core.program import NONE
 from steercap.core.rows import Ints, page_shape
 from steercap.encodings import ENCODINGS
 from steercap.encodings.base import dtype_of
-from steercap.errors import WorkerFailure
+from steercap.errors import SteercapError, WorkerFailure
 from steercap.kernels.finite import edited_most
 from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
@@ -49,6 +51,8 @@ from steercap.worker.reductions import ReducingOutbox, finish
 from steercap.worker.steering import Steering
 from steercap.worker.step import Step, Witness
 from steercap.worker.taps.base import Taps
+
+_LOG: Final = logging.getLogger(__name__)
 
 
 class Runtime:
@@ -192,13 +196,18 @@ class Runtime:
     # The client's calls
 
     def answer(self, frame: bytes) -> bytes:
-        """Answer one frame; errors become a frame too, since raising would desynchronise vLLM's replies."""
+        """Answer one frame; errors become a frame too, since raising would desynchronise vLLM's replies.
+
+        The client is told what went wrong; where it did, if nobody foresaw it, stands in this process's log.
+        """
         try:
             call = decode_call(frame)
             with torch.inference_mode():
                 self._release(call.released)
                 return encode(self._reply(call))
         except Exception as error:  # noqa: BLE001 -- the RPC boundary
+            if not isinstance(error, SteercapError):
+                _LOG.exception("steercap could not answer its client")
             return encode(Failed(f"{type(error).__name__}: {error}"))
 
     def _reply(self, call: Call) -> Answer:  # noqa: PLR0911 -- one answer per question
