@@ -57,7 +57,7 @@ def runtime_of(device: torch.device, tokens: int) -> Runtime:
     installed = Installed(tuple(range(POINTS)), (schema,) * POINTS, (True,) * POINTS)
     sizes = TapSizes(slots=256, bank_rows=4096, entries=4, tokens=tokens, arena_bytes=None)
     taps = CudaTaps(installed, sizes, CudaTransfers(device, torch.cuda.Stream(device)))
-    return Runtime(taps, [f"resid_post[{point}]" for point in range(POINTS)], torch.bfloat16, device)
+    return Runtime(taps, [f"resid_post[{point}]" for point in range(POINTS)], device)
 
 
 def registered(runtime: Runtime, names: list[str], passes: int, *, captures: bool, steers: bool) -> None:

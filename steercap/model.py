@@ -37,7 +37,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         preset: "cpu" for engine arguments that suit a small model on a CPU: `dtype="float32"`, `enforce_eager=True`,
             `max_model_len=1024`, `kv_cache_memory_bytes=256 MiB`. Those given beside it take precedence. It does not
             choose the device: vLLM does.
-        sites: sites to arm: "resid_pre", "resid_post", "attn_out", "mlp_out".
+        sites: sites to arm, one name or several: those of `steercap.sites`.
         layers: layers to arm them at; all by default.
         capture_bytes: most shared memory that captured rows may take on each capturing worker, in bytes; taken when
             it is used, on CUDA pinned at the start.
@@ -49,6 +49,8 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         edits_per_point: rank-one edits that one spec may have at one layer and site.
         arena_bytes: on CUDA, device memory on each capturing worker for rows on their way to shared memory; see
             `Settings`.
+        reduce_bytes: most device memory on each capturing worker for reductions that run along with their requests,
+            in bytes; see `Settings`.
         **engine_args: vLLM's `AsyncEngineArgs`.
 
     Raises:
@@ -186,7 +188,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
 
     @property
     def hidden_size(self) -> int:
-        """Elements of a row: the model's hidden size."""
+        """Elements of a row of the residual stream; `points` has the shape at every other site."""
         return self.serving.opened().vllm.hidden_size
 
     @property

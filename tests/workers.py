@@ -104,7 +104,7 @@ def some_runtime(
         schemas = schemas_of(len(own), width, dtype)
     kept = tuple(captures and (shard == 0 or schema.shards > 1) for schema in schemas)
     taps = some_taps(kind, Installed(own, tuple(schemas), kept, shard), sizes)
-    return Runtime(taps, [f"resid_post[{point}]" for point in range(points)], dtype, device_of(kind))
+    return Runtime(taps, [f"resid_post[{point}]" for point in range(points)], device_of(kind))
 
 
 def schemas_of(points: int, width: int, dtype: torch.dtype = torch.float32) -> list[PointSchema]:

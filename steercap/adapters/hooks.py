@@ -80,7 +80,7 @@ def attach(runner: Any) -> None:
 
             taps = HostTaps(installed, sizes)
     names = [str(point) for point in armed]
-    setattr(runner, RUNTIME_ATTRIBUTE, Runtime(taps, names, runner.dtype, runner.device))
+    setattr(runner, RUNTIME_ATTRIBUTE, Runtime(taps, names, runner.device))
     bind(taps)
 
 

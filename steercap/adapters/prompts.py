@@ -95,11 +95,11 @@ def token_ids(given: Any) -> list[int]:
     ids = [*given]
     if {type(one) for one in ids} <= {int}:
         return ids
-    return [_token_id(one, place) for place, one in enumerate(ids)]
+    return [_token_id(one, index) for index, one in enumerate(ids)]
 
 
-def _token_id(one: Any, place: int) -> int:
-    index = index_of(one)
-    if index is None:
-        raise InvalidPrompt(f"prompt_token_ids[{place}] is {shown(one)}; give whole numbers")
-    return index
+def _token_id(one: Any, index: int) -> int:
+    found = index_of(one)
+    if found is None:
+        raise InvalidPrompt(f"prompt_token_ids[{index}] is {shown(one)}; give whole numbers")
+    return found

@@ -79,7 +79,7 @@ class Foreseen:
         """Check that edits fit.
 
         Raises:
-            The errors of `steercap.steering.spec.lower`.
+            The errors of `steercap.steering.lowering.lower`.
         """
         if spec is not None and self.model.layers and self.model.width:
             from steercap.core.schema import PointSchema

@@ -33,8 +33,8 @@ async def each_of(items: Iterable[Item], work: Callable[[Item], Awaitable[Result
     left, results = enumerate(items), dict[int, Result]()
 
     async def work_off(first: tuple[int, Item]) -> None:
-        for place, item in chain([first], left):
-            results[place] = await work(item)
+        for index, item in chain([first], left):
+            results[index] = await work(item)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -43,4 +43,4 @@ async def each_of(items: Iterable[Item], work: Callable[[Item], Awaitable[Result
     except BaseExceptionGroup as failed:
         error = first_error(failed)
         raise error from error.__cause__  # it keeps its own cause, which the group is not
-    return [results[place] for place in range(len(results))]
+    return [results[index] for index in range(len(results))]

@@ -1,0 +1,1 @@
+"""Pure: values, tokens, specs, plans, frames, budgets. No I/O, no asyncio, no torch."""

@@ -95,10 +95,9 @@ class Blob(msgspec.Struct, frozen=True, array_like=True):
 
 
 def blob_digest(data: bytes, rows: int) -> bytes:
-    """The digest of rows of vectors: SHA-256 of their number and of their float32 bytes. Of their number, since 2 rows
-    of 64 zeros are not 1 row of 128.
+    """The digest of rows of vectors: SHA-256 of their number and of their float32 bytes.
 
-    Of how many, since 2 rows of 64 zeros are not 1 row of 128.
+    Of their number too, since 2 rows of 64 zeros are not 1 row of 128.
     """
     return hashlib.sha256(rows.to_bytes(8, "little") + data).digest()
 

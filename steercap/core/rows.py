@@ -86,8 +86,7 @@ class PageShape:
 
 
 def page_shape(lines: int, target_bytes: int = PAGE_BYTES) -> PageShape:
-    """A page near `target_bytes` that holds whole records of all points, and at least two: a reduced row is float32, up
-    to twice the record of a 16-bit dtype.
+    """A page near `target_bytes` that holds whole records of all points, and at least two.
 
     Two, because a reduced row is float32: up to twice the record of a 16-bit dtype.
 

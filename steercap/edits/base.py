@@ -51,7 +51,7 @@ class Edit(ABC):
         layer: one layer; negative counts from the last.
         layers: several: a slice, a range, a sequence, a mask with a truth value for each layer of the model, or "all".
             Give one of the two.
-        site: place in the layer: "resid_pre", "resid_post", "attn_out" or "mlp_out".
+        site: place in the layer, a name in `steercap.sites`.
         tokens: "all", "prompt", "generated", "last_prompt", a slice, positions (negative counts from the end of the
             prompt), a mask with a truth value for each prompt token or for each of prompt + `max_tokens` - 1 positions,
             or a list of these. The last sampled token is never an input to the model, so it is never edited.

@@ -21,11 +21,12 @@ class Replace(Edit):
     The one edit that is not rank-one.
 
     Args:
-        rows: [positions, hidden], or [hidden] for one position; rounded to the model's dtype where they are put.
+        rows: [positions, width], or [width] for one position; rounded to the dtype of the point where they are put.
         positions: one position or several, all different; negative counts from the end of the prompt. Or a mask, with a
             truth value for each prompt token or for each of prompt + `max_tokens` - 1 positions: the first row goes to
             the first that is true.
-        layer, layers, site: see `Edit`; `tokens` is what `positions` says.
+        layer, layers, site: see `Edit`.
+        tokens: left out, since `positions` says it.
     """
 
     rows: Vector

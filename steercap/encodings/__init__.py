@@ -1,15 +1,12 @@
 """AS: one file per encoding of rows. To add one, add a file with a `MEMBER`."""
 
 import sys
-from typing import Final
 
 from steercap.core.registry import Registry
 from steercap.encodings.base import Encoding
 from steercap.errors import UnknownName
 
-ENCODINGS: Registry[Encoding] = Registry("codec", sys.modules[__name__], Encoding)  # type: ignore[type-abstract]
-#: Those that `CaptureSpec(codec=)` may name; the others follow from `reduce=` and `project=`.
-CODECS: Final = ("full8", "raw")
+ENCODINGS: Registry[Encoding] = Registry("encoding", sys.modules[__name__], Encoding)  # type: ignore[type-abstract]
 
 
 def check_codec(name: str) -> None:
@@ -18,5 +15,6 @@ def check_codec(name: str) -> None:
     Raises:
         UnknownName: they cannot; the message lists how they can.
     """
-    if name not in CODECS:
-        raise UnknownName(f"unknown codec {name!r}; known: {', '.join(map(repr, CODECS))}")
+    codecs = [known for known, encoding in ENCODINGS.items() if encoding.is_codec]
+    if name not in codecs:
+        raise UnknownName(f"unknown codec {name!r}; known: {', '.join(map(repr, codecs))}")

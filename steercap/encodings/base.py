@@ -1,5 +1,4 @@
-"""What an encoding is: how a row becomes bytes of a record on the worker, and a row again on the client. Rows are those
-of one rank: of a point that is split, its shard.
+"""What an encoding is: how a row becomes bytes of a record on the worker, and a row again on the client.
 
 Rows are one rank's: of a point that is split, its shard.
 """
@@ -39,6 +38,8 @@ class Encoding(ABC):
 
     #: The offset of each row in its record is a multiple of this, in bytes.
     align: ClassVar[int] = LINE_BYTES
+    #: Whether `CaptureSpec(codec=)` may name it; the others follow from `reduce=` and `project=`.
+    is_codec: ClassVar[bool] = False
 
     @abstractmethod
     def row_bytes(self, schema: PointSchema, numbers: int) -> int:

@@ -6,7 +6,7 @@ A row's codes span its own least and greatest element, so an element is off by h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from steercap.encodings.base import Alike, Encoding, dtype_of
 from steercap.kernels.bits import FULL8_HEAD, FULL8_STEPS
@@ -23,6 +23,8 @@ PART_ELEMENTS: Final = 1 << 20
 
 class Full8(Encoding):
     """uint8 codes behind their row's scale and zero point; decoded to float32."""
+
+    is_codec: ClassVar[bool] = True
 
     def row_bytes(self, schema: PointSchema, numbers: int) -> int:
         return FULL8_HEAD + schema.shard_width

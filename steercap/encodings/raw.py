@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from steercap.encodings.base import Encoding, dtype_of
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 class Raw(Encoding):
     """The bytes of the row, nothing else."""
+
+    is_codec: ClassVar[bool] = True
 
     def row_bytes(self, schema: PointSchema, numbers: int) -> int:
         return schema.shard_width * dtype_of(schema).itemsize

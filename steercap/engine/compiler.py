@@ -57,7 +57,7 @@ class Compiler:
         """A spec, or one edit, compiled.
 
         Raises:
-            InvalidSpec, PointNotArmed: it is not one, or does not fit the model; see `steering.lower`.
+            InvalidSpec, PointNotArmed: it is not one, or does not fit the model; see `steering.lowering.lower`.
         """
         spec = spec_of(steering)
         found = self._lowered.get(steering)

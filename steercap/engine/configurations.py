@@ -28,7 +28,7 @@ PATIENCE_SECONDS: Final = 60.0
 
 
 #: Configurations that one request needs, by their digests.
-Wanted: TypeAlias = "Mapping[bytes, Configuration]"
+Needed: TypeAlias = "Mapping[bytes, Configuration]"
 
 
 class Configurations:
@@ -54,7 +54,7 @@ class Configurations:
         self.bytes_sent = 0
         self._settings = settings
         self._ask = ask
-        self._queue: dict[asyncio.Future[list[Grant]], Wanted] = {}  # in order of arrival
+        self._queue: dict[asyncio.Future[list[Grant]], Needed] = {}  # in order of arrival
         self._loading: dict[bytes, asyncio.Task[None]] = {}
         self._loads: Batcher[tuple[Grant, Lowered], bool] = Batcher(self._load_all)
         self._closed = False
@@ -92,7 +92,7 @@ class Configurations:
                 granted.set_exception(ModelClosed("the model was closed while this request waited for a slot"))
         await self._loads.aclose()
 
-    async def _claim(self, wanted: Wanted) -> list[Grant]:
+    async def _claim(self, wanted: Needed) -> list[Grant]:
         if self._closed:
             raise ModelClosed("the model was closed before this request could be steered")
         if not self.slots.can_ever_hold(wanted):
@@ -112,7 +112,7 @@ class Configurations:
             )
         return await self._wait(wanted)
 
-    async def _wait(self, wanted: Wanted) -> list[Grant]:
+    async def _wait(self, wanted: Needed) -> list[Grant]:
         granted: asyncio.Future[list[Grant]] = asyncio.get_running_loop().create_future()
         self._queue[granted] = wanted
         try:
@@ -154,13 +154,13 @@ class Configurations:
         # A claim of its own keeps the slot and the bank rows, even if all who wait give up.
         grant = self.slots.claim(lowered.configuration, lowered.digest)
         assert grant is not None
-        waited = 0.0
+        clock, refused = asyncio.get_running_loop().time, None
         try:
             while not await self._loads.ask((grant, lowered)):
-                if waited > PATIENCE_SECONDS:
+                refused = refused or clock()
+                if clock() - refused > PATIENCE_SECONDS:
                     raise WorkerFailure(f"requests that have ended have held their slots for {PATIENCE_SECONDS} s")
                 await asyncio.sleep(RETRY_SECONDS)
-                waited += RETRY_SECONDS
         finally:
             del self._loading[grant.digest]
             self._release(grant)

@@ -274,7 +274,7 @@ class Engine:
         return await self._workers.census()
 
     @property
-    def vector_bytes(self) -> int:
+    def bank_row_bytes(self) -> int:
         """Bytes of a row of the vector bank, on the worker with the widest."""
         return max(rank.attached.bank_width for rank in self._all_ranks) * _FLOAT_BYTES
 

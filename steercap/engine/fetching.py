@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Final, TypeAlias
 
 import torch
@@ -66,7 +66,7 @@ class _Order:
     failure: str | None
     assemblies: list[Assembly] = field(default_factory=list)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes of its rows."""
         return sum(parcel_bytes(parcel, rank.of(parcel)) for rank, parcel in self.gathered)

@@ -51,7 +51,7 @@ async def stats_of(engine: Engine) -> Stats:
     engines = await engine.census()
     counts = [count for workers in engines for count in workers]
     budget, page_bytes = engine.admission.budget, engine.admission.page_bytes
-    slots, vector_bytes = engine.configurations.slots, engine.vector_bytes
+    slots, row_bytes = engine.configurations.slots, engine.bank_row_bytes
     return Stats(
         capture_bytes=budget.pages * page_bytes,
         capture_bytes_claimed=budget.reserved * page_bytes,
@@ -64,7 +64,7 @@ async def stats_of(engine: Engine) -> Stats:
         steps=sum(max(count.steps for count in workers) for workers in engines),
         steering_slots=slots.slots,
         steering_slots_in_use=slots.slots_in_use,
-        vector_bytes=slots.rows * vector_bytes,
-        vector_bytes_in_use=slots.rows_in_use * vector_bytes,
+        vector_bytes=slots.rows * row_bytes,
+        vector_bytes_in_use=slots.rows_in_use * row_bytes,
         vector_bytes_sent=engine.configurations.bytes_sent,
     )

@@ -19,8 +19,9 @@ class Captures(Mapping[Point, torch.Tensor]):
     """Rows by point: `captures[layer]` where one site was captured, `captures[layer, site]` always.
 
     Values are tensors [rows, *shape of the point] in the point's dtype, see `model.points`: [rows, hidden] for the
-    residual stream, [rows, heads, head_dim] for `z`. After a reduction they are [1, *shape] in float32 ([0, *shape] if
-    no token was there to reduce). Negative layers count from the model's last.
+    residual stream, [rows, heads, head_dim] for `z`; with `codec="full8"`, float32. After a reduction they are
+    [1, *shape] in float32 ([0, *shape] if no token was there to reduce), and with `project=` [rows, directions] in
+    float32. Negative layers count from the model's last.
 
     Args:
         rows: the tensors, or the shards of what is split over ranks and was not gathered.
@@ -68,8 +69,8 @@ class Captures(Mapping[Point, torch.Tensor]):
                 f"captures[{shown(key)}]: give a layer, or a layer and a site: captures[layer], "
                 f"captures[layer, 'resid_post']; captured: {self._points()}"
             )
-        place = layer + self._num_layers if layer < 0 else layer
-        point = Point(place, self._only_site() if site is None else site)
+        index = layer + self._num_layers if layer < 0 else layer
+        point = Point(index, self._only_site() if site is None else site)
         if point not in self._rows:
             raise LayerOutOfRange(f"{point} was not captured; captured: {self._points()}")
         return point

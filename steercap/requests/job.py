@@ -248,7 +248,10 @@ def outputs_of(
         job.prompt,
         job.params,
         planned.plan,
-        **{**job.options, "ticket": ticket, "salt": planned.salt, "partial": partial},
+        ticket=ticket,
+        salt=planned.salt,
+        partial=partial,
+        **job.options,
     )
 
 
@@ -289,12 +292,12 @@ def _handles(
     engine, plan = job.engine, job.plan
     tickets = engine.finish(ticket, [_pages_kept(job, plan, len(sample.token_ids)) for sample in output.outputs])
     handles = []
-    for place, (sample, own) in enumerate(zip(output.outputs, tickets, strict=True)):
+    for index, (sample, own) in enumerate(zip(output.outputs, tickets, strict=True)):
         stop = plan.prompt_len + len(sample.token_ids)
         reply = (MessageSpan("assistant", None, plan.prompt_len, stop),) if job.spans else ()
         name = plan.key if plan.samples == 1 else f"{plan.key}/{sample.index}"
         tokens = (*job.prompt.token_ids, *sample.token_ids)
-        expected = Expected(name, plan, job.points, tokens, steering=receipts[place] if receipts else None)
+        expected = Expected(name, plan, job.points, tokens, steering=receipts[index] if receipts else None)
         handle = CaptureHandle(
             request_id=name,
             model=engine.vllm.model_name,

@@ -181,7 +181,7 @@ class SteerModel(Unshared, instead=_model.INSTEAD):
 
     @property
     def hidden_size(self) -> int:
-        """Elements of a row: the model's hidden size."""
+        """Elements of a row of the residual stream; `points` has the shape at every other site."""
         return self.bridge.model.hidden_size
 
     @property

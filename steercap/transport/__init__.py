@@ -1,0 +1,1 @@
+"""Shared memory, and rows out of it."""

@@ -5,7 +5,9 @@ A runner adapter drives it; it knows nothing of vLLM.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -38,7 +40,8 @@ from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
 from steercap.core.rows import Ints, page_shape
 from steercap.encodings import ENCODINGS
-from steercap.errors import WorkerFailure
+from steercap.encodings.base import dtype_of
+from steercap.errors import SteercapError, WorkerFailure
 from steercap.kernels.finite import edited_most
 from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
@@ -49,6 +52,8 @@ from steercap.worker.steering import Steering
 from steercap.worker.step import Step, Witness
 from steercap.worker.taps.base import Taps
 
+_LOG: Final = logging.getLogger(__name__)
+
 
 class Runtime:
     """One rank's captures and edits.
@@ -56,14 +61,12 @@ class Runtime:
     Args:
         taps: the tables behind this rank's taps.
         armed: names of the points that the whole engine arms.
-        dtype: the model's dtype.
         device: where the model computes.
     """
 
-    def __init__(self, taps: Taps, armed: Sequence[str], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, taps: Taps, armed: Sequence[str], device: torch.device) -> None:
         self.taps = taps
         self._names = tuple(armed[point] for point in taps.points)
-        self.dtype = dtype
         self.device = device
         self.captures = taps.installed.captures
         schemas = [one for one, keeps in zip(taps.schemas, taps.installed.kept, strict=True) if keeps]
@@ -174,10 +177,12 @@ class Runtime:
             return f"{len(own)} of {count} tokens of a pass were not copied at their points, once each"
         if (witness.edits[own] != step.edits[own]).any():
             return f"{len(own)} of {count} tokens of a pass did not get their edits"
-        point, dtype = self._names[witness.overflowed[first]], str(self.dtype).removeprefix("torch.")
+        point = witness.overflowed[first]
+        schema = self.taps.schemas[point]
         return (
-            f"the edited row of position {step.positions[first]} overflows at {point}: an element is NaN, infinite or "
-            f"beyond {edited_most(self.dtype):.3g}, the most that an edit may leave in {dtype}; use a smaller scale"
+            f"the edited row of position {step.positions[first]} overflows at {self._names[point]}: an element is NaN, "
+            f"infinite or beyond {edited_most(dtype_of(schema)):.3g}, the most that an edit may leave in "
+            f"{schema.dtype}; use a smaller scale"
         )
 
     def _wait_for(self, wanted: Sequence[Wanted]) -> None:
@@ -191,13 +196,18 @@ class Runtime:
     # The client's calls
 
     def answer(self, frame: bytes) -> bytes:
-        """Answer one frame; errors become a frame too, since raising would desynchronise vLLM's replies."""
+        """Answer one frame; errors become a frame too, since raising would desynchronise vLLM's replies.
+
+        The client is told what went wrong; where it did, if nobody foresaw it, stands in this process's log.
+        """
         try:
             call = decode_call(frame)
             with torch.inference_mode():
                 self._release(call.released)
                 return encode(self._reply(call))
         except Exception as error:  # noqa: BLE001 -- the RPC boundary
+            if not isinstance(error, SteercapError):
+                _LOG.exception("steercap could not answer its client")
             return encode(Failed(f"{type(error).__name__}: {error}"))
 
     def _reply(self, call: Call) -> Answer:  # noqa: PLR0911 -- one answer per question

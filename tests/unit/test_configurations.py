@@ -128,6 +128,23 @@ async def test_requests_of_one_tick_are_equipped_by_one_call() -> None:
     assert owner.bytes_sent == 64 * WIDTH * 4
 
 
+async def test_patience_is_measured_by_the_clock(monkeypatch) -> None:
+    """A slot that never becomes free fails its request in the time the message names, however long a question takes."""
+    monkeypatch.setattr("steercap.engine.configurations.PATIENCE_SECONDS", 0.1)
+    owner, workers = configurations(refusals=10**6)
+    answer = Workers.__call__
+
+    async def slowly(self: Workers, question: Configure) -> list[Configured]:
+        await asyncio.sleep(0.05)
+        return await answer(self, question)
+
+    monkeypatch.setattr(Workers, "__call__", slowly)
+    with pytest.raises(WorkerFailure, match=r"held their slots for 0\.1 s"):
+        await hold(owner, lowered(0), [], 0)
+    assert sum(bool(question.configurations) for question in workers.asked) < 10
+    assert (owner.slots.slots_in_use, owner.waiting) == (0, 0)
+
+
 async def test_a_busy_worker_is_asked_again() -> None:
     """A configuration that is refused for a while holds up nobody but itself, and gets there."""
     owner, workers = configurations(refusals=5)

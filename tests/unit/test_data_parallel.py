@@ -206,7 +206,7 @@ async def test_an_error_of_one_request_comes_with_its_cause() -> None:
 
     cluster.generate = refused
     async with engine_of(cluster) as engine:
-        jobs = [await prepare(engine, range(3), None, CaptureSpec(), None, options={}) for _ in range(2)]
+        jobs = (await prepare(engine, range(3), None, CaptureSpec(), None, options={}) for _ in range(2))
         with pytest.raises(InvalidRequest) as failed:
             await run_all(jobs, set())
         assert failed.value.__cause__ is cause

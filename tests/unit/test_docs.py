@@ -26,6 +26,7 @@ from steercap.cli.sweep_file import SweepFile
 from steercap.edits import EDITS
 from steercap.persona import load_trait
 from steercap.persona.scores import SCORERS
+from steercap.sites import SITES
 
 #: Blocks that no test runs, by page; each says its reason above it.
 NOT_RUN = {"command-line.md": 1, "install.md": 2, "parallelism.md": 1}
@@ -204,6 +205,18 @@ def test_the_tables_are_complete() -> None:
     assert [edit.__name__ for edit in EDITS.values() if f"| `{edit.__name__}(" not in page] == []
     page = (ROOT / "docs" / "persona.md").read_text()
     assert [name for name in SCORERS if f"| `{name}`" not in page] == []
+
+
+def test_the_pages_name_every_site() -> None:
+    """Wherever sites are listed, all of them are."""
+    for name, pattern in (
+        ("README.md", r"`(\w+)`(?=[, ].*in each layer that has them)"),
+        ("docs/tokens.md", r"^\| `(\w+)` \| (?:what|in layers)"),
+        ("docs/glossary.md", r"`(\w+)`(?=[,;].*a hook point elsewhere)"),
+        ("docs/architecture.md", r"(\w+)(?=[,.].*`attn_out` and `mlp_out` are what the block)"),
+    ):
+        page = (ROOT / name).read_text()
+        assert sorted(re.findall(pattern, page, re.MULTILINE)) == sorted(SITES), name
 
 
 def test_outputs_on_the_page_of_the_command_line_are_what_is_printed(tmp_path) -> None:

@@ -28,6 +28,7 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import Blob, Configuration, Entry, Response, SteeringPlan, blob_digest
+from steercap.core.schema import PointSchema
 from steercap.core.tokens import Range
 from steercap.kernels.bits import STRAY, told_apart, weight
 from steercap.kernels.finite import EDITED_MOST, edited_most, stray_rows
@@ -39,9 +40,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Bench:
     """One rank; requests `r0`, `r1`, ... of TOKENS tokens each, all in one pass."""
 
-    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+    def __init__(self, kind: str, dtype: torch.dtype, schemas: list[PointSchema] | None = None) -> None:
         self.kind = kind
-        self.runtime = some_runtime(kind, POINTS, WIDTH, dtype)
+        self.runtime = some_runtime(kind, POINTS, WIDTH, dtype, schemas=schemas)
         self.ask(Attach(1 << 20))
 
     def ask(self, question: Any) -> Any:
@@ -123,6 +124,18 @@ def test_a_row_that_overflows_becomes_zero_and_fails_its_request_alone(kind, dty
     assert bench.settle("r0").failure is None
     for key in ("r1", "r2"):
         assert "the edited row of position 1 overflows at resid_post[1]" in bench.settle(key).failure
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bound_is_that_of_the_point(kind) -> None:
+    """A point of float32 in a model of float16, such as a router, has the bound of float32, and the message says so."""
+    dtypes = (torch.float16, torch.float32, torch.float16)
+    bench = Bench(kind, torch.float16, [PointSchema((WIDTH,), str(one).removeprefix("torch.")) for one in dtypes])
+    for slot, size in enumerate((1e6, EDITED_MOST * 2)):  # float16 holds neither
+        bench.register(f"r{slot}", steering=bench.adding(slot, torch.full((WIDTH,), size), (1,)))
+    bench.run(2, [rows_of(dtype, 2, deferred=False, seed=point) for point, dtype in enumerate(dtypes)])
+    assert bench.settle("r0").failure is None
+    assert "beyond 1.1e+12, the most that an edit may leave in float32" in bench.settle("r1").failure
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import steercap
-from steercap import SteerModel, errors
+from steercap import SteerModel, errors, experiments, formats, persona, sync, vectors, views
 from steercap.config import CPU, Settings
 from steercap.edits import EDITS
 from steercap.encodings import ENCODINGS
@@ -53,6 +53,24 @@ def test_the_tree_of_errors_is_the_one_drawn() -> None:
     assert drawn == {
         name: sum(issubclass(base, errors.SteercapError) for base in cls.__mro__) - 1 for name, cls in classes.items()
     }
+
+
+PUBLIC = [
+    getattr(module, name)
+    for module in (steercap, experiments, formats, persona, vectors, views, sync)
+    for name in module.__all__
+    if callable(getattr(module, name))
+]
+
+
+@pytest.mark.parametrize("public", PUBLIC, ids=lambda public: f"{public.__module__}.{public.__qualname__}")
+def test_each_argument_is_described(public) -> None:
+    """Where a docstring lists arguments, it lists all of them, each once, and no others."""
+    names = sorted(inspect.signature(public).parameters)
+    listed = re.search(r"^Args:\n((?: .*\n|\n)*)", inspect.getdoc(public) + "\n", re.MULTILINE)
+    if listed is not None:
+        described = re.findall(r"^    (\*{0,2}\w+(?:, \w+)*): ", listed[1], re.MULTILINE)
+        assert sorted(name.lstrip("*") for group in described for name in group.split(", ")) == names
 
 
 @pytest.mark.parametrize("registry", [SITES, FAMILIES, ENCODINGS, METHODS])

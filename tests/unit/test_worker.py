@@ -38,6 +38,7 @@ from steercap.core.program import Blob, Configuration, Entry, Response, Steering
 from steercap.core.records import LINE_BYTES
 from steercap.core.rows import page_shape
 from steercap.core.tokens import Range
+from steercap.encodings.base import dtype_of
 from steercap.transport.assemble import assemble
 from steercap.transport.reader import open_reader
 from steercap.worker.step import Step
@@ -112,7 +113,7 @@ class Bench:
         for point in range(POINTS):
             if point == skip_point:
                 continue
-            rows = torch.zeros(len(base) + padding, self.width, dtype=self.runtime.dtype)
+            rows = torch.zeros(len(base) + padding, self.width, dtype=dtype_of(self.runtime.taps.schemas[0]))
             rows[: len(base)] = (base[:, None] / 2).to(rows.dtype)
             residual = (rows + (point / 10 if point else 0) * (rows != 0)).to(rows.dtype)
             device = device_of(self.kind)
@@ -395,11 +396,13 @@ async def test_rows_given_back_are_gone_and_their_memory_free() -> None:
     assert bench.ask(Collect((Wanted(Owner("r1", 0), 50),))).parcels == (Unknown(Owner("r1", 0)),)
 
 
-async def test_errors_are_answers(kind) -> None:
+async def test_errors_are_answers(kind, caplog) -> None:
     """Bytes that are no frame, and questions before the arena is there, come back as Failed, never as an exception."""
     runtime = some_runtime(kind)
     assert isinstance(decode_answer(runtime.answer(b"\xc1 no frame")), Failed)
     assert isinstance(decode_answer(runtime.answer(encode(Call((), Census())))), Failed)
+    told = [record for record in caplog.records if record.name == "steercap.worker.runtime"]
+    assert [record.exc_info[0].__name__ for record in told] == ["DecodeError"], "what nobody foresaw, with its place"
 
 
 async def test_lines_can_be_sent_as_bytes() -> None:

@@ -107,7 +107,7 @@ class DeviceEncoder:
 
 
 @dataclass(frozen=True)
-class _Alike:
+class _Group:
     """Points of a rank whose rows are alike, as accumulators hold them.
 
     Args:
@@ -153,20 +153,24 @@ class DeviceAccumulators:
             (total, kernel.UPDATE_COLUMNS + 2 * accumulators.held), dtype=torch.int32, device=transfers.device
         )
         self._uploads = [transfers.pinned(self._updates.shape, torch.int32) for _ in range(ahead)]
-        self._alike = list(self._find_alike(installed))
+        self._groups = list(self._find_groups(installed))
         self._leaving: dict[int, Any] = {}  # events of copies of accumulators, to be made before another begins there
 
-    def _find_alike(self, installed: Installed) -> Iterator[_Alike]:
+    def _find_groups(self, installed: Installed) -> Iterator[_Group]:
         kinds = [installed.kind_of(schema) for schema in installed.schemas]
         for kind in dict.fromkeys(kinds):
             held = typed(self._held, kind.schema)
             points = [
-                (local, self._reduced.offsets[local] // 4, self._raw.offsets[local] // held.itemsize)
+                (
+                    local,
+                    self._reduced.offsets[local] // torch.float32.itemsize,
+                    self._raw.offsets[local] // held.itemsize,
+                )
                 for local, other in enumerate(kinds)
                 if other == kind
             ]
             there = self._transfers.there(torch.tensor(points, dtype=torch.int32))
-            yield _Alike(kind.schema, there, self._sums.view(torch.float32), held)
+            yield _Group(kind.schema, there, self._sums.view(torch.float32), held)
 
     def upload(self, number: int, step: Step, updates: Updates, sources: Ints, raw_lines: Ints) -> None:
         """Tell what becomes of the reductions of a pass, in one copy.
@@ -194,7 +198,7 @@ class DeviceAccumulators:
         self._launch(ring, self._updates[:updates])
 
     def _launch(self, ring: torch.Tensor, updates: torch.Tensor) -> None:
-        for one in self._alike:
+        for one in self._groups:
             rows = typed(ring, one.schema)
             kernel.launch_accumulate(
                 updates, one.points, one.schema.shard_width, self._layouts, one.sums, one.held, rows
@@ -203,11 +207,8 @@ class DeviceAccumulators:
     def _table_of(self, updates: Updates, layouts: Ints, divisors: Ints | int) -> Ints:
         """Updates as the kernel reads them, but for the lines: int64 [requests, columns]."""
         table: Ints = np.full((len(updates), self._updates.shape[1]), NONE, dtype=np.int64)
-        table[:, kernel.ACCUMULATOR], table[:, kernel.KIND], table[:, kernel.FRESH] = (
-            updates.accumulators,
-            updates.kinds,
-            updates.fresh,
-        )
+        table[:, kernel.ACCUMULATOR], table[:, kernel.KIND] = updates.accumulators, updates.kinds
+        table[:, kernel.FRESH] = updates.fresh
         table[:, kernel.LAYOUT], table[:, kernel.RECORD], table[:, kernel.LINE] = layouts, 0, 0
         table[:, kernel.COUNT], table[:, kernel.DIVISOR] = updates.counts, divisors
         table[:, kernel.UPDATE_COLUMNS : kernel.UPDATE_COLUMNS + self._accumulators.held] = updates.adds
@@ -244,10 +245,8 @@ class DeviceAccumulators:
     def _sums_of(
         self, accumulator: int, layout: Layout, line: int, arena: torch.Tensor
     ) -> Iterator[tuple[int, int, int]]:
-        source, target = (
-            self._sums.data_ptr() + accumulator * self._sums[0].nbytes,
-            arena.data_ptr() + line * LINE_BYTES,
-        )
+        source = self._sums.data_ptr() + accumulator * self._sums[0].nbytes
+        target = arena.data_ptr() + line * LINE_BYTES
         schemas = [self._schemas[local] for local in layout.locals]
         return _copies(target, source, ENCODINGS["reduced"].record(schemas), self._reduced, layout.locals)
 
