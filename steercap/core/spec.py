@@ -186,8 +186,19 @@ def existing(points: tuple[Point, ...], layers: Layers | None, exists: Callable[
     return (tuple(filter(exists, points)) or points) if layers == "all" else points
 
 
-def check_armed(points: Iterable[Point], armed: Iterable[Point], known_sites: Iterable[str]) -> None:
+def check_armed(
+    points: Iterable[Point],
+    armed: Iterable[Point],
+    known_sites: Iterable[str],
+    exists: Callable[[Point], bool] = lambda _: True,
+) -> None:
     """Check that every point has a tap.
+
+    Args:
+        points: what was asked for.
+        armed: what has one.
+        known_sites: names of all sites.
+        exists: whether the model has a point.
 
     Raises:
         UnknownName: a site that does not exist.
@@ -200,10 +211,15 @@ def check_armed(points: Iterable[Point], armed: Iterable[Point], known_sites: It
         if point not in taps:
             armed_sites = sorted({tap.site for tap in taps})
             armed_layers = sorted({tap.layer for tap in taps if tap.site == point.site})
+            at = f" at layers {armed_layers} for {point.site!r}" if armed_layers else ""
+            if not exists(point):
+                raise PointNotArmed(
+                    f"this model has no {point.site!r} at layer {point.layer}; "
+                    f"this engine was started with sites={armed_sites}{at}"
+                )
             raise PointNotArmed(
-                f"{point} has no tap in this engine, which was started with sites={armed_sites}"
-                + (f" at layers {armed_layers} for {point.site!r}" if armed_layers else "")
-                + f"; arm it with SteerModel(..., sites=[..., {point.site!r}], layers=...)"
+                f"{point} has no tap in this engine, which was started with sites={armed_sites}{at}"
+                f"; arm it with SteerModel(..., sites=[..., {point.site!r}], layers=...)"
             )
 
 

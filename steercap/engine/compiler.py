@@ -82,7 +82,7 @@ class Compiler:
         if self._captured is None or self._captured[0] is not spec:
             asked = spec.points(self._num_layers) if spec.project is None else points_of(spec, self._num_layers)
             points = existing(asked, spec.layers, self._exists)
-            check_armed(points, self._armed, SITES)
+            check_armed(points, self._armed, SITES, self._exists)
             self._captured = spec, points, tuple(sorted(self._armed[point] for point in points))
         return self._captured[1:]
 

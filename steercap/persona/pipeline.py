@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from steercap.core.extras import require
-from steercap.core.spec import CaptureSpec, check_armed
+from steercap.core.spec import CaptureSpec
 from steercap.files.tables import write_table
 from steercap.persona.folder import RunFolder
 from steercap.persona.outcomes import Outcome, outcomes
@@ -22,7 +22,6 @@ from steercap.persona.stages.keep import keep
 from steercap.persona.stages.score import score
 from steercap.persona.stages.vectors import vectors
 from steercap.runs.fingerprint import identity
-from steercap.sites import SITES
 from steercap.vectors import DirectionSet
 
 if TYPE_CHECKING:
@@ -102,5 +101,4 @@ def check(model: SteerModel, settings: PersonaSettings) -> None:
     Raises:
         PointNotArmed, LayerOutOfRange: they cannot.
     """
-    wanted = CaptureSpec(layers=settings.layers, sites=settings.site).points(model.num_layers)
-    check_armed(wanted, model.points, SITES)
+    model.serving.here().captured(CaptureSpec(layers=settings.layers, sites=settings.site))

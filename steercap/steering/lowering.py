@@ -69,7 +69,7 @@ def lower(
     changes_kv = False
     for number, (edit, keeper) in enumerate(spec.segments()):
         points = existing(edit.points(num_layers), edit.layers, exists)
-        check_armed(points, armed, SITES)
+        check_armed(points, armed, SITES, exists)
         changes_kv |= any(schemas[point].changes_kv for point in points)
         for part in edit.lower():
             for point in points:

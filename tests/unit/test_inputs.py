@@ -41,6 +41,7 @@ from steercap.errors import (
     InvalidSpec,
     InvalidVector,
     LayerOutOfRange,
+    PointNotArmed,
     SteercapError,
 )
 from steercap.experiments import Sweep
@@ -555,6 +556,22 @@ def test_all_layers_are_those_that_have_the_site() -> None:
     assert existing(points, "all", lambda _: False) == points
     for named in (slice(None), range(LAYERS), (0, 1), None):
         assert existing(points, named, odd) == points
+
+
+def test_a_point_that_the_model_lacks_is_said_to_be_lacking() -> None:
+    """To arm it is no advice, for a capture and for an edit alike."""
+    points = {Point(layer, "router"): layer for layer in (0, 2, 3)}
+
+    def exists(point: Point) -> bool:
+        return point in points
+
+    with pytest.raises(PointNotArmed, match=r"no 'router' at layer 1; .* at layers \[0, 2, 3\]"):
+        check_armed([Point(1, "router")], points, SITES, exists)
+    spec = SteeringSpec([Add(V, layer=1, site="router")])
+    with pytest.raises(PointNotArmed, match="no 'router' at layer 1"):
+        lower(spec, armed=points, schemas={}, num_layers=4, edits_per_point=1, exists=exists)
+    with pytest.raises(PointNotArmed, match="arm it with"):
+        check_armed([Point(0, "neurons")], points, SITES, lambda _: True)
 
 
 def test_two_masks_never_read_alike() -> None:

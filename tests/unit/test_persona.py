@@ -8,9 +8,10 @@ import json
 import math
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from rich.console import Console
 
 from steercap.cli.persona import left_out_of, table_of
 from steercap.core.spec import Point
+from steercap.engine.compiler import Compiler
 from steercap.errors import (
     InvalidFile,
     InvalidSetting,
@@ -36,7 +38,7 @@ from steercap.files.tables import Parts, read_table
 from steercap.persona import PersonaSettings, Progress, load_trait, run, traits
 from steercap.persona.folder import RunFolder
 from steercap.persona.outcomes import outcomes
-from steercap.persona.pipeline import PersonaResult
+from steercap.persona.pipeline import PersonaResult, check
 from steercap.persona.records import SIGNS, Records, Response, Score, all_requests
 from steercap.persona.report import write_report
 from steercap.persona.scores import SCORERS, Scored, make_scorer
@@ -363,7 +365,7 @@ def test_layers_are_kept_in_one_shape(given, kept) -> None:
 
 async def test_rows_that_cannot_be_read_are_refused_before_anything_runs(tmp_path) -> None:
     """A layer or site without a tap is PointNotArmed, and no folder is made."""
-    model = types.SimpleNamespace(num_layers=4, points=(Point(1, "resid_post"), Point(2, "resid_post")))
+    model = armed(Point(1, "resid_post"), Point(2, "resid_post"))
     for changes, error in (
         ({"layers": (1, 3)}, PointNotArmed),
         ({"layers": 1, "site": "mlp_out"}, PointNotArmed),
@@ -372,6 +374,21 @@ async def test_rows_that_cannot_be_read_are_refused_before_anything_runs(tmp_pat
         with pytest.raises(error):
             await run(model, made(**changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_all_layers_may_be_read_of_a_site_that_some_layers_lack() -> None:
+    """A mixture of experts with a dense layer has a router at the others alone: they are all its layers."""
+    model = armed(*(Point(layer, "router") for layer in (0, 2, 3)), exists=lambda point: point.layer != 1)
+    check(model, made(site="router", layers="all"))
+    with pytest.raises(PointNotArmed, match="this model has no 'router' at layer 1"):
+        check(model, made(site="router", layers=1))
+
+
+def armed(*points: Point, exists: Callable[[Point], bool] = lambda _: True) -> Any:
+    """A model of 4 layers, as far as it says where rows can be read."""
+    indices = {point: index for index, point in enumerate(points)}
+    compiler = Compiler(indices, {}, [], num_layers=4, edits_per_point=1, exists=exists)
+    return types.SimpleNamespace(serving=types.SimpleNamespace(here=lambda: compiler))
 
 
 def test_every_request_has_its_own_seed_and_name() -> None:
