@@ -161,7 +161,8 @@ class Calls(Generic[Handle]):
         "resid_post" is transformers' `hidden_states[i + 1]`, before the final norm for the last layer.
 
         Raises:
-            InvalidPrompt, InvalidSpec, InvalidSelection, PointNotArmed: before anything runs.
+            InvalidPrompt, InvalidSpec, InvalidSelection, PointNotArmed: before that prompt runs; of a list, those
+                before it may have begun, and are cancelled, as after any other error.
             CaptureMemoryFull, SteeringSlotsFull: there is no room.
             SteeringNotApplied: a worker did not make every edit; the text is withheld.
             ModelClosed: the model is not open.
