@@ -14,6 +14,7 @@ import asyncio
 import json
 import os
 import time
+import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,7 +75,8 @@ async def judged(name: str, run: Any, seconds: float) -> dict[str, Any]:
         except TimeoutError:
             error = f"did not end within {seconds:.0f} s"
         except Exception as raised:  # noqa: BLE001 -- one check must not stop the others
-            error = f"{type(raised).__name__}: {raised}"
+            last = traceback.extract_tb(raised.__traceback__)[-1]
+            error = f"{type(raised).__name__}: {raised} ({Path(last.filename).name}:{last.lineno}: {last.line})"
     verdict = "SKIP" if unfit else "FAIL" if error else "PASS"
     took = round(time.perf_counter() - start, 1)
     return {"verdict": verdict, "seconds": took, "figures": figures, "error": error or unfit}

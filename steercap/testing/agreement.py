@@ -19,7 +19,18 @@ from steercap.steering.spec import SteeringSpec
 from steercap.testing.bad import BAD_REQUESTS, PROMPT, SIX, Bad
 from steercap.testing.parity import PERFECT, Parity
 from steercap.testing.reference import Reference
-from steercap.testing.rows import ALL_SITES, GREEDY, by_part, hold, inputs_of, parity, random_prompt, within, worst
+from steercap.testing.rows import (
+    ALL_SITES,
+    GREEDY,
+    MAX_ERROR,
+    by_part,
+    hold,
+    inputs_of,
+    parity,
+    random_prompt,
+    within,
+    worst,
+)
 from steercap.testing.specs import OPERATIONS, VARIANTS, spec
 from steercap.vectors import DirectionSet, LayerVectors
 
@@ -158,7 +169,11 @@ async def shards_agree(model: SteerModel, reference: Reference) -> dict[str, Par
         for point in parts.points:
             shards = parts.captures.shards(*point)
             assert len(shards) == model.points[point].shards
-            assert torch.equal(torch.cat(shards, dim=1), whole.captures[point])
+            # Another run, which a GPU need not repeat bit for bit: the batches of a pass may be others.
+            joined, known = torch.cat(shards, dim=1).flatten(1), whole.captures[point].flatten(1)
+            assert joined.shape == known.shape, (point, joined.shape, known.shape)
+            error = float(((joined - known).norm(dim=1) / known.norm(dim=1)).max())
+            assert error < MAX_ERROR, f"{point}: shards and joined rows differ by {error:.1e} row norms"
     found |= await asyncio.to_thread(hold, means, reference)
     specs = []
     for number, site in enumerate(split):
@@ -251,7 +266,7 @@ async def projections_agree(model: SteerModel, site: str = "resid_post", bound: 
         both.append(handles)
     greatest = 0.0
     for projected, whole, one in zip(*both, given, strict=True):
-        assert projected.output_token_ids == whole.output_token_ids
+        assert projected.output_token_ids == whole.output_token_ids, "two runs sampled other tokens"
         assert projected.positions.tolist() == whole.positions.tolist()
         assert projected.directions == tuple(one)
         for layer in one.layers:
