@@ -46,7 +46,8 @@ def float32_copy(value: Any, what: str, *shapes: str) -> Float[torch.Tensor, " .
             f"not {shown(value)}"
         ) from error
     if kept.dim() not in {len(shape.split()) for shape in shapes} or not kept.numel():
-        raise InvalidVector(f"{what} has shape {tuple(kept.shape)}; expected [{'] or ['.join(shapes)}]")
+        flat = "; give heads flat, as .flatten(-2) makes them" if kept.dim() > 1 else ""
+        raise InvalidVector(f"{what} has shape {tuple(kept.shape)}; expected [{'] or ['.join(shapes)}]{flat}")
     if wrong:
         raise InvalidVector(
             f"{what} holds {wrong} values of {kept.numel()} that are NaN or inf (in float32); "

@@ -90,15 +90,15 @@ def _tap_token(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- all that is 
 
     With `LOOK` the rows of edited tokens are looked at where they are not edited too; see `kernels.finite`.
     """
-    wish = tokens + token * _TOKEN_COLUMNS
+    asked = tokens + token * _TOKEN_COLUMNS
     known = token < num_tokens
-    slot = tl.load(wish + _SLOT, mask=known, other=-1, eviction_policy=_STAY)
-    line = tl.load(wish + _LINE, mask=known, other=-1, eviction_policy=_STAY)
+    slot = tl.load(asked + _SLOT, mask=known, other=-1, eviction_policy=_STAY)
+    line = tl.load(asked + _LINE, mask=known, other=-1, eviction_policy=_STAY)
     # Together, since each takes as long as all of them.
-    layout = tl.load(wish + _LAYOUT, mask=known, other=-1, eviction_policy=_STAY)
-    scopes = tl.load(wish + _MASK, mask=known, other=0, eviction_policy=_STAY)
-    before = tl.load(wish + _BEFORE, mask=known, other=-1, eviction_policy=_STAY)
-    replaced = tl.load(wish + _REPLACED, mask=known, other=-1, eviction_policy=_STAY)
+    layout = tl.load(asked + _LAYOUT, mask=known, other=-1, eviction_policy=_STAY)
+    scopes = tl.load(asked + _MASK, mask=known, other=0, eviction_policy=_STAY)
+    before = tl.load(asked + _BEFORE, mask=known, other=-1, eviction_policy=_STAY)
+    replaced = tl.load(asked + _REPLACED, mask=known, other=-1, eviction_policy=_STAY)
     at = tl.load(point, eviction_policy=_STAY)
     offset = tl.load(layouts + layout * num_points + at, mask=line >= 0, other=-1, eviction_policy=_STAY)
     count = tl.load(counts + slot * num_points + at, mask=slot >= 0, other=0, eviction_policy=_STAY)
@@ -264,8 +264,8 @@ def _close_kernel(  # type: ignore[no-untyped-def]
     """Say what became of each token of a pass, and make the tables idle."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < count
-    wish = tokens + token * _TOKEN_COLUMNS
-    row = tl.load(wish + _WITNESS, mask=inside, other=-1)
+    asked = tokens + token * _TOKEN_COLUMNS
+    row = tl.load(asked + _WITNESS, mask=inside, other=-1)
     known = row >= 0
     said = witness + (first + row).to(tl.int64) * _WITNESS_COLUMNS
     tl.store(said, tl.load(token_ids + token, mask=known, other=0).to(tl.int64), mask=known)
@@ -275,7 +275,7 @@ def _close_kernel(  # type: ignore[no-untyped-def]
     tl.store(evidence + token * 2, tl.zeros_like(token).to(tl.int64), mask=inside)
     tl.store(evidence + token * 2 + 1, tl.zeros_like(token).to(tl.int64), mask=inside)
     for column in tl.static_range(_TOKEN_COLUMNS):
-        tl.store(wish + column, tl.zeros_like(token) - 1, mask=inside)
+        tl.store(asked + column, tl.zeros_like(token) - 1, mask=inside)
 
 
 def launch_tap(

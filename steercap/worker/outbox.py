@@ -233,7 +233,9 @@ class Outbox(ABC):
 class RowsOutbox(Outbox):
     """An outbox whose rows wait in the arena, each in its place, to be fetched, or reduced once their end is known."""
 
-    _last = 0  # one more than the last row that has a place
+    def __init__(self, owner: Owner, plan: Plan, capture: CapturePlan, layouts: Layouts, arena: Arena) -> None:
+        super().__init__(owner, plan, capture, layouts, arena)
+        self._last = 0  # one more than the last row that has a place
 
     def _record_lines(self) -> int:
         return 0 if self._layout is None else self._layout.stored.lines

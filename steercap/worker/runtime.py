@@ -47,7 +47,7 @@ from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
 from steercap.worker.ledger import Ledger, Tracked
 from steercap.worker.outbox import Outbox, RowsOutbox
-from steercap.worker.reductions import ReducingOutbox, finish
+from steercap.worker.reducing_outbox import ReducingOutbox, finish
 from steercap.worker.steering import Steering
 from steercap.worker.step import Step, Witness
 from steercap.worker.taps.base import Taps

@@ -46,14 +46,14 @@ class Pattern:
         kept, changed, drained = step.kept, step.changed, step.lines != NONE
         raw, stored = layouts.raw_lines[step.layouts], layouts.lines[step.layouts]
         encoded = layouts.encoded[step.layouts] & drained
-        wishes = np.full((len(step), kernel.TOKEN_COLUMNS), NONE, dtype=np.int32)
-        wishes[changed, kernel.SLOT] = step.slots[changed]
-        wishes[changed, kernel.MASK] = step.masks[changed]
-        wishes[kept, kernel.LAYOUT] = step.layouts[kept]
-        wishes[kept, kernel.BEFORE] = layouts.before[step.layouts[kept]]
-        wishes[:, kernel.WITNESS] = np.arange(len(step))
+        asked = np.full((len(step), kernel.TOKEN_COLUMNS), NONE, dtype=np.int32)
+        asked[changed, kernel.SLOT] = step.slots[changed]
+        asked[changed, kernel.MASK] = step.masks[changed]
+        asked[kept, kernel.LAYOUT] = step.layouts[kept]
+        asked[kept, kernel.BEFORE] = layouts.before[step.layouts[kept]]
+        asked[:, kernel.WITNESS] = np.arange(len(step))
         table = np.full((num_tokens, kernel.TOKEN_COLUMNS), NONE, dtype=np.int32)
-        table[step.tokens] = wishes
+        table[step.tokens] = asked
         total = int(raw.sum())
         lines = total + int(stored[encoded].sum())
         return Pattern(step.series, table, kept, np.cumsum(raw) - raw, stored, encoded, drained, total, lines)
