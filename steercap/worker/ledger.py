@@ -222,7 +222,7 @@ class Ledger:
         step = Step.joined(parts)
         if alike.all() and (batch.counts == 1).all():
             left = int((self._state[indices, _STOP] - starts).min()) - 1
-            record_lines = np.where(step.lines == NONE, 0, self._layouts.lines[step.layouts])
+            record_lines = np.where(step.drained, self._layouts.lines[step.layouts], 0)
             self._series = Series(tracked, starts + 1, left, step, record_lines)
         return step
 

@@ -61,6 +61,12 @@ class Step:
         return kept
 
     @property
+    def drained(self) -> npt.NDArray[np.bool_]:
+        """Which tokens' rows go to the arena, and not into a reduction: bool [tracked]."""
+        drained: npt.NDArray[np.bool_] = self.lines != NONE
+        return drained
+
+    @property
     def changed(self) -> npt.NDArray[np.bool_]:
         """Which tokens some scope of their configuration holds: bool [tracked]."""
         changed: npt.NDArray[np.bool_] = (self.slots != NONE) & (self.masks != 0)

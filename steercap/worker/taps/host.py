@@ -75,7 +75,7 @@ class HostTaps(Taps):
 
     def _kept(self, step: Step, chosen: np.ndarray, updates: Updates | None, arena: Arena) -> Iterator[Keeping]:
         """How the rows of the chosen tokens are kept."""
-        drained, encoded = chosen & (step.lines != NONE), self.layouts.encoded[step.layouts]
+        drained, encoded = chosen & step.drained, self.layouts.encoded[step.layouts]
         whole = np.flatnonzero(drained & ~encoded)
         if len(whole):
             yield Copies(step, whole, self.layouts, arena, self.schemas)

@@ -43,7 +43,7 @@ class Pattern:
     @staticmethod
     def of(step: Step, num_tokens: int, layouts: Layouts) -> Pattern:
         """Of a step among `num_tokens` tokens, padding not counted."""
-        kept, changed, drained = step.kept, step.changed, step.lines != NONE
+        kept, changed, drained = step.kept, step.changed, step.drained
         raw, stored = layouts.raw_lines[step.layouts], layouts.lines[step.layouts]
         encoded = layouts.encoded[step.layouts] & drained
         asked = np.full((len(step), kernel.TOKEN_COLUMNS), NONE, dtype=np.int32)
