@@ -532,6 +532,20 @@ async def test_a_series_of_passes_says_what_each_pass_alone_would() -> None:
 
 
 @DEVICE_ALONE
+async def test_rows_are_copied_behind_the_sampled_tokens_of_their_pass() -> None:
+    """Not before another pass was launched, or somebody asks: until then the runner has not queued its own copies."""
+    bench = Bench()
+    bench.plan("r1")
+    passes = bench.runtime.taps._passed
+    bench.step(("r1", 0, 3))
+    assert [one.queued for one in passes] == [0]
+    bench.step(("r1", 3, 1))
+    assert [one.queued for one in passes][-2:] == [1, 0]
+    _, rows = await bench.rows("r1", 4)
+    torch.testing.assert_close(rows[1], expected(1, range(4), 1))
+
+
+@DEVICE_ALONE
 async def test_what_a_large_pass_left_is_copied_beside_the_small_ones(monkeypatch) -> None:
     """Piece by piece, so many bytes a pass; asked for, at once; and every row is where it belongs."""
     monkeypatch.setattr(cuda, "BESIDE_BYTES", 0)

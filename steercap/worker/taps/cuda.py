@@ -67,7 +67,8 @@ class _Pass:
         encoded: which of the records in the encoder's upload are of each layout that is stored otherwise.
         failure: why it cannot be trusted.
         closed: the event of its end on the device.
-        copies: what is to be copied to the host, targets, sources and sizes, from `queued` on.
+        copies: what is to be copied to the host: targets, sources and sizes.
+        queued: how many of these are queued.
         copied: the event behind the last of these copies; None until all are queued.
     """
 
@@ -209,8 +210,9 @@ class CudaTaps(Taps):
             self._lines.hold(done.line, done.pattern.lines, done)
         else:
             done.copied = done.closed
-        self._passed.append(done)
+        # Rows of passes before this one: its own would stand before its sampled tokens, which the runner copies next.
         self._copy_away(BESIDE_BYTES + int(BESIDE_SHARE * num_tokens * self._record_bytes))
+        self._passed.append(done)
 
     def _copy_away(self, most: float = inf, *, through: _Pass | None = None) -> None:
         """Queue copies of passes that were closed, in their order.
