@@ -70,8 +70,9 @@ def registered(runtime: Runtime, names: list[str], passes: int, *, captures: boo
     placed = (Placed(grant.slot, grant.configuration, grant.bank_rows),)
     assert decode_answer(runtime.answer(encode(Call((), Configure(vectors, placed))))) == Configured(())
     limit = PROMPT + passes
-    capture = CapturePlan(tuple(range(POINTS)), (scopes_of(ready, PROMPT, limit)[0][0][0],), None, "raw")
-    steering = SteeringPlan(grant.slot, grant.digest, b"", *scopes_of(ready, PROMPT, limit))
+    scopes, replaced = scopes_of(ready, PROMPT, limit)
+    capture = CapturePlan(tuple(range(POINTS)), scopes[0], None, "raw")
+    steering = SteeringPlan(grant.slot, grant.digest, b"", scopes, replaced)
     for name in names:
         plan = Plan(name, PROMPT, limit, capture=capture if captures else None, steering=steering if steers else None)
         if captures or steers:

@@ -60,7 +60,7 @@ def read_params(given: Any) -> SamplingParams:
         )
     if EXTRA_ARGS_KEY in (params.extra_args or {}):
         raise InvalidRequest(f"extra_args[{EXTRA_ARGS_KEY!r}] belongs to steercap; use capture= and steering=")
-    params.skip_clone = True  # vLLM need not copy deeply, which takes longer than all else, what nobody else has
+    params.skip_clone = True  # nobody else has them, and vLLM's deep copy would take longer than all the rest
     return params
 
 

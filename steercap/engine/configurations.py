@@ -146,7 +146,7 @@ class Configurations:
             return
         if grant.digest not in self._loading:
             task = asyncio.create_task(self._load_once(lowered), name="steercap load")
-            task.add_done_callback(_heard)
+            task.add_done_callback(_retrieve)
             self._loading[grant.digest] = task
         await asyncio.shield(self._loading[grant.digest])
 
@@ -186,7 +186,7 @@ class Configurations:
                 yield Vectors(blob.digest, rows, lowered.vectors[blob.digest])
 
 
-def _heard(task: asyncio.Task[None]) -> None:
+def _retrieve(task: asyncio.Task[None]) -> None:
     """Retrieve how a load ended, in case all who asked for it have left."""
     if not task.cancelled():
         task.exception()

@@ -114,7 +114,7 @@ def _tap_token(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- all that is 
     deferred = residual + token.to(tl.int64) * residual_stride + columns
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    # The row on suspicion, while the tables say what becomes of it.
+    # The row, in case it is wanted at this point, while what the tables say is still on its way.
     some = columns < tl.where(tl.maximum(slot, line) >= 0, WIDTH, 0)
     first_part = tl.load(stream, mask=some, other=0.0)
     other_part = first_part

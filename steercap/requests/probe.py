@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -97,12 +97,14 @@ async def _probe_editing(engine: Engine, number: int, delivery: Delivery) -> Non
             norm = float(delivery.joined(delivery.shards[engine.armed[point]]).flatten(1).norm(dim=1).mean())
             sizes[point] = norm / schema.width**0.5
             vectors[point] = torch.randn(schema.width, generator=generator)
-    silent = await _unheard(
-        engine, number, {point: Add(vectors[point], sizes[point], **_at(point)) for point in vectors}
-    )
-    loud = {point: Add(vectors[point], **_at(point)) for point in silent if sizes[point] < 1}
+
+    def add(point: Point, scale: float) -> Add:
+        return Add(vectors[point], scale, layer=point.layer, site=point.site)
+
+    silent = await _without_effect(engine, number, {point: add(point, sizes[point]) for point in vectors})
+    loud = {point: add(point, 1.0) for point in silent if sizes[point] < 1}
     if loud:
-        silent = [point for point in silent if point not in loud] + await _unheard(engine, number, loud)
+        silent = [point for point in silent if point not in loud] + await _without_effect(engine, number, loud)
     if silent:
         raise TapsNotInstalled(
             f"the start-up probe changed the rows at {', '.join(map(str, silent))}, and the model's output did not "
@@ -110,11 +112,7 @@ async def _probe_editing(engine: Engine, number: int, delivery: Delivery) -> Non
         )
 
 
-def _at(point: Point) -> dict[str, Any]:
-    return {"layer": point.layer, "site": point.site}
-
-
-async def _unheard(engine: Engine, number: int, edits: Mapping[Point, Add]) -> list[Point]:
+async def _without_effect(engine: Engine, number: int, edits: Mapping[Point, Add]) -> list[Point]:
     """The points whose edit, each made in a request of its own, leaves the model's output what it is without any."""
     specs = [None, *(SteeringSpec([edit]) for edit in edits.values())]
     params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0}  # the sampled token's own
