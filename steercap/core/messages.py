@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from steercap.core.coding import Coding
 from steercap.core.program import Configuration
 from steercap.core.schema import PointSchema
 
@@ -162,8 +163,7 @@ class Parcel(Message, frozen=True):
 
     Args:
         owner: whose rows.
-        encoding: how the rows are stored: a name in `ENCODINGS`.
-        numbers: how many numbers stand for a row, where the encoding leaves that open; else 0.
+        coding: how the rows are stored.
         points: indices into the engine's armed points, in the order of a record.
         lines: where the records are, in the order of the rows.
         stored_rows: records in these lines: the rows, or one for a reduction.
@@ -175,8 +175,7 @@ class Parcel(Message, frozen=True):
     """
 
     owner: Owner
-    encoding: str
-    numbers: int
+    coding: Coding
     points: tuple[int, ...]
     lines: tuple[LineRange, ...]
     stored_rows: int

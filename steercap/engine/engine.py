@@ -14,6 +14,7 @@ from uuid import uuid4
 from steercap.concurrency.loops import finished, on_thread, over
 from steercap.config import Settings
 from steercap.core.budget import Ticket
+from steercap.core.coding import Coding
 from steercap.core.messages import Counted, Owner, Parcel, Unknown, Wanted
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.schema import PointSchema
@@ -176,6 +177,10 @@ class Engine:
     def projected(self, spec: CaptureSpec) -> Projected | None:
         """See `Compiler.projected`."""
         return self._compiler.projected(spec)
+
+    def coding(self, spec: CaptureSpec) -> Coding:
+        """See `Compiler.coding`."""
+        return self._compiler.coding(spec)
 
     def pages_needed(self, plan: CapturePlan, rows: int) -> int:
         """Pages that `rows` rows of the plan, or their accumulator, take on the worker that holds most of them."""

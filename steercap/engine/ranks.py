@@ -11,7 +11,7 @@ from steercap.core.messages import Attached, Parcel
 from steercap.core.plan import CapturePlan
 from steercap.core.rows import PageShape
 from steercap.core.schema import PointSchema
-from steercap.encodings import ENCODINGS
+from steercap.encodings import record_of
 from steercap.encodings.reduced import accumulator_records
 from steercap.transport.reader import LineReader
 
@@ -57,8 +57,8 @@ class Rank:
             return 0
         if plan.accumulates:
             records = accumulator_records(schemas, self.attached.held) if rows else 0
-            return self.page.pages(records, ENCODINGS["raw"].record(schemas).lines)
-        return self.page.pages(rows, ENCODINGS[plan.encoding].record(schemas, plan.numbers).lines)
+            return self.page.pages(records, record_of(schemas).lines)
+        return self.page.pages(rows, record_of(schemas, plan.coding).lines)
 
 
 #: Engine by engine, the workers that capture.

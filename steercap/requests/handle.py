@@ -11,13 +11,14 @@ import numpy as np
 import torch
 
 from steercap.core.chat import MessageSpan
+from steercap.core.coding import RAW
 from steercap.core.ownership import Unshared
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.requests import files
-from steercap.requests.captures import Captures
+from steercap.requests.captures import Captures, Coded
 from steercap.requests.fetching import fetch_all
 from steercap.requests.lifecycle import Found, Lifecycle, Stage
 
@@ -111,6 +112,16 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         return self.lifecycle.require_here().captures
 
     @property
+    def coded(self) -> Coded:
+        """With a lossy codec, the rows as they are kept, by layer or by (layer, site): codes and scales.
+
+        Raises:
+            CaptureNotFetched: before `fetch()`.
+            CaptureReleased: after `release()`.
+        """
+        return self.captures.coded
+
+    @property
     def receipt(self) -> Receipt:
         """What the workers recorded of this capture."""
         return self.lifecycle.require_here().receipt
@@ -185,9 +196,12 @@ class CaptureHandle(Unshared, instead=INSTEAD):
             steering=receipt.steering,
             directions=self.directions,
             marks=self.marks,
+            coding=next((rows.coding for rows in self.coded.values()), RAW),
+            schemas=tuple(rows.schema for rows in self.coded.values()),
         )
+        rows = {point: self.captures.whole(point) for point in self.captures}
         labels = self.positions, self.token_ids, self.prompt_token_ids, self.output_token_ids
-        return files.write(files.Saved(header, self.captures, *labels), Path(path))
+        return files.write(files.Saved(header, rows, *labels), Path(path))
 
     @staticmethod
     def load(path: str | Path) -> CaptureHandle:

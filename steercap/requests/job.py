@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from steercap.core.chat import MessageSpan
+from steercap.core.coding import RAW
 from steercap.core.messages import Owner, Wanted
 from steercap.core.plan import Plan, compile_capture
 from steercap.core.program import SteeringPlan, identity
@@ -18,7 +19,6 @@ from steercap.core.receipt import SteeringReceipt, check_edits
 from steercap.core.rows import rows_selected
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import Range, selected
-from steercap.encodings import check_codec
 from steercap.errors import InvalidSpec, ModelClosed, SteeringNotApplied, first_error
 from steercap.requests.checks import Expected
 from steercap.requests.handle import CaptureHandle
@@ -134,13 +134,13 @@ async def prepare(
     vllm = engine.vllm
     points: tuple[Point, ...] = ()
     indices: tuple[int, ...] = ()
-    projected = None
+    projected, coding = None, RAW
     if spec is not None:
         if not isinstance(spec, CaptureSpec):
             raise InvalidSpec(f"capture={spec!r}; give a CaptureSpec, or capture_layers= for layers alone")
         points, indices = engine.captured(spec)
-        check_codec(spec.codec)
         projected = engine.projected(spec)
+        coding = engine.coding(spec)
     lowered = None if steering is None else engine.lowered(steering)
     sampling = vllm.sampling(params)
     rendered = await vllm.render(prompt)
@@ -152,6 +152,7 @@ async def prepare(
         capture = compile_capture(
             spec,
             indices,
+            coding,
             prompt_len=prompt_len,
             limit=limit,
             # Past a stop string the workers may go on any way; else as far as vLLM runs ahead, which they leave out.

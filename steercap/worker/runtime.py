@@ -39,7 +39,7 @@ from steercap.core.messages import (
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
 from steercap.core.rows import Ints, page_shape
-from steercap.encodings import ENCODINGS
+from steercap.encodings import record_of
 from steercap.encodings.base import dtype_of
 from steercap.errors import SteercapError, WorkerFailure
 from steercap.kernels.finite import edited_most
@@ -70,7 +70,7 @@ class Runtime:
         self.device = device
         self.captures = taps.installed.captures
         schemas = [one for one, keeps in zip(taps.schemas, taps.installed.kept, strict=True) if keeps]
-        self._shape = page_shape(max(ENCODINGS["raw"].record(schemas).lines, 1))
+        self._shape = page_shape(max(record_of(schemas).lines, 1))
         self._arena: Arena | None = None
         # Ranks of a tensor-parallel group edit the same rows, or parts of them: the first counts them.
         self._steering = Steering(taps, primary=taps.installed.shard == 0)
