@@ -1,7 +1,8 @@
 """Captures on disk: one safetensors file per handle, its labels as tensors, its texts in a JSON header.
 
 The header is the metadata entry `steercap`: format version, model, request id, text, points in order, messages,
-reduction; of projections the directions' names and marks. Tensors are named `rows.<site>.<layer>`, `positions`,
+reduction; of projections the directions' names and marks; how layers weigh keys whose queries and keys it holds.
+Tensors are named `rows.<site>.<layer>`, `positions`,
 `token_ids`, `prompt_token_ids`, `output_token_ids`.
 """
 
@@ -14,6 +15,7 @@ from typing import Final, NamedTuple
 import msgspec
 import torch
 
+from steercap.core.attention import AttentionRule
 from steercap.core.chat import MessageSpan
 from steercap.core.receipt import SteeringReceipt
 from steercap.core.spec import Point
@@ -38,6 +40,7 @@ class Header(msgspec.Struct, frozen=True):
     steering: SteeringReceipt | None = None
     directions: tuple[str, ...] = ()
     marks: dict[int, tuple[tuple[float, ...], ...]] = {}
+    attention_rules: dict[int, AttentionRule] = {}
 
 
 class Saved(NamedTuple):

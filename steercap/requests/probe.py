@@ -84,7 +84,7 @@ def _check(engine: Engine, delivery: Delivery) -> None:
 
 
 async def _probe_editing(engine: Engine, number: int, delivery: Delivery) -> None:
-    """One request per point that adds a random vector at that point alone: the next token's probability must change.
+    """One request per point that adds a random vector to its last prompt row: the next token's probability must change.
 
     The vector's elements are as large as the rows' are. Rows of random weights can be so small that nothing of them
     reaches the stream: where nothing changed, they are 1.
@@ -99,7 +99,8 @@ async def _probe_editing(engine: Engine, number: int, delivery: Delivery) -> Non
             vectors[point] = torch.randn(schema.width, generator=generator)
 
     def add(point: Point, scale: float) -> Add:
-        return Add(vectors[point], scale, layer=point.layer, site=point.site)
+        # Not at all tokens: what is added to every key alike leaves the softmax over them what it is.
+        return Add(vectors[point], scale, layer=point.layer, site=point.site, tokens="last_prompt")
 
     silent = await _without_effect(engine, number, {point: add(point, sizes[point]) for point in vectors})
     loud = {point: add(point, 1.0) for point in silent if sizes[point] < 1}
