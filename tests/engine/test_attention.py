@@ -1,4 +1,4 @@
-"""Attention computed from captured queries and keys, against transformers' own, beyond the window of each model."""
+"""What attention that is computed of captured rows is refused for, and where; weights: tests/engine/test_families.py."""
 
 from __future__ import annotations
 
@@ -10,30 +10,12 @@ from conftest import opened
 from steercap import CaptureHandle, CaptureSpec, Point, SteerModel
 from steercap.core.schema import PointSchema
 from steercap.errors import InvalidRequest, InvalidSelection, LayerOutOfRange, UnsupportedModel, UnsupportedRunner
-from steercap.families import FAMILIES
 from steercap.testing import Reference, tiny_checkpoint
 from steercap.testing.attention import QUERIES_AND_KEYS, attention_agrees
 from steercap.testing.rows import GREEDY, TINY_ENGINE, hold, random_prompt
 from steercap.testing.specs import spec
 
 SITES = ("q", "k", "v", "resid_post")
-ATTENDING = [name for name, family in FAMILIES.items() if family.attention]
-#: head_dim^-0.5, and Gemma's query_pre_attn_scalar^-0.5.
-SCALES = {"gemma2": 256**-0.5, "gemma3": 256**-0.5}
-#: Which layers see 24 tokens.
-WINDOWS = {"mistral": (24,) * 4, "gemma2": (24, None, 24, None), "gemma3": (24,) * 4}
-
-
-@pytest.mark.parametrize("family", ATTENDING)
-async def test_weights_are_those_of_transformers(family, record_property) -> None:
-    """Whole patterns and summaries of every layer, clean and steered, with the scale, windows and caps of each family."""
-    path = tiny_checkpoint(family)
-    async with opened(path, sites=SITES, **TINY_ENGINE) as model:
-        rules = model.serving.opened().attention
-        record_property(family, f"{await attention_agrees(model, Reference(path)):.1e}")
-    assert [rules[layer].window for layer in range(4)] == list(WINDOWS.get(family, (None,) * 4))
-    assert all(rule.scale == pytest.approx(SCALES.get(family, 32**-0.5)) for rule in rules.values())
-    assert {rule.soft_cap for rule in rules.values()} == {50.0 if family == "gemma2" else None}
 
 
 async def test_a_file_keeps_what_weights_need_and_a_wrong_rule_would_show(tmp_path) -> None:
@@ -99,13 +81,6 @@ async def test_two_workers_share_heads(monkeypatch) -> None:
         )
         await model.fetch_captures_batch(handles)
     hold(handles, reference, specs)
-
-
-async def test_a_last_layer_changes_keys_but_not_by_its_queries() -> None:
-    """Edits of keys and values of the last layer are cached, and salted; of its queries nothing is."""
-    async with opened(tiny_checkpoint("llama"), sites=SITES, **TINY_ENGINE) as model:
-        last = {site: model.points[Point(3, site)].changes_kv for site in SITES}
-    assert last == {"q": False, "k": True, "v": True, "resid_post": False}
 
 
 async def test_heads_that_cannot_be_had_are_refused_before_anything_starts() -> None:
