@@ -14,10 +14,11 @@ import torch
 
 from steercap.core.messages import Owner, Wanted
 from steercap.core.plan import CapturePlan, Plan
-from steercap.core.tokens import Range
+from steercap.core.tokens import Range, Tokens
 from steercap.edits.add import Add
 from steercap.errors import SteeringNotApplied, TapsNotInstalled
 from steercap.requests.job import Job, prepare, run_all
+from steercap.sites import SITES
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def _check(engine: Engine, delivery: Delivery) -> None:
 
 
 async def _probe_editing(engine: Engine, number: int, delivery: Delivery) -> None:
-    """One request per point that adds a random vector to its last prompt row: the next token's probability must change.
+    """One request per point that adds a random vector at that point alone: the next token's probability must change.
 
     The vector's elements are as large as the rows' are. Rows of random weights can be so small that nothing of them
     reaches the stream: where nothing changed, they are 1.
@@ -99,8 +100,9 @@ async def _probe_editing(engine: Engine, number: int, delivery: Delivery) -> Non
             vectors[point] = torch.randn(schema.width, generator=generator)
 
     def add(point: Point, scale: float) -> Add:
-        # Not at all tokens: what is added to every key alike leaves the softmax over them what it is.
-        return Add(vectors[point], scale, layer=point.layer, site=point.site, tokens="last_prompt")
+        # What is added to every key alike leaves the softmax over them what it is.
+        tokens: Tokens = 0 if SITES[point.site].per_key_head else "all"
+        return Add(vectors[point], scale, layer=point.layer, site=point.site, tokens=tokens)
 
     silent = await _without_effect(engine, number, {point: add(point, sizes[point]) for point in vectors})
     loud = {point: add(point, 1.0) for point in silent if sizes[point] < 1}
