@@ -7,8 +7,9 @@ attention function, [1, heads, tokens, head_dim], which stands in for a module w
 from __future__ import annotations
 
 import sys
+import threading
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, input_tap
 
@@ -43,33 +44,48 @@ class AttentionInput(Site):
         return input_tap(layer, family.attention, self.name, tap, family, self.argument)
 
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        def hook(_module: nn.Module, _args: Any) -> None:
-            visited = ALL_ATTENTION_FUNCTIONS.get("eager")
-            if not isinstance(visited, _Visited):
-                visited = ALL_ATTENTION_FUNCTIONS["eager"] = _Visited()
-            visited.visits.append((self.argument, visit))
+        def hook(module: nn.Module, _args: Any) -> None:
+            _EAGER.expect(module, self.argument, visit)
 
         return layer.get_submodule(family.attention.rpartition(".")[0]).register_forward_pre_hook(hook)
 
 
-class _Visited:
-    """Stands for transformers' eager attention function in the next call of one, whose inputs it has visited."""
+class _Eager:
+    """Stands for transformers' eager attention functions while modules wait that want their inputs visited.
+
+    Modules of other threads, which do not wait, find it in its place too.
+    """
 
     def __init__(self) -> None:
-        self.visits: list[tuple[int, Visit]] = []
+        self._waiting: dict[nn.Module, list[tuple[int, Visit]]] = {}
+        self._standing = threading.Lock()
 
-    def __call__(self, module: nn.Module, *inputs: Any, scaling: float, **options: Any) -> Any:
+    def expect(self, module: nn.Module, argument: int, visit: Visit) -> None:
+        """Visit an input of the module's next call."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        del ALL_ATTENTION_FUNCTIONS["eager"]
-        for argument, visit in self.visits:
+        with self._standing:
+            ALL_ATTENTION_FUNCTIONS["eager"] = self
+            self._waiting.setdefault(module, []).append((argument, visit))
+
+    def _called(self, module: nn.Module) -> list[tuple[int, Visit]]:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        with self._standing:
+            visits = self._waiting.pop(module, [])
+            if visits and not self._waiting:
+                del ALL_ATTENTION_FUNCTIONS["eager"]
+        return visits
+
+    def __call__(self, module: nn.Module, *inputs: Any, **options: Any) -> Any:
+        for argument, visit in self._called(module):
             given = inputs[argument]
             # OPT scales its queries itself, and vLLM's does not.
-            factor = module.scaling / scaling if argument == 0 else 1.0  # type: ignore[operator]
+            factor = module.scaling / options["scaling"] if argument == 0 else 1.0
             rows = given.transpose(1, 2).flatten(2) / factor
             visit(rows)
             given.copy_((rows * factor).unflatten(2, (given.shape[1], -1)).transpose(1, 2))
-        eager = sys.modules[type(module).__module__].eager_attention_forward
-        return eager(module, *inputs, scaling=scaling, **options)
+        return sys.modules[type(module).__module__].eager_attention_forward(module, *inputs, **options)
+
+
+_EAGER: Final = _Eager()

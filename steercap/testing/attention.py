@@ -16,8 +16,9 @@ from steercap.testing.reference import Reference
 from steercap.testing.rows import GREEDY, inputs_of, random_prompt
 from steercap.testing.specs import spec
 
-#: Of a weight, at most 1, in float32: rows differ by 1e-5 of their norm, and tiny models have logits of some tens.
-MAX_ERROR: Final = 2e-4
+#: Of a weight, at most 1, in float32, where rows may differ by 1e-4 of their norm. On CPU the worst of eleven families
+#: differs by 1e-5.
+MAX_ERROR: Final = 1e-4
 QUERIES_AND_KEYS: Final = CaptureSpec(sites=("q", "k"))
 TOP: Final = 5
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
@@ -12,11 +13,13 @@ from handles import a_handle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steercap import AttentionSummary
+from steercap import AttentionSummary, Point, SteeringSpec
 from steercap.analysis.attention import Attending, pattern, summarised, weights_of
 from steercap.core.attention import AttentionRule, joined
 from steercap.errors import InvalidRequest, InvalidSelection, LayerOutOfRange
-from steercap.testing import tiny_checkpoint
+from steercap.testing import Reference, tiny_checkpoint
+from steercap.testing.rows import random_prompt
+from steercap.testing.specs import spec
 
 RULES = st.builds(
     AttentionRule,
@@ -219,3 +222,24 @@ def test_entropy_and_targets_are_those_of_numpy(seed) -> None:
         entropy = -np.nansum(weights * np.log(weights), axis=-1)
     np.testing.assert_allclose(found.entropy, entropy, atol=1e-5)
     np.testing.assert_array_equal(found.targets[:, 10:], np.argsort(-weights, axis=-1)[:, 10:, :4])
+
+
+def test_models_of_several_threads_are_visited_apart() -> None:
+    """Queries are read and changed in transformers' attention function, which all models share; none is left in its place."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    references = [Reference(tiny_checkpoint(family)) for family in ("llama", "opt")]
+    points = [Point(layer, site) for layer in range(4) for site in ("q", "k", "v", "z")]
+    steering = spec("add", 128, seed=1, layers=[0, 2], site="q")
+
+    def rows(reference: Reference, steering: SteeringSpec | None = steering) -> dict[Point, torch.Tensor]:
+        return reference.rows(random_prompt(30, 1), points, steering=steering, prompt_len=20)
+
+    alone = [rows(reference) for reference in references]
+    for one, reference in zip(alone, references, strict=True):
+        assert not torch.allclose(one[Point(0, "q")], rows(reference, None)[Point(0, "q")])
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(10):
+            for known, found in zip(alone, pool.map(rows, references), strict=True):
+                assert all(torch.equal(known[point], found[point]) for point in points)
+    assert "eager" not in ALL_ATTENTION_FUNCTIONS
