@@ -21,6 +21,7 @@ from steercap import CaptureHandle, CaptureSpec, SteerModel
 from steercap.families import FAMILIES
 from steercap.testing import Parity, Reference, agreement, compare_rows, stress, tiny_checkpoint
 from steercap.testing.agreement import EVERYTHING, captured, same_tokens_elsewhere, worst_of
+from steercap.testing.attention import attention_agrees
 from steercap.testing.bad import BAD_REQUESTS
 from steercap.testing.codecs import codecs_agree
 from steercap.testing.overflow import overflowing_edits
@@ -104,7 +105,9 @@ def happened(facts: dict[str, int], **least: int) -> None:
 
 
 async def check_parity(run: Run, show: Show) -> None:
-    """float32, all sites, all layers, several batches: every row against transformers on the same tokens."""
+    """float32, all sites, all layers, several batches: every row, and every weight of attention, against transformers on
+    the same tokens.
+    """
     if run.machine.cuda:
         show["float32 matmul precision"] = os.environ.get("VLLM_FLOAT32_MATMUL_PRECISION", "highest")
         show["triton dot"] = os.environ.get("TRITON_F32_DEFAULT", "tf32")
@@ -119,6 +122,8 @@ async def check_parity(run: Run, show: Show) -> None:
             found.append(await asyncio.to_thread(rows_of, handles, reference))
         show[family] = worse_parts(worst(found))
         within(worst(found))
+        if FAMILIES[family].attention:
+            show[f"{family} attention"] = f"{await attention_agrees(model, reference):.1e}"
 
     await each(run.families, one)
 

@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from steercap.core.attention import AttentionRule
 from steercap.core.coding import Coding
 from steercap.core.program import Configuration
 from steercap.core.schema import PointSchema
@@ -143,6 +144,7 @@ class Attached(Message, frozen=True):
         held: rows that such a reduction holds apart, which go to the arena with it once its request has ended.
         path: where a process of the same machine can open the arena.
         nonce: first bytes of the arena, which identify it.
+        attention: of each layer whose queries and keys are armed here, how its heads on this rank weigh keys.
     """
 
     points: tuple[int, ...]
@@ -156,6 +158,7 @@ class Attached(Message, frozen=True):
     held: int
     path: str
     nonce: bytes
+    attention: dict[int, AttentionRule] = {}
 
 
 class Parcel(Message, frozen=True):

@@ -23,7 +23,7 @@ from steercap.engine.admission import Admission
 from steercap.engine.compiler import Compiler
 from steercap.engine.configurations import Configurations
 from steercap.engine.fetching import Delivery, Fetcher
-from steercap.engine.ranks import Rank, Ranks
+from steercap.engine.ranks import Rank, Ranks, attention_of
 from steercap.engine.workers import Records, Workers
 from steercap.steering.lowering import Lowered
 from steercap.steering.projection import Projected
@@ -54,6 +54,7 @@ class Engine:
         armed: index of every armed point.
         schemas: what the tensor at each of them is, layer by layer.
         reductions: reductions that can run along at once in each engine.
+        attention: how layers weigh keys, of those whose queries and keys are armed.
         home: the event loop that the engine belongs to.
         admission: who may capture.
         configurations: what the slots hold.
@@ -71,6 +72,7 @@ class Engine:
         self.schemas: Final[Mapping[Point, PointSchema]] = {
             point: known[index] for point, index in self.armed.items() if index in known
         }
+        self.attention: Final = attention_of(ranks[0])
         self._compiler = Compiler(
             self.armed,
             self.schemas,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
+from steercap.core.attention import AttentionRule, joined
 from steercap.core.messages import Attached, Parcel
 from steercap.core.plan import CapturePlan
 from steercap.core.rows import PageShape
@@ -59,6 +60,15 @@ class Rank:
             records = accumulator_records(schemas, self.attached.held) if rows else 0
             return self.page.pages(records, record_of(schemas).lines)
         return self.page.pages(rows, record_of(schemas, plan.coding).lines)
+
+
+def attention_of(ranks: Sequence[Rank]) -> dict[int, AttentionRule]:
+    """How layers weigh keys, as the workers of one engine say it of their heads."""
+    parts: dict[int, list[AttentionRule]] = {}
+    for rank in sorted(ranks, key=lambda rank: rank.attached.shard):
+        for layer, rule in rank.attached.attention.items():
+            parts.setdefault(layer, []).append(rule)
+    return {layer: joined(rules) for layer, rules in sorted(parts.items())}
 
 
 #: Engine by engine, the workers that capture.

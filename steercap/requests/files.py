@@ -1,9 +1,10 @@
 """Captures on disk: one safetensors file per handle, its labels as tensors, its texts in a JSON header.
 
 The header is the metadata entry `steercap`: format version, model, request id, text, points in order, messages,
-reduction; of projections the directions' names and marks; of rows in a lossy codec the codec with its parameters, and
-the schema of each point. Tensors are named `rows.<site>.<layer>`, and in a codec `<part>.<site>.<layer>`: `q`, `scale`,
-`zero`, `indices`, see `encodings`; further `positions`, `token_ids`, `prompt_token_ids`, `output_token_ids`.
+reduction; of projections the directions' names and marks; how layers weigh keys whose queries and keys it holds; of
+rows in a lossy codec the codec with its parameters, and the schema of each point. Tensors are named
+`rows.<site>.<layer>`, and in a codec `<part>.<site>.<layer>`: `q`, `scale`, `zero`, `indices`, see `encodings`; further
+`positions`, `token_ids`, `prompt_token_ids`, `output_token_ids`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Final, NamedTuple
 import msgspec
 import torch
 
+from steercap.core.attention import AttentionRule
 from steercap.core.chat import MessageSpan
 from steercap.core.coding import RAW, Coding
 from steercap.core.receipt import SteeringReceipt
@@ -45,6 +47,7 @@ class Header(msgspec.Struct, frozen=True):
     marks: dict[int, tuple[tuple[float, ...], ...]] = {}
     coding: Coding = RAW
     schemas: tuple[PointSchema, ...] = ()
+    attention_rules: dict[int, AttentionRule] = {}
 
 
 class Saved(NamedTuple):

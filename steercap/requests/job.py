@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from steercap.core.attention import AttentionRule
 from steercap.core.chat import MessageSpan
 from steercap.core.coding import RAW
 from steercap.core.messages import Owner, Wanted
@@ -311,9 +312,29 @@ def _handles(
             messages=job.spans + reply,
             directions=job.projected.names if job.projected else (),
             marks=job.projected.marks if job.projected else {},
+            attention_rules=_rules_of(job),
         )
         handles.append(handle)
     return handles
+
+
+def _rules_of(job: Job) -> Mapping[int, AttentionRule]:
+    """How the layers weigh keys of which a job captures queries and keys, as far as its rows are what they read."""
+    plan = job.plan.capture if job.plan else None
+    sites: dict[int, set[str]] = {}
+    for point in job.points:
+        sites.setdefault(point.layer, set()).add(point.site)
+    found = {layer: rule for layer, rule in job.engine.attention.items() if {"q", "k"} <= sites.get(layer, set())}
+    if plan is None:
+        return found
+    reasons = {
+        f"its rows are reduced, by {plan.reduce!r}": plan.reduce,
+        "its rows are projections": plan.projection,
+        f"its rows are kept as {plan.coding}, and weights of codes differ from the model's": plan.coding != RAW,
+        "its rows are those before the edits of their points": plan.before_edits and job.change,
+    }
+    unknown = "; ".join(reason for reason, holds in reasons.items() if holds)
+    return {layer: msgspec.structs.replace(rule, unknown=rule.unknown or unknown) for layer, rule in found.items()}
 
 
 def _pages_kept(job: Job, plan: Plan, generated: int) -> int:

@@ -15,10 +15,11 @@ import torch
 from steercap.core.coding import RAW
 from steercap.core.messages import Owner, Wanted
 from steercap.core.plan import CapturePlan, Plan
-from steercap.core.tokens import Range
+from steercap.core.tokens import Range, Tokens
 from steercap.edits.add import Add
 from steercap.errors import SteeringNotApplied, TapsNotInstalled
 from steercap.requests.job import Job, prepare, run_all
+from steercap.sites import SITES
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
@@ -101,7 +102,9 @@ async def _probe_editing(engine: Engine, number: int, delivery: Delivery) -> Non
             vectors[point] = torch.randn(schema.width, generator=generator)
 
     def add(point: Point, scale: float) -> Add:
-        return Add(vectors[point], scale, layer=point.layer, site=point.site)
+        # What is added to every key alike leaves the softmax over them what it is.
+        tokens: Tokens = 0 if SITES[point.site].per_key_head else "all"
+        return Add(vectors[point], scale, layer=point.layer, site=point.site, tokens=tokens)
 
     silent = await _without_effect(engine, number, {point: add(point, sizes[point]) for point in vectors})
     loud = {point: add(point, 1.0) for point in silent if sizes[point] < 1}

@@ -6,13 +6,15 @@ A runner adapter drives it; it knows nothing of vLLM.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
 import numpy as np
 import torch
 
+from steercap.core.attention import AttentionRule
 from steercap.core.messages import (
     Answer,
     Attach,
@@ -62,10 +64,18 @@ class Runtime:
         taps: the tables behind this rank's taps.
         armed: names of the points that the whole engine arms.
         device: where the model computes.
+        attention: how the layers whose queries and keys are armed weigh keys.
     """
 
-    def __init__(self, taps: Taps, armed: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self,
+        taps: Taps,
+        armed: Sequence[str],
+        device: torch.device,
+        attention: Mapping[int, AttentionRule] = MappingProxyType({}),
+    ) -> None:
         self.taps = taps
+        self._attention = dict(attention)
         self._names = tuple(armed[point] for point in taps.points)
         self.device = device
         self.captures = taps.installed.captures
@@ -266,6 +276,7 @@ class Runtime:
             held=self.taps.accumulators.held,
             path=self._arena.segment.path,
             nonce=self._arena.segment.nonce,
+            attention=self._attention,
         )
 
     def _release(self, owners: Sequence[Owner]) -> None:

@@ -12,6 +12,7 @@ from steercap import CaptureSpec, Point
 from steercap.core.schema import PointSchema
 from steercap.testing import tiny_checkpoint
 from steercap.testing.agreement import projections_agree, shards_agree, workers_agree
+from steercap.testing.attention import attention_agrees
 from steercap.testing.codecs import codecs_agree, coded_rows, same_codes
 from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, hold, points, random_prompt, settled
 from steercap.testing.specs import spec
@@ -44,12 +45,14 @@ async def test_two_workers_give_the_rows_of_transformers(layout, tiny, tiny_refe
 
 
 async def test_split_points_are_joined_from_the_ranks_that_have_them(tiny_reference) -> None:
-    """neurons and z at tensor parallel 2: each rank keeps and edits its shard, and the client joins them."""
-    sites = ("resid_post", "neurons", "z")
+    """neurons and heads at tensor parallel 2: each rank keeps and edits its shard, and the client joins them."""
+    sites = ("resid_post", "neurons", "q", "k", "v", "z")
     async with opened(tiny_checkpoint("qwen3"), sites=sites, **TINY_ENGINE, tensor_parallel_size=2) as model:
         assert model.points[Point(2, "z")] == PointSchema((4, 32), "float32", shards=2)
+        assert model.points[Point(2, "k")] == PointSchema((2, 32), "float32", shards=2)
         await shards_agree(model, tiny_reference)
         assert all(share <= 1 for share in (await codecs_agree(model)).values())
+        await attention_agrees(model, tiny_reference)
         assert await settled(model) == (0, 0, 0)
         assert len(model.serving.opened()._all_ranks) == 2
 

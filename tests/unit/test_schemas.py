@@ -98,12 +98,18 @@ class Bench:
             )
             for point in range(len(self.schemas)):
                 rows = torch.cat([self.rows(number, point)[start:stop] for number in numbers])
-                hidden = rows.clone().to(device_of(self.kind))
+                # At odd points as queries lie beside keys and values: columns of wider rows.
+                wide = torch.full((len(rows), (3 if point % 2 else 1) * rows.shape[1]), 5, dtype=rows.dtype)
+                wide = wide.to(device_of(self.kind))
+                hidden = wide.chunk(3, dim=1)[1] if point % 2 else wide
+                hidden.copy_(rows)
                 residual = torch.ones_like(hidden) if deferred else None
                 if residual is not None:
                     hidden -= 1
                 tap(self.runtime, hidden, residual, point)
-                total = (hidden if residual is None else hidden + residual).cpu()
+                total = (hidden if residual is None else hidden + residual).cpu().clone()
+                hidden.fill_(5)
+                assert (wide == 5).all(), "a tap wrote beside its rows"
                 for place, own in enumerate(total.split(count)):
                     became[place][point] = torch.cat([became[place][point].to(own.dtype), own])
             self.runtime.end_step()
