@@ -9,6 +9,7 @@ from typing import Any, Final, Literal, get_args
 
 from steercap.core.spec import Layers, Point, parse_layers, parse_sites, resolve_layers
 from steercap.core.values import index_of, number_of, shown
+from steercap.encodings import check_codec
 from steercap.errors import InvalidSetting, UnsupportedModel
 from steercap.sites import SITES
 
@@ -48,6 +49,7 @@ class Settings:
         sites: sites to arm. Each armed point costs a little time in every pass.
         layers: layers to arm them at. In float16, `resid_post` of every layer from the first of them on is armed too:
             edited rows can overflow there.
+        codec: how rows are stored where a `CaptureSpec` does not say; see there.
         capture_bytes: most shared memory that rows may take on each capturing worker, in bytes.
         overflow: what a request does when it finds no room: "wait" for its turn, or "error" (`CaptureMemoryFull`).
         overflow_timeout: seconds that requests wait while no request runs that could make room; then they fail.
@@ -70,6 +72,7 @@ class Settings:
 
     sites: str | Sequence[str] = ("resid_post",)
     layers: Layers = "all"
+    codec: str = "raw"
     capture_bytes: int = DEFAULT_CAPTURE_BYTES
     overflow: Overflow = "wait"
     overflow_timeout: float = 60.0
@@ -86,6 +89,7 @@ class Settings:
         keep(self, "layers", parse_layers(self.layers))
         for site in self.sites:
             SITES[site]
+        check_codec(self.codec)
         for name, allowed in (("overflow", get_args(Overflow)), ("transport", get_args(Transport))):
             value = getattr(self, name)
             if not (isinstance(value, str) and value in allowed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -36,8 +37,40 @@ if TYPE_CHECKING:
     from steercap.vectors.directions import DirectionSet
     from steercap.views.heatmap import TokenHeatmap
 
+PANEL: Final = "Rows (see docs/settings.md)"
 #: Prompts whose heat maps are shown; the others are in their files.
 HEATMAPS: Final = 8
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """How rows are stored, and what room they have; where nothing is given, the environment decides."""
+
+    codec: Annotated[
+        str | None, typer.Option(help="How rows are stored: raw, full8, ...; raw if left out.", rich_help_panel=PANEL)
+    ] = None
+    capture_bytes: Annotated[
+        int | None, typer.Option(help="Most shared memory of rows on a worker, in bytes.", rich_help_panel=PANEL)
+    ] = None
+    arena_bytes: Annotated[
+        int | None, typer.Option(help="Device memory of rows on their way, in bytes.", rich_help_panel=PANEL)
+    ] = None
+    reduce_bytes: Annotated[
+        int | None, typer.Option(help="Most device memory of running reductions, in bytes.", rich_help_panel=PANEL)
+    ] = None
+    overflow: Annotated[
+        str | None, typer.Option(help="What a request without room does: wait or error.", rich_help_panel=PANEL)
+    ] = None
+    overflow_timeout: Annotated[
+        float | None, typer.Option(help="Seconds that it waits while nothing runs.", rich_help_panel=PANEL)
+    ] = None
+    transport: Annotated[
+        str | None, typer.Option(help="How rows reach us: auto, shared or wire.", rich_help_panel=PANEL)
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Settings of SteerModel that were given; `codec` is the spec's."""
+        return {name: value for name, value in asdict(self).items() if name != "codec" and value is not None}
 
 
 class Captured(msgspec.Struct, frozen=True):
@@ -221,6 +254,7 @@ def register(app: typer.Typer) -> None:
         prompts: PromptOptions,
         sampling: SamplingOptions,
         steer: SteerOptions,
+        stored: RowOptions,
         model: ModelOptions,
         terminal: Terminal,
         out: Annotated[Path, typer.Option(file_okay=False, help="Folder for one safetensors file per prompt.")],
@@ -263,16 +297,17 @@ def register(app: typer.Typer) -> None:
             tokens=tokens_of(tokens),
             reduce=reduce,
             project=directions,
+            codec=stored.codec,
         )
         kept = names_of(sites) if directions is None else (directions.site,)
         armed = tuple(dict.fromkeys((*kept, *sites_of(spec))))
-        planned = foreseen(model, sites=armed)
+        planned = foreseen(model, sites=armed, **stored.settings())
         planned.check_capture(wanted)
         planned.check_steering(spec)
         if directions is not None and heat is not None:
             check_heat(directions, heat, wanted.layers, planned.model.layers)
         may_replace(out, terminal, force=force, pattern="*.safetensors")  # last: it asks
-        async with opened(model, terminal, sites=armed) as open_model:
+        async with opened(model, terminal, sites=armed, **stored.settings()) as open_model:
             store = Store(out, terminal)
             found = await capture_to(open_model, asked, params, wanted, store, terminal, steering=spec)
             shown: RenderableType = table_of(found)

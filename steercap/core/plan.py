@@ -121,6 +121,7 @@ def compile_capture(
     spec: CaptureSpec,
     points: tuple[int, ...],
     *,
+    codec: str,
     prompt_len: int,
     limit: int,
     accumulates: bool,
@@ -131,6 +132,7 @@ def compile_capture(
     Args:
         spec: what the user asks.
         points: indices of its points among the armed, ascending.
+        codec: how its rows are stored.
         prompt_len: prompt tokens.
         limit: positions that can be inputs of the model: prompt + generated - 1 at most.
         accumulates: whether a reduction may run along.
@@ -145,7 +147,7 @@ def compile_capture(
         points,
         ranges,
         spec.reduce,
-        spec.codec,
+        codec,
         spec.before_edits,
         accumulates,
         projection,

@@ -55,7 +55,8 @@ class CaptureSpec:
             the worker in float32: one row per point.
         codec: how rows are stored on their way to the client: "raw" keeps them bit for bit; "full8" keeps 8 bits an
             element and the scale and zero point of each row, half the bytes of a 16-bit dtype, decoded to float32: an
-            element is off by at most half a step, `(max - min) / 510` of its row.
+            element is off by at most half a step, `(max - min) / 510` of its row. Left out, it is that of
+            `SteerModel(codec=)` or `STEERCAP_CODEC`, else "raw"; what is reduced or projected is never coded.
         before_edits: keep rows as they were before the edits of their own point; by default they are what the
             model continues with, edits included. Edits at earlier points have had their effect either way.
         project: a DirectionSet, or LayerVectors for one direction: instead of each row, its scalar products with
@@ -75,7 +76,7 @@ class CaptureSpec:
     sites: str | Sequence[str] = ("resid_post",)
     tokens: Tokens | TokenSelection = "all"
     reduce: Reduction | None = None
-    codec: str = "raw"
+    codec: str | None = None
     before_edits: bool = False
     project: Projectable | None = None
     allow_nonfinite: bool = False
@@ -84,7 +85,7 @@ class CaptureSpec:
     def __post_init__(self) -> None:
         if self.reduce is not None and not (isinstance(self.reduce, str) and self.reduce in REDUCTIONS):
             raise InvalidSpec(f"unknown reduce={shown(self.reduce)}; known: None, {', '.join(map(repr, REDUCTIONS))}")
-        if not isinstance(self.codec, str):
+        if not (self.codec is None or isinstance(self.codec, str)):
             raise InvalidSpec(f"codec={shown(self.codec)}; give the name of one codec, such as 'raw'")
         for name in ("before_edits", "allow_nonfinite", "gather"):
             flag = flag_of(getattr(self, name))
@@ -98,12 +99,23 @@ class CaptureSpec:
             raise InvalidSpec(
                 f"project= gives a few numbers per token, reduce={self.reduce!r} one row per request; give only one"
             )
-        if self.codec != "raw" and (self.project is not None or self.reduce is not None):
+        if self.codec not in {None, "raw"} and not self.keeps_rows:
             asked = "project=" if self.reduce is None else f"reduce={self.reduce!r}"
             raise InvalidSpec(f"{asked} gives float32 numbers, which codec={self.codec!r} cannot hold; leave it out")
 
     def __hash__(self) -> int:
         return hash((repr(self.layers), self.sites, self.tokens, self.reduce, self.codec, self.before_edits))
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether rows are kept, rather than what is computed of them."""
+        return self.project is None and self.reduce is None
+
+    def codec_or(self, default: str) -> str:
+        """How rows are stored, where `default` holds for specs that do not say."""
+        if self.codec is not None:
+            return self.codec
+        return default if self.keeps_rows else "raw"
 
     @property
     def selection(self) -> TokenSelection:

@@ -139,7 +139,8 @@ async def prepare(
         if not isinstance(spec, CaptureSpec):
             raise InvalidSpec(f"capture={spec!r}; give a CaptureSpec, or capture_layers= for layers alone")
         points, indices = engine.captured(spec)
-        check_codec(spec.codec)
+        codec = spec.codec_or(engine.settings.codec)
+        check_codec(codec)
         projected = engine.projected(spec)
     lowered = None if steering is None else engine.lowered(steering)
     sampling = vllm.sampling(params)
@@ -152,6 +153,7 @@ async def prepare(
         capture = compile_capture(
             spec,
             indices,
+            codec=codec,
             prompt_len=prompt_len,
             limit=limit,
             # Past a stop string the workers may go on any way; else as far as vLLM runs ahead, which they leave out.

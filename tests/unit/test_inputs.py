@@ -221,7 +221,7 @@ def steer(edit: Any) -> None:
 
 def capture(**arguments: Any) -> None:
     spec = CaptureSpec(**arguments)
-    _ = hash(spec), repr(spec), ENCODINGS[spec.codec]
+    _ = hash(spec), repr(spec), ENCODINGS[spec.codec_or("raw")]
     check_armed(spec.points(LAYERS), ARMED, SITES)
     spec.selection.ranges(PROMPT, LIMIT)
     if spec.project is not None:
@@ -265,7 +265,7 @@ def sites() -> Iterator[Site]:
         "sites": "site",
         "tokens": "tokens",
         "reduce": "reduce?",
-        "codec": "codec",
+        "codec": "codec?",
         "before_edits": "flag",
         "project": "?",
     }.items():
