@@ -37,7 +37,7 @@ class Variable:
     """
 
     says: str
-    kind: Any = int
+    kind: type
     code: str = ""
     flag: bool = False
     default: str = ""
@@ -47,17 +47,17 @@ class Variable:
 #: belongs to the experiment, not to the machine.
 SETTINGS: Final[Mapping[str, Variable]] = {
     "codec": Variable("how rows are stored where a capture does not say", str, "`CaptureSpec(codec=)`", flag=True),
-    "capture_bytes": Variable("most shared memory of captured rows, bytes a worker", flag=True),
+    "capture_bytes": Variable("most shared memory of captured rows, bytes a worker", int, flag=True),
     "arena_bytes": Variable(
-        "device memory of rows on their way, bytes a worker", flag=True, default="by the largest pass"
+        "device memory of rows on their way, bytes a worker", int, flag=True, default="by the largest pass"
     ),
-    "reduce_bytes": Variable("most device memory of running reductions, bytes a worker", flag=True),
+    "reduce_bytes": Variable("most device memory of running reductions, bytes a worker", int, flag=True),
     "overflow": Variable("what a request without room does: `wait` or `error`", str, flag=True),
     "overflow_timeout": Variable("seconds that it waits while nothing runs", float, flag=True),
     "transport": Variable("how rows reach the client: `auto`, `shared` or `wire`", str, flag=True),
-    "steering_slots": Variable("steering configurations in use at once"),
-    "vector_bytes": Variable("memory of all vectors, bytes a worker"),
-    "edits_per_point": Variable("rank-one edits of one spec at one point"),
+    "steering_slots": Variable("steering configurations in use at once", int),
+    "vector_bytes": Variable("memory of all vectors, bytes a worker", int),
+    "edits_per_point": Variable("rank-one edits of one spec at one point", int),
 }
 #: Variables that are no field of `Settings`.
 OTHERS: Final[Mapping[str, Variable]] = {
