@@ -150,7 +150,7 @@ def _converted(name: str, text: str) -> Any:
         InvalidSetting: it does not fit; the message names the variable.
     """
     try:
-        value = msgspec.convert(text, SETTINGS[name].kind, strict=False)
+        value: Any = msgspec.convert(text, SETTINGS[name].kind, strict=False)
         Settings(**{name: value})
     except (msgspec.ValidationError, SteercapError) as error:
         raise InvalidSetting(

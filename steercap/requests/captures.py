@@ -61,6 +61,14 @@ class Captures(Mapping[Point, torch.Tensor]):
         rows = self._rows[self._point(layer if site is None else (layer, site))]
         return rows if isinstance(rows, tuple) else (rows,)
 
+    def as_kept(self, key: int | tuple[int, str]) -> Rows:
+        """The rows of one point as they are kept: a tensor, or shards.
+
+        Raises:
+            LayerOutOfRange, InvalidSpec: as for `captures[layer, site]`.
+        """
+        return self._rows[self._point(key)]
+
     def _point(self, key: int | tuple[int, str]) -> Point:
         given, site = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
         layer = index_of(given)

@@ -2,12 +2,13 @@
 
 The header is the metadata entry `steercap`: format version, model, request id, text, points in order, messages,
 reduction; of projections the directions' names and marks. Tensors are named `rows.<site>.<layer>`, `positions`,
-`token_ids`, `prompt_token_ids`, `output_token_ids`.
+`token_ids`, `prompt_token_ids`, `output_token_ids`; of rows that were not gathered
+`rows.<site>.<layer>.shard<number>`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -19,12 +20,13 @@ from steercap.core.receipt import SteeringReceipt
 from steercap.core.spec import Point
 from steercap.errors import InvalidFile
 from steercap.files.base import read_tensors, write_tensors
+from steercap.requests.captures import Rows
 
 VERSION: Final = 1
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The JSON header of a capture file."""
+    """The JSON header of a capture file; `shards` says how many each point has, 0 where its rows are whole."""
 
     version: int
     model: str
@@ -38,6 +40,7 @@ class Header(msgspec.Struct, frozen=True):
     steering: SteeringReceipt | None = None
     directions: tuple[str, ...] = ()
     marks: dict[int, tuple[tuple[float, ...], ...]] = {}
+    shards: tuple[int, ...] = ()
 
 
 class Saved(NamedTuple):
@@ -45,13 +48,13 @@ class Saved(NamedTuple):
 
     Args:
         header: its texts and names.
-        rows: by point.
+        rows: by point, as they are kept.
         positions, token_ids: of the rows, int64 [rows].
         prompt_token_ids, output_token_ids: of the request.
     """
 
     header: Header
-    rows: Mapping[Point, torch.Tensor]
+    rows: Mapping[Point, Rows]
     positions: torch.Tensor
     token_ids: torch.Tensor
     prompt_token_ids: Sequence[int]
@@ -64,7 +67,7 @@ def write(saved: Saved, path: Path) -> Path:
     Raises:
         InvalidFile: the name ends in something other than .safetensors.
     """
-    tensors = {_name(point): rows.contiguous() for point, rows in saved.rows.items()}
+    tensors = {name: tensor.contiguous() for point, rows in saved.rows.items() for name, tensor in named(point, rows)}
     tensors["positions"] = saved.positions
     tensors["token_ids"] = saved.token_ids
     tensors["prompt_token_ids"] = torch.tensor(saved.prompt_token_ids, dtype=torch.int64)
@@ -80,14 +83,17 @@ def read(path: Path) -> Saved:
     """
     text, tensors = read_tensors(path)
     header = _header(path, text)
-    return Saved(
-        header,
-        {point: tensors[_name(point)] for point in header.points},
-        tensors["positions"],
-        tensors["token_ids"],
-        tensors["prompt_token_ids"].tolist(),
-        tensors["output_token_ids"].tolist(),
-    )
+    try:
+        return Saved(
+            header,
+            {point: _rows(header, tensors, number) for number, point in enumerate(header.points)},
+            tensors["positions"],
+            tensors["token_ids"],
+            tensors["prompt_token_ids"].tolist(),
+            tensors["output_token_ids"].tolist(),
+        )
+    except LookupError as error:
+        raise InvalidFile(f"{path} lacks what its header names: {error}; copy or save it again") from error
 
 
 def read_header(path: Path) -> Header:
@@ -109,5 +115,26 @@ def _header(path: Path, text: str) -> Header:
         raise InvalidFile(f"{path} has a steercap header that cannot be read: {error}") from error
 
 
-def _name(point: Point) -> str:
-    return f"rows.{point.site}.{point.layer}"
+def named(point: Point, rows: Rows) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one point, with their names in a file."""
+    for shard, whole in enumerate(rows if isinstance(rows, tuple) else (rows,)):
+        end = f".shard{shard}" if isinstance(rows, tuple) else ""
+        for part, tensor in parts_of(whole).items():
+            yield f"{part}.{point.site}.{point.layer}{end}", tensor
+
+
+def parts_of(rows: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    """The tensors that rows, or one shard of them, consist of: `rows` alone where they are in no codec."""
+    return {"rows": rows}
+
+
+def coding_of(_rows: torch.Tensor) -> tuple[str, Mapping[str, int]]:
+    """The codec that rows are kept in, and its parameters."""
+    return "raw", {}
+
+
+def _rows(header: Header, tensors: Mapping[str, torch.Tensor], number: int) -> Rows:
+    """The rows of the point of this number."""
+    point = header.points[number]
+    name, shards = f"rows.{point.site}.{point.layer}", header.shards[number] if header.shards else 0
+    return tuple(tensors[f"{name}.shard{shard}"] for shard in range(shards)) if shards else tensors[name]

@@ -16,7 +16,7 @@ from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec
-from steercap.requests import files
+from steercap.requests import files, npz
 from steercap.requests.captures import Captures
 from steercap.requests.fetching import fetch_all
 from steercap.requests.lifecycle import Found, Lifecycle, Stage
@@ -171,7 +171,32 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         Raises:
             CaptureNotFetched: before `fetch()`.
         """
+        return files.write(self.as_saved(), Path(path))
+
+    def save_npz(self, path: str | Path) -> Path:
+        """Write rows, labels and texts to one `.npz`, for programs that read NumPy's files; see `requests.npz`.
+
+        Arrays are named by point, `resid_post.8`; bfloat16 becomes float32. Rows in a codec are `resid_post.8.q`,
+        `.scale`, `.zero`, and `about`, a JSON text, has the formula. Nothing is pickled. It cannot be loaded as a
+        handle; `save` writes what can.
+
+        Returns:
+            The file.
+
+        Raises:
+            CaptureNotFetched: before `fetch()`.
+            InvalidFile: the name ends in something other than .npz.
+        """
+        return npz.write(self.as_saved(), Path(path))
+
+    def as_saved(self) -> files.Saved:
+        """What a file holds of it, rows as they are kept.
+
+        Raises:
+            CaptureNotFetched, CaptureReleased: as for `captures`.
+        """
         receipt = self.receipt
+        rows = {point: self.captures.as_kept(point) for point in self.points}
         header = files.Header(
             version=files.VERSION,
             model=self.model,
@@ -185,9 +210,10 @@ class CaptureHandle(Unshared, instead=INSTEAD):
             steering=receipt.steering,
             directions=self.directions,
             marks=self.marks,
+            shards=tuple(len(kept) if isinstance(kept, tuple) else 0 for kept in rows.values()),
         )
         labels = self.positions, self.token_ids, self.prompt_token_ids, self.output_token_ids
-        return files.write(files.Saved(header, self.captures, *labels), Path(path))
+        return files.Saved(header, rows, *labels)
 
     @staticmethod
     def load(path: str | Path) -> CaptureHandle:
