@@ -34,8 +34,10 @@ def inspected(path: Path, *, verify: bool = False) -> tuple[dict[str, Any], list
         verify: whether to read the files that a manifest lists.
 
     Raises:
-        InvalidFile: it cannot be read, or is none of these.
+        InvalidFile: it cannot be read, is none of these, or has no manifest to verify it by.
     """
+    if verify and not (path / "manifest.json").is_file():
+        raise InvalidFile(f"{path} has no manifest.json, so there is nothing to verify its files by")
     if path.is_dir():
         return inspected_folder(path, verify=verify)
     how = {"parquet": _parquet, "gguf": _gguf, "pt": _pt, "safetensors": _safetensors}[kind_of(path)]

@@ -445,3 +445,7 @@ def test_inspect_says_what_a_run_holds_and_what_is_wrong(tmp_path) -> None:
     assert list(json.loads(done.stdout)["wrong"]) == ["000001.safetensors"]
     path.unlink()
     assert call("inspect", folder).exit_code == 1
+    (folder / "manifest.json").unlink()
+    done = call("inspect", folder, "--verify")
+    assert done.exit_code == 1
+    assert "nothing to verify" in done.stderr
