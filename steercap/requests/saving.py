@@ -78,6 +78,7 @@ class CaptureRun:
         """What the folder says, its journal sealed, and halves of records removed."""
         before = CAPTURES.open(self.folder, wanted)
         if before is None:
+            self._journal.begin(0)  # what one says that was left of another run is not for this one
             CAPTURES.write(self.folder, wanted)
             return wanted
         there = Manifest.load(self.folder).document
@@ -111,10 +112,12 @@ class CaptureRun:
             name: of the file, ending in .safetensors; by default the next number.
 
         Raises:
-            InvalidRequest: the name is listed already, or it is a handle of another model.
+            InvalidRequest: the name is listed already, it is a handle of another model, or the run is closed.
             CaptureNotFetched: before `fetch()`.
             OSError: it cannot be written.
         """
+        if not self._journal.locked:
+            raise InvalidRequest(f"this run is closed; open {self.folder} again with CaptureRun")
         name = f"{len(self._requests):06}.safetensors" if name is None else name
         path = self.folder / name
         check_extension(path, ".safetensors")
@@ -154,13 +157,13 @@ class CaptureRun:
         Raises:
             OSError: it cannot be written; all that was listed is in the journal.
         """
-        sealed = False
         try:
             if self._new:
-                CAPTURES.write(self.folder, self.manifest.document)
-            sealed = True
+                document = self.manifest.document
+                CAPTURES.write(self.folder, document)
+                self._document, self._new = document, []
         finally:
-            self._journal.close(remove=sealed)
+            self._journal.close(remove=not self._new)
 
     def __enter__(self) -> Self:
         return self
@@ -195,9 +198,21 @@ def save_run(folder: str | Path, handles: Any) -> Manifest:
 
 
 def forget_run(folder: Path) -> None:
-    """Remove a run: its manifest first, so that whenever this ends, no entry is without its file."""
-    for path in (folder / FILE, folder / JOURNAL, *numbered(folder)):
-        path.unlink(missing_ok=True)
+    """Remove a run: its manifest first, so that whenever this ends, no entry is without its file.
+
+    Args:
+        folder: which is there.
+
+    Raises:
+        InvalidRequest: another process writes to it.
+    """
+    journal: Journal[Line] = Journal(folder / JOURNAL, Line)
+    journal.lock()
+    try:
+        for path in (folder / FILE, *numbered(folder)):
+            path.unlink(missing_ok=True)
+    finally:
+        journal.close(remove=True)
 
 
 def numbered(folder: Path) -> list[Path]:

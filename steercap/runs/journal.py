@@ -108,6 +108,11 @@ class Journal(Generic[Entry]):
                 if file >= 0:
                     os.close(file)
 
+    @property
+    def locked(self) -> bool:
+        """Whether this one may write."""
+        return self._file is not None
+
     def begin(self, after: int) -> None:
         """Empty it, and say how many entries the document has.
 

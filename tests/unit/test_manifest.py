@@ -27,6 +27,7 @@ from steercap.requests.captures import Captures
 from steercap.requests.lifecycle import Found, Lifecycle
 from steercap.requests.manifest import JOURNAL, versions
 from steercap.requests.npz import FORMULAS
+from steercap.requests.saving import forget_run
 
 TESTS = Path(__file__).parents[1]
 
@@ -222,9 +223,17 @@ def test_one_process_writes_at_a_time(tmp_path) -> None:
         with pytest.raises(InvalidRequest, match="another process writes"):
             CaptureRun(tmp_path, model="m")
         assert len(Manifest.load(tmp_path).requests) == 1
+        with pytest.raises(InvalidRequest, match="another process writes"):
+            forget_run(tmp_path)
         run.add(a_handle())
-    run.close()
     assert len(save_run(tmp_path, a_handle()).requests) == 3
+    run.close()
+    with pytest.raises(InvalidRequest, match="this run is closed"):
+        run.add(a_handle())
+    assert len(run.manifest.requests) == 2
+    assert len(Manifest.load(tmp_path).requests) == 3
+    forget_run(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_no_record_goes_and_what_is_not_ours_stays(tmp_path) -> None:
@@ -320,6 +329,36 @@ def test_a_journal_counts_up_to_its_last_whole_line(tmp_path) -> None:
     (tmp_path / JOURNAL).write_bytes(journal[:-5])
     assert len(save_run(tmp_path, a_handle(layers=(2,))).requests) == 3
     assert [handle.points[0].layer for handle in Manifest.load(tmp_path).handles()] == [0, 1, 2]
+
+
+def test_a_journal_without_its_manifest_is_not_for_another_run(tmp_path) -> None:
+    """Whatever it lists; also for whoever is killed before the new manifest is there, or just after."""
+    journal = unsealed(tmp_path)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    (tmp_path / JOURNAL).write_bytes(journal)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_AT_RENAME, str(tmp_path)],
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
+    )
+    assert done.returncode == 9
+    assert Manifest.load(tmp_path).requests == ()
+    assert len(save_run(tmp_path, a_handle()).requests) == 1
+
+
+#: A writer that ends just after its manifest is there.
+KILLED_AT_RENAME = """
+import os, sys
+from pathlib import Path
+from steercap import CaptureRun
+replace = Path.replace
+def ends(path, target):
+    replace(path, target)
+    os._exit(9)
+Path.replace = ends
+CaptureRun(sys.argv[1], model="m")
+"""
 
 
 def test_a_journal_that_was_sealed_is_passed_over(tmp_path) -> None:
