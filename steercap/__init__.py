@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from steercap.model import SteerModel
     from steercap.requests.answers import RawOutput
     from steercap.requests.handle import CaptureHandle
+    from steercap.requests.manifest import Manifest
+    from steercap.requests.saving import CaptureRun, save_run
     from steercap.requests.stacking import stack
     from steercap.requests.stream import Chunk
     from steercap.steering.spec import SteeringSpec
@@ -45,9 +47,11 @@ _HOMES = {
     "Cap": "steercap.edits.cap",
     "AttentionSummary": "steercap.analysis.attention",
     "CaptureHandle": "steercap.requests.handle",
+    "CaptureRun": "steercap.requests.saving",
     "CaptureSpec": "steercap.core.spec",
     "Chunk": "steercap.requests.stream",
     "LowRank": "steercap.edits.low_rank",
+    "Manifest": "steercap.requests.manifest",
     "Point": "steercap.core.spec",
     "RawOutput": "steercap.requests.answers",
     "Receipt": "steercap.core.receipt",
@@ -58,6 +62,7 @@ _HOMES = {
     "SteerModel": "steercap.model",
     "SteeringReceipt": "steercap.core.receipt",
     "SteeringSpec": "steercap.steering.spec",
+    "save_run": "steercap.requests.saving",
     "stack": "steercap.requests.stacking",
 }
 #: Packages that `import steercap` makes reachable, each loaded when it is first named.
@@ -70,9 +75,11 @@ __all__ = [
     "AttentionSummary",
     "Cap",
     "CaptureHandle",
+    "CaptureRun",
     "CaptureSpec",
     "Chunk",
     "LowRank",
+    "Manifest",
     "Point",
     "RawOutput",
     "Receipt",
@@ -83,6 +90,7 @@ __all__ = [
     "SteerModel",
     "SteeringReceipt",
     "SteeringSpec",
+    "save_run",
     "stack",
 ]
 

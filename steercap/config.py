@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal, get_args
 
-from steercap.core.spec import Layers, Point, parse_layers, parse_sites, resolve_layers
+from steercap.core.spec import MOST_NUMBERS, MOST_SEED, Layers, Point, parse_layers, parse_sites, resolve_layers
 from steercap.core.values import index_of, number_of, shown
+from steercap.encodings import codec_of
 from steercap.errors import InvalidSetting, UnsupportedModel
 from steercap.sites import SITES
 
@@ -48,6 +49,9 @@ class Settings:
         sites: sites to arm. Each armed point costs a little time in every pass.
         layers: layers to arm them at. In float16, `resid_post` of every layer from the first of them on is armed too:
             edited rows can overflow there.
+        codec: how rows are stored where a `CaptureSpec` does not say; see there.
+        codec_k, codec_seed: its `k` and `seed`, for codecs that have them, where a `CaptureSpec` does not say; None for
+            those of the codec.
         capture_bytes: most shared memory that rows may take on each capturing worker, in bytes.
         overflow: what a request does when it finds no room: "wait" for its turn, or "error" (`CaptureMemoryFull`).
         overflow_timeout: seconds that requests wait while no request runs that could make room; then they fail.
@@ -70,6 +74,9 @@ class Settings:
 
     sites: str | Sequence[str] = ("resid_post",)
     layers: Layers = "all"
+    codec: str = "raw"
+    codec_k: int | None = None
+    codec_seed: int | None = None
     capture_bytes: int = DEFAULT_CAPTURE_BYTES
     overflow: Overflow = "wait"
     overflow_timeout: float = 60.0
@@ -86,6 +93,10 @@ class Settings:
         keep(self, "layers", parse_layers(self.layers))
         for site in self.sites:
             SITES[site]
+        codec_of(self.codec)
+        for name, least, most in (("codec_k", 1, MOST_NUMBERS), ("codec_seed", 0, MOST_SEED)):
+            if getattr(self, name) is not None:
+                keep(self, name, _whole(name, getattr(self, name), least=least, most=most, otherwise=", or None"))
         for name, allowed in (("overflow", get_args(Overflow)), ("transport", get_args(Transport))):
             value = getattr(self, name)
             if not (isinstance(value, str) and value in allowed):
@@ -138,14 +149,14 @@ def with_preset(preset: str | None, engine_args: Mapping[str, Any]) -> dict[str,
     return {**PRESETS.get(preset or "", {}), **engine_args}
 
 
-def _whole(name: str, value: object, *, least: int, otherwise: str = "") -> int:
+def _whole(name: str, value: object, *, least: int, most: int = MOST - 1, otherwise: str = "") -> int:
     """A setting that is a whole number.
 
     Raises:
         InvalidSetting: it is something else, too small, or beyond 64 bits.
     """
     found = index_of(value)
-    if found is None or not least <= found < MOST:
+    if found is None or not least <= found <= most:
         bound = "above 0" if least else "0 or above"
         raise InvalidSetting(f"{name}={shown(value)}; give a whole number, {bound}{otherwise}")
     return found

@@ -115,7 +115,7 @@ async def _studies(model: SteerModel, bar: Any) -> tuple[CaptureHandle, dict[str
     todo = bar.add_task("reading praise and complaint", total=2)
     for name, words in (("praise", PRAISE), ("complaint", COMPLAINT)):
         prompts = [sentence.format(word) for word in words for sentence in SENTENCES]
-        handles = await model.read(prompts, capture=CaptureSpec(tokens="last_prompt"))
+        handles = await model.read(prompts, capture=CaptureSpec(tokens="last_prompt", codec="raw"))
         await model.fetch_captures_batch(handles)
         told[name] = stack(handles)
         bar.advance(todo)

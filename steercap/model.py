@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from steercap.config import Overflow, Preset, Settings, Transport, with_preset
+from steercap import environment
+from steercap.config import Overflow, Preset, Transport, with_preset
 from steercap.core.ownership import Unshared
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Layers, Point
@@ -39,6 +40,9 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             choose the device: vLLM does.
         sites: sites to arm, one name or several: those of `steercap.sites`.
         layers: layers to arm them at; all by default.
+        codec: how rows are stored where a `CaptureSpec` does not say; "raw" by default. This and what follows is
+            taken from the environment where it is left out (`STEERCAP_CODEC`, ...), or else from `Settings`.
+        codec_k, codec_seed: its `k` and `seed`, for codecs that have them, where a `CaptureSpec` does not say.
         capture_bytes: most shared memory that captured rows may take on each capturing worker, in bytes; taken when
             it is used, on CUDA pinned at the start.
         overflow: what a request does when it finds no room, or no slot: "wait" for its turn, or "error".
@@ -54,7 +58,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         **engine_args: vLLM's `AsyncEngineArgs`.
 
     Raises:
-        InvalidSetting, InvalidSpec, UnknownName: a setting that does not fit.
+        InvalidSetting, InvalidSpec, UnknownName: a setting that does not fit, here or in the environment.
 
     Use it as an async context manager, or `await start()` and `await aclose()`. Calls may run concurrently; vLLM
     batches them.
@@ -67,21 +71,27 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         preset: Preset | None = None,
         sites: str | Sequence[str] = ("resid_post",),
         layers: Layers = "all",
-        capture_bytes: int = Settings.capture_bytes,
-        overflow: Overflow = "wait",
-        overflow_timeout: float = Settings.overflow_timeout,
-        transport: Transport = "auto",
-        steering_slots: int = Settings.steering_slots,
-        vector_bytes: int = Settings.vector_bytes,
-        edits_per_point: int = Settings.edits_per_point,
-        arena_bytes: int | None = Settings.arena_bytes,
-        reduce_bytes: int = Settings.reduce_bytes,
+        codec: str | None = None,
+        codec_k: int | None = None,
+        codec_seed: int | None = None,
+        capture_bytes: int | None = None,
+        overflow: Overflow | None = None,
+        overflow_timeout: float | None = None,
+        transport: Transport | None = None,
+        steering_slots: int | None = None,
+        vector_bytes: int | None = None,
+        edits_per_point: int | None = None,
+        arena_bytes: int | None = None,
+        reduce_bytes: int | None = None,
         **engine_args: Any,
     ) -> None:
         self.model = str(model)
-        self.settings = Settings(
+        self.settings = environment.settings(
             sites=sites,
             layers=layers,
+            codec=codec,
+            codec_k=codec_k,
+            codec_seed=codec_seed,
             capture_bytes=capture_bytes,
             overflow=overflow,
             overflow_timeout=overflow_timeout,

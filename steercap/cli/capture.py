@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import msgspec
 import typer
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from steercap.cli.captured import Captured, Store, asked_before, capture_to, check_goes_on
 from steercap.cli.command import command
 from steercap.cli.contents import directions_in, load
 from steercap.cli.destinations import folder_ready, may_replace
 from steercap.cli.engines import ModelOptions, opened
 from steercap.cli.foreseen import foreseen
 from steercap.cli.generate import SamplingOptions
-from steercap.cli.prompts import Prompt, PromptOptions
-from steercap.cli.requests import run_each
+from steercap.cli.prompts import PromptOptions
 from steercap.cli.selections import layers_of, names_of, tokens_of
 from steercap.cli.steering import SteerOptions, sites_of
 from steercap.cli.tables import span
@@ -28,121 +27,49 @@ from steercap.cli.terminal import Terminal
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from steercap.core.spec import CaptureSpec, Layers
-    from steercap.model import SteerModel
-    from steercap.requests.answers import RawOutput
-    from steercap.requests.handle import CaptureHandle
-    from steercap.steering.spec import SteeringSpec
+    from steercap.core.spec import Layers
     from steercap.vectors.directions import DirectionSet
     from steercap.views.heatmap import TokenHeatmap
 
+PANEL: Final = "Rows (see docs/settings.md)"
 #: Prompts whose heat maps are shown; the others are in their files.
 HEATMAPS: Final = 8
 
 
-class Captured(msgspec.Struct, frozen=True):
-    """What was kept of one prompt.
+@dataclass(frozen=True)
+class RowOptions:
+    """How rows are stored, and what room they have; where nothing is given, the environment decides."""
 
-    Args:
-        file: where.
-        prompt: what was asked.
-        text: what was generated.
-        points: how many.
-        rows: at each point.
-        hidden: elements of a row.
-        dtype: of its elements.
-        bytes: of all rows.
-    """
+    codec: Annotated[
+        str | None, typer.Option(help="How rows are stored: raw, full8, ...; raw if left out.", rich_help_panel=PANEL)
+    ] = None
+    codec_k: Annotated[
+        int | None, typer.Option(help="Numbers that stand for a row: of topk8, rp8, rp16.", rich_help_panel=PANEL)
+    ] = None
+    codec_seed: Annotated[int | None, typer.Option(help="Of the matrix of rp8 and rp16.", rich_help_panel=PANEL)] = None
+    capture_bytes: Annotated[
+        int | None, typer.Option(help="Most shared memory of rows on a worker, in bytes.", rich_help_panel=PANEL)
+    ] = None
+    arena_bytes: Annotated[
+        int | None, typer.Option(help="Device memory of rows on their way, in bytes.", rich_help_panel=PANEL)
+    ] = None
+    reduce_bytes: Annotated[
+        int | None, typer.Option(help="Most device memory of running reductions, in bytes.", rich_help_panel=PANEL)
+    ] = None
+    overflow: Annotated[
+        str | None, typer.Option(help="What a request without room does: wait or error.", rich_help_panel=PANEL)
+    ] = None
+    overflow_timeout: Annotated[
+        float | None, typer.Option(help="Seconds that it waits while nothing runs.", rich_help_panel=PANEL)
+    ] = None
+    transport: Annotated[
+        str | None, typer.Option(help="How rows reach us: auto, shared or wire.", rich_help_panel=PANEL)
+    ] = None
 
-    file: str
-    prompt: str
-    text: str
-    points: int
-    rows: int
-    hidden: int
-    dtype: str
-    bytes: int
-
-
-class Store:
-    """The folder of captures; where it cannot be written to any more, another one beneath the temporary folder.
-
-    Args:
-        folder: where they are to be.
-        terminal: for what is said.
-    """
-
-    def __init__(self, folder: Path, terminal: Terminal) -> None:
-        self._folder, self._terminal = folder, terminal
-        #: Why not all of them are where they are to be.
-        self.error: OSError | None = None
-
-    def save(self, handle: CaptureHandle, name: str) -> Path:
-        """Write rows under a name; returns where they are.
-
-        Raises:
-            OSError: neither folder can be written to.
-        """
-        try:
-            return handle.save(self._folder / name)
-        except OSError as error:
-            if self.error is not None:
-                raise
-            self.error = error
-            self._folder = Path(tempfile.mkdtemp(prefix="steercap-captures-"))
-            self._terminal.say(f"{error}; captures go on in {self._folder}")
-            return handle.save(self._folder / name)
-
-
-async def capture_to(
-    model: SteerModel,
-    prompts: list[Prompt],
-    params: dict[str, Any],
-    spec: CaptureSpec,
-    out: Path | Store,
-    terminal: Terminal,
-    *,
-    steering: SteeringSpec | None = None,
-) -> list[Captured]:
-    """Capture every prompt, and write each down as it ends; what is written needs no memory.
-
-    Args:
-        model: an open model.
-        prompts: texts and conversations.
-        params: fields of vLLM's SamplingParams.
-        spec: what is kept.
-        out: folder for `0000.safetensors` and so on, see `CaptureHandle.load`; or a store of it.
-        terminal: for the bar.
-        steering: what is changed.
-
-    Raises:
-        The errors of `SteerModel.generate`.
-    """
-    found: dict[int, Captured] = {}
-    store = out if isinstance(out, Store) else Store(out, terminal)
-    digits = max(4, len(str(len(prompts) - 1)))
-
-    def take(number: int, _raw: RawOutput, handle: CaptureHandle | None) -> None:
-        assert handle is not None
-        path = store.save(handle, f"{number:0{digits}}.safetensors")
-        tensors = list(handle.captures.values())
-        rows, hidden = tensors[0].shape
-        found[number] = Captured(
-            file=str(path),
-            prompt=prompts[number].shown,
-            text=handle.text,
-            points=len(tensors),
-            rows=rows,
-            hidden=hidden,
-            dtype=str(tensors[0].dtype).removeprefix("torch."),
-            bytes=sum(tensor.nbytes for tensor in tensors),
-        )
-        bar.advance(task)
-
-    with terminal.progress() as bar:
-        task = bar.add_task("capturing", total=len(prompts))
-        await run_each(model, prompts, params, take, steering=steering, capture=spec)
-    return [found[number] for number in sorted(found)]
+    def settings(self) -> dict[str, Any]:
+        """Settings of SteerModel that were given; the codec is the spec's."""
+        given = asdict(self).items()
+        return {name: value for name, value in given if not name.startswith("codec") and value is not None}
 
 
 def table_of(found: list[Captured]) -> Table:
@@ -213,6 +140,7 @@ def register(app: typer.Typer) -> None:
         examples=[
             'steercap capture "The capital of France is" --layers 8,16 --out out/paris',
             "steercap capture --file prompts.txt --tokens generated --reduce mean --out out/means",
+            "steercap capture --file prompts.txt --codec full8 --out out/coded",
             "steercap capture --chat --file questions.txt --sites attn_out,mlp_out --layers 4:20:2 --out out/blocks",
             'steercap capture --chat "How was your day?" --project directions.safetensors --heat 18 --out out/day',
         ],
@@ -221,6 +149,7 @@ def register(app: typer.Typer) -> None:
         prompts: PromptOptions,
         sampling: SamplingOptions,
         steer: SteerOptions,
+        stored: RowOptions,
         model: ModelOptions,
         terminal: Terminal,
         out: Annotated[Path, typer.Option(file_okay=False, help="Folder for one safetensors file per prompt.")],
@@ -243,7 +172,8 @@ def register(app: typer.Typer) -> None:
         r"""Generate, and keep the activations. Each prompt becomes one safetensors file with its rows, their
         positions and token ids, and the texts; CaptureHandle.load reads it, and steercap inspect shows it. Rows are
         prompt + generated - 1: the last token is never read. Layer i of resid_post is hidden_states\[i + 1] of
-        transformers. With --project a few numbers per token are kept in place of each row.
+        transformers. With --project a few numbers per token are kept in place of each row. manifest.json lists the
+        files; interrupted, the same call goes on.
         """
         from steercap.core.spec import REDUCTIONS, CaptureSpec
 
@@ -263,17 +193,22 @@ def register(app: typer.Typer) -> None:
             tokens=tokens_of(tokens),
             reduce=reduce,
             project=directions,
+            codec=stored.codec,
+            k=stored.codec_k,
+            seed=stored.codec_seed,
         )
         kept = names_of(sites) if directions is None else (directions.site,)
         armed = tuple(dict.fromkeys((*kept, *sites_of(spec))))
-        planned = foreseen(model, sites=armed)
+        planned = foreseen(model, sites=armed, **stored.settings())
         planned.check_capture(wanted)
         planned.check_steering(spec)
         if directions is not None and heat is not None:
             check_heat(directions, heat, wanted.layers, planned.model.layers)
-        may_replace(out, terminal, force=force, pattern="*.safetensors")  # last: it asks
-        async with opened(model, terminal, sites=armed) as open_model:
-            store = Store(out, terminal)
+        goes_on = not force and check_goes_on(out, asked_before(asked, params, wanted))
+        if not goes_on:
+            may_replace(out, terminal, force=force, pattern="*.safetensors")  # last: it asks
+        async with opened(model, terminal, sites=armed, **stored.settings()) as open_model:
+            store = Store(out, terminal, afresh=not goes_on)
             found = await capture_to(open_model, asked, params, wanted, store, terminal, steering=spec)
             shown: RenderableType = table_of(found)
             if directions is not None and heat is not None:

@@ -23,6 +23,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.models import OptionInfo
 
 from steercap.cli.terminal import Output, Terminal
+from steercap.environment import from_environment
 from steercap.errors import SteercapError
 
 FAILED: Final = 1
@@ -90,6 +91,7 @@ def command(app: typer.Typer, name: str, *, examples: Sequence[str]) -> Callable
                     terminal if kind is Terminal else kind(**{field: given.pop(field) for field in _names(kind)})
                 )
             with _reported(terminal):
+                from_environment()
                 result = function(**given)
                 if inspect.iscoroutine(result):
                     asyncio.run(_until_stopped(result, terminal))

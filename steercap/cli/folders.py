@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -19,6 +19,7 @@ from steercap.errors import InvalidFile
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from steercap.core.spec import Point
     from steercap.experiments.grid import Definition
 
 #: What is found: as a document, and as tables.
@@ -27,12 +28,13 @@ Found: TypeAlias = "tuple[dict[str, Any], list[RenderableType]]"
 SHOWN: Final = 8
 
 
-def inspected_folder(path: Path) -> Found:
+def inspected_folder(path: Path, *, verify: bool = False) -> Found:
     """What a folder is: as a document, and as tables.
 
     Args:
         path: a run of `steercap persona run`, of `steercap sweep`, of `steercap capture`, a model, or a folder with
             other files that steercap knows.
+        verify: whether to read the files that a manifest lists; otherwise their sizes alone are compared.
 
     Raises:
         InvalidFile: there is nothing in it that steercap knows, or it cannot be read.
@@ -40,6 +42,7 @@ def inspected_folder(path: Path) -> Found:
     known: tuple[tuple[str, Callable[[Path], Found]], ...] = (
         ("settings.json", _persona),
         ("sweep.json", _sweep),
+        ("manifest.json", partial(_run, verify=verify)),
         ("config.json", _model),
     )
     how = next((how for name, how in known if (path / name).is_file()), _files)
@@ -147,30 +150,78 @@ def _files(path: Path) -> Found:
     return {"kind": "files", "files": {file.name: kind for file, kind in kinds.items()}}, [table]
 
 
+def _run(path: Path, *, verify: bool) -> Found:
+    """A run of captures, by its manifest."""
+    from steercap.requests.manifest import Manifest
+    from steercap.requests.saving import numbered
+
+    manifest = Manifest.load(path)
+    layouts = {request.layout: manifest.layout_of(request) for request in manifest.requests}.values()
+    points = {point for layout in layouts for point in layout.points_kept}
+    wrong = {request.file: why for request in manifest.requests if (why := manifest.wrong(request, content=verify))}
+    unlisted = sorted({file.name for file in numbered(path)} - {request.file for request in manifest.requests})
+    known = {
+        "kind": "run of captures",
+        "model": manifest.model,
+        "requests": len(manifest.requests),
+        "tokens": f"{sum(request.prompt_tokens for request in manifest.requests):,} of prompts, "
+        f"{sum(request.output_tokens for request in manifest.requests):,} generated",
+        "rows": f"{sum(request.rows for request in manifest.requests):,} at each point",
+        "layers": _layers(points),
+        "codec": _each(point.coding for layout in layouts for point in layout.points),
+        "returned": _each(layout.returned for layout in layouts),
+        "reduced to": _each(layout.reduce or "" for layout in layouts),
+        "directions": _each(name for layout in layouts for name in layout.directions),
+        "steered": sum(request.steering is not None for request in manifest.requests) or "",
+        "versions": _each(str(layout.versions) for layout in layouts),
+        "size": f"{sum(request.bytes for request in manifest.requests) / 1e6:,.1f} MB",
+        "files": "; ".join(f"{name} {why}" for name, why in wrong.items())
+        or ("as listed, by SHA-256" if verify else "as listed, by size; --verify reads them"),
+        "not listed": ", ".join(unlisted),
+    }
+    document = {**known, "wrong": wrong, "unlisted": unlisted, "manifest": msgspec.to_builtins(manifest.document)}
+    return document, [facts(str(path), known), _texts(path, [request.file for request in manifest.requests])]
+
+
+def _each(values: Iterable[str]) -> str:
+    return ", ".join(filter(None, dict.fromkeys(values)))
+
+
+def _layers(points: Iterable[Point]) -> str:
+    sites: dict[str, list[int]] = {}
+    for point in sorted(points):
+        sites.setdefault(point.site, []).append(point.layer)
+    return "; ".join(f"{site}: {span(layers)}" for site, layers in sites.items())
+
+
+def _texts(path: Path, names: list[str]) -> Table:
+    """What was generated, of the first captures."""
+    from steercap.requests.files import read_header
+
+    shown = [name for name in names if (path / name).exists()][:SHOWN]
+    table = Table()
+    table.add_column("file", style="cyan", no_wrap=True, min_width=max(map(len, shown), default=0))
+    table.add_column("answer", no_wrap=True)
+    for name in shown:
+        table.add_row(name, Text(" ".join(read_header(path / name).text.split())))
+    if len(names) > len(shown):
+        table.caption = f"and {len(names) - len(shown)} more"
+    return table
+
+
 def _captures(path: Path, files: list[Path]) -> Found:
     from steercap.requests.files import read_header
 
     headers = {file: read_header(file) for file in files}
-    points = Counter(point for header in headers.values() for point in header.points)
-    sites: dict[str, list[int]] = {}
-    for point in sorted(points):
-        sites.setdefault(point.site, []).append(point.layer)
     known = {
         "kind": "captures",
         "files": len(files),
         "model": ", ".join(dict.fromkeys(header.model for header in headers.values())),
-        "layers": "; ".join(f"{site}: {span(layers)}" for site, layers in sites.items()),
+        "layers": _layers({point for header in headers.values() for point in header.points}),
         "size": f"{sum(file.stat().st_size for file in files) / 1e6:,.1f} MB",
     }
-    table = Table()
-    table.add_column("file", style="cyan", no_wrap=True, min_width=max(len(file.name) for file in files[:SHOWN]))
-    table.add_column("answer", no_wrap=True)
-    for file in files[:SHOWN]:
-        table.add_row(file.name, Text(" ".join(headers[file].text.split())))
-    if len(files) > SHOWN:
-        table.caption = f"and {len(files) - SHOWN} more"
     texts = {file.name: header.text for file, header in headers.items()}
-    return {**known, "texts": texts}, [facts(str(path), known), table]
+    return {**known, "texts": texts}, [facts(str(path), known), _texts(path, [file.name for file in files])]
 
 
 def _kind(path: Path) -> str:

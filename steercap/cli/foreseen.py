@@ -57,10 +57,12 @@ class Foreseen:
         """
         if self.model.layers:
             from steercap.core.spec import check_armed
+            from steercap.engine.compiler import codec_for
             from steercap.sites import SITES
             from steercap.steering.projection import points_of
 
             wanted = spec.points if spec.project is None else partial(points_of, spec)
+            codec_for(spec, self.settings)
             check_armed(wanted(self.model.layers), self.points, SITES)
             if spec.project is not None and spec.project.site in STREAM:
                 self.check_width(spec.project.width, "--project")
@@ -118,11 +120,12 @@ def foreseen(options: ModelOptions, **settings: Any) -> Foreseen:
         ModelNotLoaded: no such model on this machine, where it can only be on this machine.
         InvalidSetting, UnknownName: settings that do not fit.
     """
+    from steercap import environment
     from steercap.config import Settings
 
     arguments = {**settings, **options.arguments()}
     names = {field.name for field in dataclasses.fields(Settings)}
-    ours = Settings(**{name: value for name, value in arguments.items() if name in names})
+    ours = environment.settings(**{name: value for name, value in arguments.items() if name in names})
     model = options.look_up()
     if any(arguments.get(name) for name in OVERRIDES):
         import msgspec

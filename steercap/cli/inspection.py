@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from steercap.cli.command import command
+from steercap.cli.command import FAILED, command
 from steercap.cli.contents import kind_of
 from steercap.cli.folders import inspected_folder
 from steercap.cli.tables import document_of, facts, origin, span, told_of
@@ -25,18 +25,21 @@ CELL: Final = 28
 WIDEST: Final = 24
 
 
-def inspected(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
+def inspected(path: Path, *, verify: bool = False) -> tuple[dict[str, Any], list[RenderableType]]:
     """What a file or a folder is: as a document, and as tables.
 
     Args:
         path: captures, steering, vectors, directions, a Parquet table, a GGUF control vector, or a `.pt`; or a folder,
             see `inspected_folder`.
+        verify: whether to read the files that a manifest lists.
 
     Raises:
-        InvalidFile: it cannot be read, or is none of these.
+        InvalidFile: it cannot be read, is none of these, or has no manifest to verify it by.
     """
+    if verify and not (path / "manifest.json").is_file():
+        raise InvalidFile(f"{path} has no manifest.json, so there is nothing to verify its files by")
     if path.is_dir():
-        return inspected_folder(path)
+        return inspected_folder(path, verify=verify)
     how = {"parquet": _parquet, "gguf": _gguf, "pt": _pt, "safetensors": _safetensors}[kind_of(path)]
     document, tables = how(path)
     return {"file": str(path), "bytes": path.stat().st_size, **document}, tables
@@ -188,15 +191,25 @@ def register(app: typer.Typer) -> None:
     @command(
         app,
         "inspect",
-        examples=["steercap inspect out/paris/0000.safetensors", "steercap inspect out/sweep --json"],
+        examples=[
+            "steercap inspect out/paris/0000.safetensors",
+            "steercap inspect out/rows --verify",
+            "steercap inspect out/sweep --json",
+        ],
     )
     def inspect(
         file: Annotated[Path, typer.Argument(exists=True, metavar="PATH", help="The file or folder.")],
         terminal: Terminal,
+        verify: Annotated[
+            bool, typer.Option("--verify", help="Read the files of a run of captures, and compare their SHA-256.")
+        ] = False,
     ) -> None:
         """Say what a file or folder is: captures, steering, vectors or directions of steercap, a Parquet table of a
         pipeline or a sweep, a GGUF control vector, a .pt; the folder of a run of personas, a sweep, captures or a
-        model. Shapes, layers, texts and where it comes from; of captures no row is read.
+        model. Shapes, layers, texts and where it comes from; of captures no row is read, but with --verify. Exit code
+        1 says that files of a run of captures are not as its manifest lists them.
         """
-        document, tables = inspected(file)
+        document, tables = inspected(file, verify=verify)
         terminal.show(document, *tables)
+        if document.get("wrong"):
+            raise typer.Exit(FAILED)

@@ -29,11 +29,14 @@ class SteeringReceipt:
         computed: tokens that this request had computed.
         cached: tokens read from the prefix cache: written by an equally steered request, or by any where no edit
             reaches a key or value.
+        digest: SHA-256 of the edits as they were compiled, in hexadecimal: equal edits have equal digests; "" in files
+            of older versions.
     """
 
     rows: tuple[int, ...]
     computed: int
     cached: int
+    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -157,4 +160,5 @@ def check_edits(
         raise SteeringNotApplied(
             f"{request}: the edits should have touched {expected} rows, the workers touched {touched}; {_WITHHELD}"
         )
-    return SteeringReceipt(touched, int(computed.sum()), total - int(computed.sum()))
+    digest = plan.steering.configuration.hex()
+    return SteeringReceipt(touched, int(computed.sum()), total - int(computed.sum()), digest)

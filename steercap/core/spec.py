@@ -60,7 +60,8 @@ class CaptureSpec:
         codec: how rows are stored on their way to the client, and there. "raw" keeps them bit for bit. The others are
             lossy, and decoded to float32: "full8" keeps 8 bits an element, "fp8" as floating point, "int4" 4 bits,
             "topk8" the `k` elements of greatest magnitude, "rp8" and "rp16" `k` random projections. How far an element
-            is off at most follows from the scales that are kept with the rows; see `CaptureHandle.coded`.
+            is off at most follows from the scales that are kept with the rows; see `CaptureHandle.coded`. Left out, it
+            is that of `SteerModel(codec=)` or `STEERCAP_CODEC`, else "raw"; what is reduced or projected has none.
         k: how many numbers stand for a row: with "topk8" (64 by default), "rp8" and "rp16" (512).
         seed: of the matrix of "rp8" and "rp16", 0 by default. Rows that are to be compared need the same.
         before_edits: keep rows as they were before the edits of their own point; by default they are what the
@@ -82,7 +83,7 @@ class CaptureSpec:
     sites: str | Sequence[str] = ("resid_post",)
     tokens: Tokens | TokenSelection = "all"
     reduce: Reduction | None = None
-    codec: str = "raw"
+    codec: str | None = None
     k: int | None = None
     seed: int | None = None
     before_edits: bool = False
@@ -93,7 +94,7 @@ class CaptureSpec:
     def __post_init__(self) -> None:
         if self.reduce is not None and not (isinstance(self.reduce, str) and self.reduce in REDUCTIONS):
             raise InvalidSpec(f"unknown reduce={shown(self.reduce)}; known: None, {', '.join(map(repr, REDUCTIONS))}")
-        if not isinstance(self.codec, str):
+        if not (self.codec is None or isinstance(self.codec, str)):
             raise InvalidSpec(f"codec={shown(self.codec)}; give the name of one codec, such as 'raw'")
         for name, least, most in (("k", 1, MOST_NUMBERS), ("seed", 0, MOST_SEED)):
             given = getattr(self, name)
@@ -113,13 +114,24 @@ class CaptureSpec:
             raise InvalidSpec(
                 f"project= gives a few numbers per token, reduce={self.reduce!r} one row per request; give only one"
             )
-        if self.codec != "raw" and (self.project is not None or self.reduce is not None):
+        if self.codec not in {None, "raw"} and not self.keeps_rows:
             asked = "project=" if self.reduce is None else f"reduce={self.reduce!r}"
             raise InvalidSpec(f"{asked} gives float32 numbers, which codec={self.codec!r} cannot hold; leave it out")
 
     def __hash__(self) -> int:
         parts = repr(self.layers), self.sites, self.tokens, self.reduce, self.codec, self.k, self.seed
         return hash((*parts, self.before_edits))
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether rows are kept, rather than what is computed of them."""
+        return self.project is None and self.reduce is None
+
+    def codec_or(self, default: str) -> str:
+        """How rows are stored, where `default` holds for specs that do not say."""
+        if self.codec is not None:
+            return self.codec
+        return default if self.keeps_rows else "raw"
 
     @property
     def selection(self) -> TokenSelection:

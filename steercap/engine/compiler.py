@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
+from steercap.config import Settings
 from steercap.core.coding import RAW, Coding
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point, check_armed, existing
@@ -36,7 +37,7 @@ class Compiler:
         schemas: what the tensor at each of them is.
         ranks: the workers that capture.
         num_layers: decoder layers of the model.
-        edits_per_point: rank-one edits that the workers' tables hold for one point.
+        settings: of the engine.
         exists: whether the model has a point.
     """
 
@@ -47,11 +48,11 @@ class Compiler:
         ranks: Sequence[Rank],
         *,
         num_layers: int,
-        edits_per_point: int,
+        settings: Settings,
         exists: Callable[[Point], bool],
     ) -> None:
         self._armed, self._schemas, self._ranks = armed, schemas, ranks
-        self._num_layers, self._edits_per_point, self._exists = num_layers, edits_per_point, exists
+        self._num_layers, self._settings, self._exists = num_layers, settings, exists
         self._lowered: WeakKeyDictionary[SteeringSpec | Edit, Lowered] = WeakKeyDictionary()
         self._captured: tuple[CaptureSpec, tuple[Point, ...], tuple[int, ...]] | None = None  # the last one
         # Of directions, what they were compiled to for some of their points.
@@ -71,7 +72,7 @@ class Compiler:
                 armed=self._armed,
                 schemas=self._schemas,
                 num_layers=self._num_layers,
-                edits_per_point=self._edits_per_point,
+                edits_per_point=self._settings.edits_per_point,
                 exists=self._exists,
             )
         return found
@@ -116,7 +117,8 @@ class Compiler:
         if spec.project is not None:
             projected = self.projected(spec)
             return Coding("projected", len(projected.names) if projected else 0)
-        coding = codec_of(spec.codec, spec.k, spec.seed)
+        coding = codec_for(spec, self._settings)
+        named = f"codec={coding.encoding!r}"
         if coding == RAW:
             return coding
         points, encoding = self.captured(spec)[0], ENCODINGS[coding.encoding]
@@ -124,20 +126,19 @@ class Compiler:
             schema = self._schemas[point]
             if coding.k > schema.width:
                 raise InvalidSpec(
-                    f"codec={spec.codec!r} with k={coding.k} keeps more numbers than the {schema.width} of a row at "
+                    f"{named} with k={coding.k} keeps more numbers than the {schema.width} of a row at "
                     f"{point}; give a smaller k="
                 )
             if encoding.indexed and schema.shard_width > MOST_INDEXED:
                 raise InvalidSpec(
-                    f"codec={spec.codec!r} takes rows of at most {MOST_INDEXED:,} elements, and those at {point} are "
-                    f"{schema}"
+                    f"{named} takes rows of at most {MOST_INDEXED:,} elements, and those at {point} are {schema}"
                 )
         for rank in self._ranks:
             kept = rank.kept([self._armed[point] for point in points])
             raw, stored = record_of(kept).lines, record_of(kept, coding).lines
             if stored > raw:
                 raise InvalidSpec(
-                    f"codec={spec.codec!r} takes more bytes for these rows than codec='raw', {stored} lines of 64 "
+                    f"{named} takes more bytes for these rows than codec='raw', {stored} lines of 64 "
                     f"instead of {raw}" + ("; give a smaller k=" if coding.k else "")
                 )
         return coding
@@ -152,3 +153,19 @@ class Compiler:
                     f"project= asks for {wanted:,} bytes per token ({len(points)} points × {directions} directions), "
                     f"and a page holds {rank.page.page_bytes:,}; use fewer directions at once"
                 )
+
+
+def codec_for(spec: CaptureSpec, settings: Settings) -> Coding:
+    """The codec of a spec; what it leaves open is as the settings say.
+
+    Raises:
+        UnknownName: a codec that does not exist.
+        InvalidSpec: parameters that the codec does not have.
+    """
+    name, k, seed = spec.codec_or(settings.codec), spec.k, spec.seed
+    codec_of(name, k, seed)
+    if k is None and ENCODINGS[name].default_k:
+        k = settings.codec_k
+    if seed is None and ENCODINGS[name].seeded:
+        seed = settings.codec_seed
+    return codec_of(name, k, seed)

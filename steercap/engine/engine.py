@@ -78,7 +78,7 @@ class Engine:
             self.schemas,
             self._all_ranks,
             num_layers=vllm.num_layers,
-            edits_per_point=settings.edits_per_point,
+            settings=settings,
             exists=vllm.exists,
         )
         attached = [rank.attached for rank in self._all_ranks]

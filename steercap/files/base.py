@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import re
+import shutil
 import struct
 import uuid
 from collections.abc import Iterator
@@ -42,6 +43,7 @@ _SCRATCH: Final = re.compile(r"\..+\.(?P<pid>[0-9a-f]{8})[0-9a-f]{24}")
 #: What is written, by the extension of its file.
 WRITTEN: Final = {
     ".safetensors": "`save` of a SteeringSpec, LayerVectors, a DirectionSet or a CaptureHandle",
+    ".npz": "`save_npz` of a CaptureHandle",
     ".gguf": "`save_control_vector`",
     ".pt": "`save_layers_pt`",
     ".parquet": "tables",
@@ -72,7 +74,7 @@ def write_whole(path: Path) -> Iterator[Path]:
         OSError: it cannot be written, whatever safetensors or torch call it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.{os.getpid():08x}{uuid.uuid4().hex[:24]}")
+    scratch = _scratch(path)
     try:
         yield scratch
         scratch.replace(path)
@@ -87,9 +89,13 @@ def write_whole(path: Path) -> Iterator[Path]:
 
 def sweep(folder: Path) -> None:
     """Remove what killed processes had begun to write below a folder; what a process that lives writes now stays."""
-    for path in folder.rglob(".*"):
+    for path in [*folder.rglob(".*")]:
         found = _SCRATCH.fullmatch(path.name)
-        if found is not None and not Path(f"/proc/{int(found['pid'], 16)}").exists():
+        if found is None or Path(f"/proc/{int(found['pid'], 16)}").exists():
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             path.unlink(missing_ok=True)
 
 
@@ -101,12 +107,29 @@ def write_tensors(path: Path, header: msgspec.Struct, tensors: dict[str, torch.T
         OSError: it cannot be written.
     """
     check_extension(path, ".safetensors")
-    with write_whole(path) as scratch:
+    with write_whole(path) as scratch, _room(path) as room:
         scratch.touch()
         mode = scratch.stat().st_mode  # safetensors would leave a file that only its owner can read
-        save_file(tensors, scratch, {"steercap": msgspec.json.encode(header).decode()})
-        scratch.chmod(mode)
+        save_file(tensors, room / path.name, {"steercap": msgspec.json.encode(header).decode()})
+        (room / path.name).chmod(mode)
+        (room / path.name).replace(scratch)
     return path
+
+
+@contextmanager
+def _room(path: Path) -> Iterator[Path]:
+    """A folder beside a file while it is written, for a library that writes under names of its own first."""
+    room = _scratch(path)
+    room.mkdir()
+    try:
+        yield room
+    finally:
+        shutil.rmtree(room, ignore_errors=True)
+
+
+def _scratch(path: Path) -> Path:
+    """A name that nobody reads, by which `sweep` knows whose it is."""
+    return path.with_name(f".{path.name}.{os.getpid():08x}{uuid.uuid4().hex[:24]}")
 
 
 def read_tensors(path: Path, *, tensors: bool = True) -> tuple[str, dict[str, torch.Tensor]]:

@@ -3,7 +3,8 @@
 The header is the metadata entry `steercap`: format version, model, request id, text, points in order, messages,
 reduction; of projections the directions' names and marks; how layers weigh keys whose queries and keys it holds; of
 rows in a lossy codec the codec with its parameters, and the schema of each point. Tensors are named
-`rows.<site>.<layer>`, and in a codec `<part>.<site>.<layer>`: `q`, `scale`, `zero`, `indices`, see `encodings`; further
+`rows.<site>.<layer>`, and in a codec `<part>.<site>.<layer>`: `q`, `scale`, `zero`, `indices`, see `encodings`, each
+with `.shard<number>` behind it where rows were not gathered; further
 `positions`, `token_ids`, `prompt_token_ids`, `output_token_ids`.
 """
 
@@ -22,16 +23,17 @@ from steercap.core.coding import RAW, Coding
 from steercap.core.receipt import SteeringReceipt
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
+from steercap.encodings import ENCODINGS
 from steercap.encodings.coded import CodedRows
 from steercap.errors import InvalidFile
 from steercap.files.base import read_tensors, write_tensors
-from steercap.requests.captures import Whole
+from steercap.requests.captures import Rows, Whole
 
 VERSION: Final = 1
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The JSON header of a capture file."""
+    """The JSON header of a capture file; `shards` says how many each point has, 0 where its rows are whole."""
 
     version: int
     model: str
@@ -48,6 +50,7 @@ class Header(msgspec.Struct, frozen=True):
     coding: Coding = RAW
     schemas: tuple[PointSchema, ...] = ()
     attention_rules: dict[int, AttentionRule] = {}
+    shards: tuple[int, ...] = ()
 
 
 class Saved(NamedTuple):
@@ -61,7 +64,7 @@ class Saved(NamedTuple):
     """
 
     header: Header
-    rows: Mapping[Point, Whole]
+    rows: Mapping[Point, Rows]
     positions: torch.Tensor
     token_ids: torch.Tensor
     prompt_token_ids: Sequence[int]
@@ -74,10 +77,7 @@ def write(saved: Saved, path: Path) -> Path:
     Raises:
         InvalidFile: the name ends in something other than .safetensors.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    for point, rows in saved.rows.items():
-        parts = rows.parts if isinstance(rows, CodedRows) else {"rows": rows}
-        tensors |= {_name(point, part): tensor.contiguous() for part, tensor in parts.items()}
+    tensors = {name: tensor.contiguous() for point, rows in saved.rows.items() for name, tensor in named(point, rows)}
     tensors["positions"] = saved.positions
     tensors["token_ids"] = saved.token_ids
     tensors["prompt_token_ids"] = torch.tensor(saved.prompt_token_ids, dtype=torch.int64)
@@ -93,14 +93,17 @@ def read(path: Path) -> Saved:
     """
     text, tensors = read_tensors(path)
     header = _header(path, text)
-    return Saved(
-        header,
-        dict(zip(header.points, _rows(header, tensors), strict=True)),
-        tensors["positions"],
-        tensors["token_ids"],
-        tensors["prompt_token_ids"].tolist(),
-        tensors["output_token_ids"].tolist(),
-    )
+    try:
+        return Saved(
+            header,
+            {point: _rows(header, tensors, number) for number, point in enumerate(header.points)},
+            tensors["positions"],
+            tensors["token_ids"],
+            tensors["prompt_token_ids"].tolist(),
+            tensors["output_token_ids"].tolist(),
+        )
+    except LookupError as error:
+        raise InvalidFile(f"{path} lacks what its header names: {error}; copy or save it again") from error
 
 
 def read_header(path: Path) -> Header:
@@ -122,16 +125,46 @@ def _header(path: Path, text: str) -> Header:
         raise InvalidFile(f"{path} has a steercap header that cannot be read: {error}") from error
 
 
-def _rows(header: Header, tensors: Mapping[str, torch.Tensor]) -> Iterator[Whole]:
-    """The rows of each point."""
+def named(point: Point, rows: Rows) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of one point, with their names in a file."""
+    for shard, whole in enumerate(rows if isinstance(rows, tuple) else (rows,)):
+        end = _end(point, shard if isinstance(rows, tuple) else None)
+        for part, tensor in parts_of(whole).items():
+            yield f"{part}{end}", tensor
+
+
+def parts_of(rows: Whole) -> Mapping[str, torch.Tensor]:
+    """The tensors that rows, or one shard of them, consist of: `rows` alone where they are in no codec."""
+    return rows.parts if isinstance(rows, CodedRows) else {"rows": rows}
+
+
+def coding_of(rows: Whole) -> tuple[str, Mapping[str, int]]:
+    """The codec that rows are kept in, and its parameters."""
+    if not isinstance(rows, CodedRows):
+        return "raw", {}
+    codec, coding = ENCODINGS[rows.codec], rows.coding
+    parameters = {"k": coding.k} if codec.default_k else {}
+    return rows.codec, parameters | ({"seed": coding.seed} if codec.seeded else {})
+
+
+def _rows(header: Header, tensors: Mapping[str, torch.Tensor], number: int) -> Rows:
+    """The rows of the point of this number."""
+    shards = header.shards[number] if header.shards else 0
+    if shards:
+        return tuple(_whole(header, tensors, number, shard) for shard in range(shards))
+    return _whole(header, tensors, number, None)
+
+
+def _whole(header: Header, tensors: Mapping[str, torch.Tensor], number: int, shard: int | None) -> Whole:
+    end = _end(header.points[number], shard)
     if header.coding == RAW:
-        yield from (tensors[_name(point)] for point in header.points)
-        return
-    for point, schema in zip(header.points, header.schemas, strict=True):
-        end = _name(point, "")
-        parts = {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
-        yield CodedRows(header.coding, schema, parts)
+        return tensors[f"rows{end}"]
+    parts = {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
+    if not parts:
+        raise LookupError(f"q{end}")
+    return CodedRows(header.coding, header.schemas[number], parts, shard)
 
 
-def _name(point: Point, part: str = "rows") -> str:
-    return f"{part}.{point.site}.{point.layer}"
+def _end(point: Point, shard: int | None) -> str:
+    """How the names of a point's tensors end."""
+    return f".{point.site}.{point.layer}" + ("" if shard is None else f".shard{shard}")

@@ -20,8 +20,9 @@ from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
 from steercap.core.tokens import Tokens, TokenSelection, selected
 from steercap.core.values import index_of, shown
+from steercap.encodings.coded import CodedRows
 from steercap.errors import InvalidRequest, InvalidSelection, InvalidSpec
-from steercap.requests import files
+from steercap.requests import files, npz
 from steercap.requests.captures import Captures, Coded
 from steercap.requests.fetching import fetch_all
 from steercap.requests.lifecycle import Found, Lifecycle, Stage
@@ -249,7 +250,34 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         Raises:
             CaptureNotFetched: before `fetch()`.
         """
+        return files.write(self.as_saved(), Path(path))
+
+    def save_npz(self, path: str | Path) -> Path:
+        """Write rows, labels and texts to one `.npz`, for programs that read NumPy's files; see `requests.npz`.
+
+        Arrays are named by point, `resid_post.8`; bfloat16 becomes float32. Rows in a codec are `resid_post.8.q`,
+        `.scale`, `.zero`, and `about`, a JSON text, has the formula. Nothing is pickled. It cannot be loaded as a
+        handle; `save` writes what can.
+
+        Returns:
+            The file.
+
+        Raises:
+            CaptureNotFetched: before `fetch()`.
+            InvalidFile: the name ends in something other than .npz.
+        """
+        return npz.write(self.as_saved(), Path(path))
+
+    def as_saved(self) -> files.Saved:
+        """What a file holds of it, rows as they are kept.
+
+        Raises:
+            CaptureNotFetched, CaptureReleased: as for `captures`.
+        """
         receipt = self.receipt
+        rows = {point: self.captures.as_kept(point) for point in self.points}
+        firsts = (kept[0] if isinstance(kept, tuple) else kept for kept in rows.values())
+        coded = [first for first in firsts if isinstance(first, CodedRows)]
         header = files.Header(
             version=files.VERSION,
             model=self.model,
@@ -263,13 +291,13 @@ class CaptureHandle(Unshared, instead=INSTEAD):
             steering=receipt.steering,
             directions=self.directions,
             marks=self.marks,
-            coding=next((rows.coding for rows in self.coded.values()), RAW),
-            schemas=tuple(rows.schema for rows in self.coded.values()),
+            coding=coded[0].coding if coded else RAW,
+            schemas=tuple(first.schema for first in coded),
+            shards=tuple(len(kept) if isinstance(kept, tuple) else 0 for kept in rows.values()),
             attention_rules=self.attention_rules,
         )
-        rows = {point: self.captures.whole(point) for point in self.captures}
         labels = self.positions, self.token_ids, self.prompt_token_ids, self.output_token_ids
-        return files.write(files.Saved(header, rows, *labels), Path(path))
+        return files.Saved(header, rows, *labels)
 
     @staticmethod
     def load(path: str | Path) -> CaptureHandle:

@@ -21,9 +21,20 @@ if TYPE_CHECKING:
     from steercap.sync.experiments import run_sweep
     from steercap.sync.handle import CaptureHandle
     from steercap.sync.model import SteerModel
+    from steercap.sync.saving import save_run
     from steercap.sync.vectors import extract, mean_rows
 
-__all__ = ["CaptureHandle", "SteerModel", "experiments", "extract", "mean_rows", "persona", "run_sweep", "vectors"]
+__all__ = [
+    "CaptureHandle",
+    "SteerModel",
+    "experiments",
+    "extract",
+    "mean_rows",
+    "persona",
+    "run_sweep",
+    "save_run",
+    "vectors",
+]
 
 _HOMES = {
     "CaptureHandle": "handle",
@@ -31,6 +42,7 @@ _HOMES = {
     "extract": "vectors",
     "mean_rows": "vectors",
     "run_sweep": "experiments",
+    "save_run": "saving",
 }
 _PACKAGES = frozenset({"experiments", "persona", "vectors"})
 

@@ -64,8 +64,8 @@ class Bridge:
 
     def done(self, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any, **kwargs: Any) -> Any:
         """Run a coroutine function with the model behind this one, and with the handles behind those given."""
-        arguments = [_unwrapped(argument) for argument in args]
-        named = {name: _unwrapped(argument) for name, argument in kwargs.items()}
+        arguments = [unwrapped(argument) for argument in args]
+        named = {name: unwrapped(argument) for name, argument in kwargs.items()}
         return self._wrapped(self.run(work(self.model, *arguments, **named)))
 
     def taken(self, chunks: AsyncGenerator[Value, None]) -> Generator[Value, None, None]:
@@ -90,7 +90,8 @@ async def _after(chunks: AsyncGenerator[Value, None]) -> Value | None:
     return await anext(chunks, None)
 
 
-def _unwrapped(handles: Any) -> Any:
+def unwrapped(handles: Any) -> Any:
+    """The handles behind those given, in lists as they came."""
     if isinstance(handles, CaptureHandle):
         return handles.awaited
-    return type(handles)(_unwrapped(item) for item in handles) if type(handles) in {list, tuple} else handles
+    return type(handles)(unwrapped(item) for item in handles) if type(handles) in {list, tuple} else handles

@@ -9,13 +9,15 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from steercap.environment import CACHE
+
 #: Written last: a folder without it was not finished.
 DONE = ".complete"
 
 
 def cache_root() -> Path:
     """`$STEERCAP_CACHE`, or `steercap` in the user's cache folder."""
-    root = os.environ.get("STEERCAP_CACHE")
+    root = os.environ.get(CACHE)
     if root:
         return Path(root)
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "steercap"

@@ -159,7 +159,9 @@ async def mean_rows(
 
     async def read(part: Sequence[tuple[list[int], TokenSelection]]) -> tuple[torch.Tensor, int]:
         nonlocal finished
-        specs = [CaptureSpec(layers=layers, sites=site, tokens=wanted, reduce=reduce) for _, wanted in part]
+        specs = [
+            CaptureSpec(layers=layers, sites=site, tokens=wanted, reduce=reduce, codec="raw") for _, wanted in part
+        ]
         prompts = [{"prompt_token_ids": ids} for ids, _ in part]
         handles = await model.read(prompts, capture=specs, steering=None)
         await model.fetch_captures_batch(handles)

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from steercap import Add, CaptureSpec, SteeringSpec
-from steercap.cli.capture import capture_to, heatmaps_of
+from steercap.cli.capture import heatmaps_of
+from steercap.cli.captured import capture_to
 from steercap.cli.generate import answer
 from steercap.cli.prompts import Prompt
 from steercap.cli.sweep import swept

@@ -15,7 +15,7 @@ from conftest import opened
 from docs_pages import ROOT, Block, blocks, is_cheap, model_of, pages, steercap_commands
 from typer.testing import CliRunner
 
-from steercap import SteerModel
+from steercap import CaptureRun, SteerModel
 from steercap.cli.app import app
 from steercap.testing import smollm2
 from steercap.vectors import extract
@@ -108,7 +108,8 @@ async def folder(smol: SteerModel, tmp_path_factory) -> Path:
     found.save(path / "out" / "praise.safetensors")
     _, handle = await smol.generate("My day at work was", {"max_tokens": 4}, capture_layers=[8, 16])
     await handle.fetch()
-    handle.save(path / "out" / "rows" / "0000.safetensors")
+    with CaptureRun(path / "out" / "rows", model=handle.model) as run:
+        run.add(handle, "0000.safetensors")
     return path
 
 

@@ -31,8 +31,8 @@ PATIENT = 60.0
 
 
 def seed() -> int:
-    """Another one each time, printed for a test that fails; STEERCAP_SEED repeats it."""
-    found = int(os.environ.get("STEERCAP_SEED", "0")) or random.randrange(1, 1 << 30)
+    """Another one each time, printed for a test that fails; STEERCAP_TEST_SEED repeats it."""
+    found = int(os.environ.get("STEERCAP_TEST_SEED", "0")) or random.randrange(1, 1 << 30)
     print("seed", found)
     return found
 

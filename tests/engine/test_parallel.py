@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import opened
 
-from steercap import CaptureSpec, Point
+from steercap import CaptureSpec, Point, save_run
 from steercap.core.schema import PointSchema
 from steercap.testing import tiny_checkpoint
 from steercap.testing.agreement import projections_agree, shards_agree, workers_agree
@@ -44,13 +44,33 @@ async def test_two_workers_give_the_rows_of_transformers(layout, tiny, tiny_refe
     assert set(handles[0].captures) == set(points(range(4), *ALL_SITES))
 
 
-async def test_split_points_are_joined_from_the_ranks_that_have_them(tiny_reference) -> None:
-    """neurons and heads at tensor parallel 2: each rank keeps and edits its shard, and the client joins them."""
+async def test_split_points_are_joined_from_the_ranks_that_have_them(tiny_reference, tmp_path) -> None:
+    """neurons and heads at tensor parallel 2: each rank keeps and edits its shard, and the client joins them. On disk
+    they are as they were handed over, and the manifest says how.
+    """
     sites = ("resid_post", "neurons", "q", "k", "v", "z")
     async with opened(tiny_checkpoint("qwen3"), sites=sites, **TINY_ENGINE, tensor_parallel_size=2) as model:
         assert model.points[Point(2, "z")] == PointSchema((4, 32), "float32", shards=2)
         assert model.points[Point(2, "k")] == PointSchema((2, 32), "float32", shards=2)
         await shards_agree(model, tiny_reference)
+        specs = [
+            CaptureSpec(sites=sites),
+            CaptureSpec(sites=sites, gather=False),
+            CaptureSpec(sites=sites, reduce="sum"),
+        ]
+        handles = await model.read([random_prompt(9, 1)] * 3, capture=specs)
+        await model.fetch_captures_batch(handles)
+        manifest = save_run(tmp_path, handles)
+        for known, found in zip(handles, manifest.handles(), strict=True):
+            for point in known.points:
+                pairs = zip(known.captures.shards(*point), found.captures.shards(*point), strict=True)
+                assert all(torch.equal(one, other) for one, other in pairs)
+        layouts = manifest.document.layouts
+        assert [layout.returned for layout in layouts] == ["gathered", "sharded", "summary"]
+        assert [{p.site: p.shards for p in layout.points} for layout in layouts[:2]] == [
+            dict.fromkeys(sites, 0),
+            {site: 2 * (site != "resid_post") for site in sites},
+        ]
         assert all(share <= 1 for share in (await codecs_agree(model)).values())
         await attention_agrees(model, tiny_reference)
         assert await settled(model) == (0, 0, 0)

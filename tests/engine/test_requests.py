@@ -1,7 +1,7 @@
 """Whatever is asked, an engine answers or refuses: wrong types, dead threads, seeds of chunked prompts, LoRA adapters,
 structured outputs.
 
-`STEERCAP_REQUESTS` is how many requests each random driver makes.
+`STEERCAP_TEST_REQUESTS` is how many requests each random driver makes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from steercap.testing.specs import spec
 from steercap.testing.structure import structured_outputs
 from steercap.testing.wrong import wrong_types
 
-REQUESTS = int(os.environ.get("STEERCAP_REQUESTS", "240"))
+REQUESTS = int(os.environ.get("STEERCAP_TEST_REQUESTS", "240"))
 BASE = tiny_checkpoint("qwen3")
 
 

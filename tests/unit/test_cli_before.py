@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from steercap.cli.app import app
-from steercap.cli.capture import Store
+from steercap.cli.captured import Store
 from steercap.cli.engines import ModelOptions
 from steercap.cli.generate import Answer, report
 from steercap.cli.onward import folded, sweeps_of
@@ -39,6 +39,7 @@ from steercap.persona.folder import RunFolder
 from steercap.persona.outcomes import Outcome
 from steercap.persona.settings import described
 from steercap.requests.handle import CaptureHandle
+from steercap.requests.manifest import Manifest
 from steercap.runs.heartbeat import heartbeat, line_of
 from steercap.vectors import DirectionSet
 
@@ -281,9 +282,12 @@ def test_captures_go_on_elsewhere_when_their_folder_cannot_be_written_to(here, m
     monkeypatch.setattr("tempfile.tempdir", str(spare))
     handle = CaptureHandle.load(here / "rows" / "0000.safetensors")
     store = Store(here / "a.txt" / "rows", Terminal(Output()))
-    paths = [store.save(handle, f"{number:04}.safetensors") for number in range(2)]
+    with store.opened(model="tiny"):
+        found = [store.save(handle, f"{number:04}.safetensors") for number in range(2)]
     assert isinstance(store.error, OSError)
-    assert all(CaptureHandle.load(path).text == "there" and spare in path.parents for path in paths)
+    (folder,) = {folder for folder, *_ in found}
+    assert spare in folder.parents
+    assert [handle.text for handle in Manifest.load(folder).handles()] == ["there"] * 2
     assert "captures go on in" in capfd.readouterr().err
 
 

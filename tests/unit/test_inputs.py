@@ -221,7 +221,7 @@ def steer(edit: Any) -> None:
 
 def capture(**arguments: Any) -> None:
     spec = CaptureSpec(**arguments)
-    _ = hash(spec), repr(spec), codec_of(spec.codec, spec.k, spec.seed)
+    _ = hash(spec), repr(spec), codec_of(spec.codec_or("raw"), spec.k, spec.seed)
     check_armed(spec.points(LAYERS), ARMED, SITES)
     spec.selection.ranges(PROMPT, LIMIT)
     if spec.project is not None:
@@ -265,7 +265,7 @@ def sites() -> Iterator[Site]:
         "sites": "site",
         "tokens": "tokens",
         "reduce": "reduce?",
-        "codec": "codec",
+        "codec": "codec?",
         "k": "?",
         "seed": "?",
         "before_edits": "flag",

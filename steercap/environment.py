@@ -1,0 +1,174 @@
+"""Settings from the environment: `STEERCAP_` and the name of a setting in capitals.
+
+What is given in code or by a flag of the command comes first, then the environment, then the default. Variables are
+read when a model is opened and when a command starts; one that is unknown, or does not fit, is an error there, so that
+a misspelt name is never a default that nobody asked for. One that is empty counts as not set.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+import msgspec
+
+from steercap.config import Settings
+from steercap.core.values import shown
+from steercap.errors import InvalidSetting, SteercapError
+
+PREFIX: Final = "STEERCAP_"
+#: The folder of checkpoints that steercap makes; the user's cache folder, if it is not set.
+CACHE: Final = f"{PREFIX}CACHE"
+
+
+@dataclass(frozen=True)
+class Variable:
+    """What one variable of the environment sets.
+
+    Args:
+        says: what it is, in a few words, for the table in docs/settings.md.
+        kind: type of the value.
+        code: where it is given in code, besides `SteerModel`.
+        flag: whether `steercap capture` has a flag of that name.
+        default: what holds if nothing is given, in words; "" for that of the field of `Settings`.
+    """
+
+    says: str
+    kind: type
+    code: str = ""
+    flag: bool = False
+    default: str = ""
+
+
+#: Fields of `Settings` that the environment may give. `sites` and `layers` are not among them: what an engine reads
+#: belongs to the experiment, not to the machine.
+SETTINGS: Final[Mapping[str, Variable]] = {
+    "codec": Variable("how rows are stored where a capture does not say", str, "`CaptureSpec(codec=)`", flag=True),
+    "codec_k": Variable(
+        "its `k`, where a capture does not say and the codec has one",
+        int,
+        "`CaptureSpec(k=)`",
+        flag=True,
+        default="the codec's",
+    ),
+    "codec_seed": Variable(
+        "its `seed`, likewise",
+        int,
+        "`CaptureSpec(seed=)`",
+        flag=True,
+        default="0",
+    ),
+    "capture_bytes": Variable("most shared memory of captured rows, bytes a worker", int, flag=True),
+    "arena_bytes": Variable(
+        "device memory of rows on their way, bytes a worker", int, flag=True, default="by the largest pass"
+    ),
+    "reduce_bytes": Variable("most device memory of running reductions, bytes a worker", int, flag=True),
+    "overflow": Variable("what a request without room does: `wait` or `error`", str, flag=True),
+    "overflow_timeout": Variable("seconds that it waits while nothing runs", float, flag=True),
+    "transport": Variable("how rows reach the client: `auto`, `shared` or `wire`", str, flag=True),
+    "steering_slots": Variable("steering configurations in use at once", int),
+    "vector_bytes": Variable("memory of all vectors, bytes a worker", int),
+    "edits_per_point": Variable("rank-one edits of one spec at one point", int),
+}
+#: Variables that are no field of `Settings`.
+OTHERS: Final[Mapping[str, Variable]] = {
+    CACHE: Variable("folder of the checkpoints that steercap makes", str, default="`~/.cache/steercap`"),
+    f"{PREFIX}JUDGE_API_KEY": Variable("key of the endpoint that judges answers", str, "`Judge(api_key=)`"),
+}
+#: What steercap sets itself: the mark of an engine's processes, and that of clients that are killed for a test.
+OWN: Final = frozenset({f"{PREFIX}ENGINE", f"{PREFIX}KILLS"})
+#: How the names of what steercap's own tests read begin.
+TESTS: Final = f"{PREFIX}TEST_"
+
+
+def settings(**given: Any) -> Settings:
+    """The settings of an engine: what is given, then the environment, then the defaults.
+
+    Args:
+        **given: fields of `Settings`; None where nothing is given.
+
+    Raises:
+        InvalidSetting, InvalidSpec, UnknownName: a setting that does not fit, or an unknown variable.
+    """
+    asked = {name: value for name, value in given.items() if not (name in SETTINGS and value is None)}
+    return Settings(**{**from_environment(), **asked})
+
+
+def from_environment() -> dict[str, Any]:
+    """The fields of `Settings` that the environment gives.
+
+    Raises:
+        InvalidSetting: a variable that begins with `STEERCAP_` and is none, or one whose value does not fit.
+    """
+    check_names()
+    given = {name: os.environ.get(variable_of(name)) for name in SETTINGS}
+    return {name: _converted(name, text) for name, text in given.items() if text}
+
+
+def check_names() -> None:
+    """Check that every variable that begins with `STEERCAP_` is one.
+
+    Raises:
+        InvalidSetting: one is not; the message names the nearest that is.
+    """
+    known = [*map(variable_of, SETTINGS), *OTHERS]
+    for name in sorted(os.environ):
+        if name.startswith(PREFIX) and not name.startswith(TESTS) and name not in {*known, *OWN}:
+            (nearest,) = difflib.get_close_matches(name, known, 1, cutoff=0.0)
+            raise InvalidSetting(
+                f"{name} is set in the environment, and is no setting of steercap; did you mean {nearest}? "
+                "Unset it, or see docs/settings.md"
+            )
+
+
+def variable_of(name: str) -> str:
+    """The variable of a field of `Settings`."""
+    return PREFIX + name.upper()
+
+
+def flag_of(variable: str) -> str:
+    """The flag of `steercap capture` that comes before a variable."""
+    return "--" + variable.removeprefix(PREFIX).lower().replace("_", "-")
+
+
+def table() -> str:
+    """All variables as the table of docs/settings.md."""
+    defaults = {field.name: field.default for field in fields(Settings)}
+    head = ["| variable | what it sets | default | in code | flag |", "|---|---|---|---|---|"]
+    ours = [
+        _line(
+            variable_of(name),
+            variable,
+            variable.default or f"`{defaults[name]}`",
+            " ".join(filter(None, [variable.code, f"`SteerModel({name}=)`"])),
+        )
+        for name, variable in SETTINGS.items()
+    ]
+    return "\n".join(
+        [*head, *ours, *(_line(name, one, one.default or "none", one.code) for name, one in OTHERS.items())]
+    )
+
+
+def _line(name: str, variable: Variable, default: str, code: str) -> str:
+    flag = f"`{flag_of(name)}`" if variable.flag else ""
+    return f"| `{name}` | {variable.says} | {default} | {code} | {flag} |".replace("  ", " ")
+
+
+def _converted(name: str, text: str) -> Any:
+    """The value of a variable, as the field of `Settings` has it.
+
+    Raises:
+        InvalidSetting: it does not fit; the message names the variable.
+    """
+    try:
+        value: Any = msgspec.convert(text, SETTINGS[name].kind, strict=False)
+        Settings(**{name: value})
+    except (msgspec.ValidationError, SteercapError) as error:
+        raise InvalidSetting(
+            f"{variable_of(name)}={shown(text)} in the environment does not fit: {error}; "
+            f"it is {SETTINGS[name].says.replace('`', '')}"
+        ) from error
+    return value

@@ -1,0 +1,547 @@
+"""Runs of captures: what a manifest lists is there as it was, and nothing else counts, whenever a writer was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from cli_calls import call
+from handles import a_handle
+
+import steercap.sync
+from steercap import CaptureHandle, CaptureRun, Manifest, save_run
+from steercap.core.receipt import Receipt, SteeringReceipt
+from steercap.core.schema import PointSchema
+from steercap.core.spec import Point
+from steercap.encodings import ENCODINGS, codec_of
+from steercap.encodings.base import Codec
+from steercap.encodings.coded import CodedRows
+from steercap.errors import CaptureNotFetched, InvalidFile, InvalidRequest, InvalidSpec, RunDiffers
+from steercap.files.base import sweep
+from steercap.requests.captures import Captures
+from steercap.requests.lifecycle import Found, Lifecycle
+from steercap.requests.manifest import JOURNAL, versions
+from steercap.requests.npz import FORMULAS
+from steercap.requests.saving import forget_run
+
+TESTS = Path(__file__).parents[1]
+
+
+def sharded(shards=2, *, reduce=None, directions=()) -> CaptureHandle:
+    """A handle of a split point that was not gathered, beside one that each rank has as a whole."""
+    points = (Point(1, "resid_post"), Point(1, "z"))
+    rows = 1 if reduce else 3
+    kept = {
+        points[0]: torch.randn(rows, 4).bfloat16(),
+        points[1]: tuple(torch.randn(rows, 2, 3).bfloat16() for _ in range(shards)),
+    }
+    receipt = Receipt(points, np.array([0, 2, 3]), np.array([5, 7, 8]), 3, reduce, SteeringReceipt((2,), 3, 0, "ab"))
+    return CaptureHandle(
+        request_id="s",
+        model="m",
+        text="ä",
+        prompt_token_ids=(5, 6, 7),
+        output_token_ids=(8, 9),
+        points=points,
+        num_layers=4,
+        lifecycle=Lifecycle("s", found=Found(Captures(kept, 4), receipt)),
+        directions=directions,
+    )
+
+
+def same(one: CaptureHandle, other: CaptureHandle) -> bool:
+    """Whether two handles hold the same bits, in the same shards."""
+    assert one.points == other.points
+    for point in one.points:
+        pairs = zip(one.captures.shards(*point), other.captures.shards(*point), strict=True)
+        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+    labels = [(h.text, h.positions.tolist(), h.token_ids.tolist(), h.receipt.steering) for h in (one, other)]
+    return labels[0] == labels[1]
+
+
+# One file
+
+
+def test_shards_are_saved_and_read_bit_for_bit(tmp_path) -> None:
+    """What `gather=False` left as the ranks had it stays so; what is asked for as a whole is refused after as before."""
+    handle = sharded()
+    again = CaptureHandle.load(handle.save(tmp_path / "a.safetensors"))
+    assert same(handle, again)
+    assert len(again.captures.shards(1, "z")) == 2
+    with pytest.raises(InvalidSpec, match="2 shards"):
+        again.captures[1, "z"]
+
+
+def test_a_file_that_lacks_what_its_header_names_is_refused(tmp_path) -> None:
+    """A shard too few is not fewer heads."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    path = sharded().save(tmp_path / "a.safetensors")
+    with safe_open(path, framework="pt") as file:
+        tensors, header = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    for name in ("rows.z.1.shard1", "rows.resid_post.1", "positions", "output_token_ids"):
+        save_file({key: value for key, value in tensors.items() if key != name}, path, header)
+        with pytest.raises(InvalidFile, match=rf"lacks what its header names: '{name}'"):
+            CaptureHandle.load(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_npz_holds_rows_by_point_without_pickle(dtype, tmp_path) -> None:
+    """As they are; bfloat16, which NumPy lacks, as the float32 numbers that it stands for, and `about` says so."""
+    handle = a_handle(dtype=dtype)
+    with np.load(handle.save_npz(tmp_path / "a.npz"), allow_pickle=False) as found:
+        assert {name for name in found if "." in name} == {"resid_post.0", "resid_post.1"}
+        for point, rows in handle.captures.items():
+            array = found[f"resid_post.{point.layer}"]
+            assert array.dtype == (np.float32 if dtype == torch.bfloat16 else np.dtype(str(dtype)[6:]))
+            assert torch.equal(torch.from_numpy(array).to(dtype), rows)
+        assert found["positions"].tolist() == handle.positions.tolist()
+        assert found["token_ids"].tolist() == handle.token_ids.tolist()
+        assert found["prompt_token_ids"].tolist() == list(handle.prompt_token_ids)
+        assert found["output_token_ids"].tolist() == list(handle.output_token_ids)
+        about = json.loads(str(found["about"]))
+    assert about["points"]["resid_post.1"] == {
+        "codec": "raw",
+        "parameters": {},
+        "formula": FORMULAS["raw"],
+        "dtypes": {"rows": str(dtype)[6:]},
+        "shards": 0,
+    }
+    assert (about["model"], about["request"]) == ("m", "r")
+
+
+def test_npz_of_shards_has_each(tmp_path) -> None:
+    """By the rank; and the file is named for what it is."""
+    handle = sharded()
+    with np.load(handle.save_npz(tmp_path / "a.npz")) as found:
+        for number, shard in enumerate(handle.captures.shards(1, "z")):
+            assert torch.equal(torch.from_numpy(found[f"z.1.shard{number}"]).bfloat16(), shard)
+        assert json.loads(str(found["about"]))["points"]["z.1"]["shards"] == 2
+    with pytest.raises(InvalidFile, match=r"this writes \.npz"):
+        handle.save_npz(tmp_path / "a.safetensors")
+
+
+def test_what_a_killed_writer_of_tensors_leaves_is_swept(tmp_path) -> None:
+    """Also under the names that safetensors has of its own; files are as readable as any other."""
+    code = "import sys, torch; sys.path.insert(0, sys.argv[2]); from handles import a_handle; import os\n"
+    code += "def hook(event, arguments):\n    if event == 'os.rename': os._exit(9)\n"
+    code += "sys.addaudithook(hook); a_handle().save(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "a.safetensors"), str(TESTS)], check=False)
+    assert done.returncode == 9
+    assert list(tmp_path.iterdir())
+    sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    path = a_handle().save(tmp_path / "a.safetensors")
+    (tmp_path / "b").touch()
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "b").stat().st_mode)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a.safetensors", "b"]
+
+
+def coded(name: str) -> CaptureHandle:
+    """A handle of rows in a codec."""
+    codec, coding = ENCODINGS[name], codec_of(name, 16 if ENCODINGS[name].default_k else None)
+    schema, point = PointSchema((40,), "bfloat16"), Point(1, "neurons")
+    rows = torch.randn(5, 40).bfloat16()
+    signs = codec.matrix(40, coding)
+    stored = codec.encode(rows, schema, coding, signs)
+    kept = CodedRows(coding, schema, codec.parts(stored, schema, coding))
+    receipt = Receipt((point,), np.arange(5), np.arange(5), 5, None)
+    return CaptureHandle(
+        request_id="c",
+        model="m",
+        text="",
+        prompt_token_ids=(0, 1, 2, 3, 4),
+        output_token_ids=(8,),
+        points=(point,),
+        num_layers=4,
+        lifecycle=Lifecycle("c", found=Found(Captures({point: kept}, 4), receipt)),
+    )
+
+
+CODECS = [name for name, encoding in ENCODINGS.items() if isinstance(encoding, Codec)]
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_coded_rows_are_kept_as_they_are(name, tmp_path) -> None:
+    """Codes and scales in the file, the manifest and the .npz, bit for bit, with the codec and its parameters."""
+    handle = coded(name)
+    parts = handle.coded[1].parts
+    manifest = save_run(tmp_path / "run", [handle])
+    (again,) = manifest.handles()
+    assert again.coded[1].coding == handle.coded[1].coding
+    assert {part: (tensor.dtype, tensor.tolist()) for part, tensor in again.coded[1].parts.items()} == {
+        part: (tensor.dtype, tensor.tolist()) for part, tensor in parts.items()
+    }
+    point = manifest.document.layouts[0].points[0]
+    seeded = ENCODINGS[name].seeded
+    assert point.parameters == ({"k": 16} if ENCODINGS[name].default_k else {}) | ({"seed": 0} if seeded else {})
+    assert {part: layout.shape for part, layout in point.tensors.items()} == {
+        part: tuple(tensor.shape[1:]) for part, tensor in parts.items()
+    }
+    with np.load(handle.save_npz(tmp_path / "a.npz"), allow_pickle=False) as found:
+        about = json.loads(str(found["about"]))["points"]["neurons.1"]
+        for part, tensor in parts.items():
+            assert torch.equal(torch.from_numpy(found[f"neurons.1.{part}"]).double(), tensor.double())
+    assert (about["codec"], about["formula"]) == (name, FORMULAS[name])
+
+
+def test_every_codec_has_a_formula() -> None:
+    """For those who read an .npz without us."""
+    assert set(FORMULAS) == {"raw", *CODECS}
+
+
+# A run
+
+
+def test_a_run_lists_what_was_saved_and_gives_it_back(tmp_path) -> None:
+    """Requests, tokens, layouts, how rows were returned, what wrote them; and rows bit for bit, from another manifest."""
+    handles = [a_handle(output=()), [sharded(), a_handle(layers=(2,), reduce="mean")], None, sharded(reduce="sum")]
+    given = [handles[0], *handles[1], handles[3]]
+    manifest = save_run(tmp_path / "run", handles)
+    assert Manifest.load(tmp_path / "run") == manifest
+    assert all(same(one, other) for one, other in zip(given, manifest.handles(), strict=True))
+    assert [request.file for request in manifest.requests] == [f"{number:06}.safetensors" for number in range(4)]
+    assert [manifest.layout_of(one).returned for one in manifest.requests] == [
+        "gathered",
+        "sharded",
+        "summary",
+        "summary",
+    ]
+    assert [one.rows for one in manifest.requests] == [3, 3, 1, 1]
+    assert [one.positions for one in manifest.requests] == [((0, 3),), ((0, 1), (2, 4)), ((0, 4),), ((0, 1), (2, 4))]
+    assert [one.steering for one in manifest.requests] == [None, "ab", None, "ab"]
+    assert [(one.prompt_tokens, one.output_tokens) for one in manifest.requests] == [(3, 0), (3, 2), (3, 2), (3, 2)]
+    assert len({one.prompt_sha256 for one in manifest.requests}) == 1
+    assert len({one.text_sha256 for one in manifest.requests}) == 2
+    split = manifest.layout_of(manifest.requests[1])
+    assert [(point.site, point.shards) for point in split.points] == [("resid_post", 0), ("z", 2)]
+    assert split.points[1].tensors["rows"].shape == (2, 3)
+    assert split.points[1].tensors["rows"].dtype == "bfloat16"
+    assert split.row_bytes == 2 * (4 + 2 * 6)
+    assert split.versions == versions()
+    assert split.versions.torch == torch.__version__
+
+
+def test_captures_that_were_asked_alike_have_one_layout(tmp_path) -> None:
+    """So that an entry is short: what is said of 30 points is said once."""
+    manifest = save_run(tmp_path, [a_handle(layers=range(4)) for _ in range(5)] + [a_handle(layers=(1,))] * 2)
+    assert len(manifest.document.layouts) == 2
+    assert [request.layout for request in manifest.requests] == [0] * 5 + [1] * 2
+    save_run(tmp_path, [a_handle(layers=(1,))])
+    assert [request.layout for request in Manifest.load(tmp_path).requests] == [0] * 5 + [1] * 3
+
+
+def test_an_entry_costs_the_same_however_many_there_are(tmp_path) -> None:
+    """One line of the journal; the manifest is not written anew before the run is closed."""
+    with CaptureRun(tmp_path, model="m") as run:
+        sizes = [0]
+        for _ in range(6):
+            run.add(a_handle())
+            sizes.append((tmp_path / JOURNAL).stat().st_size)
+        assert json.loads((tmp_path / "manifest.json").read_text())["requests"] == []
+        assert len(Manifest.load(tmp_path).requests) == len(run.manifest.requests) == 6
+    lines = {after - before for before, after in pairwise(sizes[1:])}
+    assert len(lines) == 1
+    assert max(lines) < 500
+    assert not (tmp_path / JOURNAL).exists()
+    assert len(Manifest.load(tmp_path).requests) == 6
+
+
+def test_a_run_goes_on_with_its_own_model_and_question_alone(tmp_path) -> None:
+    """Another model, or the same asked otherwise, is refused, and nothing has changed."""
+    with CaptureRun(tmp_path, model="m", asked={"seed": 1, "layers": (1, 2)}) as run:
+        run.add(a_handle())
+    for changed in ({"model": "other"}, {"asked": {"seed": 2, "layers": (1, 2)}}, {"asked": {"seed": 1}}):
+        with pytest.raises(RunDiffers, match=r"another run of captures: (model is 'm'|seed differs|layers differs)"):
+            CaptureRun(tmp_path, **{"model": "m", "asked": {"seed": 1, "layers": (1, 2)}, **changed})
+    with pytest.raises(InvalidRequest, match=r"of 'other', and .* of 'm'"), CaptureRun(tmp_path, model="m") as run:
+        run.add(a_handle(model="other"))
+    for asked in ({"seed": 1, "layers": [1, 2]}, None):
+        with CaptureRun(tmp_path, model="m", asked=asked) as run:
+            run.add(a_handle())
+    assert len(Manifest.load(tmp_path).requests) == 3
+    assert {path.name for path in tmp_path.iterdir()} == {"manifest.json", *(f"00000{n}.safetensors" for n in range(3))}
+
+
+def test_one_process_writes_at_a_time(tmp_path) -> None:
+    """The second is refused; a reader is not."""
+    with CaptureRun(tmp_path, model="m") as run:
+        run.add(a_handle())
+        with pytest.raises(InvalidRequest, match="another process writes"):
+            CaptureRun(tmp_path, model="m")
+        assert len(Manifest.load(tmp_path).requests) == 1
+        with pytest.raises(InvalidRequest, match="another process writes"):
+            forget_run(tmp_path)
+        run.add(a_handle())
+    assert len(save_run(tmp_path, a_handle()).requests) == 3
+    run.close()
+    with pytest.raises(InvalidRequest, match="this run is closed"):
+        run.add(a_handle())
+    assert len(run.manifest.requests) == 2
+    assert len(Manifest.load(tmp_path).requests) == 3
+    forget_run(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_record_goes_and_what_is_not_ours_stays(tmp_path) -> None:
+    """Halves of records are removed when a run goes on; other files are not, and captures without a manifest neither."""
+    save_run(tmp_path, [a_handle()])
+    half, other = tmp_path / "000001.safetensors", tmp_path / "praise.safetensors"
+    half.write_bytes(b"half")
+    other.write_bytes(b"directions")
+    assert len(Manifest.load(tmp_path).requests) == 1
+    assert len(save_run(tmp_path, [a_handle()]).requests) == 2
+    assert len([*Manifest.load(tmp_path).handles()]) == 2
+    assert other.read_bytes() == b"directions"
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(InvalidRequest, match="captures that no manifest lists, such as 000000"):
+        save_run(tmp_path, [a_handle()])
+    assert half.exists()
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_a_listed_name_is_not_written_over(tmp_path) -> None:
+    """Nor is anything written outside of the folder, or under a name of another kind."""
+    with CaptureRun(tmp_path, model="m") as run:
+        run.add(a_handle(), "a.safetensors")
+        for name in ("a.safetensors", "b/a.safetensors", "../a.safetensors"):
+            with pytest.raises(InvalidRequest, match=r"listed in .* already, or no name"):
+                run.add(a_handle(), name)
+        with pytest.raises(InvalidFile, match=r"writes \.safetensors"):
+            run.add(a_handle(), "b.npz")
+    assert [request.file for request in Manifest.load(tmp_path).requests] == ["a.safetensors"]
+
+
+def test_what_cannot_be_listed_is_not_there(tmp_path, monkeypatch) -> None:
+    """A full disk at the journal, or an interrupt, leaves neither half, and the run goes on."""
+    with CaptureRun(tmp_path, model="m") as run:
+        run.add(a_handle())
+        write = os.write
+        for error in (OSError(28, "No space left on device"), KeyboardInterrupt()):
+
+            def fails(file, data, error=error):
+                write(file, bytes(data)[:20])  # a part of the line is written
+                raise error
+
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "write", fails)
+                with pytest.raises(type(error)):
+                    run.add(a_handle(layers=(3,)))
+            assert len(Manifest.load(tmp_path).requests) == 1
+            assert len([*tmp_path.glob("*.safetensors")]) == 1
+        run.add(a_handle(layers=(3,)))
+    assert [handle.points[0].layer for handle in Manifest.load(tmp_path).handles()] == [0, 3]
+    with pytest.raises(InvalidRequest, match="no handles"):
+        save_run(tmp_path, [])
+
+
+def test_an_unfetched_handle_is_not_saved(tmp_path) -> None:
+    """Those before it are."""
+    unfetched = a_handle()
+    unfetched.lifecycle.found = None
+    with pytest.raises(CaptureNotFetched):
+        save_run(tmp_path, [a_handle(), unfetched])
+    assert len(Manifest.load(tmp_path).requests) == 1
+
+
+def test_handles_of_sync_are_saved_alike(tmp_path) -> None:
+    """In lists as they came."""
+    handle = steercap.sync.CaptureHandle(a_handle(), None)
+    assert len(steercap.sync.save_run(tmp_path, [[handle], handle]).requests) == 2
+    assert handle.save_npz(tmp_path / "a.npz").exists()
+
+
+# Reading
+
+
+def unsealed(folder: Path, count=3) -> bytes:
+    """A run that a killed process left; gives its journal."""
+    with CaptureRun(folder, model="m") as run:
+        for number in range(count):
+            run.add(a_handle(layers=(number,)))
+        manifest, journal = (folder / "manifest.json").read_bytes(), (folder / JOURNAL).read_bytes()
+    (folder / "manifest.json").write_bytes(manifest)
+    (folder / JOURNAL).write_bytes(journal)
+    return journal
+
+
+def test_a_journal_counts_up_to_its_last_whole_line(tmp_path) -> None:
+    """Cut off at any byte, each request is listed or not, and the run goes on to be whole."""
+    journal = unsealed(tmp_path)
+    requests = journal.count(b'{"request"')
+    assert requests == 3
+    for size in range(len(journal) + 1):
+        (tmp_path / JOURNAL).write_bytes(journal[:size])
+        assert len(Manifest.load(tmp_path).requests) == journal[:size].count(b"null}}\n")
+    (tmp_path / JOURNAL).write_bytes(journal[:-5])
+    assert len(save_run(tmp_path, a_handle(layers=(2,))).requests) == 3
+    assert [handle.points[0].layer for handle in Manifest.load(tmp_path).handles()] == [0, 1, 2]
+
+
+def test_a_journal_without_its_manifest_is_not_for_another_run(tmp_path) -> None:
+    """Whatever it lists; also for whoever is killed before the new manifest is there, or just after."""
+    journal = unsealed(tmp_path)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    (tmp_path / JOURNAL).write_bytes(journal)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_AT_RENAME, str(tmp_path)],
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
+    )
+    assert done.returncode == 9
+    assert Manifest.load(tmp_path).requests == ()
+    assert len(save_run(tmp_path, a_handle()).requests) == 1
+
+
+#: A writer that ends just after its manifest is there.
+KILLED_AT_RENAME = """
+import os, sys
+from pathlib import Path
+from steercap import CaptureRun
+replace = Path.replace
+def ends(path, target):
+    replace(path, target)
+    os._exit(9)
+Path.replace = ends
+CaptureRun(sys.argv[1], model="m")
+"""
+
+
+def test_a_journal_that_was_sealed_is_passed_over(tmp_path) -> None:
+    """A process may be killed between the two; then another goes on."""
+    journal = unsealed(tmp_path)
+    save_run(tmp_path, a_handle())
+    (tmp_path / JOURNAL).write_bytes(journal)
+    assert len(Manifest.load(tmp_path).requests) == 4
+    assert len(save_run(tmp_path, a_handle()).requests) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda text: text[:-9], "truncated|malformed"),
+        (lambda text: text.replace('"version": 1', '"version": 2'), "version 2; this steercap reads 1"),
+        (lambda text: text.replace('"model": "m"', '"model": 1'), "Expected `str`"),
+        (lambda text: text.replace('"model": "m"', '"model": "m", "more": 1'), "unknown field `more`"),
+        (lambda text: text.replace('"kind": "captures"', '"kind": "sweep"'), "sweep"),
+        (lambda text: text.replace('"layout": 0', '"layout": 7'), "has no layout"),
+        (lambda text: text.replace("000000.safetensors", "../x.safetensors"), "not the name of a file"),
+        (lambda text: text.replace("000000.safetensors", "000001.safetensors"), "lists a file twice"),
+        (lambda text: text.replace('"gathered"', '"joined"'), "joined"),
+    ],
+)
+def test_a_manifest_that_is_not_as_we_write_it_is_refused(change, says, tmp_path) -> None:
+    """By readers and by a run that would go on, which leaves it as it is."""
+    save_run(tmp_path, [a_handle(), a_handle()])
+    path = tmp_path / "manifest.json"
+    changed = change(path.read_text())
+    assert changed != path.read_text()
+    path.write_text(changed)
+    for use in (Manifest.load, lambda folder: CaptureRun(folder, model="m")):
+        with pytest.raises(InvalidFile, match=says):
+            use(tmp_path)
+    assert path.read_text() == changed
+    with pytest.raises(InvalidFile, match=r"manifest\.json"):
+        Manifest.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda journal: journal.replace(b'{"after":0}', b'{"before":0}'), "in line 1"),
+        (lambda journal: journal.replace(b'"layer":1', b'"layer":"one"'), "in line 4"),
+        (lambda journal: journal.replace(b'{"after":0}', b'{"after":4}'), "goes on after 4 entries, and 0"),
+        (lambda journal: journal.replace(b'"layout":0', b'"layout":9'), "has no layout"),
+    ],
+)
+def test_a_journal_that_is_not_as_we_write_it_is_refused(change, says, tmp_path) -> None:
+    """A whole line is never passed over."""
+    journal = unsealed(tmp_path)
+    assert change(journal) != journal
+    (tmp_path / JOURNAL).write_bytes(change(journal))
+    with pytest.raises(InvalidFile, match=says):
+        Manifest.load(tmp_path)
+
+
+def test_a_file_that_was_changed_is_not_handed_over(tmp_path) -> None:
+    """A bit of a row, another length, or gone: the others are."""
+    save_run(tmp_path, [a_handle(), a_handle(layers=(2,))])
+    path = tmp_path / "000001.safetensors"
+    data = path.read_bytes()
+    manifest = Manifest.load(tmp_path)
+    for changed, says in (
+        (data[:-1] + bytes([data[-1] ^ 1]), "has SHA-256"),
+        (data[:-1], "bytes, and its"),
+        (None, "No such"),
+    ):
+        path.unlink() if changed is None else path.write_bytes(changed)
+        handles = manifest.handles()
+        assert next(handles).points[0].layer == 0
+        with pytest.raises(InvalidFile, match=rf"000001\.safetensors .*{says}"):
+            next(handles)
+    assert [bool(manifest.wrong(request, content=False)) for request in manifest.requests] == [False, True]
+
+
+# Kills
+
+
+def test_a_kill_leaves_each_request_as_a_whole_or_not_at_all(tmp_path) -> None:
+    """Real processes, SIGKILL before each operation on a file in turn, twice in a row, and at random moments."""
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+    for how in (["each"], ["random", "7", "40"]):
+        command = [sys.executable, str(TESTS / "run_kills.py"), str(tmp_path / "run"), *how]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert not done.returncode, done.stderr[-3000:]
+        found = json.loads(done.stdout)
+        assert found["kills"] >= 40
+        assert found["journals left"] > 0
+        assert how != ["each"] or found["halves of records"] > 20
+
+
+# The command
+
+
+def test_inspect_says_what_a_run_holds_and_what_is_wrong(tmp_path) -> None:
+    """By size, with --verify by content; exit code 1 where a file is not as listed."""
+    folder = tmp_path / "run"
+    save_run(folder, [a_handle(), sharded()])
+    done = call("inspect", folder, "--json")
+    found = json.loads(done.stdout)
+    assert done.exit_code == 0, done.output
+    assert found["kind"] == "run of captures"
+    assert found["requests"] == 2
+    assert (found["returned"], found["codec"], found["wrong"], found["unlisted"]) == (
+        "gathered, sharded",
+        "raw",
+        {},
+        [],
+    )
+    assert found["layers"] == "resid_post: 0, 1; z: 1"
+    assert found["manifest"] == json.loads(msgspec.json.encode(Manifest.load(folder).document))
+    (folder / "000002.safetensors").write_bytes(b"half")
+    path = folder / "000001.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    shown = call("inspect", folder)
+    assert shown.exit_code == 0
+    assert "000002.safetensors" in shown.stdout
+    done = call("inspect", folder, "--verify", "--json")
+    assert done.exit_code == 1
+    assert list(json.loads(done.stdout)["wrong"]) == ["000001.safetensors"]
+    path.unlink()
+    assert call("inspect", folder).exit_code == 1
+    (folder / "manifest.json").unlink()
+    done = call("inspect", folder, "--verify")
+    assert done.exit_code == 1
+    assert "nothing to verify" in done.stderr
