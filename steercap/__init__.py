@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from steercap.model import SteerModel
     from steercap.requests.answers import RawOutput
     from steercap.requests.handle import CaptureHandle
+    from steercap.requests.sketching import RunningSketch
     from steercap.requests.stacking import stack
     from steercap.requests.stream import Chunk
+    from steercap.sketches.sketch import Sketch
     from steercap.steering.spec import SteeringSpec
 
 __version__ = "0.1.0"
@@ -50,9 +52,11 @@ _HOMES = {
     "RawOutput": "steercap.requests.answers",
     "Receipt": "steercap.core.receipt",
     "Replace": "steercap.edits.replace",
+    "RunningSketch": "steercap.requests.sketching",
     "SAEFeature": "steercap.edits.sae_feature",
     "SetProjection": "steercap.edits.set_projection",
     "Settings": "steercap.config",
+    "Sketch": "steercap.sketches.sketch",
     "SteerModel": "steercap.model",
     "SteeringReceipt": "steercap.core.receipt",
     "SteeringSpec": "steercap.steering.spec",
@@ -74,9 +78,11 @@ __all__ = [
     "RawOutput",
     "Receipt",
     "Replace",
+    "RunningSketch",
     "SAEFeature",
     "SetProjection",
     "Settings",
+    "Sketch",
     "SteerModel",
     "SteeringReceipt",
     "SteeringSpec",

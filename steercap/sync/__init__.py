@@ -21,12 +21,24 @@ if TYPE_CHECKING:
     from steercap.sync.experiments import run_sweep
     from steercap.sync.handle import CaptureHandle
     from steercap.sync.model import SteerModel
+    from steercap.sync.sketch import RunningSketch
     from steercap.sync.vectors import extract, mean_rows
 
-__all__ = ["CaptureHandle", "SteerModel", "experiments", "extract", "mean_rows", "persona", "run_sweep", "vectors"]
+__all__ = [
+    "CaptureHandle",
+    "RunningSketch",
+    "SteerModel",
+    "experiments",
+    "extract",
+    "mean_rows",
+    "persona",
+    "run_sweep",
+    "vectors",
+]
 
 _HOMES = {
     "CaptureHandle": "handle",
+    "RunningSketch": "sketch",
     "SteerModel": "model",
     "extract": "vectors",
     "mean_rows": "vectors",
