@@ -1,4 +1,4 @@
-"""Our own format: a SteeringSpec, LayerVectors, a DirectionSet, a Sketch ... as one safetensors file with a JSON header.
+"""Our own format: a SteeringSpec, LayerVectors, a DirectionSet, ... as one safetensors file with a JSON header.
 
 The header is the metadata entry `steercap`: format version, kind, model, layer convention, SHA-256 of it all, and
 the content: the dataclass as `{"type": ..., "fields": ...}`, down to tensors by name. What JSON lacks has one key that
