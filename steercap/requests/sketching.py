@@ -192,14 +192,19 @@ async def enter(engine: Engine, sketches: Sequence[RunningSketch], samples: Sequ
     names = tuple(book.name for book in books)
     points = tuple(dict.fromkeys(point for book in books for point in book.points))
     joining = [Joining(wanted, names) for wanted, _ in samples]
-    for (_, expected), one in zip(samples, joining, strict=True):
-        _check(engine, expected, points, await engine.sketching.weigh(one))
-    for (_, expected), one in zip(samples, joining, strict=True):
+
+    def require() -> None:
         for book in books:
             book.require()
+
+    for (_, expected), one in zip(samples, joining, strict=True):
+        found = await engine.sketching.weigh(one)
+        require()
+        _check(engine, expected, points, found)
+    for (_, expected), one in zip(samples, joining, strict=True):
+        require()
         if await engine.sketching.fold(one, books) < 0:
-            for book in books:
-                book.require()
+            require()
             raise SketchIncomplete(f"{expected.name}: the workers no longer have its rows, so it is in no sketch")
 
 

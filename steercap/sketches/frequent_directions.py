@@ -1,7 +1,7 @@
 """Frequent Directions: a few rows B that stand for all rows A, with ‖AᵀA - BᵀB‖₂ at most ‖A‖²/size (Frobenius).
 
-Source: Liberty, Simple and deterministic matrix sketching (2013); Ghashami et al., Frequent Directions (2016), whose
-buffer is behind the rows here, so that one decomposition serves many rows.
+Source: Liberty, Simple and deterministic matrix sketching (2013); Ghashami et al., Frequent Directions (2016). Behind
+the rows is a buffer of as many, so that one decomposition serves that many.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import ClassVar
 import torch
 from jaxtyping import Float
 
-from steercap.sketches.base import BLOCK, Kind, State, move_mean, signed
+from steercap.sketches.base import Kind, State, move_mean, signed
 
 
 class FrequentDirections(Kind):
-    """`size` rows and a buffer behind them, float64 [size + BLOCK, width]; the mean, and what was shrunk away.
+    """`size` rows and a buffer behind them, float64 [2 size, width]; the mean, and what was shrunk away.
 
     All of it is float64: the largest directions of a residual stream are a million times as long as those in question.
     """
@@ -25,7 +25,7 @@ class FrequentDirections(Kind):
     def shapes(self, width: int, size: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {
             "mean": ((width,), torch.float64),
-            "rows": ((size + BLOCK, width), torch.float64),
+            "rows": ((2 * size, width), torch.float64),
             "lost": ((1,), torch.float64),
         }
 
@@ -36,25 +36,26 @@ class FrequentDirections(Kind):
 
     def combine(self, state: State, other: State) -> None:
         move_mean(state, other.tensors["mean"], other.rows)
-        for rows in other.tensors["rows"][: other.filled].split(BLOCK):
-            self._append(state, rows)
+        self._append(state, other.tensors["rows"][: other.filled])
         state.tensors["lost"].add_(other.tensors["lost"])
 
     def _append(self, state: State, rows: torch.Tensor) -> None:
-        """Put rows, at most BLOCK, into the buffer, having made room."""
+        """Put rows into the buffer, making room as often as it is full."""
         kept = state.tensors["rows"]
-        if state.filled + len(rows) > len(kept):
-            shrunk, lost = shrink(kept[: state.filled], len(kept) - BLOCK)
-            state.tensors["lost"].add_(lost)
-            state.filled = len(shrunk)
-            kept[: len(shrunk)] = shrunk
-        kept[state.filled : state.filled + len(rows)] = rows
-        state.filled += len(rows)
+        while len(rows):
+            if state.filled == len(kept):
+                shrunk, lost = shrink(kept, len(kept) // 2)
+                state.tensors["lost"].add_(lost)
+                state.filled = len(shrunk)
+                kept[: len(shrunk)] = shrunk
+            fitting, rows = rows[: len(kept) - state.filled], rows[len(kept) - state.filled :]
+            kept[state.filled : state.filled + len(fitting)] = fitting
+            state.filled += len(fitting)
 
     def matrix(self, state: State) -> tuple[Float[torch.Tensor, "size width"], float]:
         """The rows that stand for all of them, float64, and the most that any ‖Ax‖² - ‖Bx‖² can be for ‖x‖ = 1."""
         kept = state.tensors["rows"]
-        rows, lost = shrink(kept[: state.filled], len(kept) - BLOCK)
+        rows, lost = shrink(kept[: state.filled], len(kept) // 2)
         return rows, float(state.tensors["lost"] + lost)
 
     def spectrum(self, state: State) -> tuple[Float[torch.Tensor, " k"], Float[torch.Tensor, "k width"]]:
