@@ -261,8 +261,8 @@ class Runtime:
 
     def _weigh(self, joining: Joining) -> Parcel | Unknown:
         parcel = self._seal(joining.wanted)
-        if isinstance(parcel, Unknown) or parcel.failure:
-            return parcel
+        if isinstance(parcel, Unknown) or parcel.failure or parcel.nonfinite:
+            return parcel  # and the client refuses it
         rows = self._kept[joining.wanted.owner].outbox
         refused = self._sketches.weigh(joining, rows) if isinstance(rows, RowsOutbox) else "it keeps no rows"
         return msgspec.structs.replace(parcel, failure=refused)

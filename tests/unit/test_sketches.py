@@ -436,16 +436,18 @@ def test_rows_are_folded_where_they_lie(bench) -> None:
 def test_what_may_not_enter_does_not(bench) -> None:
     """Rows that are missing, wrong or not finite, requests nobody knows, or that were given back or never weighed."""
     bench.open()
-    bench.begin("r1", "r2", "r3", "r4", "r5")
+    bench.begin("r1", "r2", "r3", "r4", "r5", "r6")
     bench.step(("r1", 0, 5))
     bench.step(("r2", 0, 5), skip=1)
     bench.step(("r3", 0, 5), scale=1e20)
     bench.step(("r4", 0, 5), ("r5", 0, 5))
+    bench.step(("r6", 0, 5), scale=math.inf)
     assert "never computed" in bench.weigh("r1", 7)
     assert "once" in bench.weigh("r2", 5)
     assert "would add up to" in bench.weigh("r3", 5)
     assert bench.weigh("r9", 5) == "unknown"
-    assert [bench.fold(name, 5) for name in ("r1", "r2", "r3", "r4", "r9")] == [NONE] * 5
+    assert bench.weigh("r6", 5) is None  # it says where, beside, and is not weighed
+    assert [bench.fold(name, 5) for name in ("r1", "r2", "r3", "r4", "r6", "r9")] == [NONE] * 6
     assert bench.weigh("r4", 5) is None
     bench.ask(Census(), (Owner("r4", 0),))
     assert bench.fold("r4", 5) == NONE
