@@ -216,9 +216,9 @@ def register(app: typer.Typer) -> None:
         file: Annotated[Path, typer.Argument(exists=True, metavar="PATH", help="The file or folder.")],
         terminal: Terminal,
     ) -> None:
-        """Say what a file or folder is: captures, steering, vectors, directions or a sketch of steercap, a Parquet table
-        of a pipeline or a sweep, a GGUF control vector, a .pt; the folder of a run of personas, a sweep, captures or a
-        model. Shapes, layers, texts and where it comes from; of captures no row is read.
+        """Say what a file or folder is: captures, steering, vectors, directions or a sketch of steercap, a Parquet
+        table of a pipeline or a sweep, a GGUF control vector, a .pt; the folder of a run of personas, a sweep, captures
+        or a model. Shapes, layers, texts and where it comes from; of captures no row is read.
         """
         document, tables = inspected(file)
         terminal.show(document, *tables)
