@@ -38,6 +38,7 @@ import steercap
 from steercap import *
 from steercap import edits, errors, experiments, formats, persona, sync, testing, vectors, views
 from steercap.errors import MissingExtra
+from steercap.quantisation import Quantiser
 from steercap.vectors import Contrast, DirectionSet, LayerVectors, directions_of
 
 out = Path(sys.argv[1])
@@ -65,6 +66,7 @@ says("plots", lambda: heat.plot(out / "heat.png"))
 says("gguf", lambda: formats.save_control_vector(loaded["warm"], out / "warm.gguf", model_hint="llama"))
 says("probes", lambda: directions_of("warm", contrast, [1, 2], method="probe"))
 says("probes", lambda: vectors.contrast.check_groups(range(8), range(8), method="probe", held_out=0.25))
+says("quantisation", lambda: Quantiser(Point(0, "z"), torch.zeros(2, 2, 4)).encode(torch.zeros(1, 8)))
 says("personas", lambda: persona.load_trait(out / "trait.yaml"))
 says("personas", lambda: persona.traits())
 says("experiments", lambda: asyncio.run(experiments.run_sweep(None, None, out=out)))

@@ -34,8 +34,10 @@ if TYPE_CHECKING:
     from steercap.requests.handle import CaptureHandle
     from steercap.requests.manifest import Manifest
     from steercap.requests.saving import CaptureRun, save_run
+    from steercap.requests.sketching import RunningSketch
     from steercap.requests.stacking import stack
     from steercap.requests.stream import Chunk
+    from steercap.sketches.sketch import Sketch
     from steercap.steering.spec import SteeringSpec
 
 __version__ = "0.1.0"
@@ -56,9 +58,11 @@ _HOMES = {
     "RawOutput": "steercap.requests.answers",
     "Receipt": "steercap.core.receipt",
     "Replace": "steercap.edits.replace",
+    "RunningSketch": "steercap.requests.sketching",
     "SAEFeature": "steercap.edits.sae_feature",
     "SetProjection": "steercap.edits.set_projection",
     "Settings": "steercap.config",
+    "Sketch": "steercap.sketches.sketch",
     "SteerModel": "steercap.model",
     "SteeringReceipt": "steercap.core.receipt",
     "SteeringSpec": "steercap.steering.spec",
@@ -84,9 +88,11 @@ __all__ = [
     "RawOutput",
     "Receipt",
     "Replace",
+    "RunningSketch",
     "SAEFeature",
     "SetProjection",
     "Settings",
+    "Sketch",
     "SteerModel",
     "SteeringReceipt",
     "SteeringSpec",

@@ -41,6 +41,10 @@ DEFAULT_VECTOR_BYTES: Final = 256 << 20
 LAYER_END: Final = "resid_post"
 
 
+#: Mean and covariance of the rows of 32 points of an 8B model; taken when a sketch is begun.
+DEFAULT_SKETCH_BYTES: Final = 4 << 30
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """How an engine captures and steers.
@@ -66,6 +70,7 @@ class Settings:
         reduce_bytes: most memory on each capturing worker's device for reductions that run along with their requests,
             in bytes; requests beyond wait, whatever `overflow` says. 0: rows are kept until their request ends, and
             reduced then.
+        sketch_bytes: most memory on each capturing worker's device for sketches, in bytes. 0: there can be none.
 
     Raises:
         InvalidSetting, InvalidSpec: a value that does not fit, or is of another type.
@@ -86,6 +91,7 @@ class Settings:
     edits_per_point: int = 16
     arena_bytes: int | None = None
     reduce_bytes: int = DEFAULT_REDUCE_BYTES
+    sketch_bytes: int = DEFAULT_SKETCH_BYTES
 
     def __post_init__(self) -> None:
         keep = object.__setattr__
@@ -103,7 +109,8 @@ class Settings:
                 raise InvalidSetting(f"{name}={shown(value)}; use one of {', '.join(map(repr, allowed))}")
         for name in ("capture_bytes", "steering_slots", "vector_bytes", "edits_per_point"):
             keep(self, name, _whole(name, getattr(self, name), least=1))
-        keep(self, "reduce_bytes", _whole("reduce_bytes", self.reduce_bytes, least=0))
+        for name in ("reduce_bytes", "sketch_bytes"):
+            keep(self, name, _whole(name, getattr(self, name), least=0))
         if self.arena_bytes is not None:
             keep(self, "arena_bytes", _whole("arena_bytes", self.arena_bytes, least=1, otherwise=", or None"))
         seconds = number_of(self.overflow_timeout)

@@ -9,6 +9,7 @@ SteercapError
 │   ├── InvalidSpec                 a malformed CaptureSpec or SteeringSpec
 │   │   ├── LayerOutOfRange         a layer this model does not have
 │   │   ├── UnknownName             a site, family, codec or edit that is not registered
+│   │   ├── PointSplit              a sketch of whole rows at a point that is split over ranks
 │   │   ├── TooManyEdits            more edits than the engine's tables or vectors than its bank can hold
 │   │   └── InvalidEdit             an edit whose numbers do not fit
 │   │       └── InvalidVector       ... or whose vector is of another width, NaN, inf or zero
@@ -30,6 +31,10 @@ SteercapError
 │   ├── CaptureMemoryFull           no room for the rows, and none is coming
 │   ├── CaptureNotFetched           `captures` read before `fetch()`
 │   └── CaptureReleased             a handle used after its rows were released
+├── SketchError (RuntimeError)      a sketch cannot be made, or can no longer be trusted
+│   ├── SketchMemoryFull            no room for its statistics
+│   ├── SketchIncomplete            the workers do not hold the rows that were counted
+│   └── SketchClosed                a sketch used after its context has ended
 ├── SteeringError (RuntimeError)    steering that was asked for did not happen
 │   ├── SteeringNotApplied          a worker did not make every edit, so the text is withheld
 │   └── SteeringSlotsFull           no slot is free, and overflow="error"
@@ -67,6 +72,10 @@ class EmptySelection(InvalidSelection):
 
 class InvalidSpec(InvalidRequest):
     """A specification of captures or edits that contradicts itself or the model."""
+
+
+class PointSplit(InvalidSpec):
+    """A sketch that needs whole rows, at a point whose rows are split over tensor-parallel ranks."""
 
 
 class TooManyEdits(InvalidSpec):
@@ -163,6 +172,22 @@ class CaptureNotFetched(CaptureError):
 
 class CaptureReleased(CaptureError):
     """The handle was used after its rows had been released."""
+
+
+class SketchError(SteercapError, RuntimeError):
+    """A sketch cannot be made, or can no longer be trusted."""
+
+
+class SketchMemoryFull(SketchError):
+    """The statistics of a sketch need more memory than sketches may have, or than the workers' devices have."""
+
+
+class SketchIncomplete(SketchError):
+    """What the workers hold of a sketch is not what was counted; it must be begun anew."""
+
+
+class SketchClosed(SketchError):
+    """The sketch was used, or a request that had joined it ended, after its context had ended."""
 
 
 class SteeringError(SteercapError, RuntimeError):

@@ -12,13 +12,15 @@ from steercap import environment
 from steercap.config import Overflow, Preset, Transport, with_preset
 from steercap.core.ownership import Unshared
 from steercap.core.schema import PointSchema
-from steercap.core.spec import Layers, Point
+from steercap.core.spec import CaptureSpec, Layers, Point
+from steercap.core.tokens import Tokens, TokenSelection
 from steercap.engine.stats import Stats, stats_of
 from steercap.requests.calls import Calls
-from steercap.requests.context import steered
+from steercap.requests.context import joining, steered
 from steercap.requests.fetching import fetch_all
 from steercap.requests.handle import CaptureHandle, flat
 from steercap.requests.serving import Serving
+from steercap.requests.sketching import RunningSketch, begun
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             `Settings`.
         reduce_bytes: most device memory on each capturing worker for reductions that run along with their requests,
             in bytes; see `Settings`.
+        sketch_bytes: most device memory on each capturing worker for sketches, in bytes; see `Settings`.
         **engine_args: vLLM's `AsyncEngineArgs`.
 
     Raises:
@@ -83,6 +86,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         edits_per_point: int | None = None,
         arena_bytes: int | None = None,
         reduce_bytes: int | None = None,
+        sketch_bytes: int | None = None,
         **engine_args: Any,
     ) -> None:
         self.model = str(model)
@@ -101,6 +105,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             edits_per_point=edits_per_point,
             arena_bytes=arena_bytes,
             reduce_bytes=reduce_bytes,
+            sketch_bytes=sketch_bytes,
         )
         arguments, own = with_preset(preset, engine_args), "max_model_len" in engine_args
         self.serving = Serving(self.model, self.settings, arguments, cut=not own)
@@ -165,6 +170,45 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         with steered(self, steering) as spec:
             engine.lowered(spec)
             yield spec
+
+    @asynccontextmanager
+    async def sketch(
+        self,
+        kind: str = "moments",
+        *,
+        layers: Layers = "all",
+        sites: str | Sequence[str] = ("resid_post",),
+        tokens: Tokens | TokenSelection = "all",
+        before_edits: bool = False,
+        size: int | None = None,
+    ) -> AsyncIterator[RunningSketch]:
+        """Take the rows of every request inside into statistics, in the workers: `async with model.sketch(...) as s:`.
+
+        Tasks started inside join it; other tasks do not see it. Sketches inside each other are all joined, and must be
+        of the same tokens. A request inside that also captures for itself must keep the same tokens, at least the same
+        points, and raw rows. The statistics are freed when the block ends: `fetch()` before.
+
+        Args:
+            kind: "moments" (mean and covariance), "variances" (mean and variance of each element), or
+                "frequent_directions" (few rows that stand for all): a name in `steercap.sketches.SKETCHES`.
+            layers, sites, tokens, before_edits: whose rows; as for `CaptureSpec`.
+            size: of "frequent_directions", how many rows; 64 if left out.
+
+        Yields:
+            A `RunningSketch`.
+
+        Raises:
+            UnknownName, InvalidSpec, InvalidSelection, PointNotArmed: something is asked for wrongly.
+            PointSplit: the kind needs whole rows, and those of a point are split over tensor-parallel ranks.
+            SketchMemoryFull: there is no room for it.
+        """
+        spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, before_edits=before_edits, codec="raw")
+        running = await begun(self.serving.here(), kind, size, spec)
+        try:
+            with joining(self, running):
+                yield running
+        finally:
+            await running.aclose()
 
     async def fetch_captures_batch(self, handles: Sequence[Any]) -> None:
         """Fetch many handles with one RPC. Nested lists and None are allowed; handles already fetched are left alone.

@@ -83,7 +83,7 @@ def _load_pt(path: Path, base: Literal[0, 1] | None, bound: Literal["high", "low
 
 
 def _load_native(path: Path) -> Content:
-    from steercap.files.native import read_header
+    from steercap.files.native import READERS, read_header
     from steercap.steering.spec import SteeringSpec
     from steercap.vectors.directions import DirectionSet
     from steercap.vectors.layers import LayerVectors
@@ -93,7 +93,10 @@ def _load_native(path: Path) -> Content:
         "vectors": LayerVectors.load,
         "directions": DirectionSet.load,
     }
-    content: Content = readers[read_header(path).kind](path)
+    kind = read_header(path).kind
+    if kind not in readers:
+        raise InvalidFile(f"{path} holds {kind}, not steering, vectors or directions; read it with {READERS[kind]}")
+    content: Content = readers[kind](path)
     return content
 
 

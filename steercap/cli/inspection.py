@@ -57,6 +57,8 @@ def _safetensors(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
         raise InvalidFile(f"{path} has a steercap header that cannot be read: {error}") from error
     if isinstance(says, dict) and says.get("kind") == "steering":
         return _steering(path)
+    if isinstance(says, dict) and says.get("kind") == "sketch":
+        return _sketch(path)
     if isinstance(says, dict) and "kind" in says:
         return _directions(path)
     return _captures(path)
@@ -125,6 +127,26 @@ def _directions(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
     }
     few = [part for name in found for part in told_of(found, name)] if len(found) == 1 else []
     return {"kind": kind, **document_of(found)}, [facts(str(path), known), *few]
+
+
+def _sketch(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
+    from steercap.sketches.sketch import Sketch
+
+    found = Sketch.load(path)
+    sites: dict[str, list[int]] = {}
+    for point in found.points:
+        sites.setdefault(point.site, []).append(point.layer)
+    known = {
+        "kind": f"sketch, {found.kind}" + (f" of {found.size} rows" if found.size else ""),
+        "model": found.model,
+        "rows": f"{found.rows} of each point, of {found.requests} requests",
+        "layers": "; ".join(f"{site}: {span(layers)}" for site, layers in sites.items()) + f" of {found.num_layers}",
+        "tokens": str(found.tokens) + (", before edits" if found.before_edits else ""),
+        "versions": ", ".join(found.versions),
+    }
+    return {**known, "kind": "sketch", "sketch": found.kind, "rows": found.rows, "requests": found.requests}, [
+        facts(str(path), known)
+    ]
 
 
 def _gguf(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
@@ -204,10 +226,10 @@ def register(app: typer.Typer) -> None:
             bool, typer.Option("--verify", help="Read the files of a run of captures, and compare their SHA-256.")
         ] = False,
     ) -> None:
-        """Say what a file or folder is: captures, steering, vectors or directions of steercap, a Parquet table of a
-        pipeline or a sweep, a GGUF control vector, a .pt; the folder of a run of personas, a sweep, captures or a
-        model. Shapes, layers, texts and where it comes from; of captures no row is read, but with --verify. Exit code
-        1 says that files of a run of captures are not as its manifest lists them.
+        """Say what a file or folder is: captures, steering, vectors, directions or a sketch of steercap, a Parquet
+        table of a pipeline or a sweep, a GGUF control vector, a .pt; the folder of a run of personas, a sweep, captures
+        or a model. Shapes, layers, texts and where it comes from; of captures no row is read, but with --verify. Exit
+        code 1 says that files of a run of captures are not as its manifest lists them.
         """
         document, tables = inspected(file, verify=verify)
         terminal.show(document, *tables)

@@ -25,6 +25,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "personas": ("httpx", "matplotlib", "sklearn", *_TABLES),
     "plots": ("matplotlib",),
     "probes": ("sklearn",),
+    "quantisation": ("faiss",),
 }
 
 

@@ -35,6 +35,13 @@ class Wanted(msgspec.Struct, frozen=True, array_like=True):
     first: int = 0
 
 
+class Joining(msgspec.Struct, frozen=True, array_like=True):
+    """A finished request whose rows shall enter sketches, by their names."""
+
+    wanted: Wanted
+    sketches: tuple[str, ...]
+
+
 class LineRange(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive lines of the arena."""
 
@@ -112,7 +119,54 @@ class Census(Message, frozen=True):
     """Count what the worker holds."""
 
 
-Question: TypeAlias = Attach | Collect | Read | Census | Configure | Settle
+class OpenSketch(Message, frozen=True):
+    """Make room for statistics of rows.
+
+    Args:
+        name: of the sketch.
+        kind: a name in `SKETCHES`.
+        size: of the sketch, 0 where its kind has none.
+        points: indices into the engine's armed points.
+        most_bytes: what all sketches of a worker may take.
+    """
+
+    name: str
+    kind: str
+    size: int
+    points: tuple[int, ...]
+    most_bytes: int
+
+
+class Weigh(Message, frozen=True):
+    """Seal finished requests, and say whether their rows can enter sketches; answered as `Collect` is."""
+
+    joining: tuple[Joining, ...]
+
+
+class Fold(Message, frozen=True):
+    """Take the rows of requests that were weighed into their sketches, each once however often it is asked."""
+
+    joining: tuple[Joining, ...]
+
+
+class ReadSketch(Message, frozen=True):
+    """Send bytes `start` to `stop` of what a sketch holds of a point, its tensors one after the other."""
+
+    name: str
+    point: int
+    start: int
+    stop: int
+
+
+class CloseSketch(Message, frozen=True):
+    """Free a sketch; whether there is one does not matter."""
+
+    name: str
+
+
+Question: TypeAlias = (
+    Attach | Collect | Read | Census | Configure | Settle | OpenSketch | Weigh | Fold | ReadSketch | CloseSketch
+)
 
 
 class Call(Message, frozen=True):
@@ -208,7 +262,7 @@ class Lines(Message, frozen=True):
 
 
 class Counted(Message, frozen=True):
-    """Answer to Census: requests whose rows, or whose record of edits, are held; pages; rows and passes so far."""
+    """Answer to Census: requests whose rows, or record of edits, are held; pages; rows and passes so far; sketches."""
 
     requests: int
     steered: int
@@ -218,6 +272,8 @@ class Counted(Message, frozen=True):
     page_bytes: int
     rows_written: int
     steps: int
+    sketches: int
+    sketch_bytes: int
 
 
 class Configured(Message, frozen=True):
@@ -255,13 +311,53 @@ class Settled(Message, frozen=True):
     records: tuple[SteeringRecord | Unknown, ...]
 
 
+class SketchOpened(Message, frozen=True):
+    """Answer to OpenSketch and CloseSketch: why there is no room for it, or ""."""
+
+    refused: str
+
+
+class Folded(Message, frozen=True):
+    """Answer to Fold, in its order: how many rows of each request are in its sketches; -1 where it was not weighed."""
+
+    rows: tuple[int, ...]
+
+
+class SketchPart(Message, frozen=True):
+    """Answer to ReadSketch; see `sketches.base.State`. A rank that does not keep the point has no rows and no data.
+
+    Args:
+        kept: whether this rank has the point.
+        rows, squares, filled: of its state.
+        data: the bytes.
+    """
+
+    kept: bool
+    rows: int
+    squares: float
+    filled: int
+    data: bytes
+
+
 class Failed(Message, frozen=True):
     """The worker could not answer."""
 
     reason: str
 
 
-Answer: TypeAlias = NotCapturing | Attached | Collected | Lines | Counted | Configured | Settled | Failed
+Answer: TypeAlias = (
+    NotCapturing
+    | Attached
+    | Collected
+    | Lines
+    | Counted
+    | Configured
+    | Settled
+    | SketchOpened
+    | Folded
+    | SketchPart
+    | Failed
+)
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _CALLS: Final = msgspec.msgpack.Decoder(Call)

@@ -15,7 +15,7 @@ from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
 
 @dataclass(frozen=True)
 class CallArguments:
-    """The arguments of a call besides its prompts; see `SteerModel.generate`."""
+    """The arguments of a call besides its prompts, see `SteerModel.generate`, and the sketches that it joins."""
 
     sampling_params: Any
     capture_layers: Layers | None
@@ -24,6 +24,7 @@ class CallArguments:
     options: dict[str, Any]
     raw_output: bool = False
     reading: bool = False
+    sketches: Sequence[Any] = ()
 
     @property
     def spec(self) -> Any:

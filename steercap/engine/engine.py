@@ -24,6 +24,7 @@ from steercap.engine.compiler import Compiler
 from steercap.engine.configurations import Configurations
 from steercap.engine.fetching import Delivery, Fetcher
 from steercap.engine.ranks import Rank, Ranks, attention_of
+from steercap.engine.sketching import Sketching
 from steercap.engine.workers import Records, Workers
 from steercap.steering.lowering import Lowered
 from steercap.steering.projection import Projected
@@ -58,6 +59,7 @@ class Engine:
         home: the event loop that the engine belongs to.
         admission: who may capture.
         configurations: what the slots hold.
+        sketching: the statistics that workers hold.
     """
 
     def __init__(self, vllm: VllmEngine, settings: Settings, workers: Workers, ranks: Ranks) -> None:
@@ -91,6 +93,7 @@ class Engine:
         self.configurations: Final = Configurations(
             settings.steering_slots, min(one.bank_rows for one in attached), settings, workers.configure
         )
+        self.sketching: Final = Sketching(workers, ranks, settings.sketch_bytes)
         self._fetcher = Fetcher()
         self._ending: Future[None] | None = None
         self._one_ends: Final = threading.Lock()
@@ -150,6 +153,7 @@ class Engine:
         """What belongs to the event loop of the engine."""
         self.admission.close()
         await self.configurations.aclose()
+        await self.sketching.aclose()
         await self._workers.aclose()
         await self.vllm.quiesce()
 
@@ -247,6 +251,15 @@ class Engine:
             handles = [*self.finish(ticket, [ticket.pages, *[0] * (plan.samples - 1)])]
         for sample, handle in enumerate(handles):
             self.give_back(Owner(plan.key, sample), handle)
+
+    def done_with(self, plan: Plan, ticket: Ticket) -> None:
+        """A request has ended whose rows nobody will ask for: it makes room with the next RPC, and counts as running
+        until then.
+        """
+        *others, last = (Owner(plan.key, sample) for sample in range(plan.samples))
+        for owner in others:
+            self.give_back(owner, None)
+        self.give_back(last, ticket)
 
     def give_back(self, owner: Owner, ticket: Ticket | None) -> None:
         """Free a request's rows and records with the next RPC. Idempotent."""

@@ -175,21 +175,34 @@ class Fetcher:
             raise ModelClosed("the model was closed while rows were fetched")
 
 
-def _order(ranks: Ranks, found: Found) -> _Order:
-    """What is to be gathered of one request: nothing, unless one engine ran it, and all its workers have their rows."""
+def parcels_of(found: Found) -> tuple[list[Parcel], str | None]:
+    """What the workers of the one engine that ran a request have of it, or why it cannot be had.
+
+    Returns:
+        The parcels, worker by worker, and why they cannot be used, or None.
+    """
     known = knowing(found)
     if len(known) != 1:
         claim = f"engines {', '.join(map(str, known))} all have" if known else "no worker has"
-        return _Order([], f"{claim} rows of this request")
-    gathered, failure = [], None
-    for rank, parcel in zip(ranks[known[0]], found[known[0]], strict=True):
+        return [], f"{claim} rows of this request"
+    parcels, failure = [], None
+    for number, parcel in enumerate(found[known[0]]):
         if isinstance(parcel, Unknown):
-            failure = failure or f"worker {rank.index} of engine {rank.engine} has no rows of this request"
-            continue
-        failure = failure or parcel.failure
-        if parcel.points:
-            gathered.append((rank, parcel))
-    return _Order([] if failure else gathered, failure)
+            failure = failure or f"worker {number} of engine {known[0]} has no rows of this request"
+        else:
+            failure = failure or parcel.failure
+            parcels.append(parcel)
+    return parcels, failure
+
+
+def _order(ranks: Ranks, found: Found) -> _Order:
+    """What is to be gathered of one request: nothing, unless one engine ran it, and all its workers have their rows."""
+    parcels, failure = parcels_of(found)
+    if failure:
+        return _Order([], failure)
+    (engine,) = knowing(found)
+    gathered = [(rank, parcel) for rank, parcel in zip(ranks[engine], parcels, strict=True) if parcel.points]
+    return _Order(gathered, None)
 
 
 def _loads(orders: Iterable[_Order]) -> Iterator[list[_Order]]:

@@ -28,6 +28,9 @@ class Stats:
         vector_bytes: memory of the vector bank on each worker.
         vector_bytes_in_use: of that, vectors of requests that run.
         vector_bytes_sent: bytes of vectors sent to the workers since the start.
+        sketches: sketches that the workers hold.
+        sketch_bytes: most memory that sketches may take on each capturing worker.
+        sketch_bytes_in_use: of that, taken, on the fullest worker.
     """
 
     capture_bytes: int
@@ -44,6 +47,9 @@ class Stats:
     vector_bytes: int
     vector_bytes_in_use: int
     vector_bytes_sent: int
+    sketches: int
+    sketch_bytes: int
+    sketch_bytes_in_use: int
 
 
 async def stats_of(engine: Engine) -> Stats:
@@ -67,4 +73,7 @@ async def stats_of(engine: Engine) -> Stats:
         vector_bytes=slots.rows * row_bytes,
         vector_bytes_in_use=slots.rows_in_use * row_bytes,
         vector_bytes_sent=engine.configurations.bytes_sent,
+        sketches=max(count.sketches for count in counts),
+        sketch_bytes=engine.settings.sketch_bytes,
+        sketch_bytes_in_use=max(count.sketch_bytes for count in counts),
     )

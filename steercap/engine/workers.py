@@ -106,7 +106,7 @@ class Workers:
 
     async def attach(self, settings: Settings) -> Ranks:
         """Make every worker set memory aside for rows; must be the first question."""
-        engines = await self._ask(Attach(settings.capture_bytes), Attached)
+        engines = await self.ask(Attach(settings.capture_bytes), Attached)
         self._engines = len(engines)
 
         def rank(engine: int, index: int, attached: Attached) -> Rank:
@@ -125,7 +125,7 @@ class Workers:
         Returns:
             For each request, engine by engine, what each capturing worker has of it.
         """
-        engines = await self._ask(Collect(tuple(wanted)), Collected)
+        engines = await self.ask(Collect(tuple(wanted)), Collected)
         return [[[answer.parcels[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
 
     async def settle(self, wanted: Sequence[Wanted], *, ended: bool) -> list[Records]:
@@ -139,7 +139,7 @@ class Workers:
     async def _settle(self, asked: Sequence[tuple[Sequence[Wanted], bool]]) -> list[list[Records]]:
         wanted = tuple(item for items, _ in asked for item in items)
         ended = tuple(end for items, end in asked for _ in items)
-        engines = await self._ask(Settle(wanted, ended), Settled)
+        engines = await self.ask(Settle(wanted, ended), Settled)
         records = iter(
             [[[answer.records[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
         )
@@ -147,11 +147,11 @@ class Workers:
 
     async def configure(self, question: Configure) -> list[Configured]:
         """Send vectors, and what slots hold."""
-        return [answer for answers in await self._ask(question, Configured) for answer in answers]
+        return [answer for answers in await self.ask(question, Configured) for answer in answers]
 
     async def census(self) -> list[list[Counted]]:
         """Engine by engine, what each capturing worker holds."""
-        return await self._ask(Census(), Counted)
+        return await self.ask(Census(), Counted)
 
     def line_source(self, engine: int, rank: int) -> Callable[[tuple[LineRange, ...]], Awaitable[bytes]]:
         """What asks one worker for lines.
@@ -166,7 +166,7 @@ class Workers:
 
         return ask
 
-    async def _ask(self, question: Question, kind: type[Kind]) -> list[list[Kind]]:
+    async def ask(self, question: Question, kind: type[Kind]) -> list[list[Kind]]:
         """Send one frame to all workers; returns the answers of those that capture, engine by engine.
 
         What was given back since the last frame travels with it, and its memory is free when it returns.

@@ -42,7 +42,7 @@ _NO_PICKLE: Final = (
 _SCRATCH: Final = re.compile(r"\..+\.(?P<pid>[0-9a-f]{8})[0-9a-f]{24}")
 #: What is written, by the extension of its file.
 WRITTEN: Final = {
-    ".safetensors": "`save` of a SteeringSpec, LayerVectors, a DirectionSet or a CaptureHandle",
+    ".safetensors": "`save` of a SteeringSpec, LayerVectors, a DirectionSet, a Sketch or a CaptureHandle",
     ".npz": "`save_npz` of a CaptureHandle",
     ".gguf": "`save_control_vector`",
     ".pt": "`save_layers_pt`",

@@ -1,4 +1,4 @@
-"""Our own format: a SteeringSpec, LayerVectors or a DirectionSet as one safetensors file with a JSON header.
+"""Our own format: a SteeringSpec, LayerVectors, a DirectionSet, ... as one safetensors file with a JSON header.
 
 The header is the metadata entry `steercap`: format version, kind, model, layer convention, SHA-256 of it all, and
 the content: the dataclass as `{"type": ..., "fields": ...}`, down to tensors by name. What JSON lacks has one key that
@@ -36,6 +36,9 @@ READERS: Final = {
     "vectors": "LayerVectors.load",
     "directions": "DirectionSet.load",
     "captures": "CaptureHandle.load",
+    "sketch": "Sketch.load",
+    "quantiser": "Quantiser.load",
+    "codes": "Codes.load",
 }
 
 
@@ -68,7 +71,7 @@ class Header(msgspec.Struct, frozen=True):
 
     Args:
         version: of the format.
-        kind: "steering", "vectors" or "directions".
+        kind: one of `READERS`, "captures" aside.
         model: the model it was made for, "" if unknown.
         convention: what the numbers of layers mean.
         sha256: of the tensors and of all else in the header, in hexadecimal.
@@ -131,7 +134,7 @@ def load(path: str | Path, kind: Kind, expected: type[Value]) -> Value:
 
 
 def read_header(path: str | Path) -> Header:
-    """What a file of steering, vectors or directions says of itself; tensors are neither read nor checked.
+    """What a file of one of `READERS`, captures aside, says of itself; tensors are neither read nor checked.
 
     Raises:
         InvalidFile: no such file, truncated, or of a newer version.
@@ -164,7 +167,7 @@ def _check_preface(path: Path, preface: _Preface) -> None:
     if preface.version != VERSION or preface.kind not in READERS:
         raise InvalidFile(
             f"{path} holds {preface.kind!r} in format version {preface.version}; this steercap reads version "
-            f"{VERSION} of 'steering', 'vectors' and 'directions'; upgrade steercap to read newer files"
+            f"{VERSION} of {', '.join(map(repr, READERS))}; upgrade steercap to read newer files"
         )
 
 

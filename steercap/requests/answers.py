@@ -51,8 +51,10 @@ async def generated(serving: Serving, prompts: Any, call: CallArguments) -> Any:
 
 async def read(serving: Serving, prompts: Any, call: CallArguments) -> Any:
     """What `SteerModel.read` gives."""
-    _, handles = await generated(serving, prompts, call)
-    return handles
+    given = await generated(serving, prompts, call)
+    if call.spec is not None:
+        return given[1]
+    return [None] * len(given) if listed(prompts)[0] else None  # what was read went into sketches alone
 
 
 async def replied(serving: Serving, messages: Any, call: CallArguments, template_kwargs: Any) -> Any:
@@ -71,7 +73,8 @@ async def streamed(serving: Serving, prompt: Any, call: CallArguments) -> AsyncG
     if many or isinstance(spec, (list, tuple)) or (isinstance(spec, CaptureSpec) and spec.reduce):
         raise InvalidRequest("stream takes one prompt, and rows rather than their reduction; use generate")
     engine = serving.here()
-    job = await prepare(engine, given[0], call.sampling_params, spec, call.steering, options=call.options)
+    asked = call.sampling_params, spec, call.steering
+    job = await prepare(engine, given[0], *asked, options=call.options, sketches=call.sketches)
     if job.params.n != 1:
         raise InvalidRequest(f"stream gives one sample, not n={job.params.n}; use generate")
     chunks = stream(job)
@@ -97,7 +100,15 @@ async def _answered(
 
     async def jobs() -> AsyncIterator[Job]:
         for (prompt, spans), *asked in zip(prompts, params, specs, edits, strict=True):
-            yield await prepare(engine, prompt, *asked, options=call.options, spans=spans, reading=call.reading)
+            yield await prepare(
+                engine,
+                prompt,
+                *asked,
+                options=call.options,
+                spans=spans,
+                reading=call.reading,
+                sketches=call.sketches,
+            )
 
     done = await run_all(jobs(), serving.running)
     texts = [_raw(one) if raw else _texts(one.output) for one in done]

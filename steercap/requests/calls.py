@@ -28,7 +28,7 @@ from steercap.requests.asked import (
     Steering,
     Text,
 )
-from steercap.requests.context import FROM_CONTEXT, FromContext, by_word_or_context
+from steercap.requests.context import FROM_CONTEXT, FromContext, in_context, sketches_in_force
 from steercap.requests.serving import Serving
 from steercap.requests.stream import Chunk
 
@@ -168,10 +168,8 @@ class Calls(Generic[Handle]):
             ModelClosed: the model is not open.
         """
         options = {"lora_request": lora_request, "priority": priority}
-        call = CallArguments(
-            sampling_params, capture_layers, capture, by_word_or_context(self, steering), options, raw_output=raw_output
-        )
-        return generated(self.serving, prompts, call)
+        call = CallArguments(sampling_params, capture_layers, capture, steering, options, raw_output=raw_output)
+        return generated(self.serving, prompts, in_context(self, call))
 
     @overload
     def chat(
@@ -313,10 +311,8 @@ class Calls(Generic[Handle]):
             The errors of `generate`.
         """
         options = {"lora_request": lora_request, "priority": priority}
-        call = CallArguments(
-            sampling_params, capture_layers, capture, by_word_or_context(self, steering), options, raw_output=raw_output
-        )
-        return replied(self.serving, messages, call, chat_template_kwargs)
+        call = CallArguments(sampling_params, capture_layers, capture, steering, options, raw_output=raw_output)
+        return replied(self.serving, messages, in_context(self, call), chat_template_kwargs)
 
     @overload
     def read(self, prompts: Prompt, **asked: Unpack[Reading]) -> Coming[Handle]: ...
@@ -345,15 +341,17 @@ class Calls(Generic[Handle]):
         Returns:
             A `CaptureHandle`, or a list of them for a list of prompts (None where nothing is kept), with a row for
             every token selected, the last one included. `handle.text` and `handle.output_token_ids` are empty.
+            Inside `model.sketch`, where nothing else is asked for, rows go into the sketch alone.
 
         Raises:
             EmptySelection: `tokens="generated"`: nothing is generated.
             The errors of `generate`.
         """
         options = {"lora_request": lora_request, "priority": priority}
-        spec = CaptureSpec() if capture_layers is None and capture is None else capture
-        call = CallArguments(READ, capture_layers, spec, by_word_or_context(self, steering), options, reading=True)
-        return read(self.serving, prompts, call)
+        left_out = capture_layers is None and capture is None and not sketches_in_force(self)
+        spec = CaptureSpec() if left_out else capture
+        call = CallArguments(READ, capture_layers, spec, steering, options, reading=True)
+        return read(self.serving, prompts, in_context(self, call))
 
     def stream(
         self,
@@ -383,5 +381,5 @@ class Calls(Generic[Handle]):
             The errors of `generate`, and CaptureIncomplete. SteeringNotApplied comes in place of the last chunk.
         """
         options = {"lora_request": lora_request, "priority": priority}
-        call = CallArguments(sampling_params, capture_layers, capture, by_word_or_context(self, steering), options)
-        return streamed(self.serving, prompt, call)
+        call = CallArguments(sampling_params, capture_layers, capture, steering, options)
+        return streamed(self.serving, prompt, in_context(self, call))

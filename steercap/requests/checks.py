@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from steercap.core.messages import Parcel
 from steercap.core.plan import Plan
 from steercap.core.receipt import Receipt, SteeringReceipt, check_labels, check_points
-from steercap.core.rows import rows_selected
+from steercap.core.rows import Ints, rows_selected
 from steercap.core.spec import Point
 from steercap.encodings.coded import CodedRows
 from steercap.errors import CaptureIncomplete, CaptureNotFinite
@@ -57,13 +58,8 @@ def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> 
         raise CaptureIncomplete(f"{expected.name}: {delivery.failure}")
     capture = expected.plan.capture
     assert capture is not None
-    known = rows_selected(capture.ranges, expected.plan.limit, len(expected.tokens) - 1)[expected.first :]
-    writes = 0
-    for parcel in delivery.parcels:
-        positions = np.frombuffer(parcel.positions, dtype=np.int64)
-        token_ids = np.frombuffer(parcel.token_ids, dtype=np.int64)
-        check_labels(expected.name, known, expected.tokens, positions, token_ids)
-        writes += parcel.writes
+    known = check_labelled(expected, delivery.parcels)
+    writes = sum(parcel.writes for parcel in delivery.parcels)
     shards = {armed[index]: found for index, found in delivery.shards.items()}
     check_points(expected.name, expected.points, list(shards))
     if not capture.allow_nonfinite:
@@ -75,6 +71,22 @@ def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> 
         whole = capture.gather or len(shards[point]) == 1
         rows[point] = delivery.joined(shards[point]) if whole else shards[point]
     return rows, receipt
+
+
+def check_labelled(expected: Expected, parcels: Sequence[Parcel]) -> Ints:
+    """Check the labels of every worker's rows; returns the positions of the rows, int64 [rows].
+
+    Raises:
+        CaptureIncomplete: a row is missing, or belongs to another position or token.
+    """
+    capture = expected.plan.capture
+    assert capture is not None
+    known = rows_selected(capture.ranges, expected.plan.limit, len(expected.tokens) - 1)[expected.first :]
+    for parcel in parcels:
+        positions = np.frombuffer(parcel.positions, dtype=np.int64)
+        token_ids = np.frombuffer(parcel.token_ids, dtype=np.int64)
+        check_labels(expected.name, known, expected.tokens, positions, token_ids)
+    return known
 
 
 def check_finite(

@@ -1,4 +1,5 @@
-"""The steering of calls inside `async with model.steered(spec):` that do not pass their own.
+"""The steering of calls inside `async with model.steered(spec):` that do not pass their own, and the sketches that they
+join inside `async with model.sketch(...)`.
 
 A context variable: tasks that run side by side do not see each other's.
 """
@@ -9,9 +10,16 @@ import enum
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
+from steercap.core.prompts import CallArguments
+from steercap.core.values import shown
+from steercap.errors import InvalidRequest
 from steercap.steering.spec import SteeringSpec, spec_of
+
+if TYPE_CHECKING:
+    from steercap.requests.sketching import RunningSketch
 
 
 class FromContext(enum.Enum):
@@ -59,3 +67,39 @@ def in_force(model: object) -> SteeringSpec | None:
 def by_word_or_context(model: object, steering: Any) -> Any:
     """What a call is steered by: its own argument, or what is in force where it is called, wherever it is awaited."""
     return in_force(model) if steering is FROM_CONTEXT else steering
+
+
+#: The sketches that calls join, each of one model.
+_sketches: ContextVar[tuple[tuple[object, RunningSketch], ...]] = ContextVar("steercap sketches", default=())
+
+
+@contextmanager
+def joining(model: object, sketch: RunningSketch) -> Iterator[None]:
+    """Let the calls of one model join a sketch, beside those that they join already.
+
+    Raises:
+        InvalidRequest: the others are of other tokens, or of rows before edits where this one is not.
+    """
+    for other in sketches_in_force(model):
+        if (other.spec.selection, other.spec.before_edits) != (sketch.spec.selection, sketch.spec.before_edits):
+            raise InvalidRequest(
+                f"a request keeps rows once: sketches inside each other are of the same tokens, and these are of "
+                f"{shown(str(other.tokens))} and {shown(str(sketch.tokens))}, or of rows before edits and after; "
+                "make the calls one after the other"
+            )
+    token = _sketches.set((*_sketches.get(), (model, sketch)))
+    try:
+        yield
+    finally:
+        _sketches.reset(token)
+
+
+def sketches_in_force(model: object) -> tuple[RunningSketch, ...]:
+    """The sketches that calls of this model join where they are made, wherever they are awaited."""
+    return tuple(sketch for owner, sketch in _sketches.get() if owner is model)
+
+
+def in_context(model: object, call: CallArguments) -> CallArguments:
+    """A call with what is in force where it is made, wherever it is awaited."""
+    steering = by_word_or_context(model, call.steering)
+    return replace(call, steering=steering, sketches=sketches_in_force(model))

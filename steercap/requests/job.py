@@ -24,6 +24,7 @@ from steercap.errors import InvalidSpec, ModelClosed, SteeringNotApplied, first_
 from steercap.requests.checks import Expected
 from steercap.requests.handle import CaptureHandle
 from steercap.requests.lifecycle import Lifecycle, Source
+from steercap.requests.sketching import RunningSketch, enter, joint_capture
 from steercap.steering.lowering import Lowered, scopes_of
 from steercap.steering.projection import Projected
 
@@ -102,6 +103,8 @@ class Job:
         change: what is changed, or None.
         spans: positions of the messages, for `chat`.
         reading: whether the prompt alone counts; the token that vLLM must sample is kept from the user.
+        sketches: what its rows enter when it has ended.
+        hands_over: whether the user gets its rows; else they go into sketches alone, if there are any.
     """
 
     engine: Engine
@@ -114,6 +117,8 @@ class Job:
     change: Change | None = None
     spans: tuple[MessageSpan, ...] = ()
     reading: bool = False
+    sketches: tuple[RunningSketch, ...] = ()
+    hands_over: bool = True
 
 
 async def prepare(
@@ -126,6 +131,7 @@ async def prepare(
     options: dict[str, Any],
     spans: Sequence[MessageSpan] = (),
     reading: bool = False,
+    sketches: Sequence[RunningSketch] = (),
 ) -> Job:
     """Check one request and compile its plan, before the engine hears of it.
 
@@ -136,10 +142,14 @@ async def prepare(
     points: tuple[Point, ...] = ()
     indices: tuple[int, ...] = ()
     projected, coding = None, RAW
-    if spec is not None:
-        if not isinstance(spec, CaptureSpec):
-            raise InvalidSpec(f"capture={spec!r}; give a CaptureSpec, or capture_layers= for layers alone")
+    hands_over = spec is not None
+    if spec is not None and not isinstance(spec, CaptureSpec):
+        raise InvalidSpec(f"capture={spec!r}; give a CaptureSpec, or capture_layers= for layers alone")
+    if sketches:
+        spec, points, indices = joint_capture(engine, spec, sketches)
+    elif spec is not None:
         points, indices = engine.captured(spec)
+    if spec is not None:
         projected = engine.projected(spec)
         coding = engine.coding(spec)
     lowered = None if steering is None else engine.lowered(steering)
@@ -164,7 +174,20 @@ async def prepare(
     plan = None
     if capture is not None or change is not None:
         plan = Plan(engine.new_key(), prompt_len, limit, sampling.n, capture)
-    return Job(engine, rendered, sampling, options, plan, points, projected, change, tuple(spans), reading=reading)
+    return Job(
+        engine,
+        rendered,
+        sampling,
+        options,
+        plan,
+        points,
+        projected,
+        change,
+        tuple(spans),
+        reading=reading,
+        sketches=tuple(sketches),
+        hands_over=hands_over,
+    )
 
 
 async def run_all(jobs: AsyncIterable[Job], running: set[asyncio.Task[Any]]) -> list[Done]:
@@ -203,12 +226,49 @@ async def _run(job: Job, call: object) -> Done:
             output = await _last(outputs_of(job, complete, ticket, partial=False))
             samples = [(sample.index, len(sample.token_ids)) for sample in output.outputs]
             receipts = await receipts_of(job, complete.plan, samples, ended=True)
+        await enter_sketches(job, [(sample.index, sample.token_ids) for sample in output.outputs])
     except BaseException:
         if job.plan is not None:
             job.engine.abandon(job.plan, ticket)
         raise
-    handles = None if ticket is None else _handles(job, output, ticket, receipts)
-    return Done(output, handles, receipts)
+    if ticket is None or job.plan is None:
+        return Done(output, None, receipts)
+    if job.hands_over:
+        return Done(output, _handles(job, output, ticket, receipts), receipts)
+    job.engine.done_with(job.plan, ticket)
+    return Done(output, None, receipts)
+
+
+async def enter_sketches(job: Job, samples: Sequence[tuple[int, Sequence[int]]]) -> None:
+    """Let the rows of a job that has ended enter the sketches that it joined.
+
+    Args:
+        job: the request.
+        samples: index and generated tokens of each sample.
+
+    Raises:
+        CaptureIncomplete, CaptureNotFinite, SketchClosed, SketchIncomplete: see `requests.sketching.enter`.
+    """
+    if job.sketches and job.plan is not None:
+        expected = [(index, expected_of(job, job.plan, index, tokens)) for index, tokens in samples]
+        wanted = [(Wanted(Owner(job.plan.key, index), len(one.tokens) - 1), one) for index, one in expected]
+        await enter(job.engine, job.sketches, wanted)
+
+
+def expected_of(
+    job: Job, plan: Plan, index: int, generated: Sequence[int], receipt: SteeringReceipt | None = None
+) -> Expected:
+    """What must come of a sample.
+
+    Args:
+        job: the request.
+        plan: what is kept of it.
+        index: of the sample.
+        generated: its tokens.
+        receipt: what is known to have been edited.
+    """
+    name = plan.key if plan.samples == 1 else f"{plan.key}/{index}"
+    return Expected(name, plan, job.points, (*job.prompt.token_ids, *generated), steering=receipt)
 
 
 async def memory_for(job: Job, call: object) -> Ticket | None:
@@ -297,18 +357,17 @@ def _handles(
     for index, (sample, own) in enumerate(zip(output.outputs, tickets, strict=True)):
         stop = plan.prompt_len + len(sample.token_ids)
         reply = (MessageSpan("assistant", None, plan.prompt_len, stop),) if job.spans else ()
-        name = plan.key if plan.samples == 1 else f"{plan.key}/{sample.index}"
-        tokens = (*job.prompt.token_ids, *sample.token_ids)
-        expected = Expected(name, plan, job.points, tokens, steering=receipts[index] if receipts else None)
+        receipt = receipts[index] if receipts else None
+        expected = expected_of(job, plan, sample.index, sample.token_ids, receipt)
         handle = CaptureHandle(
-            request_id=name,
+            request_id=expected.name,
             model=engine.vllm.model_name,
             text="" if job.reading else sample.text,
             prompt_token_ids=job.prompt.token_ids,
             output_token_ids=() if job.reading else sample.token_ids,
             points=job.points,
             num_layers=engine.vllm.num_layers,
-            lifecycle=Lifecycle(name, source=Source(engine, Owner(plan.key, sample.index), own, expected)),
+            lifecycle=Lifecycle(expected.name, source=Source(engine, Owner(plan.key, sample.index), own, expected)),
             messages=job.spans + reply,
             directions=job.projected.names if job.projected else (),
             marks=job.projected.marks if job.projected else {},

@@ -14,7 +14,7 @@ from steercap.core.messages import Owner, Wanted
 from steercap.core.receipt import SteeringReceipt
 from steercap.requests.captures import Captures
 from steercap.requests.checks import Expected, received
-from steercap.requests.job import Job, memory_for, outputs_of, planned, receipts_of
+from steercap.requests.job import Job, enter_sketches, memory_for, outputs_of, planned, receipts_of
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,8 @@ async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
         last, rows = Grown("", (), finished=False), 0
         while (grown := await outputs.get()) is not None:
             captures, positions = await _new_rows(job, grown.token_ids, rows)
+            if grown.finished:
+                await enter_sketches(job, [(0, grown.token_ids)])
             rows += 0 if positions is None else len(positions)
             yield Chunk(
                 grown.text[len(last.text) :],
@@ -111,7 +113,7 @@ async def _follow(job: Job, ticket: Ticket | None, outputs: asyncio.Queue[Grown 
 
 async def _new_rows(job: Job, generated: Sequence[int], first: int) -> tuple[Captures | None, torch.Tensor | None]:
     """The rows from number `first` on of a sequence that has come so far."""
-    if job.plan is None or job.plan.capture is None:
+    if job.plan is None or job.plan.capture is None or not job.hands_over:
         return None, None
     total = job.plan.prompt_len + len(generated) - 1
     expected = Expected(job.plan.key, job.plan, job.points, (*job.prompt.token_ids, *generated), first)

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from steercap.sync.handle import CaptureHandle
     from steercap.sync.model import SteerModel
     from steercap.sync.saving import save_run
+    from steercap.sync.sketch import RunningSketch
     from steercap.sync.vectors import extract, mean_rows
 
 __all__ = [
     "CaptureHandle",
+    "RunningSketch",
     "SteerModel",
     "experiments",
     "extract",
@@ -38,6 +40,7 @@ __all__ = [
 
 _HOMES = {
     "CaptureHandle": "handle",
+    "RunningSketch": "sketch",
     "SteerModel": "model",
     "extract": "vectors",
     "mean_rows": "vectors",

@@ -11,6 +11,7 @@ from steercap import model as models
 from steercap.core.idiom import BLOCKING
 from steercap.errors import ModelClosed
 from steercap.requests.handle import CaptureHandle as Awaited
+from steercap.requests.sketching import RunningSketch
 from steercap.sync.handle import CaptureHandle
 from steercap.sync.loop import LoopThread
 
@@ -76,6 +77,12 @@ class Bridge:
         finally:
             with suppress(ModelClosed):  # which has ended it
                 self.run(chunks.aclose())
+
+    def freed(self, sketch: RunningSketch) -> None:
+        """Free a sketch, unless the model is closed, which has freed everything."""
+        if self._thread is not None:
+            with suppress(ModelClosed):
+                self._thread.run(sketch.aclose())
 
     def _wrapped(self, found: Any) -> Any:
         if isinstance(found, Awaited):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -16,16 +16,19 @@ from steercap.config import Settings
 from steercap.core.idiom import BLOCKING
 from steercap.core.ownership import Unshared
 from steercap.core.schema import PointSchema
-from steercap.core.spec import Point
+from steercap.core.spec import CaptureSpec, Layers, Point
+from steercap.core.tokens import Tokens, TokenSelection
 from steercap.engine.guard import require_main_guard
 from steercap.engine.stats import Stats
 from steercap.errors import InvalidRequest
 from steercap.requests.calls import Calls
-from steercap.requests.context import steered
+from steercap.requests.context import joining, steered
 from steercap.requests.serving import Serving
+from steercap.requests.sketching import begun
 from steercap.steering.spec import SteeringSpec
 from steercap.sync.bridge import Bridge
 from steercap.sync.handle import CaptureHandle
+from steercap.sync.sketch import RunningSketch
 
 if TYPE_CHECKING:
     from steercap.adapters.types import AsyncLLM
@@ -153,6 +156,40 @@ class SteerModel(Unshared, instead=_model.INSTEAD):
         with steered(self.bridge.model, steering) as spec:
             self.bridge.run(_call(lambda: self.bridge.model.serving.opened().lowered(spec)))
             yield spec
+
+    @contextmanager
+    def sketch(
+        self,
+        kind: str = "moments",
+        *,
+        layers: Layers = "all",
+        sites: str | Sequence[str] = ("resid_post",),
+        tokens: Tokens | TokenSelection = "all",
+        before_edits: bool = False,
+        size: int | None = None,
+    ) -> Iterator[RunningSketch]:
+        """Take the rows of every request inside into statistics, in the workers: `with model.sketch(...) as s:`.
+
+        It holds for the calls of this thread; see `steercap.SteerModel.sketch`.
+
+        Args:
+            kind: "moments", "variances" or "frequent_directions".
+            layers, sites, tokens, before_edits: whose rows; as for `CaptureSpec`.
+            size: of "frequent_directions", how many rows; 64 if left out.
+
+        Yields:
+            A `RunningSketch`.
+
+        Raises:
+            The errors of `steercap.SteerModel.sketch`.
+        """
+        spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, before_edits=before_edits)
+        running = self.bridge.run(begun(self.serving.opened(), kind, size, spec))
+        try:
+            with joining(self.bridge.model, running):
+                yield RunningSketch(running, self.bridge.run)
+        finally:
+            self.bridge.freed(running)
 
     @property
     def serving(self) -> Serving:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from steercap.core.coding import REDUCED
 from steercap.core.messages import LineRange, Owner, Parcel
@@ -17,7 +18,7 @@ from steercap.core.spec import Reduction
 from steercap.encodings import record_of
 from steercap.worker.arena import Arena
 from steercap.worker.layouts import Form, Layouts
-from steercap.worker.reduce import reduce_rows
+from steercap.worker.reduce import record_blocks, reduce_rows, rows_of
 
 
 class Outbox(ABC):
@@ -268,6 +269,16 @@ class RowsOutbox(Outbox):
     def reads(self, total: int) -> int:
         # A reduced row overwrites the first records, and the pages behind it are given back: no row may be on its way.
         return self.limit if self.capture.reduce else total
+
+    def selected(self, total: int) -> int:
+        """How many rows a sequence of `total` inputs has."""
+        return len(rows_selected(self.capture.ranges, self.limit, total))
+
+    def blocks(self, rows: int) -> Iterator[dict[int, torch.Tensor]]:
+        """The first rows, raw, in blocks: by the index of a point among the armed, [rows, shard width]."""
+        if self._layout is not None:
+            for records in record_blocks(self._arena, self._places.ranges(range(rows)), self._layout.raw.lines):
+                yield dict(zip(self._points, rows_of(records, self._layout, self._schemas), strict=True))
 
     def _stopped(self) -> None:
         self._keep(self._places.pages_of(self._last))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -69,14 +69,18 @@ def reduce_rows(
         reduce: which reduction.
     """
     accumulators = [Accumulator(reduce) for _ in schemas]
-    record = layout.raw.lines
+    for records in record_blocks(arena, ranges, layout.raw.lines):
+        for accumulator, rows in zip(accumulators, rows_of(records, layout, schemas), strict=True):
+            accumulator.add(rows)
+    write_reduced(arena, ranges[0].start, schemas, [accumulator.result() for accumulator in accumulators])
+
+
+def record_blocks(arena: Arena, ranges: Iterable[LineRange], record: int) -> Iterator[torch.Tensor]:
+    """Records of so many lines, in order, as many at once as are good to work on: uint8 [records, bytes] each."""
     most = max(1, arena.block_bytes // (record * LINE_BYTES))
     for lines in ranges:
         for start in range(0, lines.count // record, most):
-            records = arena.read(lines.start + start * record, min(most, lines.count // record - start), record)
-            for accumulator, rows in zip(accumulators, rows_of(records, layout, schemas), strict=True):
-                accumulator.add(rows)
-    write_reduced(arena, ranges[0].start, schemas, [accumulator.result() for accumulator in accumulators])
+            yield arena.read(lines.start + start * record, min(most, lines.count // record - start), record)
 
 
 def rows_of(records: torch.Tensor, layout: Layout, schemas: Sequence[PointSchema]) -> Iterator[torch.Tensor]:

@@ -21,20 +21,26 @@ from steercap.core.messages import (
     Attached,
     Call,
     Census,
+    CloseSketch,
     Collect,
     Collected,
     Configure,
     Counted,
     Failed,
+    Fold,
+    Joining,
     LineRange,
     Lines,
     NotCapturing,
+    OpenSketch,
     Owner,
     Parcel,
     Read,
+    ReadSketch,
     Settle,
     Unknown,
     Wanted,
+    Weigh,
     decode_call,
     encode,
 )
@@ -50,6 +56,7 @@ from steercap.worker.batch import BatchRows
 from steercap.worker.ledger import Ledger, Tracked
 from steercap.worker.outbox import Outbox, RowsOutbox
 from steercap.worker.reducing_outbox import ReducingOutbox, finish
+from steercap.worker.sketching import Sketches
 from steercap.worker.steering import Steering
 from steercap.worker.step import Step, Witness
 from steercap.worker.taps.base import Taps
@@ -86,6 +93,7 @@ class Runtime:
         self._steering = Steering(taps, primary=taps.installed.shard == 0)
         self._ledger = Ledger(taps.programs, taps.layouts)
         self._kept: dict[Owner, Tracked] = {}  # whose rows are held
+        self._sketches = Sketches(taps.layouts, device)
         self._steps = 0
         self._rows_written = 0
 
@@ -236,6 +244,11 @@ class Runtime:
                 boxes = ((self._kept.get(item.owner), item.total) for item in wanted)
                 finish(self.taps, {found.outbox: total for found, total in boxes if found and found.outbox})
                 return Collected(tuple(map(self._seal, wanted)))
+            case Weigh(joining):
+                self._wait_for([one.wanted for one in joining])
+                return Collected(tuple(map(self._weigh, joining)))
+            case OpenSketch() | Fold() | ReadSketch() | CloseSketch():
+                return self._sketches.answer(call.question)
             case Read(ranges):
                 return Lines(self._read(ranges))
             case Census():
@@ -255,6 +268,14 @@ class Runtime:
         if tracked.outbox.layout == NONE:  # its reduction has ended
             self._ledger.look_again(tracked)
         return parcel
+
+    def _weigh(self, joining: Joining) -> Parcel | Unknown:
+        parcel = self._seal(joining.wanted)
+        if isinstance(parcel, Unknown) or parcel.failure or parcel.nonfinite:
+            return parcel  # and the client refuses it
+        rows = self._kept[joining.wanted.owner].outbox
+        refused = self._sketches.weigh(joining, rows) if isinstance(rows, RowsOutbox) else "it keeps no rows"
+        return msgspec.structs.replace(parcel, failure=refused)
 
     def _attach(self, asked: Attach) -> Answer:
         if not self.captures:
@@ -281,6 +302,7 @@ class Runtime:
 
     def _release(self, owners: Sequence[Owner]) -> None:
         self._steering.release(owners)
+        self._sketches.forget(owners)
         for owner in owners:
             tracked = self._kept.pop(owner, None)
             outbox = None if tracked is None else tracked.outbox
@@ -308,6 +330,8 @@ class Runtime:
             rows_written=self._rows_written
             + sum(tracked.outbox.writes for tracked in self._kept.values() if tracked.outbox is not None),
             steps=self._steps,
+            sketches=len(self._sketches),
+            sketch_bytes=self._sketches.nbytes,
         )
 
     def _attached(self) -> Arena:

@@ -72,6 +72,11 @@ async def test_rows_that_are_not_finite_are_handed_over_when_asked_for(tmp_path)
                 finite = [rows.isfinite().all(-1).tolist() for rows in handle.captures.values()]
                 expected = {"tokens": [True, False]}.get(next(iter(asked), ""), [False])
                 assert finite[0] == (expected if asked and "project" not in asked else [True, True, False, True, True])
+        async with model.sketch(layers=0, sites="resid_pre") as sketch:
+            await model.generate([5, 6, 7, 8], ONE)
+            with pytest.raises(errors.CaptureNotFinite, match=r"position 2 at resid_pre\[0\] .*not in the sketch"):
+                await model.generate(prompt, ONE)
+            assert (sketch.requests, (await sketch.fetch()).rows) == (1, 4)
         _, handle = await model.generate(prompt, ONE, capture=CaptureSpec(layers=0, sites="resid_pre", tokens=[0, 1]))
         await handle.fetch()  # rows before the one that is not finite
         with pytest.raises(errors.SteeringNotApplied, match="position 0 overflows at resid_post"):

@@ -8,13 +8,14 @@ import pytest
 import torch
 from conftest import opened
 
-from steercap import CaptureSpec, Point, save_run
+from steercap import CaptureSpec, Point, errors, save_run
 from steercap.core.schema import PointSchema
 from steercap.testing import tiny_checkpoint
 from steercap.testing.agreement import projections_agree, shards_agree, workers_agree
 from steercap.testing.attention import attention_agrees
 from steercap.testing.codecs import codecs_agree, coded_rows, same_codes
 from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, hold, points, random_prompt, settled
+from steercap.testing.sketching import rows_by_point, sketches_agree
 from steercap.testing.specs import spec
 
 SIX_STEPS = {"max_tokens": 6, "temperature": 0.8, "seed": 3}
@@ -39,6 +40,7 @@ async def test_two_workers_give_the_rows_of_transformers(layout, tiny, tiny_refe
         await projections_agree(model)
         assert all(share <= 1 for share in (await codecs_agree(model)).values())
         assert same_codes(await coded_rows(model, ALL_SITES), await coded_rows(tiny, ALL_SITES)) > 0.99
+        await sketches_agree(model)
         assert await settled(model) == (0, 0, 0)
         assert len(model.serving.engine._all_ranks) == (1 if layout.startswith("tensor") else 2)
     assert set(handles[0].captures) == set(points(range(4), *ALL_SITES))
@@ -73,6 +75,16 @@ async def test_split_points_are_joined_from_the_ranks_that_have_them(tiny_refere
         ]
         assert all(share <= 1 for share in (await codecs_agree(model)).values())
         await attention_agrees(model, tiny_reference)
+        with pytest.raises(errors.PointSplit, match=r"z\[0\] are split over 2 ranks.*'variances'"):
+            async with model.sketch("moments", sites="z"):
+                pass
+        async with model.sketch("variances", sites=sites) as sketch:
+            _, handle = await model.generate(random_prompt(20, 1), SEVEN, capture=CaptureSpec(sites=sites))
+            found = await sketch.fetch()
+        await handle.fetch()
+        for point, rows in rows_by_point([handle]).items():
+            torch.testing.assert_close(found.mean(*point), rows.mean(0))
+            torch.testing.assert_close(found.variance(*point), rows.var(0))
         assert await settled(model) == (0, 0, 0)
         assert len(model.serving.opened()._all_ranks) == 2
 
@@ -92,6 +104,7 @@ async def test_two_engines_give_the_rows_of_transformers(tiny_reference) -> None
         _, samples = await model.generate(prompts[9], {**SIX_STEPS, "n": 4}, capture=both, steering=added)
         alone = await model.generate(prompts, {**SIX_STEPS, "n": 3}, steering=added, raw_output=True)
         _, steered = await model.generate(prompts, SEVEN, capture=both, steering=added)
+        await sketches_agree(model)
         chunks = [one async for one in model.stream(prompts[5], SEVEN, capture=both, steering=added)]
         await model.fetch_captures_batch([*handles, *samples, *steered])
         assert await settled(model) == (0, 0, 0)

@@ -44,6 +44,16 @@ def test_sync_gives_what_async_gives(tiny_reference, tmp_path) -> None:
             steered = model.read(random_prompt(9, 1), capture_layers=[1])
         assert torch.allclose(means[0, 0], read.captures[1].mean(0), atol=1e-5)
         assert not torch.allclose(steered.fetch().captures[1], read.captures[1], atol=1e-3)
+        with model.sketch("moments", layers=[1]) as sketch:
+            assert model.read(random_prompt(9, 1)) is None
+            assert (sketch.requests, sketch.rows, sketch.points) == (1, 9, read.points[1:2])
+            assert torch.allclose(sketch.mean(1).float(), read.captures[1].mean(0), atol=1e-5)
+            assert torch.equal(sketch.fetch().covariance(1), sketch.covariance(1))
+            assert torch.equal(sketch.variance(1), sketch.covariance(1).diagonal())
+            assert list(sketch.principal_directions(1, 2)) == ["pc1", "pc2"]
+        with pytest.raises(errors.SketchClosed):
+            sketch.fetch()
+        assert model.stats().sketches == 0
         sweep = Sweep(
             vectors=found,
             layers=[1],

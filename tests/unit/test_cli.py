@@ -19,7 +19,7 @@ import typer
 from cli_calls import call, captured, directions, shell, vectors
 
 import steercap
-from steercap import Add, Cap, SteeringSpec
+from steercap import Add, Cap, Point, Sketch, SteeringSpec
 from steercap.cli.doctor.checks import CHECKS, Check, examine
 from steercap.cli.doctor.facts import Facts, free_memory, gather
 from steercap.cli.doctor.gpus import Gpu, gpu_of, visible_of
@@ -32,11 +32,13 @@ from steercap.cli.sweep_file import measure_of, read_settings, sweep_of
 from steercap.cli.vectors import texts_in
 from steercap.config import CPU
 from steercap.core.spec import CaptureSpec, resolve_layers
+from steercap.core.tokens import TokenSelection
 from steercap.engine.checkpoint import Checkpoint, weights_of
 from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec, UnknownName
 from steercap.files.tables import write_table
 from steercap.formats import load_control_vector, load_layers_pt
 from steercap.persona import PersonaSettings, traits
+from steercap.sketches import SKETCHES
 from steercap.vectors import DirectionSet, LayerVectors
 
 __all__ = ["directions"]  # a fixture
@@ -482,6 +484,13 @@ class Noted(msgspec.Struct):
     value: float
 
 
+def a_sketch() -> Sketch:
+    """Of no rows."""
+    state = SKETCHES["frequent_directions"].empty(8, 4)
+    tokens = TokenSelection.parse("all")
+    return Sketch("frequent_directions", 4, {Point(1, "z"): state}, "m", "float32", tokens, False, 4, 0)
+
+
 def test_inspect_says_what_a_file_is(directions, tmp_path) -> None:
     """Each kind by what is in it, whatever it is called."""
     spec = SteeringSpec([Cap(torch.ones(8), layer=2, high=1.0)]).save(tmp_path / "cap.safetensors")
@@ -497,6 +506,7 @@ def test_inspect_says_what_a_file_is(directions, tmp_path) -> None:
         pt: "tensor of layers",
         capping(tmp_path / "cap.pt", "a"): "capping experiments",
         write_table(tmp_path / "table.parquet", [Noted("hi", 1.0), Noted("[bold]ho", 2.0)]): "table",
+        a_sketch().save(tmp_path / "sketch.safetensors"): "sketch",
     }
     for number, (path, kind) in enumerate(known.items()):
         moved = path.rename(tmp_path / f"{number}.dat")

@@ -27,6 +27,7 @@ VALUES = {
     "capture_bytes": ("1048576", 1 << 20),
     "arena_bytes": ("1048576", 1 << 20),
     "reduce_bytes": ("0", 0),
+    "sketch_bytes": ("0", 0),
     "overflow": ("error", "error"),
     "overflow_timeout": ("0.5", 0.5),
     "transport": ("wire", "wire"),

@@ -24,6 +24,7 @@ from steercap.families import FAMILIES, family_of
 from steercap.persona.scores import SCORERS
 from steercap.requests.handle import CaptureHandle
 from steercap.sites import SITES
+from steercap.sketches import SKETCHES
 from steercap.vectors import METHODS
 
 ROOT = Path(steercap.__file__).parent
@@ -74,7 +75,7 @@ def test_each_argument_is_described(public) -> None:
         assert sorted(name.lstrip("*") for group in described for name in group.split(", ")) == names
 
 
-@pytest.mark.parametrize("registry", [SITES, FAMILIES, ENCODINGS, METHODS])
+@pytest.mark.parametrize("registry", [SITES, FAMILIES, ENCODINGS, METHODS, SKETCHES])
 def test_a_registry_names_what_it_knows(registry) -> None:
     """An unknown name is an error that lists the known ones; each member is a file."""
     with pytest.raises(UnknownName, match=f"known: .*'{next(iter(registry))}'"):
@@ -153,6 +154,7 @@ def test_every_module_is_on_the_map() -> None:
             ("sites", SITES),
             ("families", FAMILIES),
             ("encodings", ENCODINGS),
+            ("sketches", SKETCHES),
             ("edits", EDITS),
             ("vectors/methods", METHODS),
             ("experiments/operations", OPERATIONS),

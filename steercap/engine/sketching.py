@@ -1,0 +1,243 @@
+"""The sketches that an engine's workers hold: which there are, what is in each, and what they are asked.
+
+A request enters a sketch on every worker that has points of it, or on none. What the client has counted is compared
+with what the workers count, whenever one is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from steercap.core.messages import (
+    CloseSketch,
+    Collected,
+    Fold,
+    Folded,
+    Joining,
+    OpenSketch,
+    Parcel,
+    ReadSketch,
+    SketchOpened,
+    SketchPart,
+    Unknown,
+    Weigh,
+)
+from steercap.core.spec import Point
+from steercap.engine.batching import Batcher
+from steercap.engine.ranks import Rank, Ranks
+from steercap.engine.workers import Workers
+from steercap.errors import PointSplit, SketchClosed, SketchIncomplete, SketchMemoryFull
+from steercap.sketches import SKETCHES
+from steercap.sketches.base import Kind, State
+
+#: Most bytes of a sketch that one answer of a worker carries.
+PIECE_BYTES: Final = 256 << 20
+#: Engine by engine, what each capturing worker says of one request.
+Found = list[list[Parcel | Unknown]]
+
+
+@dataclass
+class Book:
+    """What is known of a sketch here.
+
+    Args:
+        name: of the sketch.
+        kind, size: what it is.
+        points: its points, by their indices among the armed.
+        requests: how many are in it.
+        rows: of each point.
+        broken: why it cannot be trusted, or None.
+        closed: whether it was freed.
+    """
+
+    name: str
+    kind: str
+    size: int
+    points: dict[Point, int]
+    requests: int = 0
+    rows: int = 0
+    broken: str | None = None
+    closed: bool = False
+
+    def require(self) -> None:
+        """Check that it can be used.
+
+        Raises:
+            SketchClosed, SketchIncomplete: it was freed, or cannot be trusted.
+        """
+        if self.closed:
+            raise SketchClosed(
+                "this sketch has ended with its context, and what it held is freed; fetch() it before, and read that"
+            )
+        if self.broken:
+            raise SketchIncomplete(f"this sketch cannot be trusted: {self.broken}; begin another one")
+
+
+class Sketching:
+    """The sketches of an engine.
+
+    Args:
+        workers: asks its workers.
+        ranks: those that capture.
+        most_bytes: what all sketches of a worker may take.
+    """
+
+    def __init__(self, workers: Workers, ranks: Ranks, most_bytes: int) -> None:
+        self._workers, self._ranks, self._most_bytes = workers, ranks, most_bytes
+        self._weighing: Batcher[Joining, Found] = Batcher(self._weigh)
+        self._folding: Batcher[tuple[Joining, tuple[Book, ...]], int] = Batcher(self._fold)
+        self._turn = asyncio.Lock()  # whoever reads sees no request half entered
+
+    async def aclose(self) -> None:
+        """Fail whoever waits. Idempotent."""
+        await self._weighing.aclose()
+        await self._folding.aclose()
+
+    async def open(self, book: Book) -> None:
+        """Make room for a sketch on every worker.
+
+        Raises:
+            PointSplit: its kind needs whole rows, and those of a point are split over ranks.
+            SketchMemoryFull: there is no room for it.
+        """
+        kind = SKETCHES[book.kind]
+        for rank in self._all_ranks if kind.whole else ():
+            for point, index in book.points.items():
+                if index in rank.schemas and rank.schemas[index].shards > 1:
+                    raise PointSplit(
+                        f"the rows of {point} are split over {rank.schemas[index].shards} ranks, and a {book.kind} "
+                        "sketch needs whole ones; use the kind 'variances' there, or other sites"
+                    )
+        indices = tuple(sorted(book.points.values()))
+        asked = OpenSketch(book.name, book.kind, book.size, indices, self._most_bytes)
+        try:
+            engines = await self._workers.ask(asked, SketchOpened)
+        except BaseException:
+            await asyncio.shield(self.close(book))  # some may have room
+            raise
+        refusals = [answer.refused for answers in engines for answer in answers if answer.refused]
+        if refusals:
+            await self.close(book)
+            raise SketchMemoryFull(
+                f"there is no room for a {book.kind} sketch of {len(book.points)} points: {refusals[0]}; sketch fewer "
+                "layers, use the kind 'frequent_directions' or 'variances', or raise SteerModel(..., sketch_bytes=)"
+            )
+
+    async def close(self, book: Book) -> None:
+        """Free a sketch, unless the model is closed, which frees everything. Idempotent."""
+        if not book.closed:
+            book.closed = True
+            if not self._workers.closed:
+                await self._workers.ask(CloseSketch(book.name), SketchOpened)
+
+    async def weigh(self, joining: Joining) -> Found:
+        """What the workers have of a finished request, and whether it can enter its sketches; see `Weigh`."""
+        return await self._weighing.ask(joining)
+
+    async def fold(self, joining: Joining, books: Sequence[Book]) -> int:
+        """Let a request that was weighed enter its sketches; returns its rows.
+
+        Once asked, it enters, whether or not the caller waits.
+
+        Raises:
+            SketchIncomplete: it did not, or not everywhere.
+        """
+        return await self._folding.ask((joining, tuple(books)))
+
+    async def states(self, book: Book, points: Sequence[Point]) -> tuple[dict[Point, State], int]:
+        """What is known of the rows of points, of all engines together, at one moment; and of how many requests.
+
+        Raises:
+            SketchClosed, SketchIncomplete: it was freed, or is not what was counted.
+        """
+        async with self._turn:
+            return {point: await self._state(book, point) for point in points}, book.requests
+
+    async def _weigh(self, joining: Sequence[Joining]) -> list[Found]:
+        engines = await self._workers.ask(Weigh(tuple(joining)), Collected)
+        return [[[answer.parcels[at] for answer in answers] for answers in engines] for at in range(len(joining))]
+
+    async def _fold(self, asked: Sequence[tuple[Joining, tuple[Book, ...]]]) -> list[int]:
+        books = {book.name: book for _, known in asked for book in known}
+        async with self._turn:
+            try:
+                engines = await self._workers.ask(Fold(tuple(joining for joining, _ in asked)), Folded)
+            except BaseException as error:
+                for book in books.values():
+                    book.broken = book.broken or f"rows were to enter, and nobody knows whether they did: {error!r}"
+                raise
+            return [
+                self._count(known, [[answer.rows[at] for answer in answers] for answers in engines])
+                for at, (_, known) in enumerate(asked)
+            ]
+
+    @staticmethod
+    def _count(books: Sequence[Book], answers: Sequence[Sequence[int]]) -> int:
+        """Count a request in: one engine's workers all took in as many rows, and the others none; -1 if none did."""
+        ran = [set(ranks) for ranks in answers if set(ranks) != {-1}]
+        if not ran:
+            return -1
+        (rows, *others), more = ran[0], ran[1:]
+        for book in books:
+            if others or more:
+                book.broken = f"the workers took in {answers} rows of a request"
+            book.requests += 1
+            book.rows += rows
+        return rows
+
+    async def _state(self, book: Book, point: Point) -> State:
+        book.require()
+        kind, index = SKETCHES[book.kind], book.points[point]
+        widths = [[rank.schemas[index].shard_width for rank in ranks if index in rank.schemas] for ranks in self._ranks]
+        wanted = max(kind.nbytes(width, book.size) for ranks in widths for width in ranks)
+        pieces: list[list[list[SketchPart]]] = []
+        for start in range(0, wanted, PIECE_BYTES):
+            asked = ReadSketch(book.name, index, start, start + PIECE_BYTES)
+            engines = await self._workers.ask(asked, SketchPart)
+            pieces.append([[answer for answer in answers if answer.kept] for answers in engines])
+        total = kind.empty(sum(widths[0]), book.size)
+        for engine, ranks in enumerate(widths):
+            shards = [
+                _restored(kind, width, book.size, [piece[engine][rank] for piece in pieces])
+                for rank, width in enumerate(ranks)
+            ]
+            kind.merge(total, _joined(shards))
+        if total.rows != book.rows:
+            book.broken = f"the workers hold {total.rows} rows of {point}, and {book.rows} were counted"
+        book.require()
+        return total
+
+    @property
+    def _all_ranks(self) -> list[Rank]:
+        return [rank for ranks in self._ranks for rank in ranks]
+
+
+def _restored(kind: Kind, width: int, size: int, parts: Sequence[SketchPart]) -> State:
+    """A state out of what a worker sent of it."""
+    stored = torch.frombuffer(bytearray(b"".join(part.data for part in parts)), dtype=torch.uint8)
+    tensors, before = {}, 0
+    for name, (shape, dtype) in kind.shapes(width, size).items():
+        bytes_ = torch.Size(shape).numel() * dtype.itemsize
+        tensors[name] = stored[before : before + bytes_].view(dtype).view(shape)
+        before += bytes_
+    last = parts[-1]
+    return State(last.rows, last.squares, tensors, last.filled)
+
+
+def _joined(shards: Sequence[State]) -> State:
+    """Shards of a point's states, in the order of the ranks, as one; only of kinds that know each element by itself.
+
+    Raises:
+        SketchIncomplete: they are of different rows.
+    """
+    if len(shards) == 1:
+        return shards[0]
+    if len({shard.rows for shard in shards}) != 1:
+        raise SketchIncomplete(f"the ranks hold {[shard.rows for shard in shards]} rows of their shards")
+    tensors = {name: torch.cat([shard.tensors[name] for shard in shards]) for name in shards[0].tensors}
+    return State(shards[0].rows, sum(shard.squares for shard in shards), tensors)

@@ -1,0 +1,233 @@
+"""A sketch while requests join it: what the user holds of it, and how the rows of a finished request enter."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from steercap.core.coding import RAW
+from steercap.core.messages import Joining, Wanted
+from steercap.core.ownership import Unshared
+from steercap.core.receipt import check_points
+from steercap.core.spec import CaptureSpec, Layers, Point, resolve_layers
+from steercap.core.tokens import TokenSelection
+from steercap.engine.fetching import parcels_of
+from steercap.engine.sketching import Book
+from steercap.errors import CaptureIncomplete, CaptureNotFinite, EngineFailure, InvalidSpec, SketchIncomplete
+from steercap.requests.checks import Expected, check_labelled
+from steercap.runs.fingerprint import model_name
+from steercap.sketches import SKETCHES
+from steercap.sketches.sketch import Sketch, point_in, versions
+
+if TYPE_CHECKING:
+    import torch
+
+    from steercap.engine.engine import Engine
+    from steercap.vectors.directions import DirectionSet
+
+Value = TypeVar("Value")
+
+#: What to do instead of a copy.
+INSTEAD: Final = "its statistics lie in the workers; fetch() gives a Sketch, which can be saved and merged"
+
+
+class RunningSketch(Unshared, instead=INSTEAD):
+    """Statistics of the rows of every request that is made in the context; what `SteerModel.sketch` yields.
+
+    The rows never leave the workers. A request enters when it has ended and its labels were checked, all of it or
+    nothing; of one that fails or is cancelled nothing does. Each sample of `n` is a request of its own, the rows of its
+    prompt included.
+
+    Attributes:
+        kind, size: what it is; see `Sketch`.
+        points: the points that are sketched, layer by layer.
+        spec: what a request keeps that joins it, until it has entered.
+        book: what is counted of it.
+    """
+
+    def __init__(self, engine: Engine, kind: str, size: Any, spec: CaptureSpec) -> None:
+        self.spec = spec
+        self.kind = kind
+        self.size = SKETCHES[kind].checked_size(size)
+        self.points, _ = engine.captured(spec)
+        self.book = Book(engine.new_key(), kind, self.size, {point: engine.armed[point] for point in self.points})
+        self._engine = engine
+
+    @property
+    def tokens(self) -> TokenSelection:
+        """Which tokens' rows are sketched."""
+        return self.spec.selection
+
+    @property
+    def requests(self) -> int:
+        """Requests that are in it."""
+        return self.book.requests
+
+    @property
+    def rows(self) -> int:
+        """Rows of each point that are in it."""
+        return self.book.rows
+
+    async def mean(self, layer: int, site: str | None = None) -> torch.Tensor:
+        """The mean of the rows of a point so far; see `Sketch.mean`."""
+        return await self._of([self._point(layer, site)], lambda found: found.mean(layer, site))
+
+    async def variance(self, layer: int, site: str | None = None) -> torch.Tensor:
+        """The variance of each element so far; see `Sketch.variance`."""
+        return await self._of([self._point(layer, site)], lambda found: found.variance(layer, site))
+
+    async def covariance(self, layer: int, site: str | None = None) -> torch.Tensor:
+        """The covariance of the elements so far; see `Sketch.covariance`."""
+        return await self._of([self._point(layer, site)], lambda found: found.covariance(layer, site))
+
+    async def principal_directions(self, layers: Layers, k: int, site: str | None = None) -> DirectionSet:
+        """The first k principal directions so far, of one layer or several; see `Sketch.principal_directions`."""
+        wanted = resolve_layers(layers, self._engine.vllm.num_layers)
+        points = [self._point(layer, site) for layer in wanted]
+        return await self._of(points, lambda found: found.principal_directions(wanted, k, points[0].site))
+
+    async def fetch(self) -> Sketch:
+        """What is known so far of all points, at one moment, as an object that can be read, saved, loaded and merged.
+
+        The sketch goes on.
+
+        Raises:
+            SketchClosed: the context has ended.
+            SketchIncomplete: what the workers hold is not what was counted.
+            EngineFailure: the engine has died or was closed.
+        """
+        return await self._fetch(self.points)
+
+    async def aclose(self) -> None:
+        """Free it in the workers; requests that still run in it fail. Idempotent."""
+        with contextlib.suppress(EngineFailure):  # a dead engine holds nothing
+            await asyncio.shield(self._engine.sketching.close(self.book))
+
+    async def _of(self, points: Sequence[Point], work: Callable[[Sketch], Value]) -> Value:
+        """Something of what is known of some points, computed on a thread: a covariance is large."""
+        found = await self._fetch(points)
+        return await asyncio.to_thread(work, found)
+
+    async def _fetch(self, points: Sequence[Point]) -> Sketch:
+        engine = self._engine
+        engine.require_open()
+        states, requests = await engine.sketching.states(self.book, points)
+        return Sketch(
+            kind=self.kind,
+            size=self.size,
+            states=states,
+            model=model_name(engine.vllm.model_name),
+            dtype=engine.schemas[points[0]].dtype,
+            tokens=self.tokens,
+            before_edits=self.spec.before_edits,
+            num_layers=engine.vllm.num_layers,
+            requests=requests,
+            versions=versions(),
+        )
+
+    def _point(self, layer: int, site: str | None) -> Point:
+        return point_in(self.points, self._engine.vllm.num_layers, layer, site)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.book.closed else f"{self.rows} rows of {self.requests} requests"
+        return f"RunningSketch({self.kind}, {len(self.points)} points, {state})"
+
+
+async def begun(engine: Engine, kind: str, size: Any, spec: CaptureSpec) -> RunningSketch:
+    """A sketch that has room in the workers.
+
+    Raises:
+        UnknownName, InvalidSpec, PointNotArmed: it is asked for wrongly.
+        PointSplit, SketchMemoryFull: see `Sketching.open`.
+    """
+    running = RunningSketch(engine, kind, size, spec)
+    await engine.sketching.open(running.book)
+    return running
+
+
+def joint_capture(
+    engine: Engine, own: CaptureSpec | None, sketches: Sequence[RunningSketch]
+) -> tuple[CaptureSpec, tuple[Point, ...], tuple[int, ...]]:
+    """What a request keeps that joins sketches: its own capture if that has all their rows, else what they need.
+
+    Returns:
+        The capture, its points, and their indices among the armed, ascending.
+
+    Raises:
+        InvalidSpec: it captures something else for itself.
+        SketchClosed, SketchIncomplete: one of them cannot be joined.
+    """
+    for sketch in sketches:
+        sketch.book.require()
+    spec = sketches[0].spec
+    wanted = sorted({point for sketch in sketches for point in sketch.points}, key=engine.armed.__getitem__)
+    if own is None:
+        return spec, tuple(wanted), tuple(engine.armed[point] for point in wanted)
+    points, indices = engine.captured(own)
+    codec = "raw" if engine.coding(own) == RAW else own.codec
+    alike = dataclasses.replace(
+        own, layers=spec.layers, sites=spec.sites, codec=codec, gather=True, allow_nonfinite=False
+    )
+    if alike != dataclasses.replace(spec, gather=True) or not set(wanted) <= set(points):
+        raise InvalidSpec(
+            f"a request in a sketch keeps rows once: {own} must have at least the sketch's points, its tokens "
+            f"({spec.selection}) and raw rows, and {spec} is sketched; capture these, or make the call outside"
+        )
+    return own, points, indices
+
+
+async def enter(engine: Engine, sketches: Sequence[RunningSketch], samples: Sequence[tuple[Wanted, Expected]]) -> None:
+    """Let the samples of a finished request enter sketches: all of them, once each is known to be right.
+
+    Args:
+        engine: that ran it.
+        sketches: which it joins.
+        samples: what the workers are asked for, and what must be there.
+
+    Raises:
+        CaptureIncomplete: a worker failed, a row or a point is missing, or a label differs.
+        CaptureNotFinite: rows hold NaN or infinity.
+        SketchClosed, SketchIncomplete: a sketch has ended meanwhile, or cannot be trusted.
+    """
+    books = [sketch.book for sketch in sketches]
+    names = tuple(book.name for book in books)
+    points = tuple(dict.fromkeys(point for book in books for point in book.points))
+    joining = [Joining(wanted, names) for wanted, _ in samples]
+
+    def require() -> None:
+        for book in books:
+            book.require()
+
+    for (_, expected), one in zip(samples, joining, strict=True):
+        found = await engine.sketching.weigh(one)
+        require()
+        _check(engine, expected, points, found)
+    for (_, expected), one in zip(samples, joining, strict=True):
+        require()
+        if await engine.sketching.fold(one, books) < 0:
+            require()
+            raise SketchIncomplete(f"{expected.name}: the workers no longer have its rows, so it is in no sketch")
+
+
+def _check(engine: Engine, expected: Expected, points: Sequence[Point], found: Any) -> None:
+    """Check what the workers have of a request against what must enter."""
+    parcels, failure = parcels_of(found)
+    if failure:
+        raise CaptureIncomplete(f"{expected.name}: {failure}")
+    armed = engine.vllm.points
+    parcels = [parcel for parcel in parcels if parcel.points]
+    check_labelled(expected, parcels)
+    captured = [armed[index] for parcel in parcels for index in parcel.points]
+    check_points(expected.name, points, captured)
+    for point in points:
+        if captured.count(point) != engine.schemas[point].shards:
+            raise CaptureIncomplete(f"{expected.name}: {captured.count(point)} shards of {point} came")
+    if not_finite := [parcel.nonfinite for parcel in parcels if parcel.nonfinite]:
+        position, index = min(not_finite)
+        raise CaptureNotFinite(
+            f"{expected.name}: the row of position {position} at {armed[index]} holds NaN or infinity, so the request "
+            "is not in the sketch; generate outside of it, or sketch other tokens or layers"
+        )

@@ -1,0 +1,207 @@
+"""Sketches on this rank: statistics into which rows of finished requests are folded, where the model computes.
+
+A request enters in two steps, since it must enter on every rank or on none. It is weighed: whatever could keep its rows
+out is found, and room for their squares is set aside. Then it is folded in, which cannot fail for anything that rows
+hold. It is known from the first step until it is given back, and folded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from steercap.core.messages import (
+    Answer,
+    CloseSketch,
+    Fold,
+    Folded,
+    Joining,
+    OpenSketch,
+    Owner,
+    ReadSketch,
+    SketchOpened,
+    SketchPart,
+)
+from steercap.errors import WorkerFailure
+from steercap.sketches import SKETCHES
+from steercap.sketches.base import Kind, State, squares_of
+from steercap.worker.layouts import Layouts
+from steercap.worker.outbox import RowsOutbox
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A request that can enter a sketch.
+
+    Args:
+        outbox: its rows.
+        rows: how many of them.
+        squares: of the rows of each point.
+    """
+
+    outbox: RowsOutbox
+    rows: int
+    squares: Mapping[int, float]
+
+
+@dataclass
+class Held:
+    """A sketch on this rank.
+
+    Args:
+        kind: what it is.
+        states: what it knows, by the index of a point of this rank among the engine's armed ones.
+        weighed: requests that can enter, and have not.
+        folded: requests that have entered, and how many rows of each; until they are given back.
+    """
+
+    kind: Kind
+    states: dict[int, State]
+    weighed: dict[Owner, Weighed] = field(default_factory=dict)
+    folded: dict[Owner, int] = field(default_factory=dict)
+
+    def knows(self, owner: Owner) -> bool:
+        """Whether a request was weighed, and not given back since."""
+        return owner in self.weighed or owner in self.folded
+
+    def refusal(self, squares: Mapping[int, float]) -> str | None:
+        """Why rows cannot be taken in, beside those that were weighed before; None if they can."""
+        for point, state in self.states.items():
+            promised = sum(other.squares[point] for other in self.weighed.values())
+            if reason := self.kind.refusal(state.squares + promised + squares[point]):
+                return reason
+        return None
+
+    def take(self, block: Mapping[int, torch.Tensor]) -> None:
+        """Take in rows of each point."""
+        for point, state in self.states.items():
+            self.kind.take(state, block[point])
+
+    def took(self, owner: Owner) -> None:
+        """All rows of a request are in."""
+        weighed = self.weighed.pop(owner)
+        self.folded[owner] = weighed.rows
+        for point, state in self.states.items():
+            state.squares += weighed.squares[point]
+
+
+class Sketches:
+    """The sketches on this rank.
+
+    Args:
+        layouts: which points this rank keeps, and what they are.
+        device: where the model computes, and where sketches lie.
+    """
+
+    def __init__(self, layouts: Layouts, device: torch.device) -> None:
+        self._layouts = layouts
+        self._device = device
+        self._held: dict[str, Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take."""
+        return sum(state.nbytes for held in self._held.values() for state in held.states.values())
+
+    def answer(self, question: OpenSketch | Fold | ReadSketch | CloseSketch) -> Answer:
+        """Answer a question of the client.
+
+        Raises:
+            WorkerFailure, UnknownName: there is no such sketch, or no such kind.
+        """
+        match question:
+            case OpenSketch():
+                return SketchOpened(self.open(question))
+            case Fold(joining):
+                return Folded(tuple(map(self.fold, joining)))
+            case ReadSketch():
+                return self.read(question)
+            case CloseSketch(name):
+                self._held.pop(name, None)
+                return SketchOpened("")
+
+    def open(self, asked: OpenSketch) -> str:
+        """Make room for a sketch, unless there is one of the name; returns why there is none, or ""."""
+        if asked.name in self._held:
+            return ""
+        kind, points = SKETCHES[asked.kind], self._layouts.points(asked.points)
+        widths = [schema.shard_width for schema in self._layouts.schemas(points)]
+        wanted = sum(kind.nbytes(width, asked.size) for width in widths)
+        if self.nbytes + wanted > asked.most_bytes:
+            used = f"{self.nbytes:,} of them in use"
+            return f"it needs {wanted:,} bytes, and sketches may have {asked.most_bytes:,}, {used}"
+        try:
+            states = [kind.empty(width, asked.size, self._device) for width in widths]
+        except torch.OutOfMemoryError:
+            return f"it needs {wanted:,} bytes, and the device has not as many left"
+        self._held[asked.name] = Held(kind, dict(zip(points, states, strict=True)))
+        return ""
+
+    def weigh(self, joining: Joining, outbox: RowsOutbox) -> str | None:
+        """Find out whether rows can enter; returns why they cannot, or None. Idempotent."""
+        owner = joining.wanted.owner
+        if missing := [name for name in joining.sketches if name not in self._held]:
+            return f"there is no sketch {missing[0]} here"
+        sketches = [held for name in joining.sketches if not (held := self._held[name]).knows(owner)]
+        points = sorted({point for held in sketches for point in held.states})
+        rows = outbox.selected(joining.wanted.total)
+        squares = torch.zeros(len(points), dtype=torch.float64, device=self._device)
+        for block in outbox.blocks(rows):
+            squares += torch.stack([squares_of(block[point]) for point in points]) if points else 0
+        weighed = dict(zip(points, squares.tolist(), strict=True))
+        for held in sketches:
+            if reason := held.refusal(weighed):
+                return f"its rows cannot be taken into a sketch: {reason}"
+        for held in sketches:
+            held.weighed[owner] = Weighed(outbox, rows, weighed)
+        return None
+
+    def fold(self, joining: Joining) -> int:
+        """Take rows in that were weighed, unless they are in; returns how many, or -1 if they were not weighed."""
+        owner = joining.wanted.owner
+        sketches = [held for name in joining.sketches if (held := self._held.get(name)) and held.knows(owner)]
+        if len(sketches) != len(joining.sketches):
+            return -1
+        waiting = [held for held in sketches if owner in held.weighed]
+        if waiting:
+            one = waiting[0].weighed[owner]
+            for block in one.outbox.blocks(one.rows):
+                for held in waiting:
+                    held.take(block)
+        for held in waiting:
+            held.took(owner)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the rows' memory may be another's once this is answered
+        return sketches[0].folded[owner]
+
+    def forget(self, owners: Iterable[Owner]) -> None:
+        """The rows of these requests are given back."""
+        for held in self._held.values():
+            for owner in owners:
+                held.weighed.pop(owner, None)
+                held.folded.pop(owner, None)
+
+    def read(self, asked: ReadSketch) -> SketchPart:
+        """Part of what a sketch knows of a point.
+
+        Raises:
+            WorkerFailure: there is no such sketch.
+        """
+        held = self._held.get(asked.name)
+        if held is None:
+            raise WorkerFailure(f"there is no sketch {asked.name} here")
+        state = held.states.get(asked.point)
+        if state is None:
+            return SketchPart(kept=False, rows=0, squares=0.0, filled=0, data=b"")
+        parts, before = [], 0
+        for tensor in state.tensors.values():
+            stored = tensor.view(-1).view(torch.uint8)
+            part = stored[max(asked.start - before, 0) : max(asked.stop - before, 0)]
+            parts.append(part.cpu().numpy().tobytes())
+            before += len(stored)
+        return SketchPart(kept=True, rows=state.rows, squares=state.squares, filled=state.filled, data=b"".join(parts))
