@@ -14,6 +14,7 @@ import time
 import numpy as np
 import torch
 
+from steercap.core.coding import RAW
 from steercap.core.messages import Attached, LineRange, Owner, Parcel
 from steercap.core.records import LINE_BYTES
 from steercap.core.rows import page_shape
@@ -63,8 +64,7 @@ def parcels(args: argparse.Namespace) -> tuple[SharedSegment, Attached, list[Par
         found.append(
             Parcel(
                 owner=Owner(f"r{request}", 0),
-                encoding="raw",
-                numbers=0,
+                coding=RAW,
                 points=attached.points,
                 lines=ranges,
                 stored_rows=args.rows,

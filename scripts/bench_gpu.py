@@ -16,9 +16,10 @@ returned, and every worker has said where all rows are). Releasing, and fetching
 apart. Checked at every run: no prompt token came from the cache, every row is there under its position, every edit
 touched every row, and in the warm-up, where vectors are larger, steered outputs differ from base's. A mode that fails is left out from then on, and the exit is 1.
 
-"bytes a token" are those that its rows take in the arena, as every worker laid them out. "capture-neurons" is not a default:
-its site is armed where it is asked for, at a cost to the modes beside it; its rows are those of a Qwen 3 MLP, three times
-as wide as the stream at 8B, and need that much more host memory.
+"bytes a token" are those that its rows take in the arena, as every worker laid them out. Codecs beside full8
+("capture-rp8") run where they are asked for. So do "capture-neurons" and "capture-neurons-topk8": their site is armed then,
+at a cost to the modes beside them; its rows are those of a Qwen 3 MLP, three times as wide as the stream at 8B, and need
+that much more host memory.
 
 The share of GPU memory is checked when an engine starts; the KV cache is given in bytes, equal for both and enough for
 the largest workload, since engines that start at once would each take the other's memory for their own.
@@ -379,7 +380,7 @@ def arguments() -> argparse.Namespace:
         "--modes",
         type=listed(str),
         default=",".join(MODES),
-        help=f"steer-K for any K; steer-each is one each; {NEURONS}",
+        help=f"steer-K for any K; steer-each is one each; capture- and a codec; {', '.join(NEURONS)}",
     )
     add("--rounds", type=int, default=3, help="after the warm-up; 0 for a profile alone")
     add("--base-every", type=int, default=1, help="modes between two base runs; 0: before and after all")

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from bench_capture import plain_outputs, sampling
-from gpu_rounds import BASE, CONTROL, Mode, Workload
+from gpu_rounds import BASE, CODECS, CONTROL, Mode, Workload
 from gpu_shapes import Shape
 
 START = time.monotonic()
@@ -146,7 +146,9 @@ class Bench:
         mode, model = Mode.parse(name), self.model
         chosen = [self.specs[strong][place % mode.specs] for place in range(len(given))] if mode.specs else None
         layers = [model.num_layers // 2] if mode.capture == "one" else "all"
-        how: dict[str, Any] = {"mean": {"reduce": "mean"}, "full8": {"codec": "full8"}}.get(mode.capture or "", {})
+        how: dict[str, Any] = {"reduce": "mean"} if mode.capture == "mean" else {}
+        if (codec := (mode.capture or "").removeprefix("neurons-")) in {*CODECS, "topk8"}:
+            how = {"codec": codec}
         spec = CaptureSpec(layers=layers, sites=mode.site, **how) if mode.capture and mode.site else None
         if mode.capture == "project":
             spec = CaptureSpec(project=self.directions)

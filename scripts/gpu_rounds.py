@@ -25,8 +25,10 @@ MODES = (
     "steer-256",
     "steer-each",
 )
-#: Run where it is asked for alone: its site is armed then, and costs every other mode a little.
-NEURONS = "capture-neurons"
+#: Run where they are asked for alone: their site is armed then, and costs every other mode a little.
+NEURONS = ("capture-neurons", "capture-neurons-topk8")
+#: Codecs of the stream that a mode may name.
+CODECS = ("full8", "fp8", "int4", "rp8", "rp16")
 #: Per cent above plain vLLM that we allow ourselves on one H200 with the shapes of Qwen3-8B.
 LIMITS: Mapping[str, Mapping[str, float]] = {
     "1x32+200": {"idle": 0.5, "capture-all": 2.0, "steer-1": 2.0},
@@ -76,7 +78,7 @@ class Mode:
 
     Args:
         capture: rows of "one" layer or of "all", at all layers their "mean", what they are along directions
-            ("project"), 8 bits an element ("full8") or the "neurons", or None.
+            ("project"), in a codec, or the "neurons", whole or in "topk8"; None for none.
         specs: how many different specs steer.
     """
 
@@ -90,15 +92,17 @@ class Mode:
         Raises:
             ValueError: another name.
         """
-        found = re.fullmatch(r"idle|capture-(one|all|mean|project|full8|neurons)|steer-([1-9]\d*)", name)
+        captures = "|".join(("one", "all", "mean", "project", "neurons", "neurons-topk8", *CODECS))
+        found = re.fullmatch(rf"idle|capture-({captures})|steer-([1-9]\d*)", name)
         if found is None:
-            raise ValueError(f"no mode {name!r}; modes: {', '.join(MODES)}, {NEURONS}, and steer-K for any K")
+            known = ", ".join(dict.fromkeys((*MODES, *NEURONS, *(f"capture-{codec}" for codec in CODECS))))
+            raise ValueError(f"no mode {name!r}; modes: {known}, and steer-K for any K")
         return cls(found[1], int(found[2] or 0))
 
     @property
     def site(self) -> str | None:
         """The site it captures or steers at."""
-        if self.capture == "neurons":
+        if self.capture and self.capture.startswith("neurons"):
             return "neurons"
         return "resid_post" if self.capture or self.specs else None
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from steercap import testing as testing
     from steercap import vectors as vectors
     from steercap import views as views
+    from steercap.analysis.attention import AttentionSummary
     from steercap.config import Settings
     from steercap.core.receipt import Receipt, SteeringReceipt
     from steercap.core.spec import CaptureSpec, Point
@@ -44,6 +45,7 @@ _HOMES = {
     "Add": "steercap.edits.add",
     "AddIf": "steercap.edits.add_if",
     "Cap": "steercap.edits.cap",
+    "AttentionSummary": "steercap.analysis.attention",
     "CaptureHandle": "steercap.requests.handle",
     "CaptureSpec": "steercap.core.spec",
     "Chunk": "steercap.requests.stream",
@@ -69,6 +71,7 @@ __all__ = [
     "Ablate",
     "Add",
     "AddIf",
+    "AttentionSummary",
     "Cap",
     "CaptureHandle",
     "CaptureSpec",

@@ -11,14 +11,17 @@ from steercap.requests.captures import Captures
 from steercap.requests.lifecycle import Found, Lifecycle
 
 
-def a_handle(layers=(0, 1), *, prompt=(5, 6, 7), output=(8, 9), reduce=None, dtype=torch.float32, model="m", **others):
-    """A fetched handle whose rows are `100 layer + position` of width 2."""
-    points = [Point(layer, "resid_post") for layer in layers]
+def a_handle(
+    layers=(0, 1), *, prompt=(5, 6, 7), output=(8, 9), reduce=None, dtype=torch.float32, model="m", sites=None, **others
+):
+    """A fetched handle whose rows are `100 layer + position` of width 2; at `sites`, of 2 heads of width 1."""
+    points = [Point(layer, site) for layer in layers for site in sites or ("resid_post",)]
     total = len(prompt) + max(len(output) - 1, 0)
     rows = 1 if reduce else total
     positions = torch.arange(total).numpy()
     token_ids = torch.tensor([*prompt, *output][:total]).numpy()
     values = {p: (100.0 * p.layer + torch.arange(rows))[:, None].repeat(1, 2).to(dtype) for p in points}
+    values = {p: rows[..., None] if sites else rows for p, rows in values.items()}
     receipt = Receipt(tuple(points), positions, token_ids, total * len(points), reduce)
     return CaptureHandle(
         request_id="r",

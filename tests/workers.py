@@ -17,6 +17,7 @@ from steercap.core.messages import Parcel
 from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
+from steercap.encodings.coded import CodedRows
 from steercap.transport.assemble import assemble
 from steercap.transport.reader import Readable
 from steercap.worker.batch import BatchRows
@@ -121,11 +122,17 @@ def known_schemas(armed: Mapping[Point, int], width: int, layers: int) -> dict[P
 
 
 def rows_of(runtime: Runtime, parcel: Parcel) -> list[torch.Tensor]:
-    """What a client on this machine makes of a parcel: the rows of every point."""
+    """What a client on this machine makes of a parcel: the rows of every point, decoded."""
+    return [rows if isinstance(rows, torch.Tensor) else rows.decoded() for rows in kept_of(runtime, parcel)]
+
+
+def kept_of(runtime: Runtime, parcel: Parcel) -> list[torch.Tensor | CodedRows]:
+    """The same, in a lossy codec as it keeps them."""
     assert parcel.failure is None
     assert runtime._arena is not None
     schemas = runtime.taps.layouts.schemas(parcel.points)
-    return assemble(parcel, schemas, Readable(runtime._arena.lines, parcel.lines))
+    source = Readable(runtime._arena.lines, parcel.lines)
+    return assemble(parcel, schemas, source, runtime.taps.installed.shard)
 
 
 def device_of(kind: str) -> torch.device:

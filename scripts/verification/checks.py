@@ -21,7 +21,9 @@ from steercap import CaptureHandle, CaptureSpec, SteerModel
 from steercap.families import FAMILIES
 from steercap.testing import Parity, Reference, agreement, compare_rows, stress, tiny_checkpoint
 from steercap.testing.agreement import EVERYTHING, captured, same_tokens_elsewhere, worst_of
+from steercap.testing.attention import attention_agrees
 from steercap.testing.bad import BAD_REQUESTS
+from steercap.testing.codecs import codecs_agree
 from steercap.testing.overflow import overflowing_edits
 from steercap.testing.parity import PERFECT
 from steercap.testing.rows import (
@@ -103,7 +105,9 @@ def happened(facts: dict[str, int], **least: int) -> None:
 
 
 async def check_parity(run: Run, show: Show) -> None:
-    """float32, all sites, all layers, several batches: every row against transformers on the same tokens."""
+    """float32, all sites, all layers, several batches: every row, and every weight of attention, against transformers on
+    the same tokens.
+    """
     if run.machine.cuda:
         show["float32 matmul precision"] = os.environ.get("VLLM_FLOAT32_MATMUL_PRECISION", "highest")
         show["triton dot"] = os.environ.get("TRITON_F32_DEFAULT", "tf32")
@@ -118,6 +122,8 @@ async def check_parity(run: Run, show: Show) -> None:
             found.append(await asyncio.to_thread(rows_of, handles, reference))
         show[family] = worse_parts(worst(found))
         within(worst(found))
+        if FAMILIES[family].attention:
+            show[f"{family} attention"] = f"{await attention_agrees(model, reference):.1e}"
 
     await each(run.families, one)
 
@@ -422,23 +428,10 @@ async def check_split(run: Run, show: Show) -> None:
 
 
 async def check_encodings(run: Run, show: Show) -> None:
-    """full8: every element within half a step of what the raw row holds; a router, neurons and heads among the points."""
+    """Every codec: each element within its bound of what the raw row holds; a router, neurons and heads among the points."""
 
     async def one(name: str) -> None:
-        model = await run.engines.get(name)
-        found = {}
-        for codec in ("raw", "full8"):
-            spec = CaptureSpec(sites=agreement.sites_of(model), codec=codec)
-            found[codec] = await captured(model, (1, 40, 133), seed=17, capture=spec)
-        worst_step = 0.0
-        for raw, coded in zip(found["raw"], found["full8"], strict=True):
-            assert raw.output_token_ids == coded.output_token_ids
-            for point in raw.points:
-                rows, back = raw.captures[point].float().flatten(1), coded.captures[point].flatten(1)
-                steps = (rows.amax(1) - rows.amin(1)) / 255
-                worst_step = max(worst_step, float(((back - rows).abs().amax(1) / steps).max()))
-        show[name] = {"worst error in steps": round(worst_step, 4)}
-        assert worst_step < 0.51  # half a step, and what float32 rounds; two runs of one prompt are equal here
+        show[name] = await codecs_agree(await run.engines.get(name))
 
     await each(["qwen3", "qwen3_moe"], one)
 

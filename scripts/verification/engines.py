@@ -25,7 +25,7 @@ CAPTURE_BYTES = 512 << 20
 
 
 #: Sites whose rows tensor-parallel ranks have a part of each, and one that all of them have whole.
-SPLIT_SITES = ("resid_post", "neurons", "z")
+SPLIT_SITES = ("resid_post", "neurons", "q", "k", "v", "z")
 
 
 @dataclass(frozen=True)

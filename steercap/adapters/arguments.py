@@ -7,13 +7,15 @@ a `VllmConfig`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from steercap.core.spec import Point
 from steercap.errors import InvalidSetting, ModelNotLoaded, UnsupportedRunner
+from steercap.sites import SITES
 
 EXTENSION: Final = "steercap.adapters.extension.WorkerExtension"
 
@@ -77,4 +79,20 @@ def check_supported(config: Any) -> None:
     if config.speculative_config is not None and config.scheduler_config.async_scheduling:
         raise UnsupportedRunner(
             "with speculative decoding, async_scheduling=True schedules positions before it knows them; leave it out"
+        )
+
+
+def check_heads(config: Any, points: Sequence[Point]) -> None:
+    """Check that every armed point is whole on each tensor-parallel rank, or split over all of them.
+
+    Raises:
+        UnsupportedRunner: there are fewer heads of keys than ranks, some of which then have copies.
+    """
+    heads = config.model_config.get_total_num_kv_heads()
+    ranks = config.parallel_config.tensor_parallel_size
+    copied = sorted({point.site for point in points if SITES[point.site].per_key_head})
+    if copied and 1 < heads < ranks:
+        raise UnsupportedRunner(
+            f"this model has {heads} heads of keys, of which some of {ranks} tensor-parallel ranks have copies; leave "
+            f"{', '.join(copied)} out of SteerModel(..., sites=), or use tensor_parallel_size={heads}"
         )

@@ -18,7 +18,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from steercap.adapters import detokenizer
-from steercap.adapters.arguments import check_supported, read_arguments
+from steercap.adapters.arguments import check_heads, check_supported, read_arguments
 from steercap.adapters.connection import Connection
 from steercap.adapters.lora import Adapters
 from steercap.adapters.prompts import Rendered, render
@@ -111,6 +111,7 @@ class VllmEngine:
             overflows_later=overflows_later(config.model_config.dtype),
             exists=exists,
         )
+        check_heads(config, points)
         config.additional_config[CONFIG_KEY] = worker_config(points, settings)
         launch.require_wanted()
         try:

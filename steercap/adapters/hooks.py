@@ -16,6 +16,7 @@ import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
+from steercap.adapters.attention import attention_rules
 from steercap.adapters.settings import armed_points, family_in, tap_sizes
 from steercap.core.plan import EXTRA_ARGS_KEY
 from steercap.kernels.tap import bind
@@ -59,7 +60,12 @@ def attach(runner: Any) -> None:
         family,
         armed,
         range(start, stop),
-        Sizes(model_config.get_hidden_size(), model_config.get_head_size()),
+        Sizes(
+            model_config.get_hidden_size(),
+            model_config.get_head_size(),
+            model_config.get_total_num_kv_heads(),
+            config.parallel_config.tensor_parallel_size,
+        ),
         runner.dtype,
         shard=get_tensor_model_parallel_rank(),
         num_layers=model_config.get_total_num_hidden_layers(),
@@ -80,7 +86,8 @@ def attach(runner: Any) -> None:
 
             taps = HostTaps(installed, sizes)
     names = [str(point) for point in armed]
-    setattr(runner, RUNTIME_ATTRIBUTE, Runtime(taps, names, runner.device))
+    rules = attention_rules(runner.get_model(), family, [armed[point] for point in installed.points], model_config)
+    setattr(runner, RUNTIME_ATTRIBUTE, Runtime(taps, names, runner.device, rules))
     bind(taps)
 
 

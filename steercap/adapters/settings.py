@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from steercap.core.coding import REDUCED
 from steercap.core.records import LINE_BYTES
 from steercap.core.spec import Point
-from steercap.encodings import ENCODINGS
+from steercap.encodings import record_of
 from steercap.errors import UnsupportedModel
 from steercap.families import family_of
 from steercap.worker.taps.base import Installed, TapSizes
@@ -74,7 +75,7 @@ def tap_sizes(config: Any, installed: Installed, tokens: int) -> TapSizes:
     found = config.additional_config[CONFIG_KEY]
     lag = overshoot(config)
     held = max(lag, 1)
-    raw, reduced = ENCODINGS["raw"].record(installed.schemas), ENCODINGS["reduced"].record(installed.schemas)
+    raw, reduced = record_of(installed.schemas), record_of(installed.schemas, REDUCED)
     each = (reduced.lines + held * raw.lines) * LINE_BYTES
     return TapSizes(
         slots=found["slots"],

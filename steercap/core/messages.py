@@ -10,6 +10,8 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from steercap.core.attention import AttentionRule
+from steercap.core.coding import Coding
 from steercap.core.program import Configuration
 from steercap.core.schema import PointSchema
 
@@ -196,6 +198,7 @@ class Attached(Message, frozen=True):
         held: rows that such a reduction holds apart, which go to the arena with it once its request has ended.
         path: where a process of the same machine can open the arena.
         nonce: first bytes of the arena, which identify it.
+        attention: of each layer whose queries and keys are armed here, how its heads on this rank weigh keys.
     """
 
     points: tuple[int, ...]
@@ -209,6 +212,7 @@ class Attached(Message, frozen=True):
     held: int
     path: str
     nonce: bytes
+    attention: dict[int, AttentionRule] = {}
 
 
 class Parcel(Message, frozen=True):
@@ -216,8 +220,7 @@ class Parcel(Message, frozen=True):
 
     Args:
         owner: whose rows.
-        encoding: how the rows are stored: a name in `ENCODINGS`.
-        numbers: how many numbers stand for a row, where the encoding leaves that open; else 0.
+        coding: how the rows are stored.
         points: indices into the engine's armed points, in the order of a record.
         lines: where the records are, in the order of the rows.
         stored_rows: records in these lines: the rows, or one for a reduction.
@@ -229,8 +232,7 @@ class Parcel(Message, frozen=True):
     """
 
     owner: Owner
-    encoding: str
-    numbers: int
+    coding: Coding
     points: tuple[int, ...]
     lines: tuple[LineRange, ...]
     stored_rows: int

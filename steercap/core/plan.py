@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from steercap.core.coding import Coding
 from steercap.core.program import SteeringPlan
 from steercap.core.spec import CaptureSpec, Reduction
 from steercap.core.tokens import Range
@@ -24,12 +25,10 @@ class Projection(msgspec.Struct, frozen=True, array_like=True):
     Args:
         slot: where its configuration is, NONE while it has none.
         configuration: digest of what must be there.
-        directions: directions at each point.
     """
 
     slot: int
     configuration: bytes
-    directions: int
 
 
 class CapturePlan(msgspec.Struct, frozen=True):
@@ -39,7 +38,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
         points: indices into the engine's list of armed points, ascending.
         ranges: positions selected.
         reduce: how selected rows become one, or None.
-        codec: how rows are stored, unless they are reduced or projected.
+        coding: how the rows of each token are stored.
         before_edits: whether rows are kept as they were before the edits of their point.
         accumulates: whether the reduction runs along with the rows, which are then never kept; otherwise they all are,
             until the client says where the sequence ends.
@@ -51,22 +50,12 @@ class CapturePlan(msgspec.Struct, frozen=True):
     points: tuple[int, ...]
     ranges: tuple[Range, ...]
     reduce: Reduction | None
-    codec: str
+    coding: Coding
     before_edits: bool = False
     accumulates: bool = False
     projection: Projection | None = None
     allow_nonfinite: bool = False
     gather: bool = True
-
-    @property
-    def encoding(self) -> str:
-        """How the rows of each token are stored: a name in `ENCODINGS`."""
-        return self.codec if self.projection is None else "projected"
-
-    @property
-    def numbers(self) -> int:
-        """How many numbers stand for each row, where its encoding leaves that open; else 0."""
-        return 0 if self.projection is None else self.projection.directions
 
     def placed(self, slots: Mapping[bytes, int]) -> CapturePlan:
         """The plan with the slot of its projection, if it has one.
@@ -120,6 +109,7 @@ class Plan(msgspec.Struct, frozen=True):
 def compile_capture(
     spec: CaptureSpec,
     points: tuple[int, ...],
+    coding: Coding,
     *,
     prompt_len: int,
     limit: int,
@@ -131,6 +121,7 @@ def compile_capture(
     Args:
         spec: what the user asks.
         points: indices of its points among the armed, ascending.
+        coding: how its rows are stored.
         prompt_len: prompt tokens.
         limit: positions that can be inputs of the model: prompt + generated - 1 at most.
         accumulates: whether a reduction may run along.
@@ -145,7 +136,7 @@ def compile_capture(
         points,
         ranges,
         spec.reduce,
-        spec.codec,
+        coding,
         spec.before_edits,
         accumulates,
         projection,

@@ -14,6 +14,10 @@ from steercap.errors import InvalidSpec, LayerOutOfRange, PointNotArmed, Unknown
 Layers: TypeAlias = "int | slice | range | Sequence[int] | Sequence[bool] | Mask | Literal['all']"
 Reduction: TypeAlias = Literal["mean", "sum", "max", "last"]
 
+#: Limits of `k` and `seed`.
+MOST_NUMBERS: Final = 1 << 16
+MOST_SEED: Final = (1 << 64) - 1
+
 REDUCTIONS: Final[tuple[Reduction, ...]] = ("mean", "sum", "max", "last")
 
 
@@ -53,9 +57,12 @@ class CaptureSpec:
             or a list of these. Prompt + generated - 1 tokens exist: the last sampled one is never an input.
         reduce: None for one row per token, or "mean", "sum", "max", "last" over the tokens selected, computed in
             the worker in float32: one row per point.
-        codec: how rows are stored on their way to the client: "raw" keeps them bit for bit; "full8" keeps 8 bits an
-            element and the scale and zero point of each row, half the bytes of a 16-bit dtype, decoded to float32: an
-            element is off by at most half a step, `(max - min) / 510` of its row.
+        codec: how rows are stored on their way to the client, and there. "raw" keeps them bit for bit. The others are
+            lossy, and decoded to float32: "full8" keeps 8 bits an element, "fp8" as floating point, "int4" 4 bits,
+            "topk8" the `k` elements of greatest magnitude, "rp8" and "rp16" `k` random projections. How far an element
+            is off at most follows from the scales that are kept with the rows; see `CaptureHandle.coded`.
+        k: how many numbers stand for a row: with "topk8" (64 by default), "rp8" and "rp16" (512).
+        seed: of the matrix of "rp8" and "rp16", 0 by default. Rows that are to be compared need the same.
         before_edits: keep rows as they were before the edits of their own point; by default they are what the
             model continues with, edits included. Edits at earlier points have had their effect either way.
         project: a DirectionSet, or LayerVectors for one direction: instead of each row, its scalar products with
@@ -76,6 +83,8 @@ class CaptureSpec:
     tokens: Tokens | TokenSelection = "all"
     reduce: Reduction | None = None
     codec: str = "raw"
+    k: int | None = None
+    seed: int | None = None
     before_edits: bool = False
     project: Projectable | None = None
     allow_nonfinite: bool = False
@@ -86,6 +95,12 @@ class CaptureSpec:
             raise InvalidSpec(f"unknown reduce={shown(self.reduce)}; known: None, {', '.join(map(repr, REDUCTIONS))}")
         if not isinstance(self.codec, str):
             raise InvalidSpec(f"codec={shown(self.codec)}; give the name of one codec, such as 'raw'")
+        for name, least, most in (("k", 1, MOST_NUMBERS), ("seed", 0, MOST_SEED)):
+            given = getattr(self, name)
+            number = None if given is None else index_of(given)
+            if given is not None and (number is None or not least <= number <= most):
+                raise InvalidSpec(f"{name}={shown(given)}; give an integer from {least} to {most}")
+            object.__setattr__(self, name, number)
         for name in ("before_edits", "allow_nonfinite", "gather"):
             flag = flag_of(getattr(self, name))
             if flag is None:
@@ -103,7 +118,8 @@ class CaptureSpec:
             raise InvalidSpec(f"{asked} gives float32 numbers, which codec={self.codec!r} cannot hold; leave it out")
 
     def __hash__(self) -> int:
-        return hash((repr(self.layers), self.sites, self.tokens, self.reduce, self.codec, self.before_edits))
+        parts = repr(self.layers), self.sites, self.tokens, self.reduce, self.codec, self.k, self.seed
+        return hash((*parts, self.before_edits))
 
     @property
     def selection(self) -> TokenSelection:

@@ -6,10 +6,11 @@ Rows are one rank's: of a point that is split, its shard.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from steercap.core.coding import Coding
 from steercap.core.records import LINE_BYTES, RecordShape, record_shape
 
 if TYPE_CHECKING:
@@ -24,13 +25,15 @@ class Alike:
 
     Args:
         schema: of all of them.
+        coding: how their rows are stored.
         points: line of each one's row in a record as it is computed, and its byte in what is stored: int64 [points, 2].
-        directions: rows of the bank of the directions of each, int64 [points, numbers]; None where there are none.
+        directions: rows of the bank of the vectors of each, int64 [points, vectors]; None where there are none.
     """
 
     schema: PointSchema
+    coding: Coding
     points: torch.Tensor
-    directions: torch.Tensor | None
+    directions: torch.Tensor | None = None
 
 
 class Encoding(ABC):
@@ -38,44 +41,54 @@ class Encoding(ABC):
 
     #: The offset of each row in its record is a multiple of this, in bytes.
     align: ClassVar[int] = LINE_BYTES
-    #: Whether `CaptureSpec(codec=)` may name it; the others follow from `reduce=` and `project=`.
+    #: Whether `CaptureSpec(codec=)` may name it; the others follow from `reduce=`, `project=` and `calibration=`.
     is_codec: ClassVar[bool] = False
+    #: How many numbers stand for a row if `CaptureSpec(k=)` does not say; 0 where that is not open.
+    default_k: ClassVar[int] = 0
+    #: Whether elements are named by 16-bit indices.
+    indexed: ClassVar[bool] = False
+    #: Whether rows are projected with a matrix that follows from a seed.
+    seeded: ClassVar[bool] = False
 
     @abstractmethod
-    def row_bytes(self, schema: PointSchema, numbers: int) -> int:
-        """Bytes of one encoded row.
-
-        Args:
-            schema: the point's.
-            numbers: how many numbers stand for a row, where the encoding leaves that open; 0 elsewhere.
-        """
+    def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
+        """Bytes of one encoded row."""
 
     @abstractmethod
-    def encode(self, rows: torch.Tensor, schema: PointSchema, directions: torch.Tensor | None) -> torch.Tensor:
+    def encode(
+        self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
+    ) -> torch.Tensor:
         """Rows as they are stored, on the device they are on: the host's step, and what kernels are tested against.
 
         Args:
             rows: [rows, shard width], in the dtype that the model computes them in.
             schema: the point's.
-            directions: float32 [numbers, shard width] of this point, for encodings that project; None for the others.
+            coding: the encoding's parameters.
+            vectors: float32 [vectors, shard width] of this point, for encodings that need some; None for the others.
 
         Returns:
             uint8 [rows, row bytes].
         """
 
     @abstractmethod
-    def decode(self, stored: torch.Tensor, schema: PointSchema, numbers: int) -> torch.Tensor:
+    def decode(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> torch.Tensor:
         """What was stored, as the client hands it over.
 
         Args:
             stored: uint8 [rows, row bytes], contiguous; may be kept.
-            schema, numbers: as for `row_bytes`.
+            schema: the point's.
+            coding: the encoding's parameters.
 
         Returns:
-            [rows, *shard shape], or [rows, numbers].
+            [rows, *shard shape], or [rows, k].
         """
 
-    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, bank: torch.Tensor) -> None:
+    def matrix(self, width: int, coding: Coding) -> torch.Tensor | None:
+        """The vectors that the encoding makes by itself, for whole rows of so many elements: float32 [k, width]."""
+        del width, coding
+        return None
+
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
         """Rows that wait in a ring on the device, stored in other lines of it: the device's step, after the pass.
 
         What is stored as it is computed has none.
@@ -84,19 +97,54 @@ class Encoding(ABC):
             ring: uint8 [lines, LINE_BYTES].
             records: first line of each record as it is computed, and as it is stored: int64 [records, 2].
             alike: which rows of them.
-            bank: float32 [vectors, shard width], what directions are rows of.
+            vectors: the rank's part of the encoding's own `matrix`, [k, shard width] in the dtype of the rows; for
+                encodings without one the bank, float32 [vectors, shard width], whose rows `alike.directions` names.
         """
         raise NotImplementedError(f"{type(self).__name__} has no step on the device")
 
     def joined(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The shards of a point's rows, in the order of the ranks, as whole rows."""
+        """The shards of a point's rows, decoded and in the order of the ranks, as whole rows."""
         import torch
 
         return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim=1)
 
-    def record(self, schemas: Sequence[PointSchema], numbers: int = 0) -> RecordShape:
+    def record(self, schemas: Sequence[PointSchema], coding: Coding) -> RecordShape:
         """How a record of these points is laid out."""
-        return record_shape([self.row_bytes(schema, numbers) for schema in schemas], self.align)
+        return record_shape([self.row_bytes(schema, coding) for schema in schemas], self.align)
+
+
+class Codec(Encoding):
+    """A lossy form of rows, whose parts the client keeps: codes, and what gives them their size."""
+
+    align: ClassVar[int] = 8
+    is_codec: ClassVar[bool] = True
+
+    @abstractmethod
+    def parts(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> dict[str, torch.Tensor]:
+        """What was stored, by name: `q` are codes, `scale` their step, `zero` what the code 0 stands for.
+
+        Args:
+            stored: uint8 [rows, row bytes], contiguous.
+            schema: the point's.
+            coding: the codec's parameters.
+
+        Returns:
+            Tensors [rows, ...] in memory of their own.
+        """
+
+    @abstractmethod
+    def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+        """Rows of such parts: float32 [rows, *shard shape], or [rows, k]."""
+
+    @abstractmethod
+    def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
+        """How far each element of `decoded` is off at most, but for its own rounding: float64, of its shape.
+
+        Of codecs that project, from what a whole product is.
+        """
+
+    def decode(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> torch.Tensor:
+        return self.decoded(self.parts(stored, schema, coding), schema, coding)
 
 
 def dtype_of(schema: PointSchema) -> torch.dtype:

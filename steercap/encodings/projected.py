@@ -10,6 +10,7 @@ from steercap.encodings.base import Alike, Encoding, dtype_of
 if TYPE_CHECKING:
     import torch
 
+    from steercap.core.coding import Coding
     from steercap.core.schema import PointSchema
 
 #: Bytes of a float32.
@@ -21,19 +22,21 @@ class Projected(Encoding):
 
     align: ClassVar[int] = _FLOAT
 
-    def row_bytes(self, schema: PointSchema, numbers: int) -> int:
-        return numbers * _FLOAT
+    def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
+        return coding.k * _FLOAT
 
-    def encode(self, rows: torch.Tensor, schema: PointSchema, directions: torch.Tensor | None) -> torch.Tensor:
+    def encode(
+        self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
+    ) -> torch.Tensor:
         import torch
 
-        assert directions is not None, "rows are projected on directions"
-        return (rows.float() @ directions.T).contiguous().view(torch.uint8)
+        assert vectors is not None, "rows are projected on directions"
+        return (rows.float() @ vectors.T).contiguous().view(torch.uint8)
 
-    def decode(self, stored: torch.Tensor, schema: PointSchema, numbers: int) -> torch.Tensor:
+    def decode(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> torch.Tensor:
         import torch
 
-        return stored.view(torch.float32).view(-1, numbers)
+        return stored.view(torch.float32).view(-1, coding.k)
 
     def joined(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Products of shards add up to those of whole rows."""
@@ -42,7 +45,7 @@ class Projected(Encoding):
             found = found + shard
         return found
 
-    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, bank: torch.Tensor) -> None:
+    def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
         import torch
 
         from steercap.kernels.triton_project import launch_project
@@ -50,7 +53,7 @@ class Projected(Encoding):
         assert alike.directions is not None, "rows are projected on directions"
         rows = ring.view(dtype_of(alike.schema))
         width = alike.schema.shard_width
-        launch_project(rows, ring.view(torch.float32), records, alike.points, width, bank, alike.directions)
+        launch_project(rows, ring.view(torch.float32), records, alike.points, width, vectors, alike.directions)
 
 
 MEMBER = Projected()

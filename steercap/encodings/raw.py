@@ -9,6 +9,7 @@ from steercap.encodings.base import Encoding, dtype_of
 if TYPE_CHECKING:
     import torch
 
+    from steercap.core.coding import Coding
     from steercap.core.schema import PointSchema
 
 
@@ -17,15 +18,17 @@ class Raw(Encoding):
 
     is_codec: ClassVar[bool] = True
 
-    def row_bytes(self, schema: PointSchema, numbers: int) -> int:
+    def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
         return schema.shard_width * dtype_of(schema).itemsize
 
-    def encode(self, rows: torch.Tensor, schema: PointSchema, directions: torch.Tensor | None) -> torch.Tensor:
+    def encode(
+        self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
+    ) -> torch.Tensor:
         import torch
 
         return rows.to(dtype_of(schema)).contiguous().view(torch.uint8)
 
-    def decode(self, stored: torch.Tensor, schema: PointSchema, numbers: int) -> torch.Tensor:
+    def decode(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> torch.Tensor:
         return stored.view(dtype_of(schema)).view(-1, *schema.shard_shape)
 
 

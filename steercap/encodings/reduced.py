@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from steercap.core.coding import RAW, REDUCED
 from steercap.encodings.base import Encoding
 from steercap.encodings.raw import Raw
 
 if TYPE_CHECKING:
     import torch
 
+    from steercap.core.coding import Coding
     from steercap.core.schema import PointSchema
 
 #: Bytes of a float32.
@@ -20,15 +22,17 @@ _FLOAT = 4
 class Reduced(Encoding):
     """A float32 row, whatever the rows it was reduced from are."""
 
-    def row_bytes(self, schema: PointSchema, numbers: int) -> int:
+    def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
         return schema.shard_width * _FLOAT
 
-    def encode(self, rows: torch.Tensor, schema: PointSchema, directions: torch.Tensor | None) -> torch.Tensor:
+    def encode(
+        self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
+    ) -> torch.Tensor:
         import torch
 
         return rows.float().contiguous().view(torch.uint8)
 
-    def decode(self, stored: torch.Tensor, schema: PointSchema, numbers: int) -> torch.Tensor:
+    def decode(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> torch.Tensor:
         import torch
 
         return stored.view(torch.float32).view(-1, *schema.shard_shape)
@@ -44,5 +48,5 @@ def accumulator_records(schemas: Sequence[PointSchema], held: int) -> int:
         schemas: of its points.
         held: rows held apart.
     """
-    raw = Raw().record(schemas).lines
-    return (-(-MEMBER.record(schemas).lines // raw) if raw else 0) + held
+    raw = Raw().record(schemas, RAW).lines
+    return (-(-MEMBER.record(schemas, REDUCED).lines // raw) if raw else 0) + held

@@ -7,12 +7,13 @@ as long as the request; so what was compiled is kept as long as the spec lives.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
+from steercap.core.coding import RAW, Coding
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point, check_armed, existing
-from steercap.encodings import ENCODINGS
+from steercap.encodings import ENCODINGS, codec_of, record_of
 from steercap.engine.ranks import Rank
 from steercap.errors import InvalidSpec
 from steercap.sites import SITES
@@ -22,6 +23,9 @@ from steercap.steering.spec import SteeringSpec, spec_of
 
 if TYPE_CHECKING:
     from steercap.edits.base import Edit
+
+#: Elements that 16-bit indices tell apart.
+MOST_INDEXED: Final = 1 << 16
 
 
 class Compiler:
@@ -102,11 +106,47 @@ class Compiler:
             known[points] = found
         return known[points]
 
+    def coding(self, spec: CaptureSpec) -> Coding:
+        """How the rows of a spec are stored.
+
+        Raises:
+            UnknownName: a codec that does not exist.
+            InvalidSpec: parameters that the codec does not have, or with which rows would not be smaller.
+        """
+        if spec.project is not None:
+            projected = self.projected(spec)
+            return Coding("projected", len(projected.names) if projected else 0)
+        coding = codec_of(spec.codec, spec.k, spec.seed)
+        if coding == RAW:
+            return coding
+        points, encoding = self.captured(spec)[0], ENCODINGS[coding.encoding]
+        for point in points:
+            schema = self._schemas[point]
+            if coding.k > schema.width:
+                raise InvalidSpec(
+                    f"codec={spec.codec!r} with k={coding.k} keeps more numbers than the {schema.width} of a row at "
+                    f"{point}; give a smaller k="
+                )
+            if encoding.indexed and schema.shard_width > MOST_INDEXED:
+                raise InvalidSpec(
+                    f"codec={spec.codec!r} takes rows of at most {MOST_INDEXED:,} elements, and those at {point} are "
+                    f"{schema}"
+                )
+        for rank in self._ranks:
+            kept = rank.kept([self._armed[point] for point in points])
+            raw, stored = record_of(kept).lines, record_of(kept, coding).lines
+            if stored > raw:
+                raise InvalidSpec(
+                    f"codec={spec.codec!r} takes more bytes for these rows than codec='raw', {stored} lines of 64 "
+                    f"instead of {raw}" + ("; give a smaller k=" if coding.k else "")
+                )
+        return coding
+
     def _check_records(self, projected: Projected) -> None:
         """Check that a token's projections fit a page of every arena."""
-        points, directions = projected.lowered.configuration.reads, projected.plan.directions
+        points, directions = projected.lowered.configuration.reads, len(projected.names)
         for rank in self._ranks:
-            wanted = sum(ENCODINGS["projected"].record(rank.kept(points), directions).sizes)
+            wanted = sum(record_of(rank.kept(points), Coding("projected", directions)).sizes)
             if wanted > rank.page.page_bytes:
                 raise InvalidSpec(
                     f"project= asks for {wanted:,} bytes per token ({len(points)} points × {directions} directions), "

@@ -14,6 +14,7 @@ from uuid import uuid4
 from steercap.concurrency.loops import finished, on_thread, over
 from steercap.config import Settings
 from steercap.core.budget import Ticket
+from steercap.core.coding import Coding
 from steercap.core.messages import Counted, Owner, Parcel, Unknown, Wanted
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.schema import PointSchema
@@ -22,7 +23,7 @@ from steercap.engine.admission import Admission
 from steercap.engine.compiler import Compiler
 from steercap.engine.configurations import Configurations
 from steercap.engine.fetching import Delivery, Fetcher
-from steercap.engine.ranks import Rank, Ranks
+from steercap.engine.ranks import Rank, Ranks, attention_of
 from steercap.engine.sketching import Sketching
 from steercap.engine.workers import Records, Workers
 from steercap.steering.lowering import Lowered
@@ -54,6 +55,7 @@ class Engine:
         armed: index of every armed point.
         schemas: what the tensor at each of them is, layer by layer.
         reductions: reductions that can run along at once in each engine.
+        attention: how layers weigh keys, of those whose queries and keys are armed.
         home: the event loop that the engine belongs to.
         admission: who may capture.
         configurations: what the slots hold.
@@ -72,6 +74,7 @@ class Engine:
         self.schemas: Final[Mapping[Point, PointSchema]] = {
             point: known[index] for point, index in self.armed.items() if index in known
         }
+        self.attention: Final = attention_of(ranks[0])
         self._compiler = Compiler(
             self.armed,
             self.schemas,
@@ -180,6 +183,10 @@ class Engine:
     def projected(self, spec: CaptureSpec) -> Projected | None:
         """See `Compiler.projected`."""
         return self._compiler.projected(spec)
+
+    def coding(self, spec: CaptureSpec) -> Coding:
+        """See `Compiler.coding`."""
+        return self._compiler.coding(spec)
 
     def pages_needed(self, plan: CapturePlan, rows: int) -> int:
         """Pages that `rows` rows of the plan, or their accumulator, take on the worker that holds most of them."""

@@ -16,6 +16,7 @@ from steercap.concurrency.bounded import each_of
 from steercap.core.messages import Parcel, Unknown
 from steercap.core.receipt import knowing
 from steercap.encodings import ENCODINGS
+from steercap.encodings.coded import CodedRows
 from steercap.engine.ranks import Rank, Ranks
 from steercap.errors import CaptureIncomplete, ModelClosed
 from steercap.transport.assemble import PART_BYTES, Assembly, parcel_bytes
@@ -44,12 +45,16 @@ class Delivery:
     """
 
     parcels: tuple[Parcel, ...]
-    shards: Mapping[int, tuple[torch.Tensor, ...]]
+    shards: Mapping[int, tuple[torch.Tensor | CodedRows, ...]]
     failure: str | None
 
-    def joined(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    def joined(self, shards: Sequence[torch.Tensor | CodedRows]) -> torch.Tensor | CodedRows:
         """The shards of a point's rows as whole rows."""
-        return ENCODINGS[self.parcels[0].encoding].joined(shards)
+        coded = [shard for shard in shards if isinstance(shard, CodedRows)]
+        if coded:
+            return CodedRows.joined(coded)
+        tensors = [shard for shard in shards if isinstance(shard, torch.Tensor)]
+        return ENCODINGS[self.parcels[0].coding.encoding].joined(tensors)
 
 
 @dataclass
@@ -76,7 +81,7 @@ class _Order:
         parcels = tuple(parcel for _, parcel in self.gathered)
         if self.failure:
             return Delivery(parcels, {}, self.failure)
-        shards: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        shards: dict[int, list[tuple[int, torch.Tensor | CodedRows]]] = {}
         wanted: dict[int, int] = {}
         for (rank, parcel), assembly in zip(self.gathered, self.assemblies, strict=True):
             for point, schema, rows in zip(parcel.points, rank.of(parcel), assembly.rows(), strict=True):
@@ -218,7 +223,7 @@ def _begin(order: _Order, sources: Sequence[Readable]) -> None:
     """Find the lines and the memory for them; what is small is gathered at once."""
     try:
         for (rank, parcel), source in zip(order.gathered, sources, strict=True):
-            assembly = Assembly(parcel, rank.of(parcel), source)
+            assembly = Assembly(parcel, rank.of(parcel), source, rank.attached.shard)
             order.assemblies.append(assembly)
             if len(assembly.parts) == 1:
                 assembly.fill(assembly.parts[0])

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
+from steercap.core.attention import AttentionRule, joined
 from steercap.core.messages import Attached, Parcel
 from steercap.core.plan import CapturePlan
 from steercap.core.rows import PageShape
 from steercap.core.schema import PointSchema
-from steercap.encodings import ENCODINGS
+from steercap.encodings import record_of
 from steercap.encodings.reduced import accumulator_records
 from steercap.transport.reader import LineReader
 
@@ -57,8 +58,17 @@ class Rank:
             return 0
         if plan.accumulates:
             records = accumulator_records(schemas, self.attached.held) if rows else 0
-            return self.page.pages(records, ENCODINGS["raw"].record(schemas).lines)
-        return self.page.pages(rows, ENCODINGS[plan.encoding].record(schemas, plan.numbers).lines)
+            return self.page.pages(records, record_of(schemas).lines)
+        return self.page.pages(rows, record_of(schemas, plan.coding).lines)
+
+
+def attention_of(ranks: Sequence[Rank]) -> dict[int, AttentionRule]:
+    """How layers weigh keys, as the workers of one engine say it of their heads."""
+    parts: dict[int, list[AttentionRule]] = {}
+    for rank in sorted(ranks, key=lambda rank: rank.attached.shard):
+        for layer, rule in rank.attached.attention.items():
+            parts.setdefault(layer, []).append(rule)
+    return {layer: joined(rules) for layer, rules in sorted(parts.items())}
 
 
 #: Engine by engine, the workers that capture.

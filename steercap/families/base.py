@@ -26,6 +26,8 @@ class Family:
         hidden_input: name of the argument that carries the stream (or its undeferred part) into a vLLM layer.
         residual_input: name of the argument that carries the deferred residual, "" if there is none.
         attn_proj: submodule of a layer that projects what the heads give to the stream, "" if there is none.
+        attention: submodule that vLLM calls with queries, keys and values; its parent makes them, in transformers too.
+            "" where they are handed over without a call.
         mlp_proj: submodule that projects the neurons to the stream, "" if there is none.
         router: submodule that gives the logits of the experts, "" if there are none.
         sparse: of transformers' configuration and a layer's index, whether the layer has experts; None for no layer.
@@ -44,6 +46,7 @@ class Family:
     hidden_input: str = "hidden_states"
     residual_input: str = ""
     attn_proj: str = "self_attn.o_proj"
+    attention: str = "self_attn.attn"
     mlp_proj: str = "mlp.down_proj"
     router: str = ""
     sparse: Callable[[Any, int], bool] | None = None

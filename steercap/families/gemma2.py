@@ -10,5 +10,5 @@ MEMBER = Family(
     final_norm="model.norm",
     residual_output=1,
     residual_input="residual",
-    tiny={"model_type": "gemma2", **TINY, "head_dim": 32, "tie_word_embeddings": True},
+    tiny={"model_type": "gemma2", **TINY, "head_dim": 32, "sliding_window": 24, "tie_word_embeddings": True},
 )

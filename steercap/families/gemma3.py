@@ -10,5 +10,12 @@ MEMBER = Family(
     final_norm="model.norm",
     residual_output=1,
     residual_input="residual",
-    tiny={"model_type": "gemma3_text", **TINY, "head_dim": 32, "tie_word_embeddings": True},
+    tiny={
+        "model_type": "gemma3_text",
+        **TINY,
+        "head_dim": 32,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "tie_word_embeddings": True,
+    },
 )

@@ -13,5 +13,5 @@ MEMBER = Family(
     final_norm="model.norm",
     residual_output=1,
     residual_input="residual",
-    tiny={"model_type": "mistral", **TINY, "sliding_window": None},
+    tiny={"model_type": "mistral", **TINY, "sliding_window": 24},
 )

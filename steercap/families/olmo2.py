@@ -19,6 +19,7 @@ MEMBER = Family(
     mlp_out="post_feedforward_layernorm",
     final_norm="model.norm",
     residual_output=None,
+    attention="",  # transformers' attention function calls vLLM's module past its hooks
     transformers_backend=True,
     see=_see,
     tiny={"model_type": "olmo2", **TINY},

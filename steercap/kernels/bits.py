@@ -30,6 +30,15 @@ STRAY: Final = 1 << 48
 #: Steps between the least and the greatest code of `encodings.full8`, and bytes before the codes: scale and zero point.
 FULL8_STEPS: Final = 255
 FULL8_HEAD: Final = 8
+#: The greatest number of e4m3, and bytes before the codes of `encodings.fp8`: the scale.
+FP8_MOST: Final = 448
+FP8_HEAD: Final = 4
+#: Bytes before the indices of `encodings.topk8`: scale, zero point, the least magnitude kept.
+TOPK8_HEAD: Final = 12
+#: Steps of a code of `encodings.int4`.
+INT4_STEPS: Final = 15
+#: Elements that have a scale in common in `encodings.int4`, `rp8` and `rp16`.
+GROUP: Final = 128
 
 
 def weight(point: int) -> int:

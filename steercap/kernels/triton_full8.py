@@ -14,12 +14,11 @@ import triton.language as tl  # type: ignore[import-untyped]
 from jaxtyping import Float, Int, UInt8
 
 from steercap.kernels.bits import FULL8_HEAD, FULL8_STEPS
+from steercap.kernels.triton_uniform import all_finite, lift_of, nearest, step_of, steps_from
 
 #: Elements of a row that one warp has in registers.
 WARP_ELEMENTS: Final = 1024
 
-#: Rows below it are computed as so many times themselves.
-_SMALL, _LIFT = tl.constexpr(2.0**-90), tl.constexpr(2.0**100)
 _HEAD, _STEPS = tl.constexpr(FULL8_HEAD), tl.constexpr(FULL8_STEPS)
 
 
@@ -35,16 +34,10 @@ def _full8_kernel(  # type: ignore[no-untyped-def]
     row = tl.load(rows + (tl.load(record) + tl.load(point)) * ROW_LINE + columns, mask=inside, other=0.0).to(tl.float32)
     least = tl.min(tl.where(inside, row, float("inf")), 0)
     most = tl.max(tl.where(inside, row, float("-inf")), 0)
-    finite = (tl.sum((row != row).to(tl.int32), 0) == 0) & (least > float("-inf")) & (most < float("inf"))
-    spread = most.to(tl.float64) - least.to(tl.float64)
-    scale = (spread / _STEPS).to(tl.float32)
-    if scale.to(tl.float64) * _STEPS < spread:  # the next one, so that no code is beyond the last
-        scale = (scale.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
-    # By a power of two: no difference overflows, and none of denormal numbers is lost.
-    lift = tl.where(tl.maximum(tl.abs(least), tl.abs(most)) < _SMALL, _LIFT, 0.5)
-    code = (row * lift - least * lift) / tl.where(scale > 0, scale * lift, 1.0)
-    # A value midway between two codes may go to either.
-    code = tl.where(finite & inside, tl.minimum(tl.maximum(code + 0.5, 0.0), _STEPS), 0.0)
+    finite = all_finite(row, inside, 0)
+    scale = step_of(least, most, _STEPS)
+    code = nearest(steps_from(row, least, scale, lift_of(tl.maximum(tl.abs(least), tl.abs(most)))))
+    code = tl.where(finite & inside, tl.minimum(tl.maximum(code, 0.0), _STEPS), 0.0)
     start = tl.load(record + 1) * BYTE_LINE + tl.load(point + 1)
     tl.store(codes + start + _HEAD + columns, code.to(tl.uint8), mask=inside)
     tl.store(heads + start // 4, tl.where(finite, scale, float("nan")))

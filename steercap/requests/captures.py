@@ -9,19 +9,22 @@ import torch
 
 from steercap.core.spec import Point
 from steercap.core.values import index_of, shown
+from steercap.encodings.coded import CodedRows
 from steercap.errors import InvalidSpec, LayerOutOfRange, SteercapError
 
-#: Rows of one point: whole, or the shards of them that each tensor-parallel rank had.
-Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
+#: Rows of one point: whole, or the shards of them that each tensor-parallel rank had; as tensors, or in a codec.
+Whole: TypeAlias = "torch.Tensor | CodedRows"
+Rows: TypeAlias = "Whole | tuple[Whole, ...]"
 
 
 class Captures(Mapping[Point, torch.Tensor]):
     """Rows by point: `captures[layer]` where one site was captured, `captures[layer, site]` always.
 
     Values are tensors [rows, *shape of the point] in the point's dtype, see `model.points`: [rows, hidden] for the
-    residual stream, [rows, heads, head_dim] for `z`; with `codec="full8"`, float32. After a reduction they are
-    [1, *shape] in float32 ([0, *shape] if no token was there to reduce), and with `project=` [rows, directions] in
-    float32. Negative layers count from the model's last.
+    residual stream, [rows, heads, head_dim] for `z`. Rows in a lossy codec are decoded at every access, to float32 of
+    that shape, with "rp8" and "rp16" to their [rows, k] projections; `coded` has them as they are kept. After a
+    reduction rows are [1, *shape] in float32 ([0, *shape] if no token was there to reduce), and with `project=`
+    [rows, directions] in float32. Negative layers count from the model's last.
 
     Args:
         rows: the tensors, or the shards of what is split over ranks and was not gathered.
@@ -41,6 +44,14 @@ class Captures(Mapping[Point, torch.Tensor]):
             InvalidSpec: several sites were captured and none is named, something that is not a layer and a site, or
                 shards that were not gathered.
         """
+        return _decoded(self.whole(key))
+
+    def whole(self, key: int | tuple[int, str]) -> Whole:
+        """The rows of one point as they are kept: a tensor, or `CodedRows`.
+
+        Raises:
+            LayerOutOfRange, InvalidSpec: as for `captures[layer, site]`.
+        """
         point = self._point(key)
         rows = self._rows[point]
         if isinstance(rows, tuple):
@@ -49,6 +60,11 @@ class Captures(Mapping[Point, torch.Tensor]):
                 "captures.shards(layer, site), or capture with gather=True"
             )
         return rows
+
+    @property
+    def coded(self) -> Coded:
+        """Rows in a lossy codec as they are kept."""
+        return Coded(self)
 
     def shards(self, layer: int, site: str | None = None) -> tuple[torch.Tensor, ...]:
         """The rows of one point as the tensor-parallel ranks had them, in their order; one where each had all of them.
@@ -59,7 +75,15 @@ class Captures(Mapping[Point, torch.Tensor]):
             LayerOutOfRange, InvalidSpec: as for `captures[layer, site]`.
         """
         rows = self._rows[self._point(layer if site is None else (layer, site))]
-        return rows if isinstance(rows, tuple) else (rows,)
+        return tuple(map(_decoded, rows if isinstance(rows, tuple) else (rows,)))
+
+    def as_kept(self, key: int | tuple[int, str]) -> Rows:
+        """The rows of one point as they are kept: a tensor, `CodedRows`, or shards of either.
+
+        Raises:
+            LayerOutOfRange, InvalidSpec: as for `captures[layer, site]`.
+        """
+        return self._rows[self._point(key)]
 
     def _point(self, key: int | tuple[int, str]) -> Point:
         given, site = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
@@ -110,5 +134,40 @@ class Captures(Mapping[Point, torch.Tensor]):
         return self._sites[0]
 
 
+class Coded(Mapping[Point, CodedRows]):
+    """Rows in a lossy codec by point: `coded[layer]` where one site was captured, `coded[layer, site]` always.
+
+    Args:
+        captures: all rows.
+    """
+
+    def __init__(self, captures: Captures) -> None:
+        self._captures = captures
+
+    def __getitem__(self, key: int | tuple[int, str]) -> CodedRows:
+        """The rows of one point.
+
+        Raises:
+            LayerOutOfRange: it was not captured; a KeyError too.
+            InvalidSpec: its rows are not in a lossy codec, or as for `captures[layer, site]`.
+        """
+        rows = self._captures.whole(key)
+        if not isinstance(rows, CodedRows):
+            raise InvalidSpec(f"the rows of {key} are not in a lossy codec; captures[...] has them as they are kept")
+        return rows
+
+    def __iter__(self) -> Iterator[Point]:
+        return (point for point in self._captures if isinstance(self._captures.as_kept(point), CodedRows))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _decoded(rows: Whole) -> torch.Tensor:
+    return rows.decoded() if isinstance(rows, CodedRows) else rows
+
+
 def _described(rows: Rows) -> str:
-    return " + ".join(map(_described, rows)) if isinstance(rows, tuple) else f"{tuple(rows.shape)} {rows.dtype}"
+    if isinstance(rows, tuple):
+        return " + ".join(map(_described, rows))
+    return repr(rows) if isinstance(rows, CodedRows) else f"{tuple(rows.shape)} {rows.dtype}"

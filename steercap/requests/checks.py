@@ -14,6 +14,7 @@ from steercap.core.plan import Plan
 from steercap.core.receipt import Receipt, SteeringReceipt, check_labels, check_points
 from steercap.core.rows import Ints, rows_selected
 from steercap.core.spec import Point
+from steercap.encodings.coded import CodedRows
 from steercap.errors import CaptureIncomplete, CaptureNotFinite
 from steercap.requests.captures import Rows
 
@@ -89,7 +90,10 @@ def check_labelled(expected: Expected, parcels: Sequence[Parcel]) -> Ints:
 
 
 def check_finite(
-    expected: Expected, delivery: Delivery, rows: Mapping[Point, Sequence[torch.Tensor]], armed: Sequence[Point]
+    expected: Expected,
+    delivery: Delivery,
+    rows: Mapping[Point, Sequence[torch.Tensor | CodedRows]],
+    armed: Sequence[Point],
 ) -> None:
     """Check that every row is finite.
 
@@ -105,7 +109,9 @@ def check_finite(
         raise CaptureNotFinite(
             f"{expected.name}: the row of position {position} at {armed[point]} holds NaN or infinity; {remedy}"
         )
-    if capture.reduce or capture.projection:  # rows that are finite may have sums that are not
-        for at, values in rows.items():
-            if not all(shard.isfinite().all() for shard in values):
+    for at, values in rows.items():  # rows that are finite may have sums that are not
+        for shard in values:
+            numbers = shard.parts.get("scale") if isinstance(shard, CodedRows) else shard
+            computed = isinstance(shard, CodedRows) or capture.reduce or capture.projection
+            if computed and numbers is not None and not numbers.isfinite().all():
                 raise CaptureNotFinite(f"{expected.name}: what was computed of rows at {at} overflows; {remedy}")

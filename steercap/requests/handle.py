@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -10,14 +11,18 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import torch
 
+from steercap.analysis.attention import Attending, AttentionSummary, pattern, summarised
+from steercap.core.attention import AttentionRule
 from steercap.core.chat import MessageSpan
+from steercap.core.coding import RAW
 from steercap.core.ownership import Unshared
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
+from steercap.core.tokens import Tokens, TokenSelection, selected
 from steercap.core.values import index_of, shown
-from steercap.errors import InvalidRequest, InvalidSpec
+from steercap.errors import InvalidRequest, InvalidSelection, InvalidSpec
 from steercap.requests import files
-from steercap.requests.captures import Captures
+from steercap.requests.captures import Captures, Coded
 from steercap.requests.fetching import fetch_all
 from steercap.requests.lifecycle import Found, Lifecycle, Stage
 
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
 INSTEAD: Final = "its rows have one owner; use handle.save(path), and CaptureHandle.load(path) where it is wanted"
 #: Lists within lists of handles: deeper ones contain themselves.
 DEEPEST: Final = 8
+#: Most that a whole pattern of attention takes, unless said otherwise: 32 heads and 1,400 tokens.
+PATTERN_BYTES: Final = 256 << 20
 #: A stage in one word; the two others are "released".
 _STATES: Final = {Stage.KEPT: "not fetched", Stage.COMING: "not fetched", Stage.HERE: "fetched"}
 
@@ -49,6 +56,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         messages: for `chat`, the span of positions of each message.
         directions: with `project=`, the names of what rows were projected on.
         marks: fingerprints of these directions, by layer; empty in files of older versions.
+        attention_rules: how layers weigh keys, of those whose queries and keys are captured.
         lifecycle: where the rows are.
     """
 
@@ -66,6 +74,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         messages: Sequence[MessageSpan] = (),
         directions: Sequence[str] = (),
         marks: Mapping[int, Sequence[Mark]] = MappingProxyType({}),
+        attention_rules: Mapping[int, AttentionRule] = MappingProxyType({}),
     ) -> None:
         self.request_id = request_id
         self.model = model
@@ -77,6 +86,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         self.num_layers = num_layers
         self.directions = tuple(directions)
         self.marks = {layer: tuple(known) for layer, known in marks.items()}
+        self.attention_rules = dict(attention_rules)
         self.lifecycle = lifecycle
 
     async def fetch(self) -> CaptureHandle:
@@ -109,6 +119,16 @@ class CaptureHandle(Unshared, instead=INSTEAD):
             CaptureReleased: after `release()`.
         """
         return self.lifecycle.require_here().captures
+
+    @property
+    def coded(self) -> Coded:
+        """With a lossy codec, the rows as they are kept, by layer or by (layer, site): codes and scales.
+
+        Raises:
+            CaptureNotFetched: before `fetch()`.
+            CaptureReleased: after `release()`.
+        """
+        return self.captures.coded
 
     @property
     def receipt(self) -> Receipt:
@@ -158,6 +178,64 @@ class CaptureHandle(Unshared, instead=INSTEAD):
             mask |= (positions >= span.start) & (positions < span.stop)
         return mask
 
+    def attention(self, layer: int, *, top: int = 8, tokens: Tokens | TokenSelection | None = None) -> AttentionSummary:
+        """Where each head of a layer looks, from each token: computed here, from captured `q` and `k`.
+
+        Args:
+            layer: which; its `q` and `k` must have been captured, of every token that is seen.
+            top: how many of the most strongly attended tokens to name.
+            tokens: from which tokens; by default from all that were captured.
+
+        Raises:
+            LayerOutOfRange: `q` or `k` of the layer was not captured.
+            InvalidSelection: `tokens` selects what was not captured, or the key of a token that it sees was not.
+            InvalidRequest: the model's attention is not understood, the rows are not what it read (reduced, projected,
+                kept as codes, or from before their edits), or `top` is not a number above 0.
+        """
+        count = index_of(top)
+        if count is None or count < 1:
+            raise InvalidRequest(f"top={shown(top)}; give a whole number above 0")
+        return summarised(self._attending(layer, tokens), count)
+
+    def attention_pattern(
+        self, layer: int, *, tokens: Tokens | TokenSelection | None = None, max_bytes: int = PATTERN_BYTES
+    ) -> torch.Tensor:
+        """All attention weights of a layer, computed here, from captured `q` and `k`; for short prompts.
+
+        Args:
+            layer, tokens: as for `attention`.
+            max_bytes: most that the result may take, 4 bytes a weight.
+
+        Returns:
+            float32 [heads, tokens, rows], a column for each of `positions`; rows sum to 1, or to less where the head
+            has a learned sink.
+
+        Raises:
+            LayerOutOfRange, InvalidSelection: as for `attention`.
+            InvalidRequest: as for `attention`, or the result would take more than `max_bytes`.
+        """
+        return pattern(self._attending(layer, tokens), max_bytes)
+
+    def _attending(self, layer: int, tokens: Tokens | TokenSelection | None) -> Attending:
+        queries, keys = self.captures[layer, "q"], self.captures[layer, "k"]
+        index = operator.index(layer) % self.num_layers
+        rule = self.attention_rules.get(index, AttentionRule(0.0, unknown="this handle was made without its rule"))
+        rule.understood(index)
+        at = slice(None) if tokens is None else self._rows(tokens)
+        return Attending(rule, queries[at], keys, self.positions[at], self.positions)
+
+    def _rows(self, tokens: Tokens | TokenSelection) -> torch.Tensor:
+        """Which of its rows a selection names: int64."""
+        selection, total = (
+            TokenSelection.parse(tokens),
+            len(self.prompt_token_ids) + max(len(self.output_token_ids) - 1, 0),
+        )
+        wanted = torch.from_numpy(selected(selection.ranges(len(self.prompt_token_ids), total), total).nonzero()[0])
+        lacking = wanted[~torch.isin(wanted, self.positions)]
+        if len(lacking):
+            raise InvalidSelection(f"tokens={selection}: no row of position {int(lacking[0])} was captured")
+        return torch.searchsorted(self.positions, wanted)
+
     def to_numpy(self) -> dict[Point, np.ndarray[Any, Any]]:
         """The rows as NumPy arrays; bfloat16, which NumPy lacks, becomes float32."""
         return {
@@ -185,9 +263,13 @@ class CaptureHandle(Unshared, instead=INSTEAD):
             steering=receipt.steering,
             directions=self.directions,
             marks=self.marks,
+            coding=next((rows.coding for rows in self.coded.values()), RAW),
+            schemas=tuple(rows.schema for rows in self.coded.values()),
+            attention_rules=self.attention_rules,
         )
+        rows = {point: self.captures.whole(point) for point in self.captures}
         labels = self.positions, self.token_ids, self.prompt_token_ids, self.output_token_ids
-        return files.write(files.Saved(header, self.captures, *labels), Path(path))
+        return files.write(files.Saved(header, rows, *labels), Path(path))
 
     @staticmethod
     def load(path: str | Path) -> CaptureHandle:
@@ -211,6 +293,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
             messages=header.messages,
             directions=header.directions,
             marks=header.marks,
+            attention_rules=header.attention_rules,
         )
 
     def release(self) -> None:

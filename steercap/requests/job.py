@@ -10,21 +10,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from steercap.core.attention import AttentionRule
 from steercap.core.chat import MessageSpan
+from steercap.core.coding import RAW
 from steercap.core.messages import Owner, Wanted
 from steercap.core.plan import Plan, compile_capture
-from steercap.core.program import SteeringPlan, identity
 from steercap.core.receipt import SteeringReceipt, check_edits
 from steercap.core.rows import rows_selected
 from steercap.core.spec import CaptureSpec, Point
-from steercap.core.tokens import Range, selected
-from steercap.encodings import check_codec
+from steercap.core.tokens import selected
 from steercap.errors import InvalidSpec, ModelClosed, SteeringNotApplied, first_error
+from steercap.requests.change import Change, Planned
 from steercap.requests.checks import Expected
 from steercap.requests.handle import CaptureHandle
 from steercap.requests.lifecycle import Lifecycle, Source
 from steercap.requests.sketching import RunningSketch, enter, joint_capture
-from steercap.steering.lowering import Lowered, scopes_of
+from steercap.steering.lowering import scopes_of
 from steercap.steering.projection import Projected
 
 if TYPE_CHECKING:
@@ -46,44 +47,6 @@ class Done(NamedTuple):
     output: RequestOutput
     handles: list[CaptureHandle] | None
     receipts: list[SteeringReceipt] | None
-
-
-@dataclass(frozen=True)
-class Change:
-    """One prompt's steering.
-
-    Args:
-        lowered: the edits.
-        scopes: positions of each token selection.
-        replaced: positions of each replacement.
-    """
-
-    lowered: Lowered
-    scopes: tuple[tuple[Range, ...], ...]
-    replaced: tuple[tuple[int, ...], ...]
-
-    def placed(self, slots: Mapping[bytes, int], epoch: int) -> SteeringPlan:
-        """What the workers are told of it.
-
-        Args:
-            slots: where each configuration is, by its digest.
-            epoch: see `identity`.
-        """
-        digest = self.lowered.digest
-        name = identity(digest, self.scopes, self.replaced, epoch)
-        return SteeringPlan(slots[digest], digest, name, self.scopes, self.replaced)
-
-
-class Planned(NamedTuple):
-    """What the workers shall do, complete.
-
-    Args:
-        plan: the plan, all that it names in its slot; None if nothing is kept or changed.
-        salt: what keys and values depend on besides the tokens, "" for nothing.
-    """
-
-    plan: Plan | None
-    salt: str
 
 
 @dataclass(frozen=True)
@@ -140,7 +103,7 @@ async def prepare(
     vllm = engine.vllm
     points: tuple[Point, ...] = ()
     indices: tuple[int, ...] = ()
-    projected = None
+    projected, coding = None, RAW
     hands_over = spec is not None
     if spec is not None and not isinstance(spec, CaptureSpec):
         raise InvalidSpec(f"capture={spec!r}; give a CaptureSpec, or capture_layers= for layers alone")
@@ -149,8 +112,8 @@ async def prepare(
     elif spec is not None:
         points, indices = engine.captured(spec)
     if spec is not None:
-        check_codec(spec.codec)
         projected = engine.projected(spec)
+        coding = engine.coding(spec)
     lowered = None if steering is None else engine.lowered(steering)
     sampling = vllm.sampling(params)
     rendered = await vllm.render(prompt)
@@ -162,6 +125,7 @@ async def prepare(
         capture = compile_capture(
             spec,
             indices,
+            coding,
             prompt_len=prompt_len,
             limit=limit,
             # Past a stop string the workers may go on any way; else as far as vLLM runs ahead, which they leave out.
@@ -369,9 +333,29 @@ def _handles(
             messages=job.spans + reply,
             directions=job.projected.names if job.projected else (),
             marks=job.projected.marks if job.projected else {},
+            attention_rules=_rules_of(job),
         )
         handles.append(handle)
     return handles
+
+
+def _rules_of(job: Job) -> Mapping[int, AttentionRule]:
+    """How the layers weigh keys of which a job captures queries and keys, as far as its rows are what they read."""
+    plan = job.plan.capture if job.plan else None
+    sites: dict[int, set[str]] = {}
+    for point in job.points:
+        sites.setdefault(point.layer, set()).add(point.site)
+    found = {layer: rule for layer, rule in job.engine.attention.items() if {"q", "k"} <= sites.get(layer, set())}
+    if plan is None:
+        return found
+    reasons = {
+        f"its rows are reduced, by {plan.reduce!r}": plan.reduce,
+        "its rows are projections": plan.projection,
+        f"its rows are kept as {plan.coding}, and weights of codes differ from the model's": plan.coding != RAW,
+        "its rows are those before the edits of their points": plan.before_edits and job.change,
+    }
+    unknown = "; ".join(reason for reason, holds in reasons.items() if holds)
+    return {layer: msgspec.structs.replace(rule, unknown=rule.unknown or unknown) for layer, rule in found.items()}
 
 
 def _pages_kept(job: Job, plan: Plan, generated: int) -> int:

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from steercap.core.coding import RAW
 from steercap.core.messages import Owner, Wanted
 from steercap.core.plan import CapturePlan, Plan
-from steercap.core.tokens import Range
+from steercap.core.tokens import Range, Tokens
 from steercap.edits.add import Add
 from steercap.errors import SteeringNotApplied, TapsNotInstalled
 from steercap.requests.job import Job, prepare, run_all
+from steercap.sites import SITES
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ async def _probe_reading(engine: Engine, number: int) -> Delivery:
     """One request that captures everything; gives its rows."""
     prompt = await engine.vllm.render(list(range(1, _PROMPT + 1)))
     rows = _PROMPT + _GENERATED - 1
-    capture = CapturePlan(tuple(engine.armed.values()), (Range(0, None),), reduce=None, codec="raw")
+    capture = CapturePlan(tuple(engine.armed.values()), (Range(0, None),), reduce=None, coding=RAW)
     plan = Plan(engine.new_key(), _PROMPT, limit=rows, capture=capture)
     ticket = await engine.admit(engine.pages_needed(capture, rows), call=probe, engine=number)
     params = engine.vllm.sampling({"max_tokens": _GENERATED, "min_tokens": _GENERATED, "temperature": 0.0})
@@ -75,7 +77,7 @@ def _check(engine: Engine, delivery: Delivery) -> None:
     armed = engine.vllm.points
     seen: set[int] = set()
     for point, shards in delivery.shards.items():
-        if not all(values.any() for values in shards):
+        if not all(isinstance(values, torch.Tensor) and values.any() for values in shards):
             raise TapsNotInstalled(f"the start-up probe read nothing but zeros at {armed[point]}")
         seen.add(point)
     missing = [str(armed[point]) for point in engine.armed.values() if point not in seen]
@@ -94,12 +96,15 @@ async def _probe_editing(engine: Engine, number: int, delivery: Delivery) -> Non
     for point, schema in engine.schemas.items():
         if schema.writable:
             # Of whole rows, which a rank that has a part of each cannot know.
-            norm = float(delivery.joined(delivery.shards[engine.armed[point]]).flatten(1).norm(dim=1).mean())
-            sizes[point] = norm / schema.width**0.5
+            rows = delivery.joined(delivery.shards[engine.armed[point]])
+            assert isinstance(rows, torch.Tensor), "the probe keeps rows bit for bit"
+            sizes[point] = float(rows.flatten(1).norm(dim=1).mean()) / schema.width**0.5
             vectors[point] = torch.randn(schema.width, generator=generator)
 
     def add(point: Point, scale: float) -> Add:
-        return Add(vectors[point], scale, layer=point.layer, site=point.site)
+        # What is added to every key alike leaves the softmax over them what it is.
+        tokens: Tokens = 0 if SITES[point.site].per_key_head else "all"
+        return Add(vectors[point], scale, layer=point.layer, site=point.site, tokens=tokens)
 
     silent = await _without_effect(engine, number, {point: add(point, sizes[point]) for point in vectors})
     loud = {point: add(point, 1.0) for point in silent if sizes[point] < 1}

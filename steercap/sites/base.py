@@ -30,10 +30,14 @@ class Sizes:
     Args:
         hidden: elements of the residual stream.
         head_dim: elements of an attention head.
+        kv_heads: heads of keys and values, on all ranks together.
+        ranks: of a tensor-parallel group.
     """
 
     hidden: int
     head_dim: int
+    kv_heads: int
+    ranks: int
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ class Site(ABC):
     before_keys: ClassVar[bool] = False
     #: Whether its rows can be changed.
     writable: ClassVar[bool] = True
+    #: Whether a row has a part for each head of keys, of which there may be fewer than tensor-parallel ranks.
+    per_key_head: ClassVar[bool] = False
 
     @abstractmethod
     def exists(self, family: Family, config: Any, layer: int) -> bool:
@@ -122,8 +128,10 @@ def output_tap(  # noqa: PLR0917 -- where, and what
     return module.register_forward_hook(hook)
 
 
-def input_tap(layer: nn.Module, path: str, name: str, tap: Tap, family: Family) -> RemovableHandle:
-    """Tap the first argument of the submodule `path` of `layer`; arguments as for `output_tap`."""
+def input_tap(  # noqa: PLR0917 -- where, and what
+    layer: nn.Module, path: str, name: str, tap: Tap, family: Family, argument: int = 0
+) -> RemovableHandle:
+    """Tap an argument of the submodule `path` of `layer`, the first unless said; the rest as for `output_tap`."""
     from steercap.kernels.tap import tap as operator
 
     module = layer.get_submodule(path)
@@ -132,7 +140,7 @@ def input_tap(layer: nn.Module, path: str, name: str, tap: Tap, family: Family) 
     see, kind = family.see, tap.kind
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        operator(see(args[0] if args else next(iter(kwargs.values()))), None, getattr(module, buffer), kind)
+        operator(see((*args, *kwargs.values())[argument]), None, getattr(module, buffer), kind)
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 

@@ -93,7 +93,7 @@ def compile_projection(
     digest = configuration.digest
     lowered = Lowered(configuration, digest, {blob.digest: data}, (), (), changes_kv=False)
     marks = {point.layer: marks_of(units.at(point.layer)) for point in points}
-    return Projected(lowered, Projection(NONE, digest, len(directions)), tuple(points), tuple(directions), marks)
+    return Projected(lowered, Projection(NONE, digest), tuple(points), tuple(directions), marks)
 
 
 def _directions(spec: CaptureSpec) -> DirectionSet:

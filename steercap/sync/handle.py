@@ -14,6 +14,7 @@ from steercap.sync.loop import LoopThread
 if TYPE_CHECKING:
     import torch
 
+    from steercap.core.attention import AttentionRule
     from steercap.core.chat import MessageSpan
     from steercap.core.receipt import Receipt
     from steercap.requests.captures import Captures
@@ -40,6 +41,7 @@ class CaptureHandle(Unshared, instead=handles.INSTEAD):
     num_layers: int
     directions: tuple[str, ...]
     marks: dict[int, tuple[Mark, ...]]
+    attention_rules: dict[int, AttentionRule]
     lifecycle: Lifecycle
     fetched: bool
     captures: Captures

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,15 +64,34 @@ class Reference:
         """
         found: dict[Point, torch.Tensor] = {}
         layers = self.model.get_submodule(self.family.layers)
-        with self._hooked, ExitStack() as hooks, torch.inference_mode():
+        with self._changed(steering, prompt_len) as hooks:
             for layer, rows in (inputs or {}).items():
                 hooks.callback(layers[layer].register_forward_pre_hook(_replace(rows), with_kwargs=True).remove)
-            for point, change in _changes(steering, prompt_len, len(layers)):
-                hooks.callback(_change(layers[point.layer], self.family, point, change).remove)
             for point in points:
                 hooks.callback(_keep(layers[point.layer], self.family, point, found).remove)
             self.model(torch.tensor([list(token_ids)]), use_cache=False)
         return found
+
+    def attention(
+        self, token_ids: Sequence[int], *, steering: SteeringSpec | None = None, prompt_len: int = 0
+    ) -> list[torch.Tensor]:
+        """The attention weights of each layer, as transformers gives them: [heads, tokens, tokens], in float32.
+
+        Args:
+            token_ids, steering, prompt_len: as for `rows`.
+        """
+        with self._changed(steering, prompt_len):
+            found = self.model(torch.tensor([list(token_ids)]), use_cache=False, output_attentions=True).attentions
+        return [weights[0].float() for weights in found]
+
+    @contextmanager
+    def _changed(self, steering: SteeringSpec | None, prompt_len: int) -> Iterator[ExitStack]:
+        """Make edits in every pass within, and remove the hooks that the caller enters."""
+        layers = self.model.get_submodule(self.family.layers)
+        with self._hooked, ExitStack() as hooks, torch.inference_mode():
+            for point, change in _changes(steering, prompt_len, len(layers)):
+                hooks.callback(_change(layers[point.layer], self.family, point, change).remove)
+            yield hooks
 
 
 def _changes(

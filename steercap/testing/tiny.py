@@ -18,14 +18,19 @@ INIT_STD: Final = 0.15
 SEED: Final = 20260
 
 
-def tiny_checkpoint(family: str) -> Path:
+def tiny_checkpoint(family: str, **changes: Any) -> Path:
     """A random float32 checkpoint of one family, 4 layers × 128, with a byte-level tokenizer.
+
+    Args:
+        family: which.
+        **changes: of its configuration.
 
     Raises:
         UnknownName: no such family.
     """
-    tiny = json.dumps([dict(FAMILIES[family].tiny), INIT_STD, SEED], sort_keys=True)
-    return cached(f"tiny-{family}-{hashlib.sha256(tiny.encode()).hexdigest()[:8]}", partial(_write, family))
+    settings = {**FAMILIES[family].tiny, **changes}
+    tiny = json.dumps([settings, INIT_STD, SEED], sort_keys=True)
+    return cached(f"tiny-{family}-{hashlib.sha256(tiny.encode()).hexdigest()[:8]}", partial(_write, settings))
 
 
 def tiny_sites(family: str) -> tuple[str, ...]:
@@ -38,15 +43,14 @@ def tiny_sites(family: str) -> tuple[str, ...]:
     return tuple(name for name, site in SITES.items() if any(site.exists(FAMILIES[family], config, i) for i in layers))
 
 
-def _write(family: str, folder: Path) -> None:
+def _write(settings: dict[str, Any], folder: Path) -> None:
     import torch
 
     with extra("cuda", "cpu"):
         from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = dict(FAMILIES[family].tiny)
     special = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
-    config = AutoConfig.for_model(settings.pop("model_type"), **settings, **special)
+    config = AutoConfig.for_model(**settings, **special)
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -22,7 +22,9 @@ from steercap.core.messages import LineRange, Parcel
 from steercap.core.records import LINE_BYTES
 from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
-from steercap.encodings import ENCODINGS
+from steercap.encodings import ENCODINGS, record_of
+from steercap.encodings.base import Codec
+from steercap.encodings.coded import CodedRows
 from steercap.errors import CaptureIncomplete
 from steercap.transport.reader import Readable
 
@@ -39,16 +41,17 @@ class Assembly:
         parcel: what the lines hold.
         schemas: of its points.
         source: the parcel's lines.
+        shard: of the worker among those that have a part of the same rows.
 
     Raises:
         CaptureIncomplete: the lines do not hold the records that the parcel says.
     """
 
-    def __init__(self, parcel: Parcel, schemas: Sequence[PointSchema], source: Readable) -> None:
-        self._parcel = parcel
+    def __init__(self, parcel: Parcel, schemas: Sequence[PointSchema], source: Readable, shard: int = 0) -> None:
+        self._parcel, self._shard = parcel, shard
         self._schemas = tuple(schemas)
-        self._encoding = ENCODINGS[parcel.encoding]
-        self._shape = self._encoding.record(self._schemas, parcel.numbers)
+        self._encoding = ENCODINGS[parcel.coding.encoding]
+        self._shape = self._encoding.record(self._schemas, parcel.coding)
         # Whole lines are gathered, so that pieces are never small; the encoding has them to itself.
         self._padded = tuple(-(-size // LINE_BYTES) * LINE_BYTES for size in self._shape.sizes)
         self._whole = self._encoding.align < LINE_BYTES or min(self._shape.sizes, default=0) < SMALL_BYTES
@@ -86,10 +89,10 @@ class Assembly:
         # `clip`, since indices are checked, and `raise` would go through a buffer.
         np.take(self._source, self._indices[part], axis=0, out=self._result[part], mode="clip")
 
-    def rows(self) -> list[torch.Tensor]:
+    def rows(self) -> list[torch.Tensor | CodedRows]:
         """The rows of every point, in memory of their own, once all parts are filled: [rows, *shard shape] each.
 
-        Of rows that were projected, [rows, directions].
+        Of rows that were projected, [rows, directions]; of those in a lossy codec, its codes.
         """
         rows, flat = self._parcel.stored_rows, torch.from_numpy(self._result).view(-1)
         found, first = [], 0
@@ -100,30 +103,41 @@ class Assembly:
             else:
                 stored = flat[first : first + rows * padded].view(rows, padded)[:, :size]
                 first += rows * padded
-            found.append(self._encoding.decode(stored.contiguous(), schema, self._parcel.numbers))
+            found.append(self._kept(stored.contiguous(), schema))
         return found
+
+    def _kept(self, stored: torch.Tensor, schema: PointSchema) -> torch.Tensor | CodedRows:
+        """The rows of a point, uint8 [rows, row bytes], as the client keeps them."""
+        coding = self._parcel.coding
+        if isinstance(self._encoding, Codec):
+            shard = self._shard if schema.shards > 1 else None
+            return CodedRows(coding, schema, self._encoding.parts(stored, schema, coding), shard)
+        return self._encoding.decode(stored, schema, coding)
 
 
 def parcel_bytes(parcel: Parcel, schemas: Sequence[PointSchema]) -> int:
     """Bytes of a parcel's rows, as they are stored."""
-    return parcel.stored_rows * sum(ENCODINGS[parcel.encoding].record(schemas, parcel.numbers).sizes)
+    return parcel.stored_rows * sum(record_of(schemas, parcel.coding).sizes)
 
 
-def assemble(parcel: Parcel, schemas: Sequence[PointSchema], source: Readable) -> list[torch.Tensor]:
+def assemble(
+    parcel: Parcel, schemas: Sequence[PointSchema], source: Readable, shard: int = 0
+) -> list[torch.Tensor | CodedRows]:
     """Gather the records of a parcel here and now.
 
     Args:
         parcel: what the lines hold.
         schemas: of its points.
         source: the parcel's lines.
+        shard: as for `Assembly`.
 
     Returns:
-        The rows of every point, in memory of their own: [rows, *shard shape] each.
+        As of `Assembly.rows`.
 
     Raises:
         CaptureIncomplete: the lines do not hold the records that the parcel says.
     """
-    assembly = Assembly(parcel, schemas, source)
+    assembly = Assembly(parcel, schemas, source, shard)
     for part in assembly.parts:
         assembly.fill(part)
     return assembly.rows()

@@ -12,10 +12,11 @@ from typing import Final
 
 import numpy as np
 
+from steercap.core.coding import RAW, Coding
 from steercap.core.program import NONE
 from steercap.core.records import LINE_BYTES, RecordShape
 from steercap.core.schema import PointSchema
-from steercap.encodings import ENCODINGS
+from steercap.encodings import record_of
 from steercap.kernels.bits import weight
 
 #: Layouts in use at once; requests that run rarely have more than a few.
@@ -27,14 +28,12 @@ class Form:
     """How rows are stored.
 
     Args:
-        encoding: its name in `ENCODINGS`.
-        numbers: how many numbers stand for a row, where the encoding leaves that open.
-        slot: of the directions that rows are projected on, NONE where there are none.
+        coding: the encoding.
+        slot: of the vectors that it needs, such as directions, NONE where it needs none.
         before_edits: whether rows are those before the edits of their point.
     """
 
-    encoding: str = "raw"
-    numbers: int = 0
+    coding: Coding = RAW
     slot: int = NONE
     before_edits: bool = False
 
@@ -131,12 +130,12 @@ class Layouts:
 
     def _write(self, number: int, points: tuple[int, ...], form: Form) -> Layout:
         schemas = self.schemas(points)
-        raw = ENCODINGS["raw"].record(schemas)
-        stored = ENCODINGS[form.encoding].record(schemas, form.numbers)
+        raw = record_of(schemas)
+        stored = record_of(schemas, form.coding)
         lines = {point: offset // LINE_BYTES for point, offset in zip(points, raw.offsets, strict=True)}
         self.offsets[number] = [lines.get(point, NONE) for point in self._local]
         self.raw_lines[number], self.lines[number] = raw.lines, stored.lines
-        self.before[number], self.encoded[number] = form.before_edits, form.encoding != "raw"
+        self.before[number], self.encoded[number] = form.before_edits, form.coding != RAW
         locals_ = tuple(local for local, point in enumerate(self._local) if point in lines)
         self.evidence[number] = sum(map(weight, locals_))
         self.fresh[number] = None

@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from steercap.core.coding import REDUCED
 from steercap.core.messages import LineRange, Owner, Parcel
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
 from steercap.core.rows import Ints, Places, ranks, rows_selected, runs
 from steercap.core.spec import Reduction
-from steercap.encodings import ENCODINGS
+from steercap.encodings import record_of
 from steercap.worker.arena import Arena
 from steercap.worker.layouts import Form, Layouts
 from steercap.worker.reduce import record_blocks, reduce_rows, rows_of
@@ -163,18 +164,17 @@ class Outbox(ABC):
         """
         rows = len(rows_selected(self.capture.ranges, self.limit, total))
         positions, token_ids = (labels[:rows] for labels in self._reduced or self._labels(rows))
-        stored, encoding = range(first, rows), self.capture.encoding
+        stored, coding = range(first, rows), self.capture.coding
         failure = self.failure or self._missing(positions)
         if self.capture.reduce:
-            stored, encoding = range(min(rows, 1)), "reduced"
+            stored, coding = range(min(rows, 1)), REDUCED
             if rows and self._points and not failure and self._reduced is None:
                 self._reduce(self.capture.reduce, rows, total)
                 self._reduced = positions, token_ids
                 failure = self.failure
         return Parcel(
             owner=self.owner,
-            encoding=encoding,
-            numbers=self.capture.numbers,
+            coding=coding,
             points=self._points,
             lines=tuple(self._line_ranges(stored)) if not failure else (),
             stored_rows=len(stored),
@@ -200,7 +200,7 @@ class Outbox(ABC):
         ranges = self._places.ranges(stored)
         if not self.capture.reduce:
             return ranges
-        lines = ENCODINGS["reduced"].record(self._schemas).lines
+        lines = record_of(self._schemas, REDUCED).lines
         return (LineRange(one.start, lines) for one in ranges)
 
     def _reach(self, rows: int) -> bool:
@@ -292,4 +292,4 @@ class RowsOutbox(Outbox):
 
 def _form(capture: CapturePlan) -> Form:
     slot = NONE if capture.projection is None else capture.projection.slot
-    return Form(capture.encoding, capture.numbers, slot, capture.before_edits)
+    return Form(capture.coding, slot, capture.before_edits)

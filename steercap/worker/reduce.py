@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from jaxtyping import Float
 
+from steercap.core.coding import RAW, REDUCED
 from steercap.core.messages import LineRange
 from steercap.core.records import LINE_BYTES
 from steercap.core.schema import PointSchema
@@ -86,12 +87,12 @@ def rows_of(records: torch.Tensor, layout: Layout, schemas: Sequence[PointSchema
     """The rows of each point in raw records, uint8 [records, bytes]: [records, shard width] each."""
     for schema, offset, size in zip(schemas, layout.raw.offsets, layout.raw.sizes, strict=True):
         stored = records[:, offset : offset + size]
-        yield ENCODINGS["raw"].decode(stored.contiguous(), schema, 0).flatten(1)
+        yield ENCODINGS["raw"].decode(stored.contiguous(), schema, RAW).flatten(1)
 
 
 def write_reduced(arena: Arena, line: int, schemas: Sequence[PointSchema], rows: Sequence[torch.Tensor]) -> None:
     """Put one float32 row per point at a line, as `encodings.reduced` lays them out."""
     encoding = ENCODINGS["reduced"]
-    offsets = encoding.record(schemas).offsets
+    offsets = encoding.record(schemas, REDUCED).offsets
     for schema, offset, row in zip(schemas, offsets, rows, strict=True):
-        arena.write(line, encoding.encode(row[None], schema, None)[0], offset)
+        arena.write(line, encoding.encode(row[None], schema, REDUCED, None)[0], offset)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from steercap.core.coding import REDUCED
 from steercap.core.messages import Owner
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
@@ -125,10 +126,10 @@ class ReducingOutbox(Outbox):
     def _reduced_rows(self, line: int) -> list[torch.Tensor]:
         """What was spilled of the accumulator itself: float32 [shard width] each."""
         encoding = ENCODINGS["reduced"]
-        shape = encoding.record(self._schemas)
+        shape = encoding.record(self._schemas, REDUCED)
         stored = self._arena.read(line, 1, shape.lines)
         return [
-            encoding.decode(stored[:, offset : offset + size].contiguous(), schema, 0).flatten()
+            encoding.decode(stored[:, offset : offset + size].contiguous(), schema, REDUCED).flatten()
             for schema, offset, size in zip(self._schemas, shape.offsets, shape.sizes, strict=True)
         ]
 

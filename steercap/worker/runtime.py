@@ -6,13 +6,15 @@ A runner adapter drives it; it knows nothing of vLLM.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
 import numpy as np
 import torch
 
+from steercap.core.attention import AttentionRule
 from steercap.core.messages import (
     Answer,
     Attach,
@@ -45,7 +47,7 @@ from steercap.core.messages import (
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
 from steercap.core.rows import Ints, page_shape
-from steercap.encodings import ENCODINGS
+from steercap.encodings import record_of
 from steercap.encodings.base import dtype_of
 from steercap.errors import SteercapError, WorkerFailure
 from steercap.kernels.finite import edited_most
@@ -69,15 +71,23 @@ class Runtime:
         taps: the tables behind this rank's taps.
         armed: names of the points that the whole engine arms.
         device: where the model computes.
+        attention: how the layers whose queries and keys are armed weigh keys.
     """
 
-    def __init__(self, taps: Taps, armed: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self,
+        taps: Taps,
+        armed: Sequence[str],
+        device: torch.device,
+        attention: Mapping[int, AttentionRule] = MappingProxyType({}),
+    ) -> None:
         self.taps = taps
+        self._attention = dict(attention)
         self._names = tuple(armed[point] for point in taps.points)
         self.device = device
         self.captures = taps.installed.captures
         schemas = [one for one, keeps in zip(taps.schemas, taps.installed.kept, strict=True) if keeps]
-        self._shape = page_shape(max(ENCODINGS["raw"].record(schemas).lines, 1))
+        self._shape = page_shape(max(record_of(schemas).lines, 1))
         self._arena: Arena | None = None
         # Ranks of a tensor-parallel group edit the same rows, or parts of them: the first counts them.
         self._steering = Steering(taps, primary=taps.installed.shard == 0)
@@ -287,6 +297,7 @@ class Runtime:
             held=self.taps.accumulators.held,
             path=self._arena.segment.path,
             nonce=self._arena.segment.nonce,
+            attention=self._attention,
         )
 
     def _release(self, owners: Sequence[Owner]) -> None:

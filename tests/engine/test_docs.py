@@ -7,14 +7,17 @@ import inspect
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from conftest import opened
 from docs_pages import ROOT, Block, blocks, is_cheap, model_of, pages, steercap_commands
 from typer.testing import CliRunner
 
 from steercap import SteerModel
 from steercap.cli.app import app
+from steercap.testing import smollm2
 from steercap.vectors import extract
 
 PAGES = [page for page in pages() if model_of(page)]
@@ -39,6 +42,19 @@ async def test_the_blocks_of_a_page_run(page: Path, smol: SteerModel, tmp_path, 
 async def test_the_blocks_of_a_page_about_sites_run(page: Path, tiny: SteerModel, tmp_path, monkeypatch) -> None:
     """The same with an engine whose sites are all armed."""
     await read(page, tiny, tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+async def heads() -> AsyncIterator[SteerModel]:
+    """SmolLM2 with taps where attention reads."""
+    async with opened(smollm2(), preset="cpu", sites=("q", "k")) as model:
+        yield model
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if model_of(page) == "heads"], ids=lambda page: page.name)
+async def test_the_blocks_of_a_page_about_attention_run(page: Path, heads: SteerModel, tmp_path, monkeypatch) -> None:
+    """The same with one that has queries and keys."""
+    await read(page, heads, tmp_path, monkeypatch)
 
 
 async def read(page: Path, model: SteerModel, folder: Path, monkeypatch) -> None:

@@ -9,11 +9,12 @@ import pytest
 from conftest import opened
 from transformers import AutoConfig
 
-from steercap import CaptureSpec, SteerModel
+from steercap import CaptureSpec, Point, SteerModel
 from steercap.families import FAMILIES
 from steercap.sites import SITES
 from steercap.testing import Reference, tiny_checkpoint
 from steercap.testing.agreement import adds_up, edits_agree, places_of, rows_agree
+from steercap.testing.attention import attention_agrees
 from steercap.testing.rows import GREEDY, MAX_ERROR, TINY_ENGINE, hold, random_prompt
 from steercap.testing.specs import OPERATIONS, VARIANTS, spec
 from steercap.testing.tiny import tiny_sites
@@ -49,6 +50,29 @@ async def test_the_stream_is_the_sum_of_what_the_blocks_add(served, record_prope
     difference = await adds_up(model)
     record_property(f"{family} sum", f"{difference:.1e}")
     assert difference < MAX_ERROR
+
+
+#: head_dim^-0.5, and Gemma's query_pre_attn_scalar^-0.5.
+SCALES = {"gemma2": 256**-0.5, "gemma3": 256**-0.5}
+#: Which layers of a tiny model see 24 tokens alone.
+WINDOWS = {"mistral": (24,) * 4, "gemma2": (24, None) * 2, "gemma3": (24, None) * 2}
+
+
+async def test_attention_is_that_of_transformers(served, record_property) -> None:
+    """Weights computed of captured queries and keys are those of `output_attentions`, clean and steered, beyond every
+    window; and keys and values of the last layer are cached with their edits, its queries are not.
+    """
+    family, model, reference = served
+    if not FAMILIES[family].attention:
+        assert not {"q", "k", "v"} & {point.site for point in model.points}
+        return
+    rules = model.serving.opened().attention
+    assert [rules[layer].window for layer in range(4)] == list(WINDOWS.get(family, (None,) * 4))
+    assert all(rule.scale == pytest.approx(SCALES.get(family, 32**-0.5)) for rule in rules.values())
+    assert {rule.soft_cap for rule in rules.values()} == {50.0 if family == "gemma2" else None}
+    record_property(f"{family} attention", f"{await attention_agrees(model, reference):.1e}")
+    last = {site: model.points[Point(3, site)].changes_kv for site in ("q", "k", "v", "z")}
+    assert last == {"q": False, "k": True, "v": True, "z": False}
 
 
 def test_a_router_and_neurons_are_where_the_model_has_them() -> None:

@@ -12,6 +12,8 @@ from steercap import CaptureSpec, Point, errors
 from steercap.core.schema import PointSchema
 from steercap.testing import tiny_checkpoint
 from steercap.testing.agreement import projections_agree, shards_agree, workers_agree
+from steercap.testing.attention import attention_agrees
+from steercap.testing.codecs import codecs_agree, coded_rows, same_codes
 from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, hold, points, random_prompt, settled
 from steercap.testing.sketching import rows_by_point, sketches_agree
 from steercap.testing.specs import spec
@@ -29,24 +31,27 @@ def one_core_each(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
-async def test_two_workers_give_the_rows_of_transformers(layout, tiny_reference) -> None:
+async def test_two_workers_give_the_rows_of_transformers(layout, tiny, tiny_reference) -> None:
     """Tensor parallel: one rank captures the full rows, both edit. Pipeline parallel: each stage captures and edits its
-    layers, and projects their rows; the client merges rows and receipts.
+    layers, and projects their rows; the client merges rows and receipts. In codecs they are those of one worker.
     """
     async with opened(tiny_checkpoint("qwen3"), sites=ALL_SITES, **TINY_ENGINE, **{layout: 2}) as model:
         _, handles = await workers_agree(model, tiny_reference)
         await projections_agree(model)
         await sketches_agree(model)
+        assert all(share <= 1 for share in (await codecs_agree(model)).values())
+        assert same_codes(await coded_rows(model, ALL_SITES), await coded_rows(tiny, ALL_SITES)) > 0.99
         assert await settled(model) == (0, 0, 0)
         assert len(model.serving.engine._all_ranks) == (1 if layout.startswith("tensor") else 2)
     assert set(handles[0].captures) == set(points(range(4), *ALL_SITES))
 
 
 async def test_split_points_are_joined_from_the_ranks_that_have_them(tiny_reference) -> None:
-    """neurons and z at tensor parallel 2: each rank keeps and edits its shard, and the client joins them."""
-    sites = ("resid_post", "neurons", "z")
+    """neurons and heads at tensor parallel 2: each rank keeps and edits its shard, and the client joins them."""
+    sites = ("resid_post", "neurons", "q", "k", "v", "z")
     async with opened(tiny_checkpoint("qwen3"), sites=sites, **TINY_ENGINE, tensor_parallel_size=2) as model:
         assert model.points[Point(2, "z")] == PointSchema((4, 32), "float32", shards=2)
+        assert model.points[Point(2, "k")] == PointSchema((2, 32), "float32", shards=2)
         await shards_agree(model, tiny_reference)
         with pytest.raises(errors.PointSplit, match=r"z\[0\] are split over 2 ranks.*'variances'"):
             async with model.sketch("moments", sites="z"):
@@ -58,6 +63,8 @@ async def test_split_points_are_joined_from_the_ranks_that_have_them(tiny_refere
         for point, rows in rows_by_point([handle]).items():
             torch.testing.assert_close(found.mean(*point), rows.mean(0))
             torch.testing.assert_close(found.variance(*point), rows.var(0))
+        assert all(share <= 1 for share in (await codecs_agree(model)).values())
+        await attention_agrees(model, tiny_reference)
         assert await settled(model) == (0, 0, 0)
         assert len(model.serving.opened()._all_ranks) == 2
 

@@ -8,6 +8,7 @@ import torch
 from workers import CUDA, KINDS, batch, device_of, known_schemas, rows_of, some_runtime, tap
 
 from steercap import Add, SteeringSpec
+from steercap.core.coding import RAW
 from steercap.core.messages import (
     Attach,
     Call,
@@ -104,7 +105,7 @@ class Engine:
             scopes, replaced = scopes_of(self.ready, request.prompt, LIMIT)
             steering = SteeringPlan(0, self.ready.configuration.digest, b"", scopes, replaced)
         capture = CapturePlan(
-            request.points, request.ranges, request.reduce, "raw", before_edits=request.before_edits, accumulates=True
+            request.points, request.ranges, request.reduce, RAW, before_edits=request.before_edits, accumulates=True
         )
         plan = Plan(request.key, request.prompt, LIMIT, capture=capture, steering=steering)
         self.runtime.register(request.key, plan.encode(), 0)
@@ -237,7 +238,7 @@ def test_one_owner_twice_is_finished_once(kind) -> None:
     engine = Engine(kind, 0, 0, 0)
     request = Request(engine.rng, 0)
     request.key, request.done, request.total = "r", 4, 4
-    capture = CapturePlan((0,), (Range(0, None),), "mean", "raw", accumulates=True)
+    capture = CapturePlan((0,), (Range(0, None),), "mean", RAW, accumulates=True)
     engine.runtime.register("r", Plan("r", 4, LIMIT, capture=capture).encode(), 0)
     engine.step([(request, 0, 4)])
     wanted = Wanted(Owner("r", 0), 4)
@@ -260,7 +261,7 @@ def test_late_rows_of_a_cancelled_request_do_not_land_on_a_spilled_accumulator(k
         request.key, request.done, request.total = name, 12, 12
     for name, request in requests.items():
         reduce = None if name == "a" else "sum"
-        capture = CapturePlan((0, 1), (Range(0, None),), reduce, "raw", accumulates=name != "a")
+        capture = CapturePlan((0, 1), (Range(0, None),), reduce, RAW, accumulates=name != "a")
         engine.runtime.taps.accumulators._free[1:] = []  # as if there were one
         engine.runtime.register(name, Plan(name, 12, LIMIT, capture=capture).encode(), 0)
         if name != "c":
@@ -277,7 +278,7 @@ def test_late_rows_of_a_cancelled_request_do_not_land_on_a_spilled_accumulator(k
 def test_rows_added_past_the_end_are_an_error(kind) -> None:
     """A client that names an end further back than vLLM can run ahead gets no plausible mean."""
     engine = Engine(kind, 0, 0, 1)
-    capture = CapturePlan((0,), (Range(0, None),), "mean", "raw", accumulates=True)
+    capture = CapturePlan((0,), (Range(0, None),), "mean", RAW, accumulates=True)
     engine.runtime.register("r", Plan("r", 4, LIMIT, capture=capture).encode(), 0)
     request = Request(engine.rng, 0)
     request.key = "r"
@@ -295,7 +296,7 @@ def test_what_cannot_be_held_is_an_error(kind) -> None:
     """More of the newest rows than there is room for: which of them stay cannot be known, and all are refused."""
     engine = Engine(kind, 0, 0, 1)
     engine.runtime.taps.accumulators.lag = 3
-    capture = CapturePlan((0,), (Range(0, None),), "sum", "raw", accumulates=True)
+    capture = CapturePlan((0,), (Range(0, None),), "sum", RAW, accumulates=True)
     engine.runtime.register("r", Plan("r", 4, LIMIT, capture=capture).encode(), 0)
     request = Request(engine.rng, 0)
     request.key = "r"

@@ -118,8 +118,8 @@ def test_each_workload_has_the_modes_it_can_tell_apart() -> None:
 def test_neurons_are_armed_where_they_are_asked_for_alone() -> None:
     """What the default modes cost is not changed by a site that only one more mode needs."""
     assert sites_for(MODES) == sites_for([CONTROL, "idle"]) == ["resid_post"]
-    assert sites_for(["idle", NEURONS]) == ["neurons"]
-    assert sites_for([*MODES, NEURONS]) == ["neurons", "resid_post"]
+    assert sites_for(["idle", *NEURONS]) == ["neurons"]
+    assert sites_for([*MODES, *NEURONS]) == ["neurons", "resid_post"]
     assert (SHAPES["qwen3-8b"].row_bytes("neurons"), SHAPES["qwen3-8b"].row_bytes("resid_post")) == (884_736, 294_912)
 
 

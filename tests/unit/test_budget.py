@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from steercap.config import Settings
 from steercap.core.budget import Budget, Ticket
+from steercap.core.coding import RAW
 from steercap.engine.admission import Admission
 from steercap.errors import CaptureMemoryFull
 
@@ -130,7 +131,7 @@ def test_a_finished_request_pays_for_what_ran_past_its_end() -> None:
     def kept(generated: int, overshoot: int, stop: list[str] | None = None) -> int:
         engine = SimpleNamespace(vllm=SimpleNamespace(overshoot=overshoot), pages_needed=lambda _plan, rows: rows)
         job = SimpleNamespace(engine=engine, params=SimpleNamespace(stop=stop))
-        plan = Plan("r", 10, 20, capture=CapturePlan((0,), (Range(0, None),), None, "raw"))
+        plan = Plan("r", 10, 20, capture=CapturePlan((0,), (Range(0, None),), None, RAW))
         return _pages_kept(job, plan, generated)
 
     assert [kept(3, 0), kept(3, 1), kept(3, 4), kept(11, 4)] == [12, 13, 16, 20]

@@ -14,6 +14,7 @@ from workers import batch, some_runtime, tap
 
 from steercap import CaptureSpec
 from steercap.config import Settings
+from steercap.core.coding import RAW
 from steercap.core.messages import Owner, Read, Wanted, decode_call
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import SteeringPlan, identity
@@ -29,7 +30,7 @@ from steercap.steering.lowering import scopes_of
 from steercap.steering.spec import SteeringSpec
 
 ENGINES, STAGES, POINTS, WIDTH = 2, 2, 4, 16
-ALL = CapturePlan(tuple(range(POINTS)), (Range(0, None),), None, "raw")
+ALL = CapturePlan(tuple(range(POINTS)), (Range(0, None),), None, RAW)
 SPEC = SteeringSpec([Add(torch.ones(WIDTH), layers="all")])
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from steercap.core.coding import RAW, REDUCED, Coding
 from steercap.core.messages import Attached, LineRange, Owner, Parcel, Unknown
 from steercap.core.records import LINE_BYTES
 from steercap.core.schema import PointSchema
@@ -59,11 +60,11 @@ def rank(index: int = 0, of: LineReader | None = None) -> Rank:
     return Rank(index, attached(), of or ArenaReader())
 
 
-def parcel(name: str, points: int, ranges, rows: int, encoding: str = "raw") -> Parcel:
+def parcel(name: str, points: int, ranges, rows: int, coding: Coding = RAW) -> Parcel:
     """Ranges are given in rows of the arena."""
     labels = np.arange(rows).tobytes()
     lines = tuple(LineRange(start * ROW, count * ROW) for start, count in ranges)
-    return Parcel(Owner(name, 0), encoding, 0, tuple(range(points)), lines, rows, labels, labels, rows, None)
+    return Parcel(Owner(name, 0), coding, tuple(range(points)), lines, rows, labels, labels, rows, None)
 
 
 def paged(name: str, points: int, rows: int, seed: int) -> Parcel:
@@ -125,7 +126,7 @@ async def test_rows_come_bit_for_bit(threads, part_bytes, monkeypatch) -> None:
     """Any points, pages anywhere, in one part or many, many requests at once: the bytes of the arena, each in its place."""
     monkeypatch.setattr(assemble, "PART_BYTES", part_bytes)
     asked = [paged(f"r{seed}", 1 + seed % 7, 1 + 37 * seed % 150, seed) for seed in range(40)]
-    asked.append(parcel("pairs", 3, [(10, 6), (700, 6)], 2, "reduced"))  # float32 rows take twice the lines
+    asked.append(parcel("pairs", 3, [(10, 6), (700, 6)], 2, REDUCED))  # float32 rows take twice the lines
     asked.append(parcel("none", 3, [], 0))
     monkeypatch.setattr("steercap.engine.fetching.THREAD_BYTES", 20_000)  # both ways
     async with fetcher(threads) as made:
@@ -133,7 +134,7 @@ async def test_rows_come_bit_for_bit(threads, part_bytes, monkeypatch) -> None:
     for one, delivery in zip(asked, deliveries, strict=True):
         assert delivery.failure is None
         rows = stacked(delivery)
-        assert rows.dtype == (torch.float32 if one.encoding == "reduced" else torch.bfloat16)
+        assert rows.dtype == (torch.float32 if one.coding == REDUCED else torch.bfloat16)
         assert rows.shape == (len(one.points), one.stored_rows, WIDTH)
         if one.stored_rows:
             assert torch.equal(rows.view(torch.uint8), by_hand(one))

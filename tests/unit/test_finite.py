@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workers import KINDS, batch, device_of, some_runtime, tap
 
+from steercap.core.coding import RAW
 from steercap.core.messages import (
     Attach,
     Call,
@@ -167,7 +168,7 @@ def test_float16_rows_are_looked_at_again_at_every_point(kind, dtype) -> None:
 def test_a_kept_row_that_is_not_finite_is_named(kind, dtype, before, reduce, accumulates) -> None:
     """The first position with such a row, and its first point; of another request, and past the end, nothing is said."""
     bench = Bench(kind, dtype)
-    plan = CapturePlan((0, 1, 2), (Range(0, None),), reduce, "raw", before, accumulates)
+    plan = CapturePlan((0, 1, 2), (Range(0, None),), reduce, RAW, before, accumulates)
     for key in ("r0", "r1"):
         bench.register(key, plan)
     points = [rows_of(dtype, 2, deferred=True, seed=point) for point in range(POINTS)]

@@ -33,7 +33,7 @@ from steercap.core.receipt import Receipt
 from steercap.core.spec import Point, check_armed, existing
 from steercap.edits.cap import Cap
 from steercap.edits.low_rank import LowRank
-from steercap.encodings import ENCODINGS
+from steercap.encodings import ENCODINGS, codec_of
 from steercap.errors import (
     InvalidRequest,
     InvalidSelection,
@@ -221,7 +221,7 @@ def steer(edit: Any) -> None:
 
 def capture(**arguments: Any) -> None:
     spec = CaptureSpec(**arguments)
-    _ = hash(spec), repr(spec), ENCODINGS[spec.codec]
+    _ = hash(spec), repr(spec), codec_of(spec.codec, spec.k, spec.seed)
     check_armed(spec.points(LAYERS), ARMED, SITES)
     spec.selection.ranges(PROMPT, LIMIT)
     if spec.project is not None:
@@ -266,6 +266,8 @@ def sites() -> Iterator[Site]:
         "tokens": "tokens",
         "reduce": "reduce?",
         "codec": "codec",
+        "k": "?",
+        "seed": "?",
         "before_edits": "flag",
         "project": "?",
     }.items():
@@ -461,7 +463,7 @@ def test_several_wrong_values_at_once_are_refused_too(edit, junk, captured) -> N
     """Of edits and captures alike: accepted or an error of steercap's, and nothing else."""
     kind, base, parameters = edit
     names = (
-        ["layers", "sites", "tokens", "reduce", "codec", "before_edits"]
+        ["layers", "sites", "tokens", "reduce", "codec", "k", "seed", "before_edits"]
         if captured
         else [*parameters, "layers", "site", "tokens"]
     )
@@ -624,7 +626,7 @@ def test_what_is_looked_up_in_vain_is_a_key_error_too() -> None:
         assert key not in mapping
         with pytest.raises(
             SteercapError,
-            match=r"(layers \[0, 2\]|known: 'v'|captured: resid_post\[0\], |known: 'full8', 'projected', 'raw', 'reduced')",
+            match=r"(layers \[0, 2\]|known: 'v'|captured: resid_post\[0\], |known: 'fp8', 'full8', 'int4', 'projected', 'raw', )",
         ):
             mapping[key]
     with pytest.raises(LayerOutOfRange, match=r"^7 is not a layer"):

@@ -12,6 +12,7 @@ import torch
 from workers import CUDA, DEVICE, batch, known_schemas, rows_of, some_runtime, tap
 
 from steercap import Ablate, Add, SteeringSpec
+from steercap.core.coding import RAW
 from steercap.core.messages import (
     Attach,
     Attached,
@@ -165,7 +166,7 @@ def test_rows_of_every_width_are_edited_and_copied(width, dtype) -> None:
     assert decode_answer(runtime.answer(encode(Call((), Configure(vectors, placed))))) == Configured(())
     scopes, replaced = scopes_of(ready, 3, 3)
     steering = SteeringPlan(0, ready.configuration.digest, b"", scopes, replaced)
-    capture = CapturePlan((0,), (Range(0, None),), None, "raw")
+    capture = CapturePlan((0,), (Range(0, None),), None, RAW)
     runtime.register("r", Plan("r", 3, 3, capture=capture, steering=steering).encode(), 0)
     hidden, residual = (vector(5, width, seed=seed).to(dtype).to(DEVICE) for seed in (3, 4))
     stream, untouched = (hidden.float() + residual.float()).cpu(), hidden[3:].clone()
@@ -187,7 +188,7 @@ def test_a_large_pass_takes_several_tokens_a_program() -> None:
     tokens, width = 1051, 128
     runtime = some_runtime("cuda", 1, width, tokens=tokens + 5, arena_bytes=tokens * width * 4)
     assert isinstance(decode_answer(runtime.answer(encode(Call((), Attach(8 << 20))))), Attached)
-    capture = CapturePlan((0,), (Range(2, 4), Range(700, None)), None, "raw")
+    capture = CapturePlan((0,), (Range(2, 4), Range(700, None)), None, RAW)
     runtime.register("r", Plan("r", 1000, 1000, capture=capture).encode(), 0)
     hidden = vector(tokens, width, seed=0).to(DEVICE)
     positions = [*range(51), *range(1000)]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from steercap.core.coding import RAW
 from steercap.core.messages import Owner, Parcel
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.spec import Point
@@ -20,7 +21,7 @@ from steercap.requests.checks import Expected
 from steercap.requests.lifecycle import NEXT, Event, Lifecycle, Source, Stage
 
 POINT = Point(0, "resid_post")
-PLAN = Plan("r", 2, 3, capture=CapturePlan((0,), (Range(0, None),), None, "raw"))
+PLAN = Plan("r", 2, 3, capture=CapturePlan((0,), (Range(0, None),), None, RAW))
 TOKENS = (5, 6, 7)
 
 
@@ -46,8 +47,7 @@ def kept(keeper: Keeper) -> Lifecycle:
 def delivery(token_ids=TOKENS[:2]) -> Delivery:
     parcel = Parcel(
         owner=Owner("r", 0),
-        encoding="raw",
-        numbers=0,
+        coding=RAW,
         points=(0,),
         lines=(),
         stored_rows=2,

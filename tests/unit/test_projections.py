@@ -11,6 +11,7 @@ from workers import DEVICE, KINDS, batch, device_of, known_schemas, rows_of, som
 
 from steercap import Add, CaptureSpec, SteeringSpec
 from steercap.config import Settings
+from steercap.core.coding import RAW, Coding
 from steercap.core.messages import (
     Attach,
     Call,
@@ -116,12 +117,12 @@ class Request:
         # Whole numbers, which every dtype holds.
         self.rows = torch.from_numpy(rng.integers(-20, 20, (POINTS, LIMIT, worker.width))).to(worker.dtype)
         points = (0, 2) if given is None else worker.sets[given][0]
-        projection = None
+        projection, coding = None, RAW
         if given is not None:
             configuration = worker.configurations[given]
             directions = configuration.rows // len(points)
-            projection = Projection(given + 1, configuration.digest, directions)
-        capture = CapturePlan(points, self.ranges, None, "raw", before_edits=self.before, projection=projection)
+            projection, coding = Projection(given + 1, configuration.digest), Coding("projected", directions)
+        capture = CapturePlan(points, self.ranges, None, coding, before_edits=self.before, projection=projection)
         steering = None
         if self.steered:
             scopes, replaced = scopes_of(worker.steered, self.prompt, LIMIT)

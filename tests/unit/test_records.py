@@ -7,11 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from steercap.core.coding import REDUCED, Coding
 from steercap.core.messages import LineRange, Owner, Parcel
 from steercap.core.records import LINE_BYTES, record_shape
 from steercap.core.rows import page_shape
 from steercap.core.schema import PointSchema
-from steercap.encodings import ENCODINGS
+from steercap.encodings import ENCODINGS, record_of
+from steercap.encodings.base import Codec
+from steercap.encodings.coded import CodedRows
 from steercap.transport import assemble
 from steercap.transport.reader import Readable
 
@@ -54,8 +57,9 @@ def test_records_come_back_bit_for_bit(  # noqa: PLR0917 -- hypothesis gives the
 ) -> None:
     """Any points, encoding and split into ranges: every row is decoded from just the bytes that were stored of it."""
     encoding, rng = ENCODINGS[name], np.random.default_rng(seed)
-    numbers = numbers if name == "projected" else 0
-    shape = encoding.record(points, numbers)
+    k = numbers if name == "projected" or encoding.default_k else 0
+    coding = Coding(name, k)
+    shape = encoding.record(points, coding)
     # Records in ranges of these sizes, in an order of their own, with lines of others between them.
     counts, left = [], rows
     for page in pages:
@@ -77,7 +81,7 @@ def test_records_come_back_bit_for_bit(  # noqa: PLR0917 -- hypothesis gives the
             start = line * LINE_BYTES + offset
             arena.view(-1)[start : start + own.shape[1]] = own[record]
     labels = np.arange(rows).tobytes()
-    parcel = Parcel(Owner("r", 0), name, numbers, tuple(range(len(points))), ranges, rows, labels, labels, rows, None)
+    parcel = Parcel(Owner("r", 0), coding, tuple(range(len(points))), ranges, rows, labels, labels, rows, None)
     before, assemble.PART_BYTES = assemble.PART_BYTES, part_bytes
     try:
         found = assemble.assemble(parcel, points, Readable(arena, ranges))
@@ -85,8 +89,16 @@ def test_records_come_back_bit_for_bit(  # noqa: PLR0917 -- hypothesis gives the
         assemble.PART_BYTES = before
     arena.zero_()  # what was handed over is in memory of its own
     for schema, own, got in zip(points, stored, found, strict=True):
-        assert got.shape == ((rows, numbers) if numbers else (rows, *schema.shard_shape))
-        known = encoding.decode(own, schema, numbers)
+        if isinstance(encoding, Codec):
+            assert isinstance(got, CodedRows)
+            parts = encoding.parts(own, schema, coding)
+            assert parts.keys() == got.parts.keys()
+            for part, known in parts.items():
+                assert torch.equal(got.parts[part].contiguous().view(torch.uint8), known.contiguous().view(torch.uint8))
+            continue
+        assert isinstance(got, torch.Tensor)
+        assert got.shape == ((rows, k) if k else (rows, *schema.shard_shape))
+        known = encoding.decode(own, schema, coding)
         assert got.dtype == known.dtype
         assert torch.equal(got.contiguous().view(torch.uint8), known.contiguous().view(torch.uint8))
     assert assemble.parcel_bytes(parcel, points) == rows * sum(shape.sizes)
@@ -95,9 +107,9 @@ def test_records_come_back_bit_for_bit(  # noqa: PLR0917 -- hypothesis gives the
 @given(st.lists(schemas(), min_size=1, max_size=5), st.integers(1, 3000))
 def test_a_page_holds_two_records_and_a_reduction(points, rows) -> None:
     """Whatever the points: two raw records at least, and the float32 row of a reduction over the first of them."""
-    raw = ENCODINGS["raw"].record(points).lines
+    raw = record_of(points).lines
     shape = page_shape(raw)
     assert shape.records(raw) >= 2
-    assert ENCODINGS["reduced"].record(points).lines <= shape.lines
+    assert record_of(points, REDUCED).lines <= shape.lines
     assert shape.lines % raw == 0
     assert shape.pages(rows, raw) * shape.records(raw) >= rows

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from workers import CUDA, KINDS, batch, device_of, rows_of, some_runtime, tap
+from workers import CUDA, KINDS, batch, device_of, kept_of, rows_of, some_runtime, tap
 
+from steercap.core.coding import RAW, Coding
 from steercap.core.messages import (
     Attach,
     Attached,
@@ -31,6 +32,8 @@ from steercap.core.program import Blob, Configuration, Entry, Response, Steering
 from steercap.core.schema import PointSchema
 from steercap.core.tokens import Range
 from steercap.encodings import ENCODINGS
+from steercap.encodings.base import Codec
+from steercap.encodings.coded import CodedRows
 
 #: Triton's interpreter cuts bfloat16 off where a device rounds.
 HALF = {"host": "bfloat16", "cuda": "bfloat16" if CUDA else "float16"}
@@ -95,12 +98,18 @@ class Bench:
             )
             for point in range(len(self.schemas)):
                 rows = torch.cat([self.rows(number, point)[start:stop] for number in numbers])
-                hidden = rows.clone().to(device_of(self.kind))
+                # At odd points as queries lie beside keys and values: columns of wider rows.
+                wide = torch.full((len(rows), (3 if point % 2 else 1) * rows.shape[1]), 5, dtype=rows.dtype)
+                wide = wide.to(device_of(self.kind))
+                hidden = wide.chunk(3, dim=1)[1] if point % 2 else wide
+                hidden.copy_(rows)
                 residual = torch.ones_like(hidden) if deferred else None
                 if residual is not None:
                     hidden -= 1
                 tap(self.runtime, hidden, residual, point)
-                total = (hidden if residual is None else hidden + residual).cpu()
+                total = (hidden if residual is None else hidden + residual).cpu().clone()
+                hidden.fill_(5)
+                assert (wide == 5).all(), "a tap wrote beside its rows"
                 for place, own in enumerate(total.split(count)):
                     became[place][point] = torch.cat([became[place][point].to(own.dtype), own])
             self.runtime.end_step()
@@ -132,7 +141,7 @@ def test_rows_of_every_schema_are_copied_bit_for_bit(kind, shard, deferred) -> N
     bench = Bench(kind, shard)
     wanted = [(0, 1, 2, 3, 4), (1, 2, 4), (1,)]
     for number, points in enumerate(wanted):
-        bench.plan(number, CapturePlan(points, ALL, None, "raw"))
+        bench.plan(number, CapturePlan(points, ALL, None, RAW))
     bench.run([0, 1, 2], deferred=deferred)
     for number, points in enumerate(wanted):
         parcel = bench.collect(number)
@@ -166,8 +175,8 @@ def test_each_point_is_edited_by_its_own_part_of_its_vector(kind, shard, before)
     """The stream, and what is kept of it before the edits or after; the bank's rows are read from the shard's begin on."""
     bench = Bench(kind, shard)
     plan, vectors = steering(bench)
-    bench.plan(0, CapturePlan((0, 1, 2, 3, 4), ALL, None, "raw", before), plan)
-    bench.plan(1, CapturePlan((0, 1, 2, 3, 4), ALL, None, "raw"))
+    bench.plan(0, CapturePlan((0, 1, 2, 3, 4), ALL, None, RAW, before), plan)
+    bench.plan(1, CapturePlan((0, 1, 2, 3, 4), ALL, None, RAW))
     became = bench.run([0, 1])
     expected = [bench.rows(0, point).clone() for point in range(len(bench.schemas))]
     for point, vector in vectors.items():
@@ -189,7 +198,7 @@ def test_reductions_are_those_of_each_point(kind, shard, reduce, accumulates) ->
     bench = Bench(kind, shard, accumulators=2, lag=2, held=2)
     wanted = [(0, 1, 2, 3, 4), (1, 4), (1, 2)]
     for number, points in enumerate(wanted):
-        bench.plan(number, CapturePlan(points, ALL, reduce, "raw", accumulates=accumulates))
+        bench.plan(number, CapturePlan(points, ALL, reduce, RAW, accumulates=accumulates))
         bench.run([number])
         bench.runtime.forget([f"r{number}"])
     if accumulates:  # the third took the accumulator of the first
@@ -221,9 +230,9 @@ def test_rows_are_projected_on_the_shards_part_of_directions(kind, shard, points
     places = tuple(range(10, 10 + count))
     frame = Configure((Vectors(blob.digest, places, data),), (Placed(1, configuration, (places,)),))
     assert bench.ask(frame) == Configured(())
-    projection = Projection(1, configuration.digest, number)
-    bench.plan(0, CapturePlan(points, ALL, None, "raw", projection=projection))
-    bench.plan(1, CapturePlan((0, 1, 2), ALL, None, "raw"))  # whole rows beside them
+    projection = Projection(1, configuration.digest)
+    bench.plan(0, CapturePlan(points, ALL, None, Coding("projected", number), projection=projection))
+    bench.plan(1, CapturePlan((0, 1, 2), ALL, None, RAW))  # whole rows beside them
     bench.run([0, 1])
     parcel = bench.collect(0)
     assert parcel.points == tuple(point for point in points if point in bench.points)
@@ -235,27 +244,39 @@ def test_rows_are_projected_on_the_shards_part_of_directions(kind, shard, points
         assert torch.equal(rows, bench.shaped(bench.rows(1, point), point))
 
 
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")  # interpreter
 @pytest.mark.parametrize("before", [False, True])
-def test_full8_stores_rows_of_every_schema(kind, shard, before) -> None:
-    """What the host's encoding makes of them, edited rows among them; whole rows beside them stay whole."""
+@pytest.mark.parametrize("name", [name for name, encoding in ENCODINGS.items() if isinstance(encoding, Codec)])
+def test_a_codec_stores_rows_of_every_schema(kind, shard, before, name) -> None:
+    """Within its bound of them, edited rows among them; whole rows beside them stay whole, and other codecs do too."""
     bench = Bench(kind, shard)
     plan, vectors = steering(bench)
-    bench.plan(0, CapturePlan((0, 1, 2, 3, 4), ALL, None, "full8", before), plan)
-    bench.plan(1, CapturePlan((1, 2), ALL, None, "full8"))
-    bench.plan(2, CapturePlan((0, 1, 2, 3, 4), ALL, None, "raw"))
-    became = bench.run([0, 1, 2])
-    for number in range(3):
+    codec = ENCODINGS[name]
+    assert isinstance(codec, Codec)
+    coding = Coding(name, 3 if codec.default_k else 0, 8 if codec.seeded else 0)
+    other = Coding("rp8", 4, 2) if name != "rp8" else Coding("full8")
+    bench.plan(0, CapturePlan((0, 1, 2, 3, 4), ALL, None, coding, before), plan)
+    bench.plan(1, CapturePlan((1, 2), ALL, None, coding))
+    bench.plan(2, CapturePlan((0, 1, 2, 3, 4), ALL, None, RAW))
+    bench.plan(3, CapturePlan((0, 4), ALL, None, other))
+    became = bench.run([0, 1, 2, 3])
+    for number, stored in enumerate((coding, coding, RAW, other)):
         parcel = bench.collect(number)
-        for point, rows in zip(parcel.points, rows_of(bench.runtime, parcel), strict=True):
+        assert parcel.coding == stored
+        for point, rows in zip(parcel.points, kept_of(bench.runtime, parcel), strict=True):
             exact = bench.rows(number, point) if before and number == 0 else became[number][point]
-            if number == 2:
+            if stored == RAW:
+                assert isinstance(rows, torch.Tensor)
                 assert torch.equal(rows, bench.shaped(exact, point))
                 continue
-            encoding = ENCODINGS["full8"]
-            step = (exact.float().amax(1) - exact.float().amin(1)) / 255
-            assert rows.dtype == torch.float32
-            error = (rows.flatten(1) - exact.float()).abs()
-            assert (error <= step[:, None] * 0.501 + 1e-5).all()
-            known = encoding.decode(encoding.encode(exact, bench.schemas[point], None), bench.schemas[point], 0)
-            torch.testing.assert_close(rows, known, rtol=0, atol=float(step.max()) * 1.001)  # but for ties
+            assert isinstance(rows, CodedRows)
+            wanted, summed = exact.double(), 0.0
+            matrix = ENCODINGS[stored.encoding].matrix(bench.schemas[point].width, stored)
+            if matrix is not None:
+                wanted = wanted @ bench.part(matrix, point).double().T * stored.k**-0.5
+                summed = 1e-5 * float(exact.abs().max())
+            error = (rows.decoded().flatten(1).double() - wanted).abs()
+            assert (error <= rows.error_bound().flatten(1) * 1.001 + summed + 1e-5).all()
+            size = exact.double().flatten(1).norm(dim=1)[:, None]
+            assert (rows.error_bound().flatten(1) <= size).all()
     assert set(vectors) == {0, 1, 3, 4}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from workers import CUDA, KINDS, batch, device_of, some_runtime, tap
 
+from steercap.core.coding import RAW, REDUCED
 from steercap.core.messages import (
     Attach,
     Attached,
@@ -98,7 +99,7 @@ class Bench:
         accumulates=False,
         prompt=10,
     ) -> None:
-        capture = CapturePlan(tuple(points), tuple(ranges), reduce, "raw", accumulates=accumulates)
+        capture = CapturePlan(tuple(points), tuple(ranges), reduce, RAW, accumulates=accumulates)
         plan = Plan(key, prompt, limit, capture=capture)
         self.runtime.register(key, plan.encode(), 0)
 
@@ -307,7 +308,7 @@ async def test_reductions_run_over_pages_in_float32(dtype, reduce, accumulates) 
     assert pages == 1 if accumulates else pages > 1
     for _ in range(2):
         parcel, rows = await bench.rows("r1", 24_000)
-        assert parcel.encoding == "reduced"
+        assert parcel.coding == REDUCED
         assert rows.dtype == torch.float32
         assert rows.shape == (POINTS, 1, WIDTH)
         values = (1000 + torch.arange(24_000)).to(torch.float64) / 2
@@ -473,7 +474,7 @@ async def test_what_runs_on_costs_no_look_at_each_request() -> None:
 def register_some(benches, name: str, rng, configuration: Configuration) -> None:
     """A request that keeps rows, or is steered, or both, of some positions."""
     first, last = sorted(rng.integers(0, 60, 2).tolist())
-    capture = CapturePlan((0, 2), (Range(first, last + 1), Range(70, None)), None, "raw")
+    capture = CapturePlan((0, 2), (Range(first, last + 1), Range(70, None)), None, RAW)
     some = rng.integers(0, 4)
     steering = steering_plan(configuration) if some > 1 else None
     plan = Plan(name, 3, 100, capture=capture if some < 3 else None, steering=steering)
@@ -635,7 +636,7 @@ def configure(bench: Bench, configuration: Configuration, vectors: Vectors, slot
 
 
 def steer(bench: Bench, key: str, steering: SteeringPlan, capture: bool = True) -> None:
-    kept = CapturePlan((0, 1, 2), (Range(0, None),), None, "raw") if capture else None
+    kept = CapturePlan((0, 1, 2), (Range(0, None),), None, RAW) if capture else None
     bench.runtime.register(key, Plan(key, 10, 100, capture=kept, steering=steering).encode(), 0)
 
 
@@ -802,7 +803,7 @@ async def test_rows_are_kept_before_or_after_their_edits() -> None:
     configuration, vectors = adding(500.0)
     configure(bench, configuration, vectors)
     for key, before in (("r1", True), ("r2", False)):
-        kept = CapturePlan((0, 1, 2), (Range(0, None),), None, "raw", before)
+        kept = CapturePlan((0, 1, 2), (Range(0, None),), None, RAW, before)
         plan = Plan(key, 10, 100, capture=kept, steering=steering_plan(configuration))
         bench.runtime.register(key, plan.encode(), 0)
     bench.step(("r1", 0, 3), ("r2", 0, 3))

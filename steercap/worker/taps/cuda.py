@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from steercap.core.program import MAX_REPLACEMENTS, RESPONSE_NUMBERS, Configuration
 from steercap.core.records import LINE_BYTES
 from steercap.core.rows import Ints
-from steercap.encodings import ENCODINGS
+from steercap.encodings import record_of
 from steercap.kernels import triton_tap as kernel
 from steercap.kernels.bits import told_apart
 from steercap.worker.accumulators import Updates
@@ -102,7 +102,7 @@ class CudaTaps(Taps):
         self._kinds = installed.kinds
         device, count = transfers.device, max(len(self.points), 1)
         kept = [schema for schema, keeps in zip(self.schemas, installed.kept, strict=True) if keeps]
-        record = ENCODINGS["raw"].record(kept).lines
+        record = record_of(kept).lines
         # A token's record as it is computed, and what may be stored of it besides: half as much, 8 bits of 16.
         ring_bytes = _ring_bytes(sizes, record * LINE_BYTES * 3 // 2, device)
         lines = ring_bytes // LINE_BYTES if installed.captures else 1

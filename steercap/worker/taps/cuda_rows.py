@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
 
+from steercap.core.coding import REDUCED, Coding
 from steercap.core.program import NONE
 from steercap.core.records import LINE_BYTES, RecordShape
 from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
-from steercap.encodings import ENCODINGS
+from steercap.encodings import ENCODINGS, record_of
 from steercap.encodings.base import Alike, dtype_of
 from steercap.kernels import triton_accumulate as kernel
 from steercap.worker.accumulators import Accumulators, Updates
@@ -26,6 +27,9 @@ from steercap.worker.programs import Programs
 from steercap.worker.step import Step
 from steercap.worker.taps.base import Installed, Kind
 from steercap.worker.taps.transfers import Transfers
+
+#: Device memory of matrices that rows are projected with, together.
+MATRIX_BYTES: Final = 256 << 20
 
 
 def typed(memory: torch.Tensor, schema: PointSchema) -> torch.Tensor:
@@ -58,6 +62,7 @@ class DeviceEncoder:
         self._records = torch.zeros((tokens, 2), dtype=torch.int64, device=transfers.device)
         self._uploads = [transfers.pinned(self._records.shape, torch.int64) for _ in range(ahead)]
         self._known: dict[int, tuple[Layout, int, list[tuple[Kind, Alike]]]] = {}
+        self._matrices: dict[tuple[Kind, Coding], torch.Tensor] = {}
 
     def upload(self, number: int, layouts: Sequence[Layout], of: Ints, records: Ints) -> list[tuple[Layout, slice]]:
         """Tell which records are stored in another form, in one copy, layout by layout.
@@ -81,10 +86,28 @@ class DeviceEncoder:
     def launch(self, ring: torch.Tensor, work: Sequence[tuple[Layout, slice]]) -> None:
         """Store the records of a pass that has been launched."""
         for layout, records in work:
-            encoding = ENCODINGS[layout.form.encoding]
+            encoding = ENCODINGS[layout.form.coding.encoding]
             for kind, alike in self._alike(layout):
-                bank = self._bank[:, kind.first : kind.first + kind.width]
-                encoding.launch(ring, self._records[records], alike, bank)
+                matrix = self._matrix(kind, alike.coding)
+                vectors = self._bank[:, kind.first : kind.first + kind.width] if matrix is None else matrix
+                encoding.launch(ring, self._records[records], alike, vectors)
+
+    def _matrix(self, kind: Kind, coding: Coding) -> torch.Tensor | None:
+        """The rank's part of the matrix that an encoding makes by itself, in the dtype of the rows.
+
+        Those used last are kept, in bounded memory.
+        """
+        known = self._matrices.pop((kind, coding), None)
+        if known is None:
+            made = ENCODINGS[coding.encoding].matrix(kind.schema.width, coding)
+            if made is None:
+                return None
+            part = made[:, kind.first : kind.first + kind.width].to(dtype_of(kind.schema))
+            known = self._transfers.there(part.contiguous())
+        self._matrices[kind, coding] = known
+        while len(self._matrices) > 1 and sum(one.nbytes for one in self._matrices.values()) > MATRIX_BYTES:
+            del self._matrices[next(iter(self._matrices))]
+        return known
 
     def _alike(self, layout: Layout) -> list[tuple[Kind, Alike]]:
         """The points of a layout, those together whose rows are alike."""
@@ -100,7 +123,8 @@ class DeviceEncoder:
         for kind in dict.fromkeys(kinds):
             own = np.array([number for number, other in enumerate(kinds) if other == kind])
             bank_rows = None if directions is None else self._there(directions[np.array(layout.locals)[own]])
-            yield kind, Alike(kind.schema, self._there(np.stack([raw[own], stored[own]], axis=1)), bank_rows)
+            points = self._there(np.stack([raw[own], stored[own]], axis=1))
+            yield kind, Alike(kind.schema, layout.form.coding, points, bank_rows)
 
     def _there(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
         return self._transfers.there(torch.from_numpy(np.ascontiguousarray(values)))
@@ -140,8 +164,8 @@ class DeviceAccumulators:
     ) -> None:
         self._accumulators, self._layouts, self._transfers = accumulators, layouts, transfers
         self._schemas = installed.schemas
-        self._reduced = ENCODINGS["reduced"].record(installed.schemas)
-        self._raw = ENCODINGS["raw"].record(installed.schemas)
+        self._reduced = record_of(installed.schemas, REDUCED)
+        self._raw = record_of(installed.schemas)
         total = max(accumulators.total if installed.captures else 0, 1)
 
         def memory(*shape: int) -> torch.Tensor:
@@ -248,7 +272,7 @@ class DeviceAccumulators:
         source = self._sums.data_ptr() + accumulator * self._sums[0].nbytes
         target = arena.data_ptr() + line * LINE_BYTES
         schemas = [self._schemas[local] for local in layout.locals]
-        return _copies(target, source, ENCODINGS["reduced"].record(schemas), self._reduced, layout.locals)
+        return _copies(target, source, record_of(schemas, REDUCED), self._reduced, layout.locals)
 
     def _fetch(self, accumulators: Sequence[int], copies: Sequence[tuple[int, int, int]]) -> Any:
         targets, sources, sizes = np.array(copies, dtype=np.int64).T

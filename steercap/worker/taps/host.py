@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
+from steercap.core.coding import RAW
 from steercap.core.program import NONE, Configuration
 from steercap.core.rows import Ints
 from steercap.encodings import ENCODINGS
@@ -107,7 +108,7 @@ class HostTaps(Taps):
         for slot, line in enumerate(lines[-slots:].tolist()):
             for local, offset in zip(layout.locals, layout.raw.offsets, strict=True):
                 row = self._sums.held[local][accumulator * slots + slot]
-                self.arena.write(line, raw.encode(row[None], self.schemas[local], None)[0], offset)
+                self.arena.write(line, raw.encode(row[None], self.schemas[local], RAW, None)[0], offset)
 
     def finish(self, updates: Updates, divisors: Ints, layouts: Sequence[Layout], lines: Ints) -> Any:
         self._sums.begin(updates)

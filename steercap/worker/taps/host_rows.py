@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from jaxtyping import Float
 
+from steercap.core.coding import RAW
 from steercap.core.program import NONE
 from steercap.core.rows import Ints, ends_of_runs
 from steercap.core.schema import PointSchema
@@ -83,7 +84,7 @@ class Copies(Keeping):
                 return ()
             tokens, lines, offsets = tokens[wanted], lines[wanted], np.broadcast_to(offsets, lines.shape)[wanted]
         rows = rows_at(hidden, residual, tokens)
-        write_rows(self._arena, lines + offsets, ENCODINGS["raw"].encode(rows, self._schemas[point], None))
+        write_rows(self._arena, lines + offsets, ENCODINGS["raw"].encode(rows, self._schemas[point], RAW, None))
         return _stray(tokens, rows)
 
 
@@ -114,7 +115,8 @@ class Encoded(Keeping):
     ) -> None:
         self._tokens, self._lines = torch.from_numpy(step.tokens[chosen]), step.lines[chosen]
         self._arena, self._schemas, self._kinds, self._bank = arena, schemas, kinds, bank
-        self._encoding = ENCODINGS[layout.form.encoding]
+        self._coding = layout.form.coding
+        self._encoding = ENCODINGS[self._coding.encoding]
         self._offsets = dict(zip(layout.locals, layout.stored.offsets, strict=True))
         self._directions = programs.projections.get(layout.form.slot)
 
@@ -127,13 +129,14 @@ class Encoded(Keeping):
         offset = self._offsets.get(point)
         if offset is None:
             return ()
-        directions = None
+        kind, schema = self._kinds[point], self._schemas[point]
+        vectors = self._encoding.matrix(schema.width, self._coding)
         if self._directions is not None:
-            kind = self._kinds[point]
-            bank_rows = torch.from_numpy(self._directions[point])
-            directions = self._bank[bank_rows, kind.first : kind.first + kind.width]
+            vectors = self._bank[torch.from_numpy(self._directions[point])]
+        if vectors is not None:
+            vectors = vectors[:, kind.first : kind.first + kind.width]
         rows = rows_at(hidden, residual, self._tokens)
-        stored = self._encoding.encode(rows, self._schemas[point], directions)
+        stored = self._encoding.encode(rows, schema, self._coding, vectors)
         write_rows(self._arena, self._lines, stored, offset)
         return _stray(self._tokens, rows)
 

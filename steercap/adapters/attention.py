@@ -1,0 +1,74 @@
+"""How vLLM's attention modules weigh keys, and what of that is understood here.
+
+What it relies on, all of vLLM 0.32: the attributes of `Attention`, and that the backends named here compute a causal
+softmax out of their `scale`, `logits_soft_cap`, `sinks` and the module's `sliding_window`, and of nothing else but
+what is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from torch import nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionType
+
+from steercap.core.attention import AttentionRule
+from steercap.core.spec import Point
+from steercap.families.base import Family
+
+#: Backends whose arithmetic was read.
+_KNOWN: Final = frozenset({"CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"})
+
+
+def attention_rules(
+    model: nn.Module, family: Family, points: Sequence[Point], model_config: Any
+) -> dict[int, AttentionRule]:
+    """How each layer weighs keys, of those where queries and keys are tapped.
+
+    Args:
+        model: the loaded model.
+        family: how its layers are written.
+        points: where taps are.
+        model_config: vLLM's.
+    """
+    at = {site: {point.layer for point in points if point.site == site} for site in ("q", "k")}
+    if model_config.rswa_window is not None:
+        return dict.fromkeys(at["q"] & at["k"], AttentionRule(0.0, unknown="its window depends on the prompt (R-SWA)"))
+    return {
+        layer: rule_of(model.get_submodule(f"{family.layers}.{layer}.{family.attention}"))
+        for layer in sorted(at["q"] & at["k"])
+    }
+
+
+def rule_of(attention: Any) -> AttentionRule:
+    """How an attention module weighs keys; where that is not understood, the rule says why."""
+    if unknown := _unknown(attention):
+        return AttentionRule(0.0, unknown=unknown)
+    impl = attention.impl
+    sinks = getattr(impl, "sinks", None)
+    return AttentionRule(
+        float(impl.scale),
+        None if attention.sliding_window is None else int(attention.sliding_window),
+        float(impl.logits_soft_cap) if impl.logits_soft_cap else None,
+        () if sinks is None else tuple(sinks.float().tolist()),
+    )
+
+
+def _unknown(attention: Any) -> str:
+    """What a module does that a rule cannot say, or ""."""
+    if type(attention) is not Attention:
+        return f"its attention is vLLM's {type(attention).__name__}"
+    if (backend := attention.attn_backend.get_name()) not in _KNOWN:
+        return f"its attention backend is {backend}; known: {', '.join(sorted(_KNOWN))}"
+    found = {
+        f"it is attention of kind {AttentionType(attention.attn_type).value}": attention.attn_type
+        != AttentionType.DECODER,
+        f"it reads the keys of {attention.kv_sharing_target_layer_name}": attention.kv_sharing_target_layer_name,
+        f"its keys are cached as {attention.kv_cache_dtype}": attention.kv_cache_torch_dtype != attention.dtype,
+        "it adds ALiBi's slopes": attention.impl.alibi_slopes is not None or attention.use_alibi_sqrt,
+        "tokens of its prompts attend to later ones": attention.use_mm_prefix,
+        "it attends in chunks": getattr(attention.impl, "chunk_lookback", -1) > -1,
+    }
+    return "; ".join(reason for reason, holds in found.items() if holds)

@@ -1,0 +1,1 @@
+"""What can be computed from captured rows alone."""

@@ -1,0 +1,200 @@
+"""Attention weights out of captured queries and keys, as the model's own layer makes them.
+
+Shape legend: heads = query heads; kv_heads = heads of keys, each shared by heads / kv_heads consecutive query heads;
+queries, keys = tokens whose weights are wanted, and tokens that can be attended to.
+
+Weights are computed in float32, a few queries at a time, so that memory does not grow with queries × keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+
+from steercap.core.attention import AttentionRule
+from steercap.errors import InvalidRequest, InvalidSelection
+
+#: Logits computed at once: 64 MiB of float32.
+CHUNK: Final = 1 << 24
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSummary:
+    """Where each head of a layer looks, from each token.
+
+    Args:
+        positions: of the tokens that look, int64 [queries].
+        targets: positions of the most strongly attended tokens, strongest first, int64 [heads, queries, top]; -1 where
+            a token sees fewer.
+        weights: how strongly, float32 [heads, queries, top]; 0 at targets of -1.
+        entropy: of all weights of a head and token, that of a sink included, in nats: float32 [heads, queries].
+        first: weight of the first token of the sequence, float32 [heads, queries]; 0 where it is outside of the window.
+        sink: weight of the head's learned sink, which is no token, float32 [heads, queries]; 0 in models without.
+    """
+
+    positions: Int[torch.Tensor, " queries"]
+    targets: Int[torch.Tensor, "heads queries top"]
+    weights: Float[torch.Tensor, "heads queries top"]
+    entropy: Float[torch.Tensor, "heads queries"]
+    first: Float[torch.Tensor, "heads queries"]
+    sink: Float[torch.Tensor, "heads queries"]
+
+
+@dataclass(frozen=True, eq=False)
+class Attending:
+    """Queries, the keys that they can see, and how the layer weighs these.
+
+    Args:
+        rule: how the layer weighs keys, understood.
+        queries: [queries, heads, head_dim], any floating dtype.
+        keys: [keys, kv_heads, head_dim].
+        query_positions: position of each query, int64 [queries].
+        key_positions: position of each key, ascending, int64 [keys].
+
+    Raises:
+        InvalidRequest: the heads of queries, keys and sinks do not fit each other.
+        InvalidSelection: the key of a position that a query sees is missing.
+    """
+
+    rule: AttentionRule
+    queries: Float[torch.Tensor, "queries heads head_dim"]
+    keys: Float[torch.Tensor, "keys kv_heads head_dim"]
+    query_positions: Int[torch.Tensor, " queries"]
+    key_positions: Int[torch.Tensor, " keys"]
+
+    def __post_init__(self) -> None:
+        heads, sinks = self.queries.shape[1], len(self.rule.sinks)
+        if heads % self.keys.shape[1] or sinks not in {0, heads}:
+            raise InvalidRequest(
+                f"{heads} heads of queries, {self.keys.shape[1]} of keys and {sinks} sinks do not fit each other"
+            )
+        first, stop = self.seen
+        lacking = (stop - first != self.query_positions - self._earliest + 1).nonzero().flatten()
+        if len(lacking):
+            at, earliest = int(self.query_positions[lacking[0]]), int(self._earliest[lacking[0]])
+            raise InvalidSelection(
+                f"attention at position {at} reads the keys of positions {earliest} to {at}, and "
+                f"{int((stop - first)[lacking[0]])} of these {at - earliest + 1} were captured; capture 'q' and 'k' of "
+                "all tokens, or ask for tokens= whose keys are there"
+            )
+
+    @property
+    def _earliest(self) -> Int[torch.Tensor, " queries"]:
+        """The first position that each query sees."""
+        window = self.rule.window
+        return (
+            torch.zeros_like(self.query_positions) if window is None else (self.query_positions - window + 1).clamp(0)
+        )
+
+    @property
+    def seen(self) -> tuple[Int[torch.Tensor, " queries"], Int[torch.Tensor, " queries"]]:
+        """Where the keys that each query sees begin and end among the keys."""
+        first = torch.searchsorted(self.key_positions, self._earliest)
+        return first, torch.searchsorted(self.key_positions, self.query_positions, right=True)
+
+
+class Weights(NamedTuple):
+    """Weights of some consecutive queries over consecutive keys, all that any of these queries sees.
+
+    Args:
+        queries, keys: which.
+        logits: before the softmax, -inf for keys that a query does not see.
+        weights: after it.
+        sink: the weight of each head's sink.
+    """
+
+    queries: slice
+    keys: slice
+    logits: Float[torch.Tensor, "heads queries keys"]
+    weights: Float[torch.Tensor, "heads queries keys"]
+    sink: Float[torch.Tensor, "heads queries"]
+
+
+def weights_of(attending: Attending, chunk: int = CHUNK) -> Iterator[Weights]:
+    """The weights of all queries, some at a time.
+
+    Args:
+        attending: queries and keys.
+        chunk: logits to compute at once; those of one query at least.
+    """
+    first, stop = (ends.tolist() for ends in attending.seen)
+    heads = attending.queries.shape[1]
+    begin = 0
+    while begin < len(first):
+        end, low, high = begin + 1, first[begin], stop[begin]
+        while end < len(first):
+            wider = min(low, first[end]), max(high, stop[end])
+            if heads * (end + 1 - begin) * (wider[1] - wider[0]) > chunk:
+                break
+            end, (low, high) = end + 1, wider
+        yield _weigh(attending, slice(begin, end), slice(low, high))
+        begin = end
+
+
+def _weigh(attending: Attending, queries: slice, keys: slice) -> Weights:
+    rule = attending.rule
+    asked, known = attending.queries[queries].float(), attending.keys[keys].float()
+    grouped = asked.unflatten(1, (known.shape[1], -1))
+    logits = torch.einsum("qkgd,nkd->kgqn", grouped, known).flatten(0, 1) * rule.scale
+    if rule.soft_cap is not None:
+        logits = rule.soft_cap * torch.tanh(logits / rule.soft_cap)
+    logits = logits.masked_fill(~_visible(attending, queries, keys), -torch.inf)
+    sinks = torch.tensor(rule.sinks).view(-1, 1, 1).expand(-1, logits.shape[1], 1)
+    weights = (torch.cat([logits, sinks], dim=-1) if rule.sinks else logits).softmax(-1)
+    sink = weights[..., -1] if rule.sinks else weights.new_zeros(weights.shape[:2])
+    return Weights(queries, keys, logits, weights[..., : logits.shape[-1]], sink)
+
+
+def _visible(attending: Attending, queries: slice, keys: slice) -> Bool[torch.Tensor, "queries keys"]:
+    behind = attending.query_positions[queries, None] - attending.key_positions[None, keys]
+    return (behind >= 0) & (behind < (attending.rule.window or torch.inf))
+
+
+def summarised(attending: Attending, top: int) -> AttentionSummary:
+    """The strongest targets of each head and query, and what all its weights are like.
+
+    Args:
+        attending: queries and keys.
+        top: targets of each.
+    """
+    heads, count = attending.queries.shape[1], len(attending.query_positions)
+    targets = torch.full((heads, count, top), -1, dtype=torch.int64)
+    strongest = torch.zeros(heads, count, top)
+    entropy, first, sink = (torch.zeros(heads, count) for _ in range(3))
+    for part in weights_of(attending):
+        positions, queries = attending.key_positions[part.keys], part.queries
+        logits, at = part.logits.topk(min(top, len(positions)), dim=-1)
+        found, seen = slice(0, at.shape[-1]), logits > -torch.inf
+        targets[:, queries, found] = torch.where(seen, positions[at], -1)
+        strongest[:, queries, found] = part.weights.gather(-1, at)
+        entropy[:, queries] = torch.special.entr(part.weights).sum(-1) + torch.special.entr(part.sink)
+        first[:, queries] = part.weights[..., positions == 0].sum(-1)
+        sink[:, queries] = part.sink
+    return AttentionSummary(attending.query_positions, targets, strongest, entropy, first, sink)
+
+
+def pattern(attending: Attending, max_bytes: int) -> Float[torch.Tensor, "heads queries keys"]:
+    """The weights of all queries over all keys, 0 for what is not seen.
+
+    Args:
+        attending: queries and keys.
+        max_bytes: most that it may take.
+
+    Raises:
+        InvalidRequest: it takes more.
+    """
+    shape = attending.queries.shape[1], len(attending.query_positions), len(attending.key_positions)
+    wanted = shape[0] * shape[1] * shape[2] * torch.float32.itemsize
+    if wanted > max_bytes:
+        raise InvalidRequest(
+            f"a pattern of {shape[0]} heads, {shape[1]} queries and {shape[2]} keys takes {wanted:,} bytes, and "
+            f"max_bytes is {max_bytes:,}; ask for fewer tokens=, raise max_bytes=, or take handle.attention(layer)"
+        )
+    found = torch.zeros(shape)
+    for part in weights_of(attending):
+        found[:, part.queries, part.keys] = part.weights
+    return found

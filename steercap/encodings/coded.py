@@ -1,0 +1,133 @@
+"""Rows as a codec stored them, on the client: codes and scales, and what can be said of the rows from these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from steercap.encodings import ENCODINGS
+from steercap.encodings.base import Codec
+from steercap.errors import InvalidSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from steercap.core.coding import Coding
+    from steercap.core.schema import PointSchema
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CodedRows:
+    """Rows of one point in a lossy codec.
+
+    Args:
+        coding: the codec and its parameters.
+        schema: what the tensor at the point is.
+        parts: tensors by name, [rows, ...]: `q` are codes; `scale` and `zero`, where the codec has them, of each row or
+            group; `indices` of `topk8`. Of a point that is split over n tensor-parallel ranks, [rows, n, ...].
+        shard: which shard of such a point this is; None for all of them, or where there is one.
+    """
+
+    coding: Coding
+    schema: PointSchema
+    parts: Mapping[str, torch.Tensor]
+    shard: int | None = None
+
+    @property
+    def codec(self) -> str:
+        """Name of the codec."""
+        return self.coding.encoding
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parts."""
+        return sum(part.nbytes for part in self.parts.values())
+
+    def __len__(self) -> int:
+        return len(self.parts["q"])
+
+    def __repr__(self) -> str:
+        return f"CodedRows({len(self)} rows of {self.schema} as {self.coding}, {self.nbytes:,} bytes)"
+
+    @property
+    def terms(self) -> str:
+        """What the numbers of a row are, in words: rows of the same terms can be compared."""
+        seeded = f", projected with k={self.coding.k}, seed={self.coding.seed}" if self._codec.seeded else ""
+        return f"of {self.schema.width} elements{seeded}" + ("" if self.shard is None else f", shard {self.shard}")
+
+    def decoded(self) -> torch.Tensor:
+        """The rows as far as the codec kept them.
+
+        Returns:
+            float32 [rows, *shape of the point]; of `rp8` and `rp16`, [rows, k]: random projections, see `inner`.
+        """
+        codec = self._codec
+        return codec.joined([codec.decoded(parts, self.schema, self.coding) for parts in self._by_shard()])
+
+    def error_bound(self) -> torch.Tensor:
+        """How far each element of `decoded()` is off at most, but for its own rounding to float32.
+
+        Returns:
+            float64, of the shape of `decoded()`; of `rp8` and `rp16`, from what the projection is without rounding.
+        """
+        codec = self._codec
+        return codec.joined([codec.bound(parts, self.schema, self.coding) for parts in self._by_shard()])
+
+    def inner(self, other: CodedRows | torch.Tensor | None = None) -> torch.Tensor:
+        """Scalar products with other rows.
+
+        Of `rp8` and `rp16` they are estimates without bias: their mean over seeds is the product of the rows
+        themselves, their standard deviation at most √(2 / k) of the product of the norms, √(1 / k) at right angles.
+
+        Args:
+            other: rows of as many elements in any codec, with the same k and seed if either is projected; or vectors,
+                [n, *shape of the point] or [n, width]; None for these rows among themselves.
+
+        Returns:
+            float64 [rows, n].
+
+        Raises:
+            InvalidSpec: rows that cannot be compared: of another width, or projected with another matrix.
+        """
+        mine = self.decoded().flatten(1).double()
+        found = mine @ (mine if other is None else self._comparable(other)).T
+        if other is None and self._codec.seeded:
+            # A row's own rounding does not cancel in its square; it is uniform within a step.
+            shards = self._by_shard()
+            steps = [2 * self._codec.bound(parts, self.schema, self.coding) for parts in shards]
+            found.diagonal().sub_(sum((step.square().sum(dim=1) / 12 for step in steps), start=found.new_zeros(())))
+        return found
+
+    @staticmethod
+    def joined(shards: Sequence[CodedRows]) -> CodedRows:
+        """The shards of a point, in the order of the ranks, as one."""
+        import torch
+
+        first = shards[0]
+        if len(shards) == 1:
+            return first
+        parts = {name: torch.stack([shard.parts[name] for shard in shards], dim=1) for name in first.parts}
+        return CodedRows(first.coding, first.schema, parts)
+
+    @property
+    def _codec(self) -> Codec:
+        return cast("Codec", ENCODINGS[self.codec])
+
+    def _by_shard(self) -> list[Mapping[str, torch.Tensor]]:
+        if self.schema.shards == 1 or self.shard is not None:
+            return [self.parts]
+        return [{name: part[:, shard] for name, part in self.parts.items()} for shard in range(self.schema.shards)]
+
+    def _comparable(self, other: CodedRows | torch.Tensor) -> torch.Tensor:
+        """Other rows in the same terms: float64 [n, width] or [n, k]."""
+        if isinstance(other, CodedRows):
+            mine, theirs = self.terms, other.terms
+            if mine != theirs:
+                raise InvalidSpec(f"these rows cannot be compared: {mine} and {theirs}")
+            return other.decoded().flatten(1).double()
+        vectors = other.flatten(1).double()
+        if vectors.shape[1] != self.schema.width or self.shard is not None:
+            raise InvalidSpec(f"vectors of {vectors.shape[1]} elements, and rows {self.terms}")
+        matrix = self._codec.matrix(self.schema.width, self.coding)
+        return vectors if matrix is None else vectors @ matrix.double().T * self.coding.k**-0.5

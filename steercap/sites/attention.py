@@ -1,0 +1,91 @@
+"""What attention reads: one input of the family's attention module, after rotary embedding and any norm of heads.
+
+vLLM's module is called with queries, keys and values, [tokens, heads × head_dim] each. transformers hands them to its
+attention function, [1, heads, tokens, head_dim], which stands in for a module when they are visited.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, input_tap
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+    from steercap.families.base import Family
+
+
+class AttentionInput(Site):
+    """Tap on an argument of the family's attention module; tensor-parallel ranks have some of the heads each."""
+
+    #: Its name, and which argument it is.
+    name: ClassVar[str]
+    argument: ClassVar[int]
+
+    def exists(self, family: Family, config: Any, layer: int) -> bool:
+        return bool(family.attention)
+
+    def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
+        heads, head_dim = self.heads(layer.get_submodule(family.attention))
+        whole = self.per_key_head and sizes.kv_heads == 1  # every rank has a copy of it
+        shards = 1 if whole else sizes.ranks
+        return RowShape((heads * shards, head_dim), shards)
+
+    @abstractmethod
+    def heads(self, attention: Any) -> tuple[int, int]:
+        """Heads of one rank, and elements of each, as vLLM's attention module says."""
+
+    def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
+        return input_tap(layer, family.attention, self.name, tap, family, self.argument)
+
+    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
+        def hook(module: nn.Module, _args: Any) -> None:
+            _EAGER.expect(module, self.argument, visit)
+
+        return layer.get_submodule(family.attention.rpartition(".")[0]).register_forward_pre_hook(hook)
+
+
+class _Eager:
+    """Stands for transformers' eager attention functions while modules wait that want their inputs visited.
+
+    Modules of other threads, which do not wait, find it in its place too.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[nn.Module, list[tuple[int, Visit]]] = {}
+        self._standing = threading.Lock()
+
+    def expect(self, module: nn.Module, argument: int, visit: Visit) -> None:
+        """Visit an input of the module's next call."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        with self._standing:
+            ALL_ATTENTION_FUNCTIONS["eager"] = self
+            self._waiting.setdefault(module, []).append((argument, visit))
+
+    def _called(self, module: nn.Module) -> list[tuple[int, Visit]]:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        with self._standing:
+            visits = self._waiting.pop(module, [])
+            if visits and not self._waiting:
+                del ALL_ATTENTION_FUNCTIONS["eager"]
+        return visits
+
+    def __call__(self, module: nn.Module, *inputs: Any, **options: Any) -> Any:
+        for argument, visit in self._called(module):
+            given = inputs[argument]
+            # OPT scales its queries itself, and vLLM's does not.
+            factor = module.scaling / options["scaling"] if argument == 0 else 1.0
+            rows = given.transpose(1, 2).flatten(2) / factor
+            visit(rows)
+            given.copy_((rows * factor).unflatten(2, (given.shape[1], -1)).transpose(1, 2))
+        return sys.modules[type(module).__module__].eager_attention_forward(module, *inputs, **options)
+
+
+_EAGER: Final = _Eager()

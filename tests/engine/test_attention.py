@@ -1,0 +1,93 @@
+"""What attention that is computed of captured rows is refused for, and where; weights: tests/engine/test_families.py."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from conftest import opened
+
+from steercap import CaptureHandle, CaptureSpec, Point, SteerModel
+from steercap.core.schema import PointSchema
+from steercap.errors import InvalidRequest, InvalidSelection, LayerOutOfRange, UnsupportedModel, UnsupportedRunner
+from steercap.testing import Reference, tiny_checkpoint
+from steercap.testing.attention import QUERIES_AND_KEYS, attention_agrees
+from steercap.testing.rows import GREEDY, TINY_ENGINE, hold, random_prompt
+from steercap.testing.specs import spec
+
+SITES = ("q", "k", "v", "resid_post")
+
+
+async def test_a_file_keeps_what_weights_need_and_a_wrong_rule_would_show(tmp_path) -> None:
+    """A loaded handle gives the same weights; without its window, its cap or its own scale they would be others."""
+    async with opened(tiny_checkpoint("gemma2"), sites=SITES, **TINY_ENGINE) as model:
+        handle = await model.read(random_prompt(60, 1), capture=QUERIES_AND_KEYS)
+        await handle.fetch()
+        late = await model.read(random_prompt(60, 1), capture=CaptureSpec(sites=("q", "k"), tokens=slice(20, None)))
+        await late.fetch()
+        refused = {
+            "reduced, by 'mean'": CaptureSpec(sites=("q", "k"), reduce="mean"),
+            "kept as full8": CaptureSpec(sites=("q", "k"), codec="full8"),
+            "before the edits": CaptureSpec(sites=("q", "k"), before_edits=True),
+        }
+        steered = spec("add", 128, seed=1, layers=[0], site="q")
+        for says, asked in refused.items():
+            _, other = await model.generate([1, 2, 3], {"max_tokens": 2, **GREEDY}, capture=asked, steering=steered)
+            await other.fetch()
+            with pytest.raises(InvalidRequest, match=says):
+                other.attention(0)
+        _, keys = await model.generate([1, 2, 3], {"max_tokens": 2, **GREEDY}, capture=CaptureSpec(sites="k"))
+        await keys.fetch()
+    with pytest.raises(LayerOutOfRange, match=r"q\[0\] was not captured"):
+        keys.attention(0)
+    again = CaptureHandle.load(handle.save(tmp_path / "rows.safetensors"))
+    assert again.attention_rules == handle.attention_rules
+    for layer in range(4):
+        assert torch.equal(again.attention_pattern(layer), handle.attention_pattern(layer))
+    true = handle.attention_pattern(-2)
+    for wrong in ({"window": None}, {"scale": 32**-0.5}, {"soft_cap": None}):
+        again.attention_rules[2] = msgspec.structs.replace(handle.attention_rules[2], **wrong)
+        assert (again.attention_pattern(2) - true).abs().max() > 1e-3, f"{wrong} would not be noticed"
+    # Of the tokens from 20 on: with a window of 24, those from 43 on have all their keys; without, none has.
+    with pytest.raises(InvalidSelection, match=r"position 20 reads the keys of positions 0 to 20, and 1 of these 21"):
+        late.attention(0)
+    assert torch.allclose(
+        late.attention_pattern(0, tokens=slice(43, None)), handle.attention_pattern(0)[:, 43:, 20:], atol=1e-6
+    )
+    with pytest.raises(InvalidSelection, match="reads the keys of positions 0 to 59"):
+        late.attention(1, tokens=59)
+    with pytest.raises(InvalidSelection, match="no row of position 3 was captured"):
+        late.attention(0, tokens=3)
+    with pytest.raises(InvalidRequest, match="takes 57,600 bytes, and max_bytes is 57,599"):
+        handle.attention_pattern(0, max_bytes=57_599)
+
+
+async def test_two_workers_share_heads(monkeypatch) -> None:
+    """At tensor parallel 2 each rank has half the heads; of one head of keys each has a copy, which is kept once."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    path = tiny_checkpoint("gemma2", num_key_value_heads=1)
+    async with opened(path, sites=SITES, **TINY_ENGINE, tensor_parallel_size=2) as model:
+        assert model.points[Point(2, "q")] == PointSchema((4, 32), "float32", shards=2)
+        assert model.points[Point(2, "k")] == PointSchema((1, 32), "float32")
+        reference = Reference(path)
+        await attention_agrees(model, reference)
+        specs = [
+            spec(name, model.points[0, site].width, seed=5, layers="all", site=site)
+            for name in ("add", "replace")
+            for site in ("q", "k", "v")
+        ]
+        _, handles = await model.generate(
+            [random_prompt(40, 2)] * 6, {"max_tokens": 4, **GREEDY}, capture=CaptureSpec(sites=SITES), steering=specs
+        )
+        await model.fetch_captures_batch(handles)
+    hold(handles, reference, specs)
+
+
+async def test_heads_that_cannot_be_had_are_refused_before_anything_starts() -> None:
+    """More ranks than heads of keys, and a family whose attention is not called as a module."""
+    with pytest.raises(
+        UnsupportedRunner, match="2 heads of keys, of which some of 4 tensor-parallel ranks have copies"
+    ):
+        await SteerModel(str(tiny_checkpoint("llama")), sites=("k", "q"), tensor_parallel_size=4, **TINY_ENGINE).start()
+    with pytest.raises(UnsupportedModel, match="this model has no q"):
+        await SteerModel(str(tiny_checkpoint("olmo2")), sites=("q", "z"), **TINY_ENGINE).start()

@@ -1,0 +1,125 @@
+"""Rows in lossy codecs, out of a real engine: every codec at every site, in one batch, streams, samples, files."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from conftest import opened
+
+from steercap import Add, CaptureHandle, CaptureSpec, errors
+from steercap.testing import tiny_checkpoint
+from steercap.testing.codecs import CODECS, codecs_agree, compare, spec_of
+from steercap.testing.rows import ALL_SITES, CRAMPED, GREEDY, points, random_prompt, settled
+from steercap.testing.specs import spec
+
+SIX = {"max_tokens": 6, **GREEDY}
+
+
+async def test_every_codec_at_every_site_in_one_batch(tiny) -> None:
+    """Raw rows beside each codec's of the same request, clean and steered: within the bounds of their own scales."""
+    assert all(share <= 1 for share in (await codecs_agree(tiny)).values())
+    added = spec("add", 128, seed=5, layers="all")
+    assert all(share <= 1 for share in (await codecs_agree(tiny, steering=added)).values())
+
+
+async def test_preempted_and_chunked_requests_keep_their_codes() -> None:
+    """64 requests, 16 at once, in an engine so small that some are computed twice: the same bounds, nothing held."""
+    async with opened(tiny_checkpoint("qwen3"), sites=ALL_SITES, **CRAMPED) as model:
+        prompts = [random_prompt(100 + place, 200 + place) for place in range(16)]
+        codings = [CODECS[place % len(CODECS)] for place in range(16)]
+        params = {"max_tokens": 60, **GREEDY}
+        _, raws = await model.generate(prompts, params, capture=CaptureSpec(sites=ALL_SITES))
+        _, handles = await model.generate(prompts, params, capture=[spec_of(one, ALL_SITES) for one in codings])
+        await model.fetch_captures_batch([*raws, *handles])
+        assert sum(handle.receipt.writes - handle.receipt.rows for handle in handles) > 0
+        for raw, handle, coding in zip(raws, handles, codings, strict=True):
+            assert raw.output_token_ids == handle.output_token_ids
+            assert compare(raw, handle, coding) <= 1
+        assert await settled(model) == (0, 0, 0)
+
+
+async def test_streams_samples_and_selections_have_codes_too(tiny) -> None:
+    """Chunks of a stream together are the rows of a call; n = 3; last_prompt; rows before their edits."""
+    prompt, wanted = random_prompt(20, 9), CaptureSpec(layers=[1], codec="rp16", k=32, seed=2)
+    _, handle = await tiny.generate(prompt, SIX, capture=wanted)
+    await handle.fetch()
+    chunks = [chunk async for chunk in tiny.stream(prompt, SIX, capture=wanted)]
+    streamed = torch.cat([chunk.captures[1] for chunk in chunks])
+    assert torch.allclose(streamed, handle.captures[1], atol=1e-3)
+    params = {"max_tokens": 6, "temperature": 0.8, "seed": 3, "n": 3}
+    _, samples = await tiny.generate(prompt, params, capture=CaptureSpec(tokens="last_prompt", codec="int4"))
+    await tiny.fetch_captures_batch(samples)
+    assert all(len(sample.coded[0]) == 1 for sample in samples)
+    edits = Add(torch.ones(128), 50.0, layers="all")
+    before = CaptureSpec(layers=[1], codec="fp8", before_edits=True)
+    _, clean = await tiny.generate(prompt, SIX, capture=CaptureSpec(layers=[0, 1], before_edits=True), steering=edits)
+    _, codes = await tiny.generate(prompt, SIX, capture=before, steering=edits)
+    await tiny.fetch_captures_batch([clean, codes])
+    assert compare_one(clean, codes, 1)
+
+
+def compare_one(raw: CaptureHandle, coded: CaptureHandle, layer: int) -> bool:
+    off = (coded.captures[layer].double() - raw.captures[layer].double()).abs()
+    return bool((off <= coded.coded[layer].error_bound() + 1e-4 * raw.captures[layer].norm(dim=1)[:, None]).all())
+
+
+@pytest.mark.parametrize("coding", CODECS, ids=str)
+async def test_a_file_gives_codes_back_bit_for_bit(tiny, tmp_path, coding) -> None:
+    """Codec, parameters, schema and every part; what is decoded follows."""
+    _, handle = await tiny.generate(random_prompt(9, 4), SIX, capture=spec_of(coding, ALL_SITES))
+    await handle.fetch()
+    loaded = CaptureHandle.load(handle.save(tmp_path / "rows.safetensors"))
+    assert set(loaded.coded) == set(handle.coded) == set(points(range(4), *ALL_SITES))
+    for point, mine in handle.coded.items():
+        theirs = loaded.coded[point]
+        assert (theirs.coding, theirs.schema) == (mine.coding, mine.schema) == (coding, tiny.points[point])
+        assert theirs.parts.keys() == mine.parts.keys()
+        for name, part in mine.parts.items():
+            assert torch.equal(part.contiguous().view(torch.uint8), theirs.parts[name].contiguous().view(torch.uint8))
+        assert torch.equal(loaded.captures[point], handle.captures[point])
+        assert torch.equal(theirs.inner(), mine.inner())
+
+
+async def test_projections_of_two_requests_estimate_their_scalar_products(tiny) -> None:
+    """Seeds apart, estimates scatter about the product of the raw rows as their k says."""
+    prompts = [random_prompt(12, 1), random_prompt(12, 2)]
+    _, (first, second) = await tiny.generate(prompts, SIX, capture_layers=[2])
+    specs = [CaptureSpec(layers=[2], codec="rp8", k=64, seed=seed) for seed in range(24)]
+    calls = [tiny.generate(prompts, SIX, capture=spec) for spec in specs]
+    found = [handles for _, handles in await asyncio.gather(*calls)]
+    await tiny.fetch_captures_batch([first, second, *(handle for pair in found for handle in pair)])
+    mine, theirs = first.captures[2].double(), second.captures[2].double()
+    norms = mine.norm(dim=1)[:, None] * theirs.norm(dim=1)
+    off = torch.stack([(one.coded[2].inner(other.coded[2]) - mine @ theirs.T) / norms for one, other in found])
+    assert off.square().mean().sqrt() <= (2 / 64) ** 0.5
+    assert (off.mean(dim=0).abs() <= 5 * off.std(dim=0) / 24**0.5 + 1e-3).all()
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"codec": "rp8"}, "k=512 keeps more numbers than the 128 of a row"),
+        ({"codec": "full8", "k": 8}, "k=8 with codec='full8', which has no such parameter"),
+        ({"codec": "raw", "seed": 8}, "seed=8 with codec='raw'"),
+        ({"codec": "rp8", "k": 0}, "k=0; give an integer from 1"),
+        ({"codec": "rp8", "k": 4, "seed": -1}, "seed=-1; give an integer from 0"),
+        ({"codec": "rp8", "k": 4, "reduce": "mean"}, "reduce='mean' gives float32 numbers"),
+        ({"codec": "lz4"}, "unknown codec 'lz4'"),
+    ],
+)
+async def test_what_a_codec_cannot_do_is_said_before_anything_runs(tiny, asked, says) -> None:
+    """Named parameters, ranges, and combinations."""
+    with pytest.raises(errors.InvalidRequest, match=says):
+        await tiny.generate([1, 2], SIX, capture=CaptureSpec(layers=[0], **asked))
+    assert await settled(tiny) == (0, 0, 0)
+
+
+async def test_rows_that_are_raw_have_no_codes(tiny) -> None:
+    """And the message says where they are."""
+    _, handle = await tiny.generate([1, 2], SIX, capture_layers=[0])
+    await handle.fetch()
+    assert not handle.coded
+    with pytest.raises(errors.InvalidSpec, match=r"not in a lossy codec; captures\[...\] has them"):
+        handle.coded[0]

@@ -1,0 +1,245 @@
+"""Attention weights by the formula, written out number by number, and what is read off vLLM's modules."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from handles import a_handle
+from hypothesis import given
+from hypothesis import strategies as st
+
+from steercap import AttentionSummary, Point, SteeringSpec
+from steercap.analysis.attention import Attending, pattern, summarised, weights_of
+from steercap.core.attention import AttentionRule, joined
+from steercap.errors import InvalidRequest, InvalidSelection, LayerOutOfRange
+from steercap.testing import Reference, tiny_checkpoint
+from steercap.testing.rows import random_prompt
+from steercap.testing.specs import spec
+
+RULES = st.builds(
+    AttentionRule,
+    scale=st.floats(0.05, 2.0),
+    window=st.none() | st.integers(1, 12),
+    soft_cap=st.none() | st.floats(0.5, 30.0),
+    sinks=st.just(()) | st.tuples(*[st.floats(-3.0, 3.0)] * 4),
+)
+
+
+def attending(rule: AttentionRule, tokens: int, kv_heads: int, seed: int, wanted: list[int] | None = None) -> Attending:
+    """Random queries of 4 heads, of all tokens or those wanted, and the keys of all."""
+    generator = torch.Generator().manual_seed(seed)
+    queries, keys = (torch.randn(tokens, heads, 8, generator=generator) for heads in (4, kv_heads))
+    positions = torch.arange(tokens)
+    at = positions if wanted is None else torch.tensor(wanted)
+    return Attending(rule, queries[at], keys, at, positions)
+
+
+def by_hand(asked: Attending, head: int, query: int) -> tuple[dict[int, float], float]:
+    """The weight of each position that a query sees, and of the sink, in Python's own numbers."""
+    rule, at = asked.rule, int(asked.query_positions[query])
+    group = asked.queries.shape[1] // asked.keys.shape[1]
+    logits = {}
+    for key in range(at + 1):
+        if rule.window is None or at - key < rule.window:
+            pairs = zip(asked.queries[query, head].tolist(), asked.keys[key, head // group].tolist(), strict=True)
+            logit = rule.scale * math.fsum(a * b for a, b in pairs)
+            logits[key] = logit if rule.soft_cap is None else rule.soft_cap * math.tanh(logit / rule.soft_cap)
+    sink = math.exp(rule.sinks[head]) if rule.sinks else 0.0
+    total = math.fsum(map(math.exp, logits.values())) + sink
+    return {key: math.exp(logit) / total for key, logit in logits.items()}, sink / total
+
+
+@given(RULES, st.integers(1, 20), st.sampled_from([1, 2, 4]), st.integers(0, 99), st.integers(1, 6))
+def test_a_summary_is_what_the_formula_gives(rule, tokens, kv_heads, seed, top) -> None:
+    """Each head and token: targets, weights, entropy, first token and sink, by loops over single numbers."""
+    asked = attending(rule, tokens, kv_heads, seed)
+    found, whole = summarised(asked, top), pattern(asked, 1 << 20)
+    for head in range(4):
+        for query in range(tokens):
+            weights, sink = by_hand(asked, head, query)
+            strongest = sorted(weights.values(), reverse=True)[:top]
+            row = found.weights[head, query].tolist()
+            targets = found.targets[head, query].tolist()
+            assert row == pytest.approx([*strongest, *[0.0] * (top - len(strongest))], abs=1e-5)
+            assert targets[len(strongest) :] == [-1] * (top - len(strongest))
+            assert len(set(targets[: len(strongest)])) == len(strongest)
+            assert [weights[target] for target in targets if target >= 0] == pytest.approx(strongest, abs=1e-5)
+            entropy = -math.fsum(w * math.log(w) for w in (*weights.values(), sink) if w)
+            assert float(found.entropy[head, query]) == pytest.approx(entropy, abs=1e-4)
+            assert float(found.first[head, query]) == pytest.approx(weights.get(0, 0.0), abs=1e-5)
+            assert float(found.sink[head, query]) == pytest.approx(sink, abs=1e-5)
+            dense = [weights.get(key, 0.0) for key in range(tokens)]
+            assert whole[head, query].tolist() == pytest.approx(dense, abs=1e-5)
+
+
+@given(RULES, st.integers(1, 40), st.integers(1, 500), st.data())
+def test_chunks_change_nothing_and_are_as_small_as_asked(rule, tokens, chunk, data) -> None:
+    """However few logits at once, any queries give the same rows; no chunk is larger, unless it is one query's."""
+    wanted = sorted(data.draw(st.sets(st.integers(0, tokens - 1), min_size=1)))
+    asked = attending(rule, tokens, 2, 3, wanted)
+    whole = pattern(attending(rule, tokens, 2, 3), 1 << 20)[:, wanted]
+    queries = []
+    for part in weights_of(asked, chunk):
+        assert part.weights.numel() <= chunk or part.weights.shape[1] == 1
+        queries += range(part.queries.start, part.queries.stop)
+        assert torch.allclose(part.weights, whole[:, part.queries, part.keys], atol=1e-5)
+        assert whole[:, part.queries].sum() == pytest.approx(float(part.weights.sum()), rel=1e-4)
+    assert queries == list(range(len(wanted)))
+
+
+def test_a_long_prompt_takes_no_square_of_memory() -> None:
+    """20,000 tokens of 4 heads: the pattern would take 6.4 GB; no tensor of the summary's parts is beyond 64 MiB."""
+    asked = attending(AttentionRule(0.3, window=64), 20_000, 1, 0, wanted=[*range(0, 20_000, 10)])
+    largest = max(part.weights.nbytes for part in weights_of(asked))
+    assert largest <= 64 << 20
+    found = summarised(asked, 3)
+    assert found.targets.shape == (4, 2_000, 3)
+    assert (found.positions[:, None] - found.targets).max() < 64
+    with pytest.raises(InvalidRequest, match=r"4 heads, 2000 queries and 20000 keys takes 640,000,000 bytes"):
+        pattern(asked, 1 << 28)
+
+
+def test_a_query_whose_keys_are_not_all_there_is_refused() -> None:
+    """A hole in what a query sees is an error; one that it does not see is none."""
+    full = attending(AttentionRule(1.0, window=5), 20, 2, 0)
+    kept = torch.tensor([position for position in range(20) if position != 7])
+
+    def holey(wanted: list[int]) -> Attending:
+        at = torch.tensor(wanted)
+        return Attending(full.rule, full.queries[at], full.keys[kept], at, kept)
+
+    rows = pattern(full, 1 << 20)[:, [6, 12, 19]][..., kept]
+    assert torch.allclose(pattern(holey([6, 12, 19]), 1 << 20), rows, atol=1e-6)
+    with pytest.raises(InvalidSelection, match="position 11 reads the keys of positions 7 to 11, and 4 of these 5"):
+        holey([6, 11])
+    with pytest.raises(InvalidRequest, match="4 heads of queries, 3 of keys and 0 sinks"):
+        attending(AttentionRule(1.0), 3, 3, 0)
+    with pytest.raises(InvalidRequest, match="4 heads of queries, 2 of keys and 3 sinks"):
+        attending(AttentionRule(1.0, sinks=(0.0,) * 3), 3, 2, 0)
+
+
+def test_ranks_bring_the_sinks_of_their_heads_and_nothing_else() -> None:
+    """Sinks are joined in the order of the ranks; ranks that differ in anything else are not believed."""
+    one, two = AttentionRule(0.5, sinks=(1.0, 2.0)), AttentionRule(0.5, sinks=(3.0, 4.0))
+    assert joined([one, two]) == AttentionRule(0.5, sinks=(1.0, 2.0, 3.0, 4.0))
+    assert joined([one]) == one
+    with pytest.raises(
+        InvalidRequest, match="layer 3 cannot be computed: its tensor-parallel ranks attend differently"
+    ):
+        joined([one, msgspec.structs.replace(two, window=3)]).understood(3)
+
+
+def test_a_handle_without_what_it_takes_says_what() -> None:
+    """No queries, no rule, a rule that is not understood, a `top` that is no number."""
+    handle = a_handle(sites=("q", "k"), attention_rules={0: AttentionRule(1.0, unknown="it adds ALiBi's slopes")})
+    with pytest.raises(LayerOutOfRange, match=r"q\[0\] was not captured"):
+        a_handle().attention(0)
+    with pytest.raises(InvalidRequest, match="layer 1 cannot be computed: this handle was made without"):
+        handle.attention(1)
+    with pytest.raises(InvalidRequest, match="layer 0 cannot be computed: it adds ALiBi's slopes"):
+        handle.attention_pattern(0)
+    for top in (0, -1, True, "many", None):
+        with pytest.raises(InvalidRequest, match="give a whole number above 0"):
+            handle.attention(0, top=top)
+
+
+def test_old_files_are_read_and_say_that_they_have_no_rule(tmp_path) -> None:
+    """The header's entry is one that older files lack."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    from steercap import CaptureHandle
+
+    path = a_handle(sites=("q", "k"), attention_rules={0: AttentionRule(1.0)}).save(tmp_path / "new.safetensors")
+    with safe_open(path, "pt") as file:
+        header = msgspec.json.decode(file.metadata()["steercap"])
+    del header["attention_rules"]
+    save_file(load_file(path), tmp_path / "old.safetensors", {"steercap": msgspec.json.encode(header).decode()})
+    assert isinstance(CaptureHandle.load(path).attention(0), AttentionSummary)
+    with pytest.raises(InvalidRequest, match="made without"):
+        CaptureHandle.load(tmp_path / "old.safetensors").attention(0)
+
+
+@pytest.fixture(scope="module")
+def module():
+    """Makes modules as vLLM's models do."""
+    from vllm.config import ModelConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+
+    def make(kind: type = Attention, **arguments):
+        config = VllmConfig(model_config=ModelConfig(str(tiny_checkpoint("llama")), dtype="float32"))
+        with set_current_vllm_config(config):
+            return kind(4, 32, 0.125, num_kv_heads=2, prefix="layers.0.attn", **arguments)
+
+    return make
+
+
+def test_a_rule_is_read_off_the_module(module) -> None:
+    """Scale, window, cap and sinks are those that vLLM's module was made with."""
+    from steercap.adapters.attention import rule_of
+
+    assert rule_of(module()) == AttentionRule(0.125)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    found = rule_of(module(per_layer_sliding_window=7, logits_soft_cap=30.0, sinks=sinks))
+    assert found == AttentionRule(0.125, 7, 30.0, (0.5, -1.0, 2.0, 0.0))
+
+
+def test_what_is_not_understood_is_said(module) -> None:
+    """ALiBi, keys in another dtype, attention that is not causal, and other kinds of modules have no weights here."""
+    from vllm.config import CacheConfig
+    from vllm.model_executor.layers.attention import Attention, EncoderOnlyAttention
+    from vllm.v1.attention.backend import AttentionType
+
+    from steercap.adapters.attention import rule_of
+
+    class Other(Attention):
+        """A model's own."""
+
+    assert "ALiBi" in rule_of(module(alibi_slopes=[0.1] * 4)).unknown
+    assert "vLLM's Other" in rule_of(module(Other)).unknown
+    assert "EncoderOnlyAttention" in rule_of(module(EncoderOnlyAttention)).unknown
+    assert "encoder" in rule_of(module(attn_type=AttentionType.ENCODER)).unknown
+    assert "cached as fp8" in rule_of(module(cache_config=CacheConfig(cache_dtype="fp8"))).unknown
+    assert not rule_of(module()).unknown
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_entropy_and_targets_are_those_of_numpy(seed) -> None:
+    """In float64, by NumPy's own functions."""
+    asked = attending(AttentionRule(0.4, soft_cap=20.0), 50, 2, seed)
+    found = summarised(asked, 4)
+    keys = np.repeat(asked.keys.double().numpy(), 2, axis=1)
+    logits = 20 * np.tanh(np.einsum("qhd,khd->hqk", asked.queries.double().numpy(), keys) * 0.4 / 20)
+    logits[:, np.triu(np.ones((50, 50), dtype=bool), 1)] = -np.inf
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entropy = -np.nansum(weights * np.log(weights), axis=-1)
+    np.testing.assert_allclose(found.entropy, entropy, atol=1e-5)
+    np.testing.assert_array_equal(found.targets[:, 10:], np.argsort(-weights, axis=-1)[:, 10:, :4])
+
+
+def test_models_of_several_threads_are_visited_apart() -> None:
+    """Queries are read and changed in transformers' attention function, which all models share; none is left in its place."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    references = [Reference(tiny_checkpoint(family)) for family in ("llama", "opt")]
+    points = [Point(layer, site) for layer in range(4) for site in ("q", "k", "v", "z")]
+    steering = spec("add", 128, seed=1, layers=[0, 2], site="q")
+
+    def rows(reference: Reference, steering: SteeringSpec | None = steering) -> dict[Point, torch.Tensor]:
+        return reference.rows(random_prompt(30, 1), points, steering=steering, prompt_len=20)
+
+    alone = [rows(reference) for reference in references]
+    for one, reference in zip(alone, references, strict=True):
+        assert not torch.allclose(one[Point(0, "q")], rows(reference, None)[Point(0, "q")])
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(10):
+            for known, found in zip(alone, pool.map(rows, references), strict=True):
+                assert all(torch.equal(known[point], found[point]) for point in points)
+    assert "eager" not in ALL_ATTENTION_FUNCTIONS
