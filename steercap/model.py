@@ -202,7 +202,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             PointSplit: the kind needs whole rows, and those of a point are split over tensor-parallel ranks.
             SketchMemoryFull: there is no room for it.
         """
-        spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, before_edits=before_edits, codec="raw")
+        spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, codec="raw", before_edits=before_edits)
         running = await begun(self.serving.here(), kind, size, spec)
         try:
             with joining(self, running):

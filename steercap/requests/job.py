@@ -15,17 +15,17 @@ from steercap.core.chat import MessageSpan
 from steercap.core.coding import RAW
 from steercap.core.messages import Owner, Wanted
 from steercap.core.plan import Plan, compile_capture
-from steercap.core.program import SteeringPlan, identity
 from steercap.core.receipt import SteeringReceipt, check_edits
 from steercap.core.rows import rows_selected
 from steercap.core.spec import CaptureSpec, Point
-from steercap.core.tokens import Range, selected
+from steercap.core.tokens import selected
 from steercap.errors import InvalidSpec, ModelClosed, SteeringNotApplied, first_error
+from steercap.requests.change import Change, Planned
 from steercap.requests.checks import Expected
 from steercap.requests.handle import CaptureHandle
 from steercap.requests.lifecycle import Lifecycle, Source
 from steercap.requests.sketching import RunningSketch, enter, joint_capture
-from steercap.steering.lowering import Lowered, scopes_of
+from steercap.steering.lowering import scopes_of
 from steercap.steering.projection import Projected
 
 if TYPE_CHECKING:
@@ -47,44 +47,6 @@ class Done(NamedTuple):
     output: RequestOutput
     handles: list[CaptureHandle] | None
     receipts: list[SteeringReceipt] | None
-
-
-@dataclass(frozen=True)
-class Change:
-    """One prompt's steering.
-
-    Args:
-        lowered: the edits.
-        scopes: positions of each token selection.
-        replaced: positions of each replacement.
-    """
-
-    lowered: Lowered
-    scopes: tuple[tuple[Range, ...], ...]
-    replaced: tuple[tuple[int, ...], ...]
-
-    def placed(self, slots: Mapping[bytes, int], epoch: int) -> SteeringPlan:
-        """What the workers are told of it.
-
-        Args:
-            slots: where each configuration is, by its digest.
-            epoch: see `identity`.
-        """
-        digest = self.lowered.digest
-        name = identity(digest, self.scopes, self.replaced, epoch)
-        return SteeringPlan(slots[digest], digest, name, self.scopes, self.replaced)
-
-
-class Planned(NamedTuple):
-    """What the workers shall do, complete.
-
-    Args:
-        plan: the plan, all that it names in its slot; None if nothing is kept or changed.
-        salt: what keys and values depend on besides the tokens, "" for nothing.
-    """
-
-    plan: Plan | None
-    salt: str
 
 
 @dataclass(frozen=True)

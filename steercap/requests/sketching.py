@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from steercap.core.coding import RAW
 from steercap.core.messages import Joining, Wanted
 from steercap.core.ownership import Unshared
 from steercap.core.receipt import check_points
@@ -167,11 +166,11 @@ def joint_capture(
     if own is None:
         return spec, tuple(wanted), tuple(engine.armed[point] for point in wanted)
     points, indices = engine.captured(own)
-    codec = "raw" if engine.coding(own) == RAW else own.codec
-    alike = dataclasses.replace(
-        own, layers=spec.layers, sites=spec.sites, codec=codec, gather=True, allow_nonfinite=False
-    )
-    if alike != dataclasses.replace(spec, gather=True) or not set(wanted) <= set(points):
+    same = {
+        name: getattr(spec, name) for name in ("layers", "sites", "codec", "k", "seed", "gather", "allow_nonfinite")
+    }
+    raw = engine.coding(own) == engine.coding(spec)  # which may follow from settings
+    if not raw or dataclasses.replace(own, **same) != spec or not set(wanted) <= set(points):
         raise InvalidSpec(
             f"a request in a sketch keeps rows once: {own} must have at least the sketch's points, its tokens "
             f"({spec.selection}) and raw rows, and {spec} is sketched; capture these, or make the call outside"

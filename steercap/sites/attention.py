@@ -11,6 +11,7 @@ import threading
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from steercap.core.extras import extra
 from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, input_tap
 
 if TYPE_CHECKING:
@@ -62,14 +63,16 @@ class _Eager:
 
     def expect(self, module: nn.Module, argument: int, visit: Visit) -> None:
         """Visit an input of the module's next call."""
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        with extra("cuda", "cpu"):
+            from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         with self._standing:
             ALL_ATTENTION_FUNCTIONS["eager"] = self
             self._waiting.setdefault(module, []).append((argument, visit))
 
     def _called(self, module: nn.Module) -> list[tuple[int, Visit]]:
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        with extra("cuda", "cpu"):
+            from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         with self._standing:
             visits = self._waiting.pop(module, [])

@@ -183,7 +183,7 @@ class SteerModel(Unshared, instead=_model.INSTEAD):
         Raises:
             The errors of `steercap.SteerModel.sketch`.
         """
-        spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, before_edits=before_edits)
+        spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, codec="raw", before_edits=before_edits)
         running = self.bridge.run(begun(self.serving.opened(), kind, size, spec))
         try:
             with joining(self.bridge.model, running):

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from steercap.core.attention import AttentionRule
+from steercap.core.coding import RAW
 from steercap.core.messages import (
     Answer,
     Attach,
@@ -274,7 +275,10 @@ class Runtime:
         if isinstance(parcel, Unknown) or parcel.failure or parcel.nonfinite:
             return parcel  # and the client refuses it
         rows = self._kept[joining.wanted.owner].outbox
-        refused = self._sketches.weigh(joining, rows) if isinstance(rows, RowsOutbox) else "it keeps no rows"
+        if not isinstance(rows, RowsOutbox) or rows.capture.coding != RAW or rows.capture.reduce:
+            refused: str | None = "its rows are not kept as they are, which a sketch needs"
+        else:
+            refused = self._sketches.weigh(joining, rows)
         return msgspec.structs.replace(parcel, failure=refused)
 
     def _attach(self, asked: Attach) -> Answer:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workers import CUDA, KINDS, batch, device_of, some_runtime, tap
 
+from steercap.core.coding import RAW
 from steercap.core.messages import (
     Attach,
     Call,
@@ -352,7 +353,7 @@ class Bench:
 
     def begin(self, *names: str, limit: int = 100) -> None:
         for name in names:
-            capture = CapturePlan(tuple(range(len(self.schemas))), (Range(0, None),), None, "raw")
+            capture = CapturePlan(tuple(range(len(self.schemas))), (Range(0, None),), None, RAW)
             self.runtime.register(name, Plan(name, 4, limit, capture=capture).encode(), 0)
 
     def step(self, *parts: tuple[str, int, int], skip: int = -1, scale: float = 1.0) -> None:
