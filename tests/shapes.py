@@ -17,9 +17,12 @@ from jaxtyping import AbstractArray, install_import_hook
 
 #: Modules whose every function and dataclass is checked, with the packages within them.
 CHECKED: Final = (
+    "steercap.analysis",
     "steercap.edits",
     "steercap.kernels.finite",
     "steercap.kernels.reference",
+    "steercap.quantisation",
+    "steercap.sketches",
     "steercap.vectors.extraction",
     "steercap.vectors.layers",
     "steercap.vectors.methods",

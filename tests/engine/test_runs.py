@@ -59,7 +59,7 @@ async def test_the_codec_of_the_environment_is_that_of_captures_that_name_none(t
     before, *_ = known = await tiny.read([prompt] * 3, capture=specs)
     await tiny.fetch_captures_batch(known)
     means = await mean_rows(tiny, ["One two three"], layers=[2])
-    monkeypatch.setattr(engine, "settings", dataclasses.replace(engine.settings, codec="full8"))
+    monkeypatch.setattr(engine._compiler, "_settings", dataclasses.replace(engine.settings, codec="full8"))
     coded, raw, mean = found = await tiny.read([prompt] * 3, capture=specs)
     short = await tiny.read(prompt, capture_layers=2)
     await tiny.fetch_captures_batch([found, short])

@@ -21,6 +21,7 @@ import yaml
 from rich.console import Console
 
 from steercap.cli.persona import left_out_of, table_of
+from steercap.config import Settings
 from steercap.core.spec import Point
 from steercap.engine.compiler import Compiler
 from steercap.errors import (
@@ -387,7 +388,7 @@ def test_all_layers_may_be_read_of_a_site_that_some_layers_lack() -> None:
 def armed(*points: Point, exists: Callable[[Point], bool] = lambda _: True) -> Any:
     """A model of 4 layers, as far as it says where rows can be read."""
     indices = {point: index for index, point in enumerate(points)}
-    compiler = Compiler(indices, {}, [], num_layers=4, edits_per_point=1, exists=exists)
+    compiler = Compiler(indices, {}, [], num_layers=4, settings=Settings(edits_per_point=1), exists=exists)
     return types.SimpleNamespace(serving=types.SimpleNamespace(here=lambda: compiler))
 
 
