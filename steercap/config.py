@@ -164,6 +164,6 @@ def _whole(name: str, value: object, *, least: int, most: int = MOST - 1, otherw
     """
     found = index_of(value)
     if found is None or not least <= found <= most:
-        bound = "above 0" if least else "0 or above"
+        bound = f"{least} to {most:,}" if most < MOST - 1 else "above 0" if least else "0 or above"
         raise InvalidSetting(f"{name}={shown(value)}; give a whole number, {bound}{otherwise}")
     return found

@@ -130,7 +130,7 @@ class Quantiser:
             raise InvalidSpec(f"files of models {sorted(models)}; train on the rows of one")
         (layer,) = resolve_layers(layer, handles[0].num_layers)
         point = Point(layer, site)
-        rows = _drawn((_rows(handle.captures[point]) for handle in handles), most_rows, seed)
+        rows = _drawn((_rows(handle.captures.elements(point)) for handle in handles), most_rows, seed)
         parts, bits = _sizes(rows.shape[1], parts, bits)
         if len(rows) < 1 << bits:
             raise InvalidRequest(f"{len(rows)} rows for codebooks of {1 << bits} entries; give more, or fewer bits")
@@ -187,7 +187,7 @@ class Quantiser:
         handle = CaptureHandle.load(source)
         if handle.model != self.model:
             raise InvalidRequest(f"{source} holds rows of {handle.model!r}, and the codebooks are for {self.model!r}")
-        codes = self.encode(handle.captures[self.point])
+        codes = self.encode(handle.captures.elements(self.point))
         found = Codes(self.digest, self.point, codes, handle.positions, handle.token_ids, handle.request_id)
         found.save(target)
         return found

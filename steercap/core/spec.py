@@ -114,9 +114,17 @@ class CaptureSpec:
             raise InvalidSpec(
                 f"project= gives a few numbers per token, reduce={self.reduce!r} one row per request; give only one"
             )
-        if self.codec not in {None, "raw"} and not self.keeps_rows:
-            asked = "project=" if self.reduce is None else f"reduce={self.reduce!r}"
-            raise InvalidSpec(f"{asked} gives float32 numbers, which codec={self.codec!r} cannot hold; leave it out")
+        self._check_storing()
+
+    def _check_storing(self) -> None:
+        """What is computed of rows is stored as it is."""
+        if self.keeps_rows:
+            return
+        asked = "project=" if self.reduce is None else f"reduce={self.reduce!r}"
+        for name in ("codec", "k", "seed"):
+            given = getattr(self, name)
+            if given not in {None, "raw"}:
+                raise InvalidSpec(f"{asked} gives float32 numbers, which {name}={given!r} cannot hold; leave it out")
 
     def __hash__(self) -> int:
         parts = repr(self.layers), self.sites, self.tokens, self.reduce, self.codec, self.k, self.seed

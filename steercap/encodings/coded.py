@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
+from steercap.core.values import shown
 from steercap.encodings import ENCODINGS
 from steercap.encodings.base import Codec
 from steercap.errors import InvalidSpec
@@ -40,12 +41,21 @@ class CodedRows:
         return self.coding.encoding
 
     @property
+    def is_projected(self) -> bool:
+        """Whether random projections are kept, and no elements."""
+        return self._codec.seeded
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the parts."""
         return sum(part.nbytes for part in self.parts.values())
 
     def __len__(self) -> int:
         return len(self.parts["q"])
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> CodedRows:
+        """Some of the rows: a slice, or indices or a mask as a tensor."""
+        return replace(self, parts={name: part[rows] for name, part in self.parts.items()})
 
     def __repr__(self) -> str:
         return f"CodedRows({len(self)} rows of {self.schema} as {self.coding}, {self.nbytes:,} bytes)"
@@ -82,7 +92,7 @@ class CodedRows:
 
         Args:
             other: rows of as many elements in any codec, with the same k and seed if either is projected; or vectors,
-                [n, *shape of the point] or [n, width]; None for these rows among themselves.
+                [n, *shape of the point] or [n, width], or one; None for these rows among themselves.
 
         Returns:
             float64 [rows, n].
@@ -98,6 +108,22 @@ class CodedRows:
             steps = [2 * self._codec.bound(parts, self.schema, self.coding) for parts in shards]
             found.diagonal().sub_(sum((step.square().sum(dim=1) / 12 for step in steps), start=found.new_zeros(())))
         return found
+
+    def damage(self, rows: int) -> str:
+        """Why these cannot be so many rows of the codec, as files may be damaged; "" if they can."""
+        import torch
+
+        codec = ENCODINGS.get(self.codec)
+        if not isinstance(codec, Codec):
+            return f"{self.codec} is no codec"
+        nothing = torch.empty((0, codec.row_bytes(self.schema, self.coding)), dtype=torch.uint8)
+        split = (self.schema.shards,) if self.schema.shards > 1 and self.shard is None else ()
+        for name, part in codec.parts(nothing, self.schema, self.coding).items():
+            wanted, found = (rows, *split, *part.shape[1:]), self.parts.get(name)
+            if found is None or found.shape != wanted or found.dtype != part.dtype:
+                had = "nothing" if found is None else f"{tuple(found.shape)} of {found.dtype}"
+                return f"{name!r} must be {wanted} of {part.dtype}, and is {had}"
+        return ""
 
     @staticmethod
     def joined(shards: Sequence[CodedRows]) -> CodedRows:
@@ -121,13 +147,18 @@ class CodedRows:
 
     def _comparable(self, other: CodedRows | torch.Tensor) -> torch.Tensor:
         """Other rows in the same terms: float64 [n, width] or [n, k]."""
+        import torch
+
         if isinstance(other, CodedRows):
             mine, theirs = self.terms, other.terms
             if mine != theirs:
                 raise InvalidSpec(f"these rows cannot be compared: {mine} and {theirs}")
             return other.decoded().flatten(1).double()
-        vectors = other.flatten(1).double()
+        if not isinstance(other, torch.Tensor):
+            raise InvalidSpec(f"inner({shown(other)}); give CodedRows, or vectors as a tensor")
+        vectors = other.reshape(1, -1) if other.ndim < 2 else other.flatten(1)
         if vectors.shape[1] != self.schema.width or self.shard is not None:
             raise InvalidSpec(f"vectors of {vectors.shape[1]} elements, and rows {self.terms}")
+        vectors = vectors.double()
         matrix = self._codec.matrix(self.schema.width, self.coding)
         return vectors if matrix is None else vectors @ matrix.double().T * self.coding.k**-0.5

@@ -11,12 +11,12 @@ so that rounding adds no bias.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 
 from steercap.encodings.base import Alike, Codec, dtype_of
+from steercap.encodings.matrices import Matrices
 from steercap.kernels.bits import GROUP
 
 if TYPE_CHECKING:
@@ -98,9 +98,15 @@ class RandomProjection(Codec):
         return torch.int8 if self._bytes == 1 else torch.int16
 
 
-@lru_cache(maxsize=4)
+_SIGNS: Final = Matrices()
+
+
 def signs(k: int, width: int, seed: int) -> torch.Tensor:
     """The matrix of a seed without its factor: float32 [k, width], each element 1 or -1; not to be written to."""
+    return _SIGNS.get((k, width, seed), lambda: _drawn(k, width, seed))
+
+
+def _drawn(k: int, width: int, seed: int) -> torch.Tensor:
     import torch
 
     row = -(-width // 64)

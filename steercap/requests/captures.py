@@ -61,6 +61,20 @@ class Captures(Mapping[Point, torch.Tensor]):
             )
         return rows
 
+    def elements(self, key: int | tuple[int, str]) -> torch.Tensor:
+        """The rows of one point, where it is their elements that count: for a lens, or products with vectors.
+
+        Raises:
+            InvalidSpec: random projections are kept of them; or as for `captures[layer, site]`.
+            LayerOutOfRange: as for `captures[layer, site]`.
+        """
+        rows = self.whole(key)
+        if isinstance(rows, CodedRows) and rows.is_projected:
+            raise InvalidSpec(
+                f"{rows} have no elements of the rows; capture with another codec, or take coded[...].inner(vectors)"
+            )
+        return _decoded(rows)
+
     @property
     def coded(self) -> Coded:
         """Rows in a lossy codec as they are kept."""

@@ -160,9 +160,10 @@ def _whole(header: Header, tensors: Mapping[str, torch.Tensor], number: int, sha
     if header.coding == RAW:
         return tensors[f"rows{end}"]
     parts = {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
-    if not parts:
-        raise LookupError(f"q{end}")
-    return CodedRows(header.coding, header.schemas[number], parts, shard)
+    found = CodedRows(header.coding, header.schemas[number], parts, shard)
+    if reason := found.damage(1 if header.reduce else len(tensors["positions"])):
+        raise LookupError(f"{header.points[number]}: {reason}")
+    return found
 
 
 def _end(point: Point, shard: int | None) -> str:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from steercap.core.spec import Point
+from steercap.encodings.coded import CodedRows
 from steercap.errors import InvalidFile
 from steercap.files.base import blame
 from steercap.requests.captures import Rows
@@ -64,6 +65,9 @@ class PointLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         parameters: of the codec.
         tensors: what a file has of the point, by name: `rows`, or the parts of the codec.
         shards: how many times it has them, one for each tensor-parallel rank; 0 where rows are whole.
+        row: shape of a row of the point, on all ranks together.
+        ranks: tensor-parallel ranks that codes of whole rows are of, on an axis of their own behind that of the rows; 1
+            where there is no such axis.
     """
 
     layer: int
@@ -72,6 +76,8 @@ class PointLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parameters: dict[str, int]
     tensors: dict[str, TensorLayout]
     shards: int
+    row: tuple[int, ...]
+    ranks: int = 1
 
     @property
     def coding(self) -> str:
@@ -336,7 +342,15 @@ def _point(layer: int, site: str, kept: Rows) -> PointLayout:
         name: TensorLayout(str(part.dtype).removeprefix("torch."), tuple(part.shape[1:]))
         for name, part in parts_of(first).items()
     }
-    return PointLayout(layer, site, codec, dict(parameters), tensors, shards)
+    coded = first if isinstance(first, CodedRows) else None
+    row = first.schema.shape if isinstance(first, CodedRows) else _whole_shape(tuple(first.shape[1:]), shards)
+    ranks = coded.schema.shards if coded is not None and coded.shard is None else 1
+    return PointLayout(layer, site, codec, dict(parameters), tensors, shards, row, ranks)
+
+
+def _whole_shape(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
+    """Of a row that is split along its first axis into shards of a shape."""
+    return (shape[0] * max(shards, 1), *shape[1:]) if shape else ()
 
 
 def _ranges(positions: torch.Tensor) -> tuple[tuple[int, int], ...]:

@@ -14,19 +14,21 @@ import msgspec
 import numpy as np
 import torch
 
+from steercap.encodings.coded import CodedRows
+from steercap.encodings.random_projection import FAMILY
 from steercap.files.base import check_extension, write_whole
 from steercap.requests.files import Saved, coding_of, named, parts_of
 
 VERSION: Final = 1
-#: What a row is, of the parts of each codec.
+#: What a row is, of the parts of each codec, computed in float64 and rounded once to float32.
 FORMULAS: Final = {
     "raw": "row",
     "full8": "zero + scale * q, scale and zero of each row",
     "fp8": "scale * q, scale of each row; q was float8 e4m3 and is float32 here, exactly",
     "int4": "zero + scale * q in groups of 128 elements; two q share a byte, the earlier in the lower half",
     "topk8": "row[indices] = zero + scale * q; the other elements are at most rest, and count as 0",
-    "rp8": "scale * q in groups of 128: k projections of the row, row @ signs.T / sqrt(k), signs from the seed",
-    "rp16": "scale * q in groups of 128: k projections of the row, row @ signs.T / sqrt(k), signs from the seed",
+    "rp8": "scale * q in groups of 128: row @ signs.T / sqrt(k), signs from the seed: see `family`",
+    "rp16": "scale * q in groups of 128: row @ signs.T / sqrt(k), signs from the seed: see `family`",
 }
 #: dtypes that NumPy lacks, and float32 holds exactly.
 _WIDENED: Final = frozenset({torch.bfloat16, torch.float8_e4m3fn})
@@ -62,13 +64,23 @@ def _about(rows: Any) -> dict[str, Any]:
     """What is to be known of one point."""
     first, shards = (rows[0], len(rows)) if isinstance(rows, tuple) else (rows, 0)
     codec, parameters = coding_of(first)
+    ranks = first.schema.shards if isinstance(first, CodedRows) and first.shard is None else 1
+    formula = FORMULAS[codec]
+    if ranks > 1:
+        axis = "add them up" if isinstance(first, CodedRows) and first.is_projected else "put their rows side by side"
+        formula += f"; the second axis is that of {ranks} ranks, each with a part of the row of its own: {axis}"
+    if codec != "raw":
+        formula += "; in float64, rounded once to float32"
     dtypes = {name: str(part.dtype).removeprefix("torch.") for name, part in parts_of(first).items()}
     return {
         "codec": codec,
         "parameters": parameters,
-        "formula": FORMULAS[codec],
+        "formula": formula,
         "dtypes": dtypes,
         "shards": shards,
+        "row": list(first.schema.shape if isinstance(first, CodedRows) else first.shape[1:]),
+        "ranks": ranks,
+        "family": FAMILY if isinstance(first, CodedRows) and first.is_projected else "",
     }
 
 

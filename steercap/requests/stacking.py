@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from steercap.core.spec import Layers, resolve_layers
+from steercap.core.spec import Layers, Point, resolve_layers
 from steercap.core.tokens import Tokens, TokenSelection, selected
+from steercap.encodings.coded import CodedRows
 from steercap.errors import InvalidRequest, InvalidSelection, LayerOutOfRange
+from steercap.requests.captures import Captures
 
 if TYPE_CHECKING:
     from steercap.requests.handle import CaptureHandle
@@ -48,7 +50,7 @@ def stack(
     rows = []
     for number, handle in enumerate(given):
         at = _row(number, handle, tokens)
-        rows.append(torch.stack([handle.captures[layer, site][at] for layer in wanted]))
+        rows.append(torch.stack([_one(handle.captures, Point(layer, site), at) for layer in wanted]))
     return torch.stack(rows)
 
 
@@ -109,9 +111,20 @@ def _check_alike(handles: Sequence[CaptureHandle], site: str, *, every: bool) ->
                 )
 
 
-def _form(handle: CaptureHandle, site: str) -> tuple[int, torch.dtype] | None:
-    rows = next((rows for point, rows in handle.captures.items() if point.site == site), None)
-    return None if rows is None else (rows.shape[-1], rows.dtype)
+def _form(handle: CaptureHandle, site: str) -> tuple[int | str, torch.dtype] | None:
+    point = next((point for point in handle.captures if point.site == site), None)
+    if point is None:
+        return None
+    rows = handle.captures.whole(point)
+    if isinstance(rows, CodedRows):  # decoded to numbers of one width they may be projections of several matrices
+        return rows.terms, torch.float32
+    return rows.shape[-1], rows.dtype
+
+
+def _one(captures: Captures, point: Point, at: int) -> torch.Tensor:
+    """One row of a point; of rows in a codec no other is decoded."""
+    rows = captures.whole(point)
+    return rows[at : at + 1].decoded()[0] if isinstance(rows, CodedRows) else rows[at]
 
 
 def _row(number: int, handle: CaptureHandle, tokens: Tokens | TokenSelection | None) -> int:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from steercap.core.attention import AttentionRule
     from steercap.core.chat import MessageSpan
     from steercap.core.receipt import Receipt
-    from steercap.requests.captures import Captures
+    from steercap.requests.captures import Captures, Coded
     from steercap.requests.lifecycle import Lifecycle
     from steercap.vectors.directions import Mark
 
@@ -45,6 +45,7 @@ class CaptureHandle(Unshared, instead=handles.INSTEAD):
     lifecycle: Lifecycle
     fetched: bool
     captures: Captures
+    coded: Coded
     receipt: Receipt
     positions: torch.Tensor
     token_ids: torch.Tensor

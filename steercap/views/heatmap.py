@@ -309,7 +309,7 @@ def heatmap_of_layers(
 
 def _projected(handle: CaptureHandle, directions: DirectionSet, layer: int) -> torch.Tensor:
     """Scalar products of the rows of one layer with unit directions: float32 [rows, names]."""
-    rows = handle.captures[layer, directions.site]
+    rows = handle.captures.elements((layer, directions.site))
     if handle.directions:
         if missing := [name for name in directions if name not in handle.directions]:
             raise InvalidRequest(f"the handle holds projections on {list(handle.directions)}, and none on {missing}")

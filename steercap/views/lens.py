@@ -192,13 +192,13 @@ def logit_lens(
         ModelNotLoaded, InvalidFile: as for `Unembedding.load`.
         CaptureNotFetched: the handle was not fetched.
     """
-    layers = _layers(handle, site)
+    layers, captures = _layers(handle, site), handle.captures
     checkpoint, revision = _checkpoint(model)
     unembedding = unembedding or Unembedding.load(checkpoint, revision=revision)
     tokenizer = _tokenizer(model)
     if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= unembedding.vocabulary:
         raise InvalidRequest(f"logit_lens: top={top!r}; give a whole number from 1 to {unembedding.vocabulary}")
-    found = [unembedding.best(handle.captures[layer, site], top) for layer in layers]
+    found = [unembedding.best(captures.elements((layer, site)), top) for layer in layers]
     token_ids = torch.stack([ids for ids, _ in found])
     distinct = token_ids.unique().tolist()
     known = dict(zip(distinct, texts_of(tokenizer, distinct), strict=True))

@@ -106,6 +106,7 @@ async def test_projections_of_two_requests_estimate_their_scalar_products(tiny) 
         ({"codec": "rp8", "k": 0}, "k=0; give an integer from 1"),
         ({"codec": "rp8", "k": 4, "seed": -1}, "seed=-1; give an integer from 0"),
         ({"codec": "rp8", "k": 4, "reduce": "mean"}, "reduce='mean' gives float32 numbers"),
+        ({"k": 4, "reduce": "mean"}, "reduce='mean' gives float32 numbers, which k=4"),
         ({"codec": "lz4"}, "unknown codec 'lz4'"),
     ],
 )

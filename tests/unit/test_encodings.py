@@ -17,6 +17,7 @@ from steercap.core.schema import PointSchema
 from steercap.encodings import ENCODINGS, codec_of, record_of
 from steercap.encodings.base import Alike, Codec
 from steercap.encodings.coded import CodedRows
+from steercap.encodings.matrices import Matrices
 from steercap.encodings.random_projection import signs
 from steercap.errors import InvalidSpec, UnknownName
 from steercap.kernels.bits import GROUP
@@ -319,6 +320,31 @@ def test_rows_of_other_matrices_are_not_compared() -> None:
             mine.inner(other)
     with pytest.raises(InvalidSpec, match="vectors of 15 elements"):
         mine.inner(torch.zeros(2, 15))
+    for wrong in ([1.0] * 16, np.ones(16), "v"):
+        with pytest.raises(InvalidSpec, match="give CodedRows, or vectors as a tensor"):
+            mine.inner(wrong)
+    vector = torch.randn(16)
+    assert torch.equal(mine.inner(vector), mine.inner(vector[None]))
+
+
+def test_matrices_are_kept_as_long_as_there_is_room() -> None:
+    """Those used last; one that is larger than all room is made each time and handed over all the same."""
+    made: list[int] = []
+
+    def matrix(number: int, size: int = 10) -> torch.Tensor:
+        def make() -> torch.Tensor:
+            made.append(number)
+            return torch.full((size,), float(number))
+
+        return kept.get(number, make)
+
+    kept = Matrices(most_bytes=80)
+    for number in (1, 2, 1, 3, 1, 2):  # 3 displaces 2, which was used before 1
+        assert torch.equal(matrix(number), torch.full((10,), float(number)))
+    assert made == [1, 2, 3, 2]
+    assert len(matrix(9, size=1000)) == 1000
+    assert matrix(1)[0] == 1
+    assert made == [1, 2, 3, 2, 9, 1]
 
 
 @pytest.mark.parametrize("name", CODECS)

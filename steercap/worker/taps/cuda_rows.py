@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
 from steercap.encodings import ENCODINGS, record_of
 from steercap.encodings.base import Alike, dtype_of
+from steercap.encodings.matrices import Matrices
 from steercap.kernels import triton_accumulate as kernel
 from steercap.worker.accumulators import Accumulators, Updates
 from steercap.worker.layouts import Layout
@@ -27,9 +28,6 @@ from steercap.worker.programs import Programs
 from steercap.worker.step import Step
 from steercap.worker.taps.base import Installed, Kind
 from steercap.worker.taps.transfers import Transfers
-
-#: Device memory of matrices that rows are projected with, together.
-MATRIX_BYTES: Final = 256 << 20
 
 
 def typed(memory: torch.Tensor, schema: PointSchema) -> torch.Tensor:
@@ -62,7 +60,7 @@ class DeviceEncoder:
         self._records = torch.zeros((tokens, 2), dtype=torch.int64, device=transfers.device)
         self._uploads = [transfers.pinned(self._records.shape, torch.int64) for _ in range(ahead)]
         self._known: dict[int, tuple[Layout, int, list[tuple[Kind, Alike]]]] = {}
-        self._matrices: dict[tuple[Kind, Coding], torch.Tensor] = {}
+        self._matrices = Matrices()
 
     def upload(self, number: int, layouts: Sequence[Layout], of: Ints, records: Ints) -> list[tuple[Layout, slice]]:
         """Tell which records are stored in another form, in one copy, layout by layout.
@@ -93,21 +91,18 @@ class DeviceEncoder:
                 encoding.launch(ring, self._records[records], alike, vectors)
 
     def _matrix(self, kind: Kind, coding: Coding) -> torch.Tensor | None:
-        """The rank's part of the matrix that an encoding makes by itself, in the dtype of the rows.
+        """The rank's part of the matrix that an encoding makes by itself, in the dtype of the rows."""
+        encoding = ENCODINGS[coding.encoding]
+        if not encoding.seeded:
+            return None
 
-        Those used last are kept, in bounded memory.
-        """
-        known = self._matrices.pop((kind, coding), None)
-        if known is None:
-            made = ENCODINGS[coding.encoding].matrix(kind.schema.width, coding)
-            if made is None:
-                return None
-            part = made[:, kind.first : kind.first + kind.width].to(dtype_of(kind.schema))
-            known = self._transfers.there(part.contiguous())
-        self._matrices[kind, coding] = known
-        while len(self._matrices) > 1 and sum(one.nbytes for one in self._matrices.values()) > MATRIX_BYTES:
-            del self._matrices[next(iter(self._matrices))]
-        return known
+        def make() -> torch.Tensor:
+            whole = encoding.matrix(kind.schema.width, coding)
+            assert whole is not None, "a codec with a seed has a matrix"
+            part = whole[:, kind.first : kind.first + kind.width].to(dtype_of(kind.schema))
+            return self._transfers.there(part.contiguous())
+
+        return self._matrices.get((kind, coding), make)
 
     def _alike(self, layout: Layout) -> list[tuple[Kind, Alike]]:
         """The points of a layout, those together whose rows are alike."""
