@@ -1,4 +1,4 @@
-"""What capture costs: plain vLLM, steercap idle, one layer, all layers; and batch fetch against one fetch a handle.
+"""What capture costs: plain vLLM, steercap idle, one layer, all layers, in codecs; and batch fetch against one by one.
 
     python scripts/bench_capture.py [--repeats 7] [--eager] [--json out.json]
 
@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import Any
 
 WORKLOADS = {"1x(32+48)": (1, 32, 48), "16x(64+16)": (16, 64, 16), "8x(256+1)": (8, 256, 1)}
-VARIANTS = ("plain vLLM", "plain again", "idle", "one layer", "all layers")
+#: What is captured, by the name of the variant; None for nothing.
+CAPTURES: dict[str, dict[str, Any] | None] = {
+    "idle": None,
+    "one layer": {"layers": [15]},
+    "all layers": {},
+    "all, full8": {"codec": "full8"},
+    "all, int4": {"codec": "int4"},
+    "all, rp8": {"codec": "rp8", "k": 128},
+}
+VARIANTS = ("plain vLLM", "plain again", *CAPTURES)
 ENGINE_ARGS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 1024,
@@ -62,17 +71,22 @@ def sampling(generated: int) -> dict[str, Any]:
     return {"max_tokens": generated, "temperature": 0.0, "ignore_eos": True}
 
 
-async def steer_run(model: Any, tokens: list[list[int]], generated: int, layers: Any) -> tuple[float, float, int]:
+async def steer_run(
+    model: Any, tokens: list[list[int]], generated: int, asked: dict[str, Any] | None
+) -> tuple[float, float, int]:
     """Wall seconds of generating, of fetching everything, and bytes fetched."""
+    from steercap import CaptureSpec
+
+    spec = None if asked is None else CaptureSpec(**asked)
     start = time.perf_counter()
-    result = await model.generate(tokens, sampling(generated), capture_layers=layers)
+    result = await model.generate(tokens, sampling(generated), capture=spec)
     wall = time.perf_counter() - start
-    if layers is None:
+    if spec is None:
         return wall, 0.0, 0
     start = time.perf_counter()
     await model.fetch_captures_batch(result[1])
     fetch = time.perf_counter() - start
-    return wall, fetch, sum(rows.nbytes for handle in result[1] for rows in handle.captures.values())
+    return wall, fetch, sum(handle.captures.whole(point).nbytes for handle in result[1] for point in handle.points)
 
 
 async def fetch_styles(model: Any, repeats: int) -> dict[str, float]:
@@ -96,9 +110,11 @@ def idle_tap_cost() -> float:
     import torch
     from torch import nn
 
+    from steercap.core.schema import PointSchema
+    from steercap.families import FAMILIES
     from steercap.kernels.tap import bind
-    from steercap.sites.base import output_hook
-    from steercap.worker.taps.base import TapSizes
+    from steercap.sites.base import Tap, output_tap
+    from steercap.worker.taps.base import Installed, TapSizes
     from steercap.worker.taps.host import HostTaps
 
     class Layer(nn.Module):
@@ -114,10 +130,12 @@ def idle_tap_cost() -> float:
             best = min(best, (time.perf_counter() - start) / calls)
         return best
 
-    bind(HostTaps((0,), 576, TapSizes(slots=1, bank_rows=1, entries=1, tokens=16)))
+    installed = Installed((0,), (PointSchema((576,), "float32"),), (True,))
+    bind(HostTaps(installed, TapSizes(slots=1, bank_rows=1, entries=1, tokens=16)))
     hidden, residual = torch.randn(16, 576), torch.randn(16, 576)
     tapped = Layer()
-    output_hook(tapped, "", "resid_post", torch.zeros(1, dtype=torch.int32), 1)
+    tap = Tap(torch.zeros(1, dtype=torch.int32), 0)
+    output_tap(tapped, "", "resid_post", tap, FAMILIES["llama"], stream=1)
     with torch.inference_mode():
         return per_call(tapped) - per_call(Layer())
 
@@ -168,7 +186,7 @@ async def compare(
 ) -> dict[str, Any]:
     """Times of every variant on one workload, in turn."""
     walls: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    fetches: dict[str, list[float]] = {"one layer": [], "all layers": []}
+    fetches: dict[str, list[float]] = {name: [] for name, asked in CAPTURES.items() if asked is not None}
     moved = 0
     for repeat in range(repeats + 1):  # the first warms up
         tokens = prompts(count, length, repeat)
@@ -178,8 +196,7 @@ async def compare(
             if variant in plain:
                 wall, fetch = await plain_run(plain[variant], tokens, generated), 0.0
             else:
-                layers = {"idle": None, "one layer": [15], "all layers": "all"}[variant]
-                wall, fetch, moved_now = await steer_run(model, tokens, generated, layers)
+                wall, fetch, moved_now = await steer_run(model, tokens, generated, CAPTURES[variant])
                 moved = max(moved, moved_now)
             if repeat:
                 walls[variant].append(wall)
