@@ -6,8 +6,10 @@ out, the pass has ended. Everything it passes on is plain (`worker.batch.BatchRo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
+from steercap.adapters import releases
 from steercap.errors import UnsupportedRunner
 
 if TYPE_CHECKING:
@@ -15,15 +17,20 @@ if TYPE_CHECKING:
 
 #: Where a hooked runner keeps its runtime.
 RUNTIME_ATTRIBUTE = "steercap_runtime"
+#: Modules that hook a runner, and one that mends it on CPU.
+_HOOKING: Final = ("runner_v1", "runner_v2", "cpu")
+#: Why one of them did not: an engine of the other runner needs nothing of it.
+_UNHOOKED: Final[dict[str, str]] = {}
 
 
 def hook_runners() -> None:
     """Hook the classes of every model runner this steercap knows, in this process; safe to call again."""
-    from steercap.adapters import cpu, runner_v1, runner_v2
-
-    runner_v1.hook()
-    runner_v2.hook()
-    cpu.hook()
+    for name in _HOOKING:
+        try:
+            with releases.importing():
+                import_module(f"{__name__}.{name}").hook()
+        except UnsupportedRunner as error:
+            _UNHOOKED[name] = str(error)
 
 
 def load_adapter(worker: Any, name: str, number: int, path: str) -> str:
@@ -37,12 +44,13 @@ def runtime_of(runner: Any) -> Runtime:
     """The runtime of a loaded runner.
 
     Raises:
-        UnsupportedRunner: no adapter has hooked this runner's class.
+        UnsupportedRunner: no adapter has hooked this runner's class, or what must be mended of it on CPU is gone.
     """
     runtime: Runtime | None = getattr(runner, RUNTIME_ATTRIBUTE, None)
     if runtime is None:
         kind = f"{type(runner).__module__}.{type(runner).__qualname__}"
-        raise UnsupportedRunner(
-            f"no adapter for the model runner {kind}; known: Model Runner V1 (CUDA and CPU) and V2 (CUDA)"
-        )
+        reasons = list(_UNHOOKED.values()) or ["known: Model Runner V1 and V2, on CUDA and CPU"]
+        raise UnsupportedRunner("; ".join([f"no adapter for the model runner {kind}", *reasons]))
+    if "cpu" in _UNHOOKED and runner.device.type == "cpu":
+        raise UnsupportedRunner(_UNHOOKED["cpu"])
     return runtime

@@ -1,6 +1,6 @@
 """What vLLM is started with: its arguments, including those that steercap sets, and what must be off.
 
-What it relies on, of vLLM 0.32: `AsyncEngineArgs`, its `worker_extension_cls` and `additional_config`, and the names of
+What it relies on: `AsyncEngineArgs`, its `worker_extension_cls` and `additional_config`, and the names of
 a `VllmConfig`.
 """
 

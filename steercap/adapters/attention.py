@@ -1,6 +1,6 @@
 """How vLLM's attention modules weigh keys, and what of that is understood here.
 
-What it relies on, all of vLLM 0.32: the attributes of `Attention`, and that the backends named here compute a causal
+What it relies on, besides the names in `releases`: that the backends named here compute a causal
 softmax out of their `scale`, `logits_soft_cap`, `sinks` and the module's `sliding_window`, and of nothing else but
 what is refused.
 """
@@ -14,6 +14,7 @@ from torch import nn
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 
+from steercap.adapters.releases import require
 from steercap.core.attention import AttentionRule
 from steercap.core.spec import Point
 from steercap.families.base import Family
@@ -60,6 +61,7 @@ def _unknown(attention: Any) -> str:
     """What a module does that a rule cannot say, or ""."""
     if type(attention) is not Attention:
         return f"its attention is vLLM's {type(attention).__name__}"
+    require("Attention", attention)
     if (backend := attention.attn_backend.get_name()) not in _KNOWN:
         return f"its attention backend is {backend}; known: {', '.join(sorted(_KNOWN))}"
     found = {

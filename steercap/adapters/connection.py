@@ -1,14 +1,14 @@
 """The client's end of a running AsyncLLM: whether the engine lives, calls to its workers, and its end.
 
-What it relies on, of vLLM 0.32: `AsyncLLM.errored`, `output_handler` and `shutdown`; of `engine_core`, `core_engines`,
-`call_utility_all_async`, `_call_utility_async` and `resources`.
+What it relies on: `AsyncLLM.errored`, `output_handler` and `shutdown`; of `engine_core`, `core_engines`,
+`_call_utility_async` and `resources`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, Final
 
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -58,12 +58,9 @@ class Connection:
             ModelClosed: the engine was shut down meanwhile.
         """
         core, call = self.llm.engine_core, ("collective_rpc", method, None, args, None)
-        if engine is None:
-            asked = core.call_utility_all_async(*call)
-        else:
-            one = core._call_utility_async  # noqa: SLF001 -- no public name of vLLM's asks one engine of several
-            asked = _listed(one(*call, engine=core.core_engines[engine]))
-        answers = asyncio.ensure_future(asked)
+        asked = core.core_engines if engine is None else [core.core_engines[engine]]
+        ask = core._call_utility_async  # noqa: SLF001 -- a public name that asks all engines came with 0.32
+        answers = asyncio.gather(*(ask(*call, engine=one) for one in asked))
         try:
             # vLLM leaves a call unanswered for ever when its engine dies or is shut down under it.
             while not (await asyncio.wait({answers}, timeout=LIVENESS_SECONDS))[0]:
@@ -130,7 +127,3 @@ class Connection:
                 if (socket := getattr(resources, name, None)) is not None and not socket.closed:
                     with contextlib.suppress(RuntimeError):  # the loop was closed at the same moment
                         socket.close(linger=0)
-
-
-async def _listed(answer: Awaitable[list[Any]]) -> list[list[Any]]:
-    return [await answer]

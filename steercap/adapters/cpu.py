@@ -1,7 +1,7 @@
 """What vLLM's CPU runner gets wrong, repaired in the worker: seeds of chunked prompts, and requests without an adapter
 beside others with one.
 
-Each part says what it relies on, all of vLLM 0.32, and when it can go.
+Each part says what it relies on, and when it can go.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from vllm.lora.punica_wrapper import punica_cpu
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from steercap.adapters.hooks import wrap
+from steercap.adapters.releases import require
 
 #: Where a runner keeps the generators of requests whose sampled token will be thrown away.
 _WITHHELD: Final = "steercap_withheld_generators"
@@ -27,6 +28,8 @@ _MASKED: Final = "__steercap_masked__"
 
 def hook() -> None:
     """Repair this process's classes and operators; a second call does nothing."""
+    require("Model Runner V1's sampling", GPUModelRunner)
+    require("lora_ops", lora_ops)
     wrap(GPUModelRunner, "_sample", _sample)
     wrap(GPUModelRunner, "_bookkeeping_sync", _bookkeeping_sync)
     for name in _BY_INDEX:

@@ -1,6 +1,6 @@
 """The generated text alone, where vLLM's would begin with the prompt's.
 
-tokenizers' `DecodeStream` holds text back while it ends within a character. vLLM 0.32 starts it with the prompt; if the
+tokenizers' `DecodeStream` holds text back while it ends within a character. vLLM starts it with the prompt; if the
 prompt itself ends within a character (token ids that were cut there, or bytes that are not one), or with U+FFFD, the
 whole prompt comes out as if it had been generated, and stop strings match in it. What it relies on:
 `FastIncrementalDetokenizer` and its `tokenizer`, `stream` and `skip_special_tokens`. It can go when such a prompt stays
@@ -16,6 +16,8 @@ from typing import Any, Final
 import tokenizers
 from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
+from steercap.adapters.releases import require
+
 _MENDED: Final = "__steercap_mended__"
 #: What a decoder writes for bytes that are not a character.
 _UNKNOWN: Final = "\N{REPLACEMENT CHARACTER}"
@@ -28,6 +30,7 @@ def mend() -> None:
     original = FastIncrementalDetokenizer.__init__
     if hasattr(original, _MENDED):
         return
+    require("FastIncrementalDetokenizer", FastIncrementalDetokenizer)
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:

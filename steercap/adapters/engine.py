@@ -1,6 +1,6 @@
 """vLLM's AsyncLLM behind the few calls that steercap needs.
 
-What it relies on, all of vLLM 0.32: `AsyncLLM.from_vllm_config`, `generate` and its `data_parallel_rank`;
+What it relies on: `AsyncLLM.from_vllm_config`, `generate` and its `data_parallel_rank`;
 `additional_config` in the key of the compile cache.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Final, Protocol
 
-from vllm.exceptions import VLLMClientError
+from vllm.exceptions import VLLMClientError, VLLMError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -23,6 +23,7 @@ from steercap.adapters.connection import Connection
 from steercap.adapters.lora import Adapters
 from steercap.adapters.prompts import Rendered, render
 from steercap.adapters.reaper import Reaper
+from steercap.adapters.releases import require
 from steercap.adapters.sampling import read_params
 from steercap.adapters.settings import CONFIG_KEY, family_in, overshoot, worker_config
 from steercap.adapters.wire import Wire
@@ -63,6 +64,7 @@ class VllmEngine:
     def __init__(
         self, llm: AsyncLLM, points: tuple[Point, ...], exists: Callable[[Point], bool], launch: Starting
     ) -> None:
+        require("a running AsyncLLM", llm)
         self._connection = Connection(llm)
         self._wire = Wire(llm)
         self._adapters = Adapters(llm.vllm_config, self._load_adapter)
@@ -90,16 +92,18 @@ class VllmEngine:
         Raises:
             InvalidSetting: an engine argument that does not exist or does not fit.
             ModelNotLoaded: vLLM cannot load the model.
-            UnsupportedModel, UnsupportedRunner: steercap has no family or adapter for it.
+            UnsupportedModel, UnsupportedRunner: steercap has no family or adapter for it, or vLLM lacks what one needs.
         """
         # A forked child of a process with threads can deadlock; vLLM's own server spawns too.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+        require("AsyncLLM", AsyncLLM)
         detokenizer.mend()
         args = read_arguments(model, engine_args)
         try:
             config = args.create_engine_config()
         except Exception as error:
             raise ModelNotLoaded(f"vLLM cannot load {model!r}: {error}") from error
+        require("VllmConfig", config)
         family, hf_config = family_in(config.model_config), config.model_config.hf_text_config
         check_supported(config)
 
@@ -200,7 +204,7 @@ class VllmEngine:
 
         Raises:
             InvalidRequest: vLLM refuses the request, or cannot run it.
-            EngineFailure: the engine has died, or has aborted the request.
+            EngineFailure: the engine has died, has aborted the request, or takes none at present.
         """
         params.output_kind = RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY
         if plan is not None:
@@ -224,6 +228,8 @@ class VllmEngine:
             raise self._connection.ended() from error
         except EngineGenerateError as error:
             raise InvalidRequest(f"vLLM could not run request {request_id}: {error.__cause__!r}") from error
+        except VLLMError as error:  # nothing is wrong with the request: its queue is full, or the engine pauses
+            raise EngineFailure(f"vLLM did not run request {request_id}: {error}") from error
 
     @property
     def engines(self) -> int:

@@ -2,8 +2,8 @@
 
 A process that vLLM spawns unpickles first the function it is to run, then its arguments, and these import all of vLLM,
 which writes its log at once. So the function is one of ours, and being unpickled is what prepares the process. What it
-relies on, of vLLM 0.32: `EngineCoreProc.run_engine_core`, `DPCoordinatorProc.run_coordinator`,
-`WorkerProc.worker_main`, each the target of a `Process`. It imports nothing heavy.
+relies on: `EngineCoreProc.run_engine_core`, `DPCoordinatorProc.run_coordinator` and `WorkerProc.worker_main` are each
+the target of a `Process`. It imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Final
+
+from steercap.adapters.releases import require
 
 #: Settings of vLLM's log; a user who has set one gets what vLLM makes of it.
 CHOICES: Final = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
@@ -84,6 +86,7 @@ class Entry:
         if self._target == ENGINE_CORE:
             module, owner, name = WORKER
             worker = getattr(import_module(module), owner)
+            require(owner, worker)
             setattr(worker, name, Entry(WORKER, getattr(worker, name), log=self._log))
             # Its workers meet at a file, which they remove only if they end in order; this folder is removed in any
             # case.

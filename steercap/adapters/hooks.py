@@ -1,8 +1,7 @@
 """What the adapters of all model runners have in common: hooks on a class's methods, and a loaded model's taps.
 
-What it relies on, all of vLLM 0.32 and the same in both runners: `load_model` ends with the model in `get_model()`;
-`execute_model` is entered once per step, with the scheduler's output; `device`, `dtype`, `max_num_tokens`,
-`vllm_config`.
+What it relies on, the same in both runners and besides the names in `releases`: `load_model` ends with the model in
+`get_model()`; `execute_model` is entered once per step, with the scheduler's output.
 """
 
 from __future__ import annotations
@@ -14,9 +13,11 @@ from typing import Any, Final
 
 import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
 from steercap.adapters.attention import attention_rules
+from steercap.adapters.releases import require
 from steercap.adapters.settings import armed_points, family_in, tap_sizes
 from steercap.core.plan import EXTRA_ARGS_KEY
 from steercap.kernels.tap import bind
@@ -44,6 +45,16 @@ def wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
 
     setattr(hooked, _HOOKED, True)
     setattr(owner, name, hooked)
+
+
+def require_requests() -> None:
+    """Check that requests come and go as `step_of` reads it.
+
+    Raises:
+        UnsupportedRunner: they do not.
+    """
+    require("SchedulerOutput", SchedulerOutput)
+    require("NewRequestData", NewRequestData)
 
 
 def attach(runner: Any) -> None:

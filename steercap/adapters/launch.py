@@ -1,9 +1,9 @@
 """An engine's start, which can be given up at any moment, and the processes that come of it.
 
-What it relies on, of vLLM 0.32: `CoreEngineProcManager` and `DPCoordinator` of `v1.engine.utils` start all processes of
-an engine in their `__init__`, and hold them as `processes` and `proc`. It can go when vLLM takes an environment and an
-entry for its processes. It imports vLLM when a start runs, on its thread: that takes many seconds, and a user who
-presses Ctrl+C should not have to wait for them.
+What it relies on: `CoreEngineProcManager` and `DPCoordinator` of `v1.engine.utils` start all processes of an engine in
+their `__init__`, and hold them as `processes` and `proc`. It can go when vLLM takes an environment and an entry for its
+processes. It imports vLLM when a start runs, on its thread: that takes many seconds, and a user who presses Ctrl+C
+should not have to wait for them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
+from steercap.adapters import releases
 from steercap.adapters.entry import COORDINATOR, ENGINE_CORE, Entry, quieten, wants_quiet
 from steercap.adapters.reaper import Reaper
 from steercap.concurrency.loops import on_thread
@@ -74,10 +75,11 @@ class Launch:
         try:
             self.require_wanted()
             quieten(log=_LOG)
-            with extra("cuda", "cpu"):
+            with extra("cuda", "cpu"), releases.importing():
                 from steercap.adapters.engine import VllmEngine
 
-            _hook_launchers()
+                _hook_launchers()
+            releases.warn_of_untried()
             self.require_wanted()
             vllm = self._engine = VllmEngine.start(model, settings, engine_args, self)
             self.reaper.note_files()
@@ -200,7 +202,10 @@ def _hook_launchers() -> None:
     """Have vLLM start processes inside of `Launch.spawning`, if it is one of our starts; safe to call again."""
     from vllm.v1.engine.utils import CoreEngineProcManager, DPCoordinator
 
+    for module, owner, _ in (ENGINE_CORE, COORDINATOR):
+        releases.require(owner, getattr(import_module(module), owner))
     for launcher in (CoreEngineProcManager, DPCoordinator):
+        releases.require(launcher.__name__, launcher)
         original = launcher.__init__
         if getattr(original, "steercap_hook", False):
             continue

@@ -1,6 +1,6 @@
 """LoRA adapters of requests, loaded before a request that uses them is sent.
 
-vLLM 0.32 loads an adapter within the first step that needs it: one that is missing, or does not fit, ends the engine;
+vLLM loads an adapter within the first step that needs it: one that is missing, or does not fit, ends the engine;
 one whose weights are narrower than the model's is copied into a corner of its tables; one for layers that the model
 lacks does nothing; and two under one name or number are the same to its caches. What it relies on: `LoRARequest`,
 `get_adapter_absolute_path`, `PEFTHelper`; in the worker `add_lora`, `remove_lora` and the manager behind

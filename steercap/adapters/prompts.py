@@ -1,6 +1,6 @@
 """Prompts as vLLM takes them: a text, token ids, or one of its prompt dicts.
 
-What it relies on, of vLLM 0.32: `parse_model_prompt`, `AsyncLLM.renderer` and `AsyncLLM.model_config`.
+What it relies on: `parse_model_prompt`, `AsyncLLM.renderer` and `AsyncLLM.model_config`.
 """
 
 from __future__ import annotations

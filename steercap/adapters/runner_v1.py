@@ -1,7 +1,8 @@
 """vLLM's Model Runner V1, which the CPU runner derives from.
 
-What it relies on, all of vLLM 0.32: `_preprocess` is called for real batches only, after `_prepare_inputs` has laid the
-batch out in `input_batch`, `positions` and `input_ids`. It can go when vLLM offers a hook with the batch's layout.
+What it relies on, besides the names in `releases`: `_preprocess` is called for real batches only, after
+`_prepare_inputs` has laid the batch out in `input_batch`, `positions` and `input_ids`. It can go when vLLM offers a
+hook with the batch's layout.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
-from steercap.adapters.hooks import attach, step_of, wrap
+from steercap.adapters.hooks import attach, require_requests, step_of, wrap
+from steercap.adapters.releases import require
 from steercap.worker.batch import BatchRows
 from steercap.worker.runtime import Runtime
 
 
 def hook() -> None:
     """Hook the runner classes of this process; a second call finds them hooked."""
+    require("Model Runner V1", GPUModelRunner)
+    require("Model Runner V1 on CPU", CPUModelRunner)
+    require_requests()
     for owner in (GPUModelRunner, CPUModelRunner):
         wrap(owner, "load_model", _load_model)
     wrap(GPUModelRunner, "_preprocess", _preprocess)
@@ -30,6 +35,7 @@ def hook() -> None:
 
 def _load_model(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:
     loaded = original()
+    require("Model Runner V1 with its model", runner)
     attach(runner)
     _give_stage_its_buffers(runner, runner.get_model())
     return loaded

@@ -1,9 +1,9 @@
-"""vLLM's Model Runner V2, the default on CUDA.
+"""vLLM's Model Runner V2, the default on CUDA, and on CPU where Triton has a backend for it.
 
-What it relies on, all of vLLM 0.32: `prepare_inputs` is called for real batches only, with padding already decided, and
-returns an `InputBatch` whose `positions` and `input_ids` are views of buffers that the model, compiled or replayed from
-a CUDA graph, reads on the current stream. Dummy runs, warm-up and graph capture never call it, so the taps stay idle
-there; vLLM's own warm-up requests do, and are not known here.
+What it relies on, besides the names in `releases`: `prepare_inputs` is called for real batches only, with padding
+already decided, and returns an `InputBatch` whose `positions` and `input_ids` are views of buffers that the model,
+compiled or replayed from a CUDA graph, reads on the current stream. Dummy runs, warm-up and graph capture never call
+it, so the taps stay idle there; vLLM's own warm-up requests do, and are not known here.
 """
 
 from __future__ import annotations
@@ -12,16 +12,21 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
-from steercap.adapters.hooks import attach, step_of, wrap
+from steercap.adapters.hooks import attach, require_requests, step_of, wrap
+from steercap.adapters.releases import require
 from steercap.worker.batch import BatchRows
 from steercap.worker.runtime import Runtime
 
 
 def hook() -> None:
     """Hook the runner class of this process; a second call finds it hooked."""
+    require("Model Runner V2", GPUModelRunner)
+    require("InputBatch of Model Runner V2", InputBatch)
+    require_requests()
     wrap(GPUModelRunner, "load_model", _load_model)
     wrap(GPUModelRunner, "prepare_inputs", _prepare_inputs)
     wrap(GPUModelRunner, "execute_model", _execute_model)
@@ -29,6 +34,7 @@ def hook() -> None:
 
 def _load_model(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:
     loaded = original()
+    require("Model Runner V2 with its model", runner)
     attach(runner)
     return loaded
 

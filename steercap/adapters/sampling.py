@@ -1,6 +1,6 @@
 """A user's sampling parameters as vLLM's own, each value of its proper type.
 
-vLLM 0.32 takes values of any type here and fails where they are used, in the engine. `msgspec` knows the types of
+vLLM takes values of any type here and fails where they are used, in the engine. `msgspec` knows the types of
 `SamplingParams`. It can go when vLLM checks them.
 """
 

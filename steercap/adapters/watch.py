@@ -1,6 +1,6 @@
 """Whether the engine still listens and answers, which a living process need not do.
 
-vLLM 0.32 looks at processes. In the engine's process a thread reads requests and another writes outputs; when an
+vLLM looks at processes. In the engine's process a thread reads requests and another writes outputs; when an
 exception ends one of them, its sockets are closed, the process lives, `errored` stays False, and requests wait for
 ever. libzmq reports the closed connection. What it relies on: `engine_core.resources`, its sockets and `engine_dead`,
 and `output_processor.propagate_error`. It can go when vLLM watches these threads.

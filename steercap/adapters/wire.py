@@ -1,6 +1,6 @@
 """A request, read first as the engine's input thread will read it.
 
-vLLM 0.32 checks ranges in the client, and types only where the engine decodes the request's frame: a wrong one ends the
+vLLM checks ranges in the client, and types only where the engine decodes the request's frame: a wrong one ends the
 thread that reads all requests, and the engine seems to live. So vLLM's own preparation, encoder and typed decoder run
 here first. What it relies on: `AsyncLLM.get_supported_tasks`, `InputProcessor.process_inputs`, `EngineCoreRequest`,
 `MsgpackEncoder` and `MsgpackDecoder`. It can go when vLLM refuses such requests in the client.

@@ -49,6 +49,19 @@ async def test_the_engine_outlives_a_request_that_vllm_refuses(tiny) -> None:
     assert len(texts) == 1
 
 
+async def test_a_full_queue_is_no_fault_of_the_request(tiny, monkeypatch) -> None:
+    """What vLLM does not admit leaves steercap as its own error, holds nothing, and runs once there is room."""
+    with monkeypatch.context() as changed:
+        changed.setattr(tiny.engine.vllm_config.scheduler_config, "max_num_queued_reqs", 0)
+        with pytest.raises(errors.EngineFailure, match=r"did not run request .*: The engine is currently busy"):
+            await tiny.generate(PROMPT, SIX, capture_layers="all")
+    stats = await tiny.stats()
+    assert (stats.handles_held, stats.capture_bytes_claimed) == (0, 0)
+    _, handle = await tiny.generate(PROMPT, SIX, capture_layers="all")
+    await handle.fetch()
+    assert handle.receipt.rows == len(PROMPT) + SIX["max_tokens"] - 1
+
+
 async def test_captures_are_read_after_fetch_and_before_release(tiny) -> None:
     """Before: CaptureNotFetched. After: CaptureReleased, for fetching too. Both say what to do."""
     _, handle = await tiny.generate(PROMPT, SIX, capture=CaptureSpec(layers=[0, 1]))

