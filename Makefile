@@ -1,10 +1,12 @@
-# make setup | demo | test | test-all | lint | docs: each does all its own set-up, in .venv; running it again is quick.
+# make setup | demo | test | test-all | versions | lint | docs: each does all its own set-up, in .venv; running it again is quick.
 #
 # PYTHON     the interpreter to build .venv with (3.11 or newer)
 # PIP_ARGS   further arguments of every pip call, such as --index-url
+# VERSIONS   arguments of `make versions`, such as "--versions 0.30 0.31"
 
 PYTHON ?= python3
 PIP_ARGS ?=
+VERSIONS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
@@ -18,7 +20,7 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test test-all lint docs clean
+.PHONY: setup demo test test-all versions lint docs clean
 
 setup: $(STAMP)
 
@@ -50,6 +52,10 @@ test: lint
 # That, and then the rest.
 test-all: test
 	$(BIN)/python -m pytest -m slow --durations=15
+
+# The engine's tests on every supported release of vLLM: half an hour, and 2 GB in out/versions.
+versions: setup
+	$(BIN)/python scripts/test_versions.py $(VERSIONS)
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

