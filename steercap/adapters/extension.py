@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from steercap.adapters import hook_runners, load_adapter, runtime_of
-from steercap.core.messages import Failed, encode
+from steercap.core.messages import Unhooked, encode
 from steercap.errors import UnsupportedRunner
 
 hook_runners()
@@ -25,7 +25,7 @@ class WorkerExtension:
         try:
             runtime = runtime_of(self.model_runner)
         except UnsupportedRunner as error:
-            return encode(Failed(str(error)))
+            return encode(Unhooked(str(error)))
         return runtime.answer(frame)
 
     def steercap_load_adapter(self, name: str, number: int, path: str) -> str:

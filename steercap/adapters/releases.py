@@ -182,14 +182,14 @@ def importing() -> Iterator[None]:
     """Import parts of vLLM in the block.
 
     Raises:
-        UnsupportedRunner: vLLM is there, and a part of it is not where it was.
+        UnsupportedRunner: vLLM is there, and a part of it is not where it was, or is broken.
     """
     try:
         yield
     except ImportError as error:
         if not (error.name or "").startswith("vllm."):
             raise
-        raise UnsupportedRunner(_refusal(f"has moved what steercap uses: {error}")) from error
+        raise UnsupportedRunner(_refusal(f"does not have all that steercap imports of it: {error}")) from error
 
 
 def _refusal(reason: str) -> str:

@@ -345,6 +345,12 @@ class Failed(Message, frozen=True):
     reason: str
 
 
+class Unhooked(Message, frozen=True):
+    """No adapter could hook the worker's model runner."""
+
+    reason: str
+
+
 Answer: TypeAlias = (
     NotCapturing
     | Attached
@@ -357,6 +363,7 @@ Answer: TypeAlias = (
     | Folded
     | SketchPart
     | Failed
+    | Unhooked
 )
 
 _ENCODER: Final = msgspec.msgpack.Encoder()

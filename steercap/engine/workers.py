@@ -31,6 +31,7 @@ from steercap.core.messages import (
     Settle,
     Settled,
     SteeringRecord,
+    Unhooked,
     Unknown,
     Wanted,
     decode_answer,
@@ -38,7 +39,7 @@ from steercap.core.messages import (
 )
 from steercap.engine.batching import Batcher
 from steercap.engine.ranks import Rank, Ranks
-from steercap.errors import EngineFailure, ModelClosed, WorkerFailure
+from steercap.errors import EngineFailure, ModelClosed, UnsupportedRunner, WorkerFailure
 from steercap.transport.reader import open_reader
 
 if TYPE_CHECKING:
@@ -218,12 +219,15 @@ def _answers(engines: Sequence[Sequence[bytes]], kind: type[Kind]) -> list[list[
     """The answers of the workers that capture, engine by engine.
 
     Raises:
+        UnsupportedRunner: a worker runs a model runner that no adapter could hook.
         WorkerFailure: a worker could not answer, or said something else.
     """
     found: list[list[Kind]] = []
     for engine, frames in enumerate(engines):
         answers = [decode_answer(frame) for frame in frames]
         for worker, answer in enumerate(answers):
+            if isinstance(answer, Unhooked):
+                raise UnsupportedRunner(f"worker {worker} of engine {engine}: {answer.reason}")
             if isinstance(answer, Failed):
                 raise WorkerFailure(f"worker {worker} of engine {engine}: {answer.reason}")
         capturing = [answer for answer in answers if not isinstance(answer, NotCapturing)]
