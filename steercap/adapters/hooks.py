@@ -35,7 +35,7 @@ _PADDING: Final = 1024
 
 def wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
     """Replace a method by `hook(original, runner, *args)`; `original` takes no arguments. Safe to call again."""
-    original = vars(owner)[name]
+    original = getattr(owner, name)
     if getattr(original, _HOOKED, False):
         return
 

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import inspect
 import os
 import signal
 import sys
@@ -193,7 +194,7 @@ def _entries() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for target in (ENGINE_CORE, COORDINATOR):
             owner, name = getattr(import_module(target[0]), target[1]), target[2]
-            stack.callback(setattr, owner, name, owner.__dict__[name])
+            stack.callback(setattr, owner, name, inspect.getattr_static(owner, name))
             setattr(owner, name, Entry(target, getattr(owner, name), log=_LOG))
         yield
 

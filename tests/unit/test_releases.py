@@ -126,6 +126,23 @@ def test_a_runner_that_lacks_something_does_not_take_the_other_with_it(monkeypat
     assert runtime_of(hooked) is hooked.steercap_runtime
 
 
+def test_a_method_that_went_to_a_parent_is_hooked_all_the_same() -> None:
+    """Where it is defined does not matter, and classes beside it stay as they are."""
+    from steercap.adapters.hooks import wrap
+
+    class Base:
+        def load_model(self, name: str) -> list[str]:
+            return [name]
+
+    class Runner(Base):
+        pass
+
+    for _ in range(2):  # a second call finds it hooked
+        wrap(Runner, "load_model", lambda original, _runner, name: [*original(), f"hooked {name}"])
+    assert Runner().load_model("a") == ["a", "hooked a"]
+    assert Base().load_model("a") == ["a"]
+
+
 def test_every_need_is_looked_for() -> None:
     """No entry of the table is a dead one."""
     source = "".join(path.read_text() for path in (ROOT / "steercap" / "adapters").glob("*.py"))
