@@ -8,6 +8,7 @@ whatever it is called.
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -187,8 +188,8 @@ def importing() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        if not (error.name or "").startswith("vllm."):
-            raise
+        if sys.modules.get("vllm") is None or not (error.name or "").startswith("vllm."):
+            raise  # vLLM is not installed, or another library is not
         raise UnsupportedRunner(_refusal(f"does not have all that steercap imports of it: {error}")) from error
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import test_versions as script
@@ -102,13 +102,15 @@ def test_what_lies_deeper_is_looked_for_too() -> None:
         releases.require("a running AsyncLLM", running)
 
 
-def test_a_module_that_has_moved_is_named() -> None:
+def test_a_module_that_has_moved_is_named(monkeypatch) -> None:
     """An import that fails within vLLM says so; one of another library is that library's."""
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     refused = pytest.raises(
         UnsupportedRunner, match=r"does not have all that steercap imports of it: No module named 'vllm\.v9'"
     )
     with refused, releases.importing():
         raise ModuleNotFoundError("No module named 'vllm.v9'", name="vllm.v9")
+    monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ModuleNotFoundError, match="'vllm'"), releases.importing():
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
 
