@@ -55,7 +55,7 @@ test-all: test
 
 # The engine's tests on every supported release of vLLM: half an hour, and 2 GB in out/versions.
 versions: setup
-	$(BIN)/python scripts/test_versions.py $(VERSIONS)
+	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python scripts/test_versions.py $(VERSIONS)
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -100,8 +101,10 @@ def linked(source: str, target: str) -> None:
 
 
 def pip(python: Path, *arguments: str) -> None:
-    """Run a command of pip."""
-    subprocess.run([python, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments], check=True, cwd=ROOT)
+    """Run a command of pip, with what PIP_ARGS holds beside its own arguments."""
+    more = shlex.split(os.environ.get("PIP_ARGS", ""))
+    command = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments, *more]
+    subprocess.run(command, check=True, cwd=ROOT)
 
 
 def overlay(python: Path, version: str) -> None:
