@@ -36,6 +36,10 @@ LISTS: Final = ROOT / "requirements" / "versions"
 OUT: Final = ROOT / "out" / "versions"
 #: Families that differ in what touches vLLM: its own layers, its experts, transformers' modules.
 FAMILIES: Final = ("llama", "qwen3_moe", "olmo2")
+ON_V2: Final = "tests/engine/test_runner_v2.py::test_what_holds_on_v1_holds_on_v2"
+#: Releases on which it cannot run: in Triton's interpreter their sampling kernel ends the engine at the first
+#: temperature above 0.
+NOT_ON_V2: Final = ("0.29", "0.30")
 CHOSEN: Final = (
     "tests/engine/test_capture.py",
     "tests/engine/test_steering.py",
@@ -59,6 +63,11 @@ def pins(path: Path) -> dict[str, str]:
     """What a list of requirements pins, by name."""
     lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
     return {name: version for name, _, version in (line.partition("==") for line in lines if line)}
+
+
+def arguments_of(release: str, arguments: Sequence[str]) -> list[str]:
+    """What pytest is given on a release: without the test that vLLM itself does not let run there."""
+    return [*arguments, f"--deselect={ON_V2}"] if release in NOT_ON_V2 else [*arguments]
 
 
 def site_of(folder: Path) -> Path:
@@ -216,7 +225,7 @@ def main() -> int:
     OUT.mkdir(parents=True, exist_ok=True)
     results = []
     for release in asked.versions:
-        result = run(release, environment(release), arguments)
+        result = run(release, environment(release), arguments_of(release, arguments))
         results.append(result)
         wrong = [f"{name}: {test}" for name, of in result["files"].items() for test in of["wrong"]]
         print("\n".join([f"{release}: exit {result['exit']} in {result['seconds']} s", *wrong]), flush=True)

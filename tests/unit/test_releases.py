@@ -166,13 +166,16 @@ def test_the_release_here_has_all_that_its_classes_must_have(monkeypatch) -> Non
 
 def test_the_chosen_tests_exist() -> None:
     """What is run on every release by default is there: files, functions and families."""
-    for chosen in script.CHOSEN:
+    for chosen in (*script.CHOSEN, script.ON_V2):
         path, _, name = chosen.partition("::")
         function, _, parameter = name.partition("[")
         source = (ROOT / path).read_text()
-        assert not function or f"async def {function}(" in source, chosen
+        assert not function or f"def {function}(" in source, chosen
         assert not parameter or parameter[:-1] in FAMILIES, chosen
     assert script.releases() == [*releases.TRIED]
+    assert {*script.NOT_ON_V2} <= {*releases.TRIED}
+    assert script.arguments_of("0.29", ["a"]) == ["a", f"--deselect={script.ON_V2}"]
+    assert script.arguments_of("0.33", ["a"]) == ["a"]
 
 
 def test_what_became_of_tests_is_counted_by_file(tmp_path) -> None:
