@@ -175,7 +175,7 @@ def require(kind: str, thing: object) -> None:
     """
     missing = [need for need in NEEDS[kind] if not _has(thing, need)]
     if missing:
-        raise UnsupportedRunner(_refusal(f"has not, of its {kind}: {', '.join(missing)}"))
+        raise UnsupportedRunner(_refusal(f"{kind} lacks {', '.join(missing)}"))
 
 
 @contextmanager
@@ -190,11 +190,11 @@ def importing() -> Iterator[None]:
     except ImportError as error:
         if sys.modules.get("vllm") is None or not (error.name or "").startswith("vllm."):
             raise  # vLLM is not installed, or another library is not
-        raise UnsupportedRunner(_refusal(f"does not have all that steercap imports of it: {error}")) from error
+        raise UnsupportedRunner(_refusal(f"something that steercap imports is missing: {error}")) from error
 
 
 def _refusal(reason: str) -> str:
-    return f"vLLM {installed()} {reason}; steercap has been tried with vLLM {RANGE}, so install one of these"
+    return f"in vLLM {installed()}, {reason}; steercap has been tried with {RANGE}, so install one of these"
 
 
 def _has(thing: Any, need: str) -> bool:

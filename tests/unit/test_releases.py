@@ -80,8 +80,8 @@ def test_what_is_missing_is_named() -> None:
     with pytest.raises(UnsupportedRunner) as caught:
         releases.require("Model Runner V2", Moved)
     assert re.fullmatch(
-        r"vLLM \S+ has not, of its Model Runner V2: prepare_inputs\(scheduler_output\), "
-        r"execute_model\(scheduler_output, intermediate_tensors, dummy_run\); steercap has been tried with vLLM 0.29 to "
+        r"in vLLM \S+, Model Runner V2 lacks prepare_inputs\(scheduler_output\), "
+        r"execute_model\(scheduler_output, intermediate_tensors, dummy_run\); steercap has been tried with 0.29 to "
         "0.33, so install one of these",
         str(caught.value),
     )
@@ -98,7 +98,7 @@ def test_what_lies_deeper_is_looked_for_too() -> None:
     with pytest.raises(UnsupportedRunner, match=r"_call_utility_async\(engine=\), engine_core\.core_engines, "):
         releases.require("a running AsyncLLM", running)
     running.engine_core._call_utility_async = ask_any
-    with pytest.raises(UnsupportedRunner, match=r"AsyncLLM: engine_core\.core_engines, "):
+    with pytest.raises(UnsupportedRunner, match=r"AsyncLLM lacks engine_core\.core_engines, "):
         releases.require("a running AsyncLLM", running)
 
 
@@ -106,7 +106,7 @@ def test_a_module_that_has_moved_is_named(monkeypatch) -> None:
     """An import that fails within vLLM says so; one of another library is that library's."""
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     refused = pytest.raises(
-        UnsupportedRunner, match=r"does not have all that steercap imports of it: No module named 'vllm\.v9'"
+        UnsupportedRunner, match=r"something that steercap imports is missing: No module named 'vllm\.v9'"
     )
     with refused, releases.importing():
         raise ModuleNotFoundError("No module named 'vllm.v9'", name="vllm.v9")
@@ -122,7 +122,9 @@ def test_a_runner_that_lacks_something_does_not_take_the_other_with_it(monkeypat
     monkeypatch.setattr("steercap.adapters._UNHOOKED", {})
     monkeypatch.delattr(GPUModelRunner, "prepare_inputs")
     hook_runners()
-    with pytest.raises(UnsupportedRunner, match=r"no adapter for the model runner .*Model Runner V2: prepare_inputs"):
+    with pytest.raises(
+        UnsupportedRunner, match=r"no adapter for the model runner .*Model Runner V2 lacks prepare_inputs"
+    ):
         runtime_of(SimpleNamespace())
     hooked = SimpleNamespace(steercap_runtime=object(), device=SimpleNamespace(type="cpu"))
     assert runtime_of(hooked) is hooked.steercap_runtime
