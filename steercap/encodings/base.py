@@ -147,6 +147,11 @@ class Codec(Encoding):
         return self.decoded(self.parts(stored, schema, coding), schema, coding)
 
 
+def added(shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What shards of products add up to."""
+    return sum(shards[1:], start=shards[0])
+
+
 def dtype_of(schema: PointSchema) -> torch.dtype:
     """The dtype of a point's rows, which a schema has by name."""
     import torch

@@ -72,6 +72,11 @@ def groups_of(values: torch.Tensor, size: int) -> torch.Tensor:
     return values.view(len(values), -1, size)
 
 
+def of_members(numbers: torch.Tensor, size: int, count: int) -> torch.Tensor:
+    """A number of each group, [rows, groups], for each of the group's members: [rows, count]."""
+    return numbers.repeat_interleave(size, dim=1)[:, :count].contiguous()
+
+
 def heads(*columns: torch.Tensor) -> torch.Tensor:
     """Scales and zero points as bytes, those of one group together: uint8 [rows, bytes].
 

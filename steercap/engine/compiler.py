@@ -55,6 +55,7 @@ class Compiler:
         self._num_layers, self._settings, self._exists = num_layers, settings, exists
         self._lowered: WeakKeyDictionary[SteeringSpec | Edit, Lowered] = WeakKeyDictionary()
         self._captured: tuple[CaptureSpec, tuple[Point, ...], tuple[int, ...]] | None = None  # the last one
+        self._coded: tuple[CaptureSpec, Coding] | None = None  # likewise
         # Of directions, what they were compiled to for some of their points.
         self._projected: WeakKeyDictionary[Any, dict[tuple[Point, ...], Projected]] = WeakKeyDictionary()
 
@@ -108,15 +109,20 @@ class Compiler:
         return known[points]
 
     def coding(self, spec: CaptureSpec) -> Coding:
-        """How the rows of a spec are stored.
+        """How the rows of a spec are stored; once for all requests of a call.
 
         Raises:
             UnknownName: a codec that does not exist.
             InvalidSpec: parameters that the codec does not have, or with which rows would not be smaller.
         """
-        if spec.project is not None:
-            projected = self.projected(spec)
-            return Coding("projected", len(projected.names) if projected else 0)
+        if self._coded is None or self._coded[0] is not spec:
+            self._coded = spec, self._coding(spec)
+        return self._coded[1]
+
+    def _coding(self, spec: CaptureSpec) -> Coding:
+        projected = self.projected(spec)
+        if projected is not None:
+            return Coding("projected", len(projected.names))
         coding = codec_for(spec, self._settings)
         named = f"codec={coding.encoding!r}"
         if coding == RAW:

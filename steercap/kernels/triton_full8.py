@@ -6,18 +6,13 @@ points = points of it whose rows are alike; line = elements of a line of the rin
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from jaxtyping import Float, Int, UInt8
 
 from steercap.kernels.bits import FULL8_HEAD, FULL8_STEPS
-from steercap.kernels.triton_uniform import all_finite, lift_of, nearest, step_of, steps_from
-
-#: Elements of a row that one warp has in registers.
-WARP_ELEMENTS: Final = 1024
+from steercap.kernels.triton_uniform import all_finite, launch_rows, lift_of, nearest, step_of, steps_from
 
 _HEAD, _STEPS = tl.constexpr(FULL8_HEAD), tl.constexpr(FULL8_STEPS)
 
@@ -61,15 +56,4 @@ def launch_full8(
         width: elements of a row.
     """
     block = triton.next_power_of_2(width)
-    _full8_kernel[(len(records), len(points))](
-        rows,
-        ring,
-        ring.view(torch.float32),
-        records,
-        points,
-        WIDTH=width,
-        ROW_LINE=rows.shape[1],
-        BYTE_LINE=ring.shape[1],
-        BLOCK=block,
-        num_warps=min(max(block // WARP_ELEMENTS, 1), 16),
-    )
+    launch_rows(_full8_kernel, rows, ring, records, points, width=width, block=block, BLOCK=block)

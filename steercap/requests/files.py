@@ -147,6 +147,31 @@ def coding_of(rows: Whole) -> tuple[str, Mapping[str, int]]:
     return rows.codec, parameters | ({"seed": coding.seed} if codec.seeded else {})
 
 
+class Shape(NamedTuple):
+    """What the tensors of one point are parts of.
+
+    Args:
+        first: its rows, or the first shard of them.
+        shards: how many shards there are; 0 where rows are whole.
+        row: shape of a row, on all ranks together.
+        ranks: ranks that codes of whole rows are of, on an axis of their own behind that of the rows; 1 for no axis.
+    """
+
+    first: Whole
+    shards: int
+    row: tuple[int, ...]
+    ranks: int
+
+
+def shape_of(rows: Rows) -> Shape:
+    """What the tensors of one point are parts of."""
+    first, shards = (rows[0], len(rows)) if isinstance(rows, tuple) else (rows, 0)
+    if isinstance(first, CodedRows):
+        return Shape(first, shards, first.schema.shape, first.schema.shards if first.shard is None else 1)
+    part = tuple(first.shape[1:])
+    return Shape(first, shards, (part[0] * max(shards, 1), *part[1:]) if part else (), 1)
+
+
 def _rows(header: Header, tensors: Mapping[str, torch.Tensor], number: int) -> Rows:
     """The rows of the point of this number."""
     shards = header.shards[number] if header.shards else 0

@@ -21,11 +21,10 @@ import numpy as np
 import torch
 
 from steercap.core.spec import Point
-from steercap.encodings.coded import CodedRows
 from steercap.errors import InvalidFile
 from steercap.files.base import blame
 from steercap.requests.captures import Rows
-from steercap.requests.files import Saved, coding_of, parts_of
+from steercap.requests.files import Saved, coding_of, parts_of, shape_of
 from steercap.requests.handle import CaptureHandle
 from steercap.runs.folder import FolderKind
 from steercap.runs.journal import Journal
@@ -336,21 +335,13 @@ def _installed(package: str) -> str:
 
 
 def _point(layer: int, site: str, kept: Rows) -> PointLayout:
-    first, shards = (kept[0], len(kept)) if isinstance(kept, tuple) else (kept, 0)
+    first, shards, row, ranks = shape_of(kept)
     codec, parameters = coding_of(first)
     tensors = {
         name: TensorLayout(str(part.dtype).removeprefix("torch."), tuple(part.shape[1:]))
         for name, part in parts_of(first).items()
     }
-    coded = first if isinstance(first, CodedRows) else None
-    row = first.schema.shape if isinstance(first, CodedRows) else _whole_shape(tuple(first.shape[1:]), shards)
-    ranks = coded.schema.shards if coded is not None and coded.shard is None else 1
     return PointLayout(layer, site, codec, dict(parameters), tensors, shards, row, ranks)
-
-
-def _whole_shape(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
-    """Of a row that is split along its first axis into shards of a shape."""
-    return (shape[0] * max(shards, 1), *shape[1:]) if shape else ()
 
 
 def _ranges(positions: torch.Tensor) -> tuple[tuple[int, int], ...]:

@@ -17,7 +17,7 @@ import torch
 from steercap.encodings.coded import CodedRows
 from steercap.encodings.random_projection import FAMILY
 from steercap.files.base import check_extension, write_whole
-from steercap.requests.files import Saved, coding_of, named, parts_of
+from steercap.requests.files import Saved, coding_of, named, parts_of, shape_of
 
 VERSION: Final = 1
 #: What a row is, of the parts of each codec, computed in float64 and rounded once to float32.
@@ -62,12 +62,12 @@ def write(saved: Saved, path: Path) -> Path:
 
 def _about(rows: Any) -> dict[str, Any]:
     """What is to be known of one point."""
-    first, shards = (rows[0], len(rows)) if isinstance(rows, tuple) else (rows, 0)
+    first, shards, row, ranks = shape_of(rows)
     codec, parameters = coding_of(first)
-    ranks = first.schema.shards if isinstance(first, CodedRows) and first.shard is None else 1
+    projected = isinstance(first, CodedRows) and first.is_projected
     formula = FORMULAS[codec]
     if ranks > 1:
-        axis = "add them up" if isinstance(first, CodedRows) and first.is_projected else "put their rows side by side"
+        axis = "add them up" if projected else "put their rows side by side"
         formula += f"; the second axis is that of {ranks} ranks, each with a part of the row of its own: {axis}"
     if codec != "raw":
         formula += "; in float64, rounded once to float32"
@@ -78,9 +78,9 @@ def _about(rows: Any) -> dict[str, Any]:
         "formula": formula,
         "dtypes": dtypes,
         "shards": shards,
-        "row": list(first.schema.shape if isinstance(first, CodedRows) else first.shape[1:]),
+        "row": list(row),
         "ranks": ranks,
-        "family": FAMILY if isinstance(first, CodedRows) and first.is_projected else "",
+        "family": FAMILY if projected else "",
     }
 
 
