@@ -22,14 +22,17 @@ from steercap.core.chat import MessageSpan
 from steercap.core.coding import RAW, Coding
 from steercap.core.receipt import SteeringReceipt
 from steercap.core.schema import PointSchema
-from steercap.core.spec import Point
+from steercap.core.spec import MOST_NUMBERS, MOST_SEED, Point, Reduction
+from steercap.core.values import FAR
 from steercap.encodings import ENCODINGS
 from steercap.encodings.coded import CodedRows
 from steercap.errors import InvalidFile
-from steercap.files.base import read_tensors, write_tensors
+from steercap.files.base import blame, read_tensors, write_tensors
 from steercap.requests.captures import Rows, Whole
 
 VERSION: Final = 1
+#: The tensors that are of no point: those of the rows, and those of the request.
+LABELS: Final = ("positions", "token_ids", "prompt_token_ids", "output_token_ids")
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -42,7 +45,7 @@ class Header(msgspec.Struct, frozen=True):
     num_layers: int
     points: tuple[Point, ...]
     messages: tuple[MessageSpan, ...]
-    reduce: str | None
+    reduce: Reduction | None
     writes: int
     steering: SteeringReceipt | None = None
     directions: tuple[str, ...] = ()
@@ -51,6 +54,17 @@ class Header(msgspec.Struct, frozen=True):
     schemas: tuple[PointSchema, ...] = ()
     attention_rules: dict[int, AttentionRule] = {}
     shards: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:  # msgspec's decoder makes a complaint about the file of it
+        known = {point for point in self.points if 0 <= point.layer < self.num_layers}
+        if not known or len(known) < len(self.points):
+            raise ValueError(f"there is no point, one comes twice, or is of none of {self.num_layers} layers")
+        if not all(map(_can_be, self.schemas)) or min(self.shards, default=0) < 0:
+            raise ValueError("a point has no elements, or cannot be split into as many shards as it says")
+        codec = ENCODINGS.get(self.coding.encoding)
+        least, most = (1, MOST_NUMBERS) if codec and codec.default_k else (0, 0)
+        if not (least <= self.coding.k <= most and 0 <= self.coding.seed <= MOST_SEED):
+            raise ValueError(f"rows cannot be kept as {self.coding}")
 
 
 class Saved(NamedTuple):
@@ -89,21 +103,17 @@ def read(path: Path) -> Saved:
     """Read what `write` wrote.
 
     Raises:
-        InvalidFile: not such a file, truncated, or of a newer version.
+        InvalidFile: not such a file, truncated, of a newer version, or of rows that are not those of its labels.
     """
     text, tensors = read_tensors(path)
     header = _header(path, text)
     try:
-        return Saved(
-            header,
-            {point: _rows(header, tensors, number) for number, point in enumerate(header.points)},
-            tensors["positions"],
-            tensors["token_ids"],
-            tensors["prompt_token_ids"].tolist(),
-            tensors["output_token_ids"].tolist(),
-        )
+        with blame(path):
+            positions, token_ids, prompt, output = _labels(tensors)
+            rows = {point: _rows(header, tensors, number) for number, point in enumerate(header.points)}
     except LookupError as error:
         raise InvalidFile(f"{path} lacks what its header names: {error}; copy or save it again") from error
+    return Saved(header, rows, positions, token_ids, prompt.tolist(), output.tolist())
 
 
 def read_header(path: Path) -> Header:
@@ -172,6 +182,25 @@ def shape_of(rows: Rows) -> Shape:
     return Shape(first, shards, (part[0] * max(shards, 1), *part[1:]) if part else (), 1)
 
 
+def _labels(tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of `LABELS`.
+
+    Raises:
+        LookupError: one is missing.
+        ValueError: they are not those of one request, whose rows are ascending.
+    """
+    found = [tensors[name] for name in LABELS]
+    for name, tensor in zip(LABELS, found, strict=True):
+        if tensor.dtype != torch.int64 or tensor.dim() != 1:
+            raise ValueError(f"{name!r} is {tuple(tensor.shape)} of {tensor.dtype}, and must be a line of int64")
+    positions, token_ids, prompt, output = found
+    inputs = torch.cat([prompt, output[:-1]])  # the last token was never read
+    known = (positions >= 0) & (positions < len(inputs))
+    if not known.all() or (positions.diff() < 1).any() or not torch.equal(inputs[positions], token_ids):
+        raise ValueError("its rows are labelled with other positions or tokens than those of its prompt and output")
+    return found
+
+
 def _rows(header: Header, tensors: Mapping[str, torch.Tensor], number: int) -> Rows:
     """The rows of the point of this number."""
     shards = header.shards[number] if header.shards else 0
@@ -181,14 +210,26 @@ def _rows(header: Header, tensors: Mapping[str, torch.Tensor], number: int) -> R
 
 
 def _whole(header: Header, tensors: Mapping[str, torch.Tensor], number: int, shard: int | None) -> Whole:
-    end = _end(header.points[number], shard)
+    end, count = _end(header.points[number], shard), len(tensors["positions"])
+    if header.reduce:
+        count = min(count, 1)
     if header.coding == RAW:
-        return tensors[f"rows{end}"]
+        rows = tensors[name := f"rows{end}"]
+        wanted = (count, len(header.directions)) if header.directions else (count, *rows.shape[1:])
+        if rows.dim() < 2 or rows.shape != wanted or not rows.is_floating_point():
+            raise ValueError(f"{name!r} is {tuple(rows.shape)} of {rows.dtype}, and must be {count} rows of floats")
+        return rows
     parts = {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
     found = CodedRows(header.coding, header.schemas[number], parts, shard)
-    if reason := found.damage(1 if header.reduce else len(tensors["positions"])):
+    if reason := found.damage(count):
         raise LookupError(f"{header.points[number]}: {reason}")
     return found
+
+
+def _can_be(schema: PointSchema) -> bool:
+    """Whether there are rows like that."""
+    shape, shards = schema.shape, schema.shards
+    return bool(shape) and min(*shape, shards) > 0 and max(shape) < FAR and not shape[0] % shards
 
 
 def _end(point: Point, shard: int | None) -> str:

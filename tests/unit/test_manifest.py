@@ -99,6 +99,76 @@ def test_a_file_that_lacks_what_its_header_names_is_refused(tmp_path) -> None:
             CaptureHandle.load(path)
 
 
+def opened_up(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
+    """The tensors of a file, and its header."""
+    with safe_open(path, "pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["steercap"])  # noqa: SIM118
+
+
+@pytest.mark.parametrize("reduce", [None, "mean"])
+@pytest.mark.parametrize("make", [a_handle, sharded])
+def test_a_file_of_rows_that_are_not_those_of_its_labels_is_refused(make, reduce, tmp_path) -> None:
+    """Rows or labels too few, too many, in another order, or of another kind: no row gets another token's label."""
+    path = make(reduce=reduce).save(tmp_path / "a.safetensors")
+    tensors, header = opened_up(path)
+    harms = {
+        "a row too few": lambda tensor: tensor[1:],
+        "rows twice": lambda tensor: torch.cat([tensor, tensor]),
+        "one axis": lambda tensor: tensor.flatten(),
+        "no axis": lambda tensor: tensor.flatten()[0],
+        "whole numbers": lambda tensor: tensor.int(),
+        "the other way round": lambda tensor: tensor.flip(0),
+        "others": lambda tensor: -tensor - 1,
+    }
+    of_labels = {"one axis", "the other way round", "others"}
+    for name, tensor in tensors.items():
+        for what, harm in harms.items():
+            harmed = harm(tensor)
+            rows = name.startswith("rows.") and what in of_labels - {"one axis"}  # other numbers may be rows too
+            behind = (
+                name == "output_token_ids" and what != "whole numbers" and harmed.dim()
+            )  # of which the last is not read
+            if (
+                rows
+                or behind
+                or (harmed.shape == tensor.shape and harmed.equal(tensor) and harmed.dtype == tensor.dtype)
+            ):
+                continue
+            save_file(tensors | {name: harmed.contiguous()}, path, {"steercap": json.dumps(header)})
+            with pytest.raises(InvalidFile, match=r"a\.safetensors"):
+                CaptureHandle.load(path)
+    other = {None: "mean", "mean": None}[reduce]
+    save_file(tensors, path, {"steercap": json.dumps(header | {"reduce": other})})
+    with pytest.raises(InvalidFile, match="rows of floats"):
+        CaptureHandle.load(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"points": []},
+        {"points": [[1, "neurons"]] * 2},
+        {"num_layers": 1},
+        {"reduce": "median"},
+        {"shards": [-1]},
+        {"coding": ["topk8", 0, 0]},
+        {"coding": ["topk8", 1 << 40, 0]},
+        {"coding": ["rp8", -16, 0]},
+        {"coding": ["rp8", 16, 1 << 70]},
+        {"coding": ["full8", 16, 0]},
+        *({"schemas": [[shape, "bfloat16", shards, True, True, "all"]]} for shape, shards in
+          [([], 1), ([0], 1), ([138], 0), ([138], -1), ([138], 4), ([10**30], 1)]),
+    ],
+)  # fmt: skip
+def test_a_header_that_no_capture_has_is_refused(change, tmp_path) -> None:
+    """Whatever it makes of the arithmetic of codecs."""
+    path = coded("topk8").save(tmp_path / "a.safetensors")
+    tensors, header = opened_up(path)
+    save_file(tensors, path, {"steercap": json.dumps(header | change)})
+    with pytest.raises(InvalidFile, match=r"a\.safetensors"):
+        CaptureHandle.load(path)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_npz_holds_rows_by_point_without_pickle(dtype, tmp_path) -> None:
     """As they are; bfloat16, which NumPy lacks, as the float32 numbers that it stands for, and `about` says so."""

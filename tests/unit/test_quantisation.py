@@ -28,7 +28,7 @@ def saved(path, rows: torch.Tensor, model: str = "m"):
     """A file as `CaptureHandle.save` writes it, with rows at one layer."""
     header = Header(files.VERSION, model, path.stem, "", 4, (POINT,), (), None, len(rows))
     positions = torch.arange(len(rows))
-    return files.write(Saved(header, {POINT: rows}, positions, positions + 100, positions.tolist(), [1]), path)
+    return files.write(Saved(header, {POINT: rows}, positions, positions + 100, (positions + 100).tolist(), [1]), path)
 
 
 @pytest.fixture
