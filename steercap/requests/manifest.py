@@ -180,7 +180,7 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if len(set(names)) != len(names):
             raise ValueError("it lists a file twice")
         for request in self.requests:
-            if not 0 <= request.layout < len(self.layouts) or Path(request.file).name != request.file:
+            if not 0 <= request.layout < len(self.layouts) or not is_name(request.file):
                 raise ValueError(f"{request.file!r} is not the name of a file, or has no layout")
 
     @property
@@ -279,6 +279,13 @@ class Manifest:
         except OSError as error:
             return f"cannot be read: {error.strerror}"
         return "" if found == request.sha256 else f"has SHA-256 {found}, and its manifest says {request.sha256}"
+
+
+def is_name(file: object) -> bool:
+    """Whether something can be the name of a file in a folder, and of none elsewhere; and stand in JSON."""
+    if not isinstance(file, str) or file in {"", ".", ".."}:
+        return False
+    return not any(letter in "/\0" or "\ud800" <= letter <= "\udfff" for letter in file)
 
 
 def sha256_of(path: Path) -> str:

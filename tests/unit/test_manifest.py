@@ -473,12 +473,37 @@ def test_a_listed_name_is_not_written_over(tmp_path) -> None:
     """Nor is anything written outside of the folder, or under a name of another kind."""
     with CaptureRun(tmp_path, model="m") as run:
         run.add(a_handle(), "a.safetensors")
-        for name in ("a.safetensors", "b/a.safetensors", "../a.safetensors"):
+        nul, surrogate = "a\0.safetensors", "\udcff.safetensors"
+        for name in ("a.safetensors", "b/a.safetensors", "../a.safetensors", nul, surrogate, "", tmp_path / "b", 7):
             with pytest.raises(InvalidRequest, match=r"listed in .* already, or no name"):
                 run.add(a_handle(), name)
         with pytest.raises(InvalidFile, match=r"writes \.safetensors"):
             run.add(a_handle(), "b.npz")
     assert [request.file for request in Manifest.load(tmp_path).requests] == ["a.safetensors"]
+
+
+def test_numbers_pass_over_names_that_were_given(tmp_path) -> None:
+    """One that was given may be like ours, and may hold anything that a file's name can."""
+    given = ["000001.safetensors", "a\nb ä.safetensors"]
+    with CaptureRun(tmp_path, model="m") as run:
+        assert run.add(a_handle(), given[0]).file == given[0]
+        assert [run.add(a_handle()).file for _ in range(2)] == ["000002.safetensors", "000003.safetensors"]
+        run.add(a_handle(), given[1])
+        assert run.add(a_handle()).file == "000004.safetensors"
+    assert len([*Manifest.load(tmp_path).handles()]) == 5
+
+
+def test_a_link_in_the_place_of_the_journal_is_not_followed(tmp_path) -> None:
+    """A folder that came from elsewhere empties no file of ours."""
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    folder = tmp_path / "run"
+    save_run(folder, [a_handle()])
+    (folder / JOURNAL).symlink_to(mine)
+    for use in (lambda: CaptureRun(folder, model="m"), lambda: forget_run(folder)):
+        with pytest.raises(OSError, match="symbolic links"):
+            use()
+    assert mine.read_text() == "mine"
 
 
 def test_what_cannot_be_listed_is_not_there(tmp_path, monkeypatch) -> None:
@@ -596,6 +621,8 @@ def test_a_journal_that_was_sealed_is_passed_over(tmp_path) -> None:
         (lambda text: text.replace('"kind": "captures"', '"kind": "sweep"'), "sweep"),
         (lambda text: text.replace('"layout": 0', '"layout": 7'), "has no layout"),
         (lambda text: text.replace("000000.safetensors", "../x.safetensors"), "not the name of a file"),
+        (lambda text: text.replace("000000.safetensors", ".."), "not the name of a file"),
+        (lambda text: text.replace("000000.safetensors", "a\\u0000"), "not the name of a file"),
         (lambda text: text.replace("000000.safetensors", "000001.safetensors"), "lists a file twice"),
         (lambda text: text.replace('"gathered"', '"joined"'), "joined"),
     ],
