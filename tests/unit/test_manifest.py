@@ -137,10 +137,10 @@ def test_a_file_of_rows_that_are_not_those_of_its_labels_is_refused(make, reduce
             save_file(tensors | {name: harmed.contiguous()}, path, {"steercap": json.dumps(header)})
             with pytest.raises(InvalidFile, match=r"a\.safetensors"):
                 CaptureHandle.load(path)
-    other = {None: "mean", "mean": None}[reduce]
-    save_file(tensors, path, {"steercap": json.dumps(header | {"reduce": other})})
-    with pytest.raises(InvalidFile, match="rows of floats"):
-        CaptureHandle.load(path)
+    for change in ({"reduce": None if reduce else "mean"}, {"directions": ["joy"]}):
+        save_file(tensors, path, {"steercap": json.dumps(header | change)})
+        with pytest.raises(InvalidFile, match="rows of floats"):
+            CaptureHandle.load(path)
 
 
 @pytest.mark.parametrize(
