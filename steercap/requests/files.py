@@ -4,8 +4,8 @@ The header is the metadata entry `steercap`: format version, model, request id, 
 reduction; of projections the directions' names and marks; how layers weigh keys whose queries and keys it holds; of
 rows in a lossy codec the codec with its parameters, and the schema of each point. Tensors are named
 `rows.<site>.<layer>`, and in a codec `<part>.<site>.<layer>`: `q`, `scale`, `zero`, `indices`, see `encodings`, each
-with `.shard<number>` behind it where rows were not gathered; further
-`positions`, `token_ids`, `prompt_token_ids`, `output_token_ids`.
+with `.shard<number>` behind it where rows were not gathered, but for what all rows of a point have in common, `centre`
+and `reach`; further `positions`, `token_ids`, `prompt_token_ids`, `output_token_ids`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from steercap.core.schema import PointSchema
 from steercap.core.spec import MOST_NUMBERS, MOST_SEED, Point, Reduction
 from steercap.core.values import FAR
 from steercap.encodings import ENCODINGS
+from steercap.encodings.base import Codec
 from steercap.encodings.coded import CodedRows
 from steercap.errors import InvalidFile
 from steercap.files.base import blame, read_tensors, write_tensors
@@ -141,11 +142,19 @@ def named(point: Point, rows: Rows) -> Iterator[tuple[str, torch.Tensor]]:
         end = _end(point, shard if isinstance(rows, tuple) else None)
         for part, tensor in parts_of(whole).items():
             yield f"{part}{end}", tensor
+    for name, constant in constants_of(rows).items():
+        yield f"{name}{_end(point, None)}", constant
 
 
 def parts_of(rows: Whole) -> Mapping[str, torch.Tensor]:
     """The tensors that rows, or one shard of them, consist of: `rows` alone where they are in no codec."""
     return rows.parts if isinstance(rows, CodedRows) else {"rows": rows}
+
+
+def constants_of(rows: Rows) -> Mapping[str, torch.Tensor]:
+    """What the codec of a point's rows needs besides them, once for all shards."""
+    first = rows[0] if isinstance(rows, tuple) else rows
+    return first.constants if isinstance(first, CodedRows) else {}
 
 
 def coding_of(rows: Whole) -> tuple[str, Mapping[str, int]]:
@@ -219,8 +228,12 @@ def _whole(header: Header, tensors: Mapping[str, torch.Tensor], number: int, sha
         if rows.dim() < 2 or rows.shape != wanted or not rows.is_floating_point():
             raise ValueError(f"{name!r} is {tuple(rows.shape)} of {rows.dtype}, and must be {count} rows of floats")
         return rows
+    codec, common = ENCODINGS.get(header.coding.encoding), _end(header.points[number], None)
+    names = codec.constants if isinstance(codec, Codec) else ()
     parts = {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
-    found = CodedRows(header.coding, header.schemas[number], parts, shard)
+    kept = {name: part for name, part in parts.items() if name not in names}
+    constants = {name: tensors[f"{name}{common}"] for name in names}
+    found = CodedRows(header.coding, header.schemas[number], kept, shard, constants)
     if reason := found.damage(count):
         raise LookupError(f"{header.points[number]}: {reason}")
     return found

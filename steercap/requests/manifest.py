@@ -24,7 +24,7 @@ from steercap.core.spec import Point
 from steercap.errors import InvalidFile
 from steercap.files.base import blame
 from steercap.requests.captures import Rows
-from steercap.requests.files import Saved, coding_of, parts_of, shape_of
+from steercap.requests.files import Saved, coding_of, constants_of, parts_of, shape_of
 from steercap.requests.handle import CaptureHandle
 from steercap.runs.folder import FolderKind
 from steercap.runs.journal import Journal
@@ -67,6 +67,7 @@ class PointLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         row: shape of a row of the point, on all ranks together.
         ranks: tensor-parallel ranks that codes of whole rows are of, on an axis of their own behind that of the rows; 1
             where there is no such axis.
+        constants: tensors that all rows of the point have in common, by name.
     """
 
     layer: int
@@ -77,6 +78,7 @@ class PointLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shards: int
     row: tuple[int, ...]
     ranks: int = 1
+    constants: dict[str, TensorLayout] = {}
 
     @property
     def coding(self) -> str:
@@ -344,11 +346,13 @@ def _installed(package: str) -> str:
 def _point(layer: int, site: str, kept: Rows) -> PointLayout:
     first, shards, row, ranks = shape_of(kept)
     codec, parameters = coding_of(first)
-    tensors = {
-        name: TensorLayout(str(part.dtype).removeprefix("torch."), tuple(part.shape[1:]))
-        for name, part in parts_of(first).items()
-    }
-    return PointLayout(layer, site, codec, dict(parameters), tensors, shards, row, ranks)
+    tensors = {name: _tensor(part, part.shape[1:]) for name, part in parts_of(first).items()}
+    constants = {name: _tensor(one, one.shape) for name, one in constants_of(kept).items()}
+    return PointLayout(layer, site, codec, dict(parameters), tensors, shards, row, ranks, constants)
+
+
+def _tensor(tensor: torch.Tensor, shape: Sequence[int]) -> TensorLayout:
+    return TensorLayout(str(tensor.dtype).removeprefix("torch."), tuple(shape))
 
 
 def _ranges(positions: torch.Tensor) -> tuple[tuple[int, int], ...]:

@@ -21,17 +21,18 @@ from safetensors.torch import save_file
 
 import steercap.sync
 from steercap import CaptureHandle, CaptureRun, Manifest, save_run, stack
+from steercap.core.coding import Coding
 from steercap.core.receipt import Receipt, SteeringReceipt
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
-from steercap.encodings import ENCODINGS, codec_of
+from steercap.encodings import ENCODINGS
 from steercap.encodings.base import Codec
 from steercap.encodings.coded import CodedRows
 from steercap.errors import CaptureNotFetched, InvalidFile, InvalidRequest, InvalidSpec, RunDiffers
 from steercap.files.base import sweep
 from steercap.requests.captures import Captures
 from steercap.requests.lifecycle import Found, Lifecycle
-from steercap.requests.manifest import JOURNAL, versions
+from steercap.requests.manifest import JOURNAL, TensorLayout, versions
 from steercap.requests.npz import FORMULAS
 from steercap.requests.saving import forget_run
 from steercap.vectors import DirectionSet, LayerVectors
@@ -226,16 +227,18 @@ def test_what_a_killed_writer_of_tensors_leaves_is_swept(tmp_path) -> None:
 
 def coded(name: str, ranks: int = 1, seed: int = 0) -> CaptureHandle:
     """A handle of rows in a codec, joined of so many ranks."""
-    codec, number = ENCODINGS[name], seed if ENCODINGS[name].seeded else None
-    coding = codec_of(name, 16 if ENCODINGS[name].default_k else None, number)
+    codec = ENCODINGS[name]
+    assert isinstance(codec, Codec)
+    coding = Coding(name, 16 if codec.default_k else 0, seed if codec.seeded else 0)
     schema, point = PointSchema((138,), "bfloat16", shards=ranks), Point(1, "neurons")
     rows = torch.randn(5, 138).bfloat16()
-    signs = codec.matrix(138, coding)
+    constants = {constant: 1 + torch.rand(138) for constant in codec.constants}
+    vectors = torch.stack(list(constants.values())) if constants else codec.matrix(138, coding)
     shards = []
     for rank, part in enumerate(rows.chunk(ranks, dim=1)):
-        own = None if signs is None else signs.chunk(ranks, dim=1)[rank]
+        own, shard = None if vectors is None else vectors.chunk(ranks, dim=1)[rank], rank if ranks > 1 else None
         stored = codec.encode(part.contiguous(), schema, coding, own)
-        shards.append(CodedRows(coding, schema, codec.parts(stored, schema, coding), rank if ranks > 1 else None))
+        shards.append(CodedRows(coding, schema, codec.parts(stored, schema, coding), shard, constants))
     kept = CodedRows.joined(shards)
     receipt = Receipt((point,), np.arange(5), np.arange(5), 5, None)
     return CaptureHandle(
@@ -264,9 +267,11 @@ def test_an_npz_of_codes_is_decoded_by_what_it_says_alone(name, ranks, tmp_path)
     assert (about["ranks"], about["row"], about["shards"]) == (ranks, [138], 0)
     assert about["formula"].startswith(FORMULAS[name])
     assert ("ranks" in about["formula"]) == (ranks > 1)
+    centre, reach = parts.pop("centre", 0.0), parts.pop("reach", 1.0)
     by_rank = [{part: one[:, rank] for part, one in parts.items()} for rank in range(ranks)] if ranks > 1 else [parts]
     rows = [decoded_by_hand(name, one, about["row"][0] // ranks) for one in by_rank]
     whole = sum(rows) if about["family"] else np.concatenate(rows, axis=1)
+    whole = (whole * np.float64(reach) + np.float64(centre)).astype(np.float32) if name == "calibrated8" else whole
     assert about["family"] == ("rademacher-philox4x64" if name.startswith("rp") else "")
     assert np.array_equal(whole, handle.captures[1].numpy())
 
@@ -275,6 +280,8 @@ def decoded_by_hand(name: str, parts: dict[str, np.ndarray], width: int) -> np.n
     q, scale = parts["q"].astype(np.float64), parts["scale"].astype(np.float64)
     if name == "int4":
         q = np.stack([parts["q"] % 16, parts["q"] // 16], axis=2).reshape(len(q), -1)[:, :width].astype(np.float64)
+    if name == "calibrated8":  # rounded once, when it is scaled
+        return parts["zero"].astype(np.float64)[:, None] + scale[:, None] * q
     if name in {"int4", "rp8", "rp16"}:
         scale = scale.repeat(128, axis=1)[:, : q.shape[1]]
         zero = parts["zero"].astype(np.float64).repeat(128, axis=1)[:, : q.shape[1]] if name == "int4" else 0.0
@@ -347,6 +354,12 @@ def test_coded_rows_are_kept_as_they_are(name, tmp_path) -> None:
     assert {part: layout.shape for part, layout in point.tensors.items()} == {
         part: tuple(tensor.shape[1:]) for part, tensor in parts.items()
     }
+    constants = handle.coded[1].constants
+    assert point.constants == dict.fromkeys(constants, TensorLayout("float32", (138,)))
+    assert {one: tensor.tolist() for one, tensor in again.coded[1].constants.items()} == {
+        one: tensor.tolist() for one, tensor in constants.items()
+    }
+    assert torch.equal(again.captures[1], handle.captures[1])
     with np.load(handle.save_npz(tmp_path / "a.npz"), allow_pickle=False) as found:
         about = json.loads(str(found["about"]))["points"]["neurons.1"]
         for part, tensor in parts.items():
