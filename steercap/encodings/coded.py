@@ -126,6 +126,10 @@ class CodedRows:
             if found is None or found.shape != wanted or found.dtype != part.dtype:
                 had = "nothing" if found is None else f"{tuple(found.shape)} of {found.dtype}"
                 return f"{name!r} must be {wanted} of {part.dtype}, and is {had}"
+        if codec.indexed:
+            indices = self.parts["indices"].long()
+            if bool((indices >= self.schema.shard_width).any()) or bool((indices.diff(dim=-1) <= 0).any()):
+                return f"'indices' must ascend, and lie below {self.schema.shard_width}"
         for name in codec.constants:
             constant = self.constants.get(name)
             if constant is None or constant.shape != (self.schema.width,) or constant.dtype != torch.float32:

@@ -77,7 +77,7 @@ def compile_calibration(
     ordered = sorted(points, key=lambda point: armed[point])
     constants = {point: {"centre": calibration.means[point], "reach": calibration.reach(point)} for point in ordered}
     widest = max(schemas[point].width for point in ordered)
-    vectors = torch.ones(2 * len(ordered), widest)  # rows of one blob are as wide as the widest
+    vectors = torch.ones(2 * len(ordered), widest, dtype=torch.float32)  # rows of one blob are as wide as the widest
     for number, named in enumerate(constants.values()):
         for part, vector in enumerate(named.values()):
             vectors[2 * number + part, : len(vector)] = vector

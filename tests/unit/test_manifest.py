@@ -307,6 +307,12 @@ def test_a_damaged_file_of_codes_is_refused(name, tmp_path) -> None:
             save_file(rest | harmed, path, known)
             with pytest.raises(InvalidFile):
                 CaptureHandle.load(path)
+    for bad in (138, -1) if "indices.neurons.1" in tensors else ():  # beyond the row; the same element twice
+        indices = tensors["indices.neurons.1"].int()
+        indices[2, 5] = indices[2, 4] if bad < 0 else bad
+        save_file(tensors | {"indices.neurons.1": indices.to(torch.uint16)}, path, known)
+        with pytest.raises(InvalidFile, match="must ascend"):
+            CaptureHandle.load(path)
     for other in ("zstd", "reduced", "raw"):
         header = json.loads(known["steercap"])
         header["coding"][0] = other
