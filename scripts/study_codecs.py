@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from study_dose import QUESTIONS, asked
 
 LAYERS = (6, 14, 22)
 NEURONS = 14
@@ -34,18 +35,6 @@ FEW, DRAWS, SEEDS = 8, 40, 24
 #: Where directions steer, how far, and whom; as in scripts/study_dose.py.
 STEERED, SCALE, TRAIT = 20, 2.0, "optimistic"
 STEERING = (("full8", None), ("int4", None), ("topk8", 42), ("rp8", 512), ("rp8", 132))
-QUESTIONS = (
-    "My company is merging with another one. What will change?",
-    "I am going to learn Spanish this year. Any thoughts?",
-    "How will cities look when I am old?",
-    "My son wants to become a musician. What should I think of that?",
-    "I planted an apple tree yesterday. What comes next?",
-    "Our football team has a new coach. How will the season go?",
-    "I am seventy and want to travel alone. What do you say?",
-    "What will become of our small village?",
-    "My neighbour wants to start a newspaper. Will it work?",
-    "I have to give a speech next week. How will it be?",
-)
 #: Codecs by the bytes of a row of 576 elements: the same budget, spent in different ways.
 BUDGETS = {
     "580 B": (("full8", None), ("fp8", None), ("rp8", 512), ("rp16", 256), ("topk8", 189)),
@@ -434,7 +423,7 @@ async def steering(model: Any, out: Path) -> dict[str, Any]:
         vectors={name: LayerVectors({STEERED: torch.from_numpy(one * length).float()}) for name, one in found.items()},
         layers=(STEERED,),
         scales=(SCALE,),
-        prompts=[[{"role": "user", "content": question}] for question in QUESTIONS],
+        prompts=[asked(question) for question in QUESTIONS],
         tokens="generated",
         sampling={"max_tokens": 32, "temperature": 0.0},
         random=4,

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from steercap.requests.stream import Chunk
     from steercap.sketches.sketch import Sketch
     from steercap.steering.spec import SteeringSpec
+    from steercap.vectors.calibration import Calibration
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ _HOMES = {
     "AddIf": "steercap.edits.add_if",
     "Cap": "steercap.edits.cap",
     "AttentionSummary": "steercap.analysis.attention",
+    "Calibration": "steercap.vectors.calibration",
     "CaptureHandle": "steercap.requests.handle",
     "CaptureRun": "steercap.requests.saving",
     "CaptureSpec": "steercap.core.spec",
@@ -77,6 +79,7 @@ __all__ = [
     "Add",
     "AddIf",
     "AttentionSummary",
+    "Calibration",
     "Cap",
     "CaptureHandle",
     "CaptureRun",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +22,8 @@ from steercap.requests.handle import CaptureHandle, flat
 from steercap.requests.serving import Serving
 from steercap.requests.sketching import RunningSketch, begun
 from steercap.steering.spec import SteeringSpec
+from steercap.vectors.calibration import Calibration, calibrate
+from steercap.vectors.extraction import BUT_THE_FIRST, Text
 
 if TYPE_CHECKING:
     from steercap.adapters.types import AsyncLLM
@@ -209,6 +211,21 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
                 yield running
         finally:
             await running.aclose()
+
+    async def calibrate(
+        self,
+        texts: Sequence[Text],
+        *,
+        layers: Layers = "all",
+        sites: str | Sequence[str] = ("resid_post",),
+        tokens: Tokens | TokenSelection = BUT_THE_FIRST,
+        progress: Callable[[int], None] | None = None,
+    ) -> Calibration:
+        """What `CaptureSpec(codec="full8", calibration=)` takes, found in the rows of texts that the model reads.
+
+        See `steercap.vectors.calibrate`.
+        """
+        return await calibrate(self, texts, layers=layers, sites=sites, tokens=tokens, progress=progress)
 
     async def fetch_captures_batch(self, handles: Sequence[Any]) -> None:
         """Fetch many handles with one RPC. Nested lists and None are allowed; handles already fetched are left alone.

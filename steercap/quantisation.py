@@ -25,8 +25,9 @@ from steercap.requests.handle import CaptureHandle
 
 #: Rows that codebooks are trained on, at most: 256 for each of 256 entries, as many as faiss itself would use.
 TRAINED_ON: Final = 1 << 16
-#: faiss holds the entries of a codebook in a table of this many bits at most.
+#: faiss holds the entries of a codebook in a table of this many bits at most, and seeds in 32 bits with a sign.
 MOST_BITS: Final = 16
+MOST_NUMBER: Final = (1 << 31) - 1
 
 Files: TypeAlias = str | Path | Sequence[str | Path]
 
@@ -41,19 +42,28 @@ class Codes:
         quantiser: SHA-256 of the codebooks that they are codes of, in hexadecimal.
         point: whose rows they are.
         codes: uint8 [rows, bytes].
-        positions, token_ids: of the rows, int64 [rows].
+        positions, token_ids: of the rows, int64 [rows]; of those that were reduced, int64 [labels].
         request_id: of the handle.
+
+    Raises:
+        InvalidSpec: codes of another kind, or other labels than one for each.
     """
 
     quantiser: str
     point: Point
     codes: UInt8[torch.Tensor, "rows bytes"]
-    positions: Integer[torch.Tensor, " rows"]
-    token_ids: Integer[torch.Tensor, " rows"]
+    positions: Integer[torch.Tensor, " labels"]
+    token_ids: Integer[torch.Tensor, " labels"]
     request_id: str
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "point", Point(*self.point))
+        codes, labels = self.codes, {len(self.positions), len(self.token_ids)}
+        if codes.dim() != 2 or codes.dtype != torch.uint8 or len(labels) > 1 or len(codes) not in labels | {1}:
+            raise InvalidSpec(
+                f"codes of {tuple(codes.shape)}, {codes.dtype}, with {len(self.positions)} positions and "
+                f"{len(self.token_ids)} token ids; give uint8 [rows, bytes], and a label of each row"
+            )
 
     def save(self, path: str | Path) -> Path:
         """Write them to one safetensors file; see `steercap.files.native`."""
@@ -93,7 +103,7 @@ class Quantiser:
     def __post_init__(self) -> None:
         object.__setattr__(self, "point", Point(*self.point))
         books = self.codebooks
-        if books.dim() != 3 or books.dtype != torch.float32 or books.shape[1] != 1 << self.bits:
+        if books.dim() != 3 or books.dtype != torch.float32 or not _is_power(books.shape[1]):
             raise InvalidSpec(f"codebooks of {tuple(books.shape)}, {books.dtype}; give float32 [parts, 2**bits, width]")
 
     @staticmethod
@@ -120,7 +130,8 @@ class Quantiser:
 
         Raises:
             MissingExtra: faiss is not installed.
-            InvalidSpec: parts or bits that do not fit, or files of different models.
+            InvalidSpec: parts, bits, most_rows or a seed that do not fit, several layers, or files of different models
+                or reductions, or of projections on directions.
             InvalidRequest: fewer rows than entries of a codebook, or rows that are not finite.
             LayerOutOfRange, InvalidFile: a file lacks the point, or is no capture.
         """
@@ -128,9 +139,15 @@ class Quantiser:
         models = {handle.model for handle in handles}
         if len(models) != 1:
             raise InvalidSpec(f"files of models {sorted(models)}; train on the rows of one")
-        (layer,) = resolve_layers(layer, handles[0].num_layers)
-        point = Point(layer, site)
-        rows = _drawn((_rows(handle.captures.elements(point)) for handle in handles), most_rows, seed)
+        if len(reductions := {str(handle.receipt.reduce) for handle in handles}) != 1:
+            raise InvalidSpec(f"files of reductions {sorted(reductions)}; train on rows that were reduced alike")
+        layers = resolve_layers(layer, handles[0].num_layers)
+        if len(layers) != 1:
+            raise InvalidSpec(f"layer={shown(layer)}; give one, and train codebooks for each")
+        point = Point(layers[0], site)
+        most_rows = _whole("most_rows", most_rows, 1)
+        seed = _whole("seed", seed, 0)
+        rows = _drawn((_rows(_elements(handle, point)) for handle in handles), most_rows, seed)
         parts, bits = _sizes(rows.shape[1], parts, bits)
         if len(rows) < 1 << bits:
             raise InvalidRequest(f"{len(rows)} rows for codebooks of {1 << bits} entries; give more, or fewer bits")
@@ -182,12 +199,13 @@ class Quantiser:
 
         Raises:
             MissingExtra: faiss is not installed.
-            InvalidRequest, LayerOutOfRange, InvalidFile: the file is no capture, lacks the point, or does not fit.
+            InvalidRequest, LayerOutOfRange, InvalidFile: the file is no capture, lacks the point, does not fit, or
+                holds projections on directions.
         """
         handle = CaptureHandle.load(source)
         if handle.model != self.model:
             raise InvalidRequest(f"{source} holds rows of {handle.model!r}, and the codebooks are for {self.model!r}")
-        codes = self.encode(handle.captures.elements(self.point))
+        codes = self.encode(_elements(handle, self.point))
         found = Codes(self.digest, self.point, codes, handle.positions, handle.token_ids, handle.request_id)
         found.save(target)
         return found
@@ -287,12 +305,26 @@ def _rows(rows: torch.Tensor) -> np.ndarray[Any, Any]:
     """Rows as faiss takes them: float32 [rows, width].
 
     Raises:
-        InvalidRequest: they hold NaN or infinity.
+        InvalidRequest: they are something else, or hold NaN or infinity.
     """
+    if not isinstance(rows, torch.Tensor) or rows.dim() < 2 or not rows.is_floating_point():
+        raise InvalidRequest(f"rows={shown(rows)}; give a tensor of floats, [rows, width]")
     found = rows.detach().flatten(1).float().cpu().contiguous()
     if not found.isfinite().all():
         raise InvalidRequest("these rows hold NaN or infinity, which no codebook has")
     return cast("np.ndarray[Any, Any]", found.numpy())
+
+
+def _elements(handle: CaptureHandle, point: Point) -> torch.Tensor:
+    """The rows of a point.
+
+    Raises:
+        InvalidSpec: projections are kept of them; or as for `captures[layer, site]`.
+        LayerOutOfRange: the handle lacks the point.
+    """
+    if handle.directions:
+        raise InvalidSpec(f"{handle.request_id} holds projections on directions, and no rows; capture without project=")
+    return handle.captures.elements(point)
 
 
 def _drawn(groups: Iterator[np.ndarray[Any, Any]], most: int, seed: int) -> np.ndarray[Any, Any]:
@@ -306,6 +338,23 @@ def _drawn(groups: Iterator[np.ndarray[Any, Any]], most: int, seed: int) -> np.n
             chosen = np.argsort(keys)[:most]
             kept, keys = kept[chosen], keys[chosen]
     return np.ascontiguousarray(kept[np.argsort(keys)[:most]])
+
+
+def _is_power(entries: int) -> bool:
+    """Whether a codebook can have so many entries."""
+    return entries in {1 << bits for bits in range(1, MOST_BITS + 1)}
+
+
+def _whole(name: str, value: object, least: int) -> int:
+    """A whole number that faiss can hold, at least so much.
+
+    Raises:
+        InvalidSpec: something else.
+    """
+    found = index_of(value)
+    if found is None or not least <= found <= MOST_NUMBER:
+        raise InvalidSpec(f"{name}={shown(value)}; give a whole number from {least} to {MOST_NUMBER:,}")
+    return found
 
 
 def _sizes(width: int, parts: object, bits: object) -> tuple[int, int]:

@@ -38,6 +38,7 @@ from steercap.testing.rows import (
     within,
     worst,
 )
+from steercap.testing.sketching import sketches_agree
 from steercap.testing.specs import OPERATIONS, spec
 from verification.engines import EngineChoice, Engines, Machine, surroundings
 
@@ -436,6 +437,11 @@ async def check_encodings(run: Run, show: Show) -> None:
     await each(["qwen3", "qwen3_moe"], one)
 
 
+async def check_sketches(run: Run, show: Show) -> None:
+    """Means, covariances and frequent directions that the workers keep are those of the rows."""
+    show["covariance"] = f"{await sketches_agree(await run.engines.get('qwen3')):.1e}"
+
+
 async def check_spec(run: Run, show: Show) -> None:
     """Speculative decoding: rows, clean and steered, are transformers' and those of an engine without it."""
     single, reference = await run.engines.get("qwen3"), run.engines.reference(tiny_checkpoint("qwen3"))
@@ -570,6 +576,7 @@ CHECKS: dict[str, Check] = {
     ),
     "split": Check(check_split, lambda _run: ["split"], unfit=_two_workers),
     "encodings": Check(check_encodings, lambda _run: ["qwen3", "qwen3_moe"]),
+    "sketches": Check(check_sketches, lambda _run: ["qwen3"]),
     "cache": Check(check_cache, lambda _run: []),
     "memory": Check(check_memory, lambda _run: ["qwen3"], alone=True),
 }

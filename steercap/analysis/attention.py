@@ -3,7 +3,8 @@
 Shape legend: heads = query heads; kv_heads = heads of keys, each shared by heads / kv_heads consecutive query heads;
 queries, keys = tokens whose weights are wanted, and tokens that can be attended to.
 
-Weights are computed in float32, a few queries at a time, so that memory does not grow with queries × keys.
+Weights are computed in float32, whatever the process has set, a few queries at a time, so that memory does not grow
+with queries × keys.
 """
 
 from __future__ import annotations
@@ -139,11 +140,12 @@ def _weigh(attending: Attending, queries: slice, keys: slice) -> Weights:
     rule = attending.rule
     asked, known = attending.queries[queries].float(), attending.keys[keys].float()
     grouped = asked.unflatten(1, (known.shape[1], -1))
-    logits = torch.einsum("qkgd,nkd->kgqn", grouped, known).flatten(0, 1) * rule.scale
+    with torch.autocast(known.device.type, enabled=False):
+        logits = torch.einsum("qkgd,nkd->kgqn", grouped, known).flatten(0, 1) * rule.scale
     if rule.soft_cap is not None:
         logits = rule.soft_cap * torch.tanh(logits / rule.soft_cap)
     logits = logits.masked_fill(~_visible(attending, queries, keys), -torch.inf)
-    sinks = torch.tensor(rule.sinks).view(-1, 1, 1).expand(-1, logits.shape[1], 1)
+    sinks = torch.tensor(rule.sinks, dtype=torch.float32).view(-1, 1, 1).expand(-1, logits.shape[1], 1)
     weights = (torch.cat([logits, sinks], dim=-1) if rule.sinks else logits).softmax(-1)
     sink = weights[..., -1] if rule.sinks else weights.new_zeros(weights.shape[:2])
     return Weights(queries, keys, logits, weights[..., : logits.shape[-1]], sink)
@@ -163,8 +165,8 @@ def summarised(attending: Attending, top: int) -> AttentionSummary:
     """
     heads, count = attending.queries.shape[1], len(attending.query_positions)
     targets = torch.full((heads, count, top), -1, dtype=torch.int64)
-    strongest = torch.zeros(heads, count, top)
-    entropy, first, sink = (torch.zeros(heads, count) for _ in range(3))
+    strongest = torch.zeros(heads, count, top, dtype=torch.float32)
+    entropy, first, sink = (torch.zeros(heads, count, dtype=torch.float32) for _ in range(3))
     for part in weights_of(attending):
         positions, queries = attending.key_positions[part.keys], part.queries
         logits, at = part.logits.topk(min(top, len(positions)), dim=-1)
@@ -194,7 +196,7 @@ def pattern(attending: Attending, max_bytes: int) -> Float[torch.Tensor, "heads 
             f"a pattern of {shape[0]} heads, {shape[1]} queries and {shape[2]} keys takes {wanted:,} bytes, and "
             f"max_bytes is {max_bytes:,}; ask for fewer tokens=, raise max_bytes=, or take handle.attention(layer)"
         )
-    found = torch.zeros(shape)
+    found = torch.zeros(shape, dtype=torch.float32)
     for part in weights_of(attending):
         found[:, part.queries, part.keys] = part.weights
     return found

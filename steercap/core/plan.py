@@ -19,8 +19,8 @@ from steercap.core.tokens import Range
 EXTRA_ARGS_KEY: Final = "steercap"
 
 
-class Projection(msgspec.Struct, frozen=True, array_like=True):
-    """What the rows of a request are projected on.
+class InSlot(msgspec.Struct, frozen=True, array_like=True):
+    """Vectors that the encoding of a request's rows needs: directions, or a calibration.
 
     Args:
         slot: where its configuration is, NONE while it has none.
@@ -42,7 +42,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
         before_edits: whether rows are kept as they were before the edits of their point.
         accumulates: whether the reduction runs along with the rows, which are then never kept; otherwise they all are,
             until the client says where the sequence ends.
-        projection: what is kept in place of each row, or None: the row.
+        vectors: what the encoding needs besides the rows, or None.
         allow_nonfinite: whether rows that are not finite are handed over.
         gather: whether the client joins shards.
     """
@@ -53,20 +53,20 @@ class CapturePlan(msgspec.Struct, frozen=True):
     coding: Coding
     before_edits: bool = False
     accumulates: bool = False
-    projection: Projection | None = None
+    vectors: InSlot | None = None
     allow_nonfinite: bool = False
     gather: bool = True
 
     def placed(self, slots: Mapping[bytes, int]) -> CapturePlan:
-        """The plan with the slot of its projection, if it has one.
+        """The plan with the slot of its vectors, if it has some.
 
         Args:
             slots: where each configuration is, by its digest.
         """
-        if self.projection is None:
+        if self.vectors is None:
             return self
-        slot = slots[self.projection.configuration]
-        return msgspec.structs.replace(self, projection=msgspec.structs.replace(self.projection, slot=slot))
+        slot = slots[self.vectors.configuration]
+        return msgspec.structs.replace(self, vectors=msgspec.structs.replace(self.vectors, slot=slot))
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -114,7 +114,7 @@ def compile_capture(
     prompt_len: int,
     limit: int,
     accumulates: bool,
-    projection: Projection | None = None,
+    vectors: InSlot | None = None,
 ) -> CapturePlan:
     """Compile `spec` for one request.
 
@@ -125,7 +125,7 @@ def compile_capture(
         prompt_len: prompt tokens.
         limit: positions that can be inputs of the model: prompt + generated - 1 at most.
         accumulates: whether a reduction may run along.
-        projection: what its rows are projected on, or None.
+        vectors: what its encoding needs besides the rows, or None.
 
     Raises:
         InvalidSelection, EmptySelection: `tokens` does not fit the prompt.
@@ -139,7 +139,7 @@ def compile_capture(
         coding,
         spec.before_edits,
         accumulates,
-        projection,
+        vectors,
         spec.allow_nonfinite,
         spec.gather,
     )

@@ -103,15 +103,15 @@ def blob_digest(data: bytes, rows: int) -> bytes:
 
 
 class Configuration(msgspec.Struct, frozen=True):
-    """What a slot holds: the edits of a spec, or the directions of a projection, independent of any prompt.
+    """What a slot holds: the edits of a spec, or the vectors of an encoding, independent of any prompt.
 
     Args:
         entries: in the order in which they are applied.
         blobs: vectors they use.
         scopes: how many different token selections there are.
         replacements: how many entries replace rows, in the order of their numbers.
-        reads: of a configuration that changes nothing, the points whose rows are projected: on as many rows of its one
-            blob each, point by point.
+        reads: of a configuration that changes nothing, the points whose rows its one blob is for: as many of the blob's
+            rows for each, point by point.
     """
 
     entries: tuple[Entry, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 
@@ -34,3 +35,10 @@ class ReadingModel(OpenModel, Protocol):
 
     async def fetch_captures_batch(self, handles: Sequence[Any]) -> Any:
         """See `SteerModel.fetch_captures_batch`."""
+
+
+class SketchingModel(ReadingModel, Protocol):
+    """An open model that takes rows into statistics, too."""
+
+    def sketch(self, kind: str, *, layers: Any, sites: Any, tokens: Any) -> AbstractAsyncContextManager[Any]:
+        """See `SteerModel.sketch`."""

@@ -12,7 +12,7 @@ from steercap.core.messages import SteeringRecord, Unknown
 from steercap.core.plan import Plan
 from steercap.core.program import Configuration, rows_touched, scope_masks
 from steercap.core.rows import Ints
-from steercap.core.spec import Point
+from steercap.core.spec import Point, Reduction
 from steercap.errors import CaptureIncomplete, SteeringNotApplied
 
 #: What happens to the text, and what to do.
@@ -56,7 +56,7 @@ class Receipt:
     positions: Ints
     token_ids: Ints
     writes: int
-    reduce: str | None
+    reduce: Reduction | None
     steering: SteeringReceipt | None = None
 
     @property

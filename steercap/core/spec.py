@@ -43,6 +43,14 @@ class Projectable(Protocol):
         """Elements of a direction."""
 
 
+class Calibrating(Protocol):
+    """What rows can be calibrated by: a `Calibration`."""
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """The points that it knows."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CaptureSpec:
     """Which activations a request keeps.
@@ -64,6 +72,8 @@ class CaptureSpec:
             is that of `SteerModel(codec=)` or `STEERCAP_CODEC`, else "raw"; what is reduced or projected has none.
         k: how many numbers stand for a row: with "topk8" (64 by default), "rp8" and "rp16" (512).
         seed: of the matrix of "rp8" and "rp16", 0 by default. Rows that are to be compared need the same.
+        calibration: of "full8", what `SteerModel.calibrate` gives: each element then has a step of its own, which
+            follows its spread, and rows keep several times more for the same bytes.
         before_edits: keep rows as they were before the edits of their own point; by default they are what the
             model continues with, edits included. Edits at earlier points have had their effect either way.
         project: a DirectionSet, or LayerVectors for one direction: instead of each row, its scalar products with
@@ -86,6 +96,7 @@ class CaptureSpec:
     codec: str | None = None
     k: int | None = None
     seed: int | None = None
+    calibration: Calibrating | None = None
     before_edits: bool = False
     project: Projectable | None = None
     allow_nonfinite: bool = False
@@ -118,8 +129,12 @@ class CaptureSpec:
 
     def _check_storing(self) -> None:
         """What is computed of rows is stored as it is."""
+        if self.calibration is not None and self.codec not in {None, "full8"}:
+            raise InvalidSpec(f"calibration= is for codec='full8', not for codec={self.codec!r}")
         if self.keeps_rows:
             return
+        if self.calibration is not None:
+            raise InvalidSpec("calibration= is for rows, and reduce= or project= keeps none; leave it out")
         asked = "project=" if self.reduce is None else f"reduce={self.reduce!r}"
         for name in ("codec", "k", "seed"):
             given = getattr(self, name)
@@ -137,6 +152,8 @@ class CaptureSpec:
 
     def codec_or(self, default: str) -> str:
         """How rows are stored, where `default` holds for specs that do not say."""
+        if self.calibration is not None:
+            return "full8"
         if self.codec is not None:
             return self.codec
         return default if self.keeps_rows else "raw"

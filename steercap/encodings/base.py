@@ -118,6 +118,9 @@ class Codec(Encoding):
 
     align: ClassVar[int] = 8
     is_codec: ClassVar[bool] = True
+    #: Names of the vectors of a point that rows are coded by, in the order of `encode`: float32 [width] each. They are
+    #: not in what is stored; the client has them already, and puts them beside the parts.
+    constants: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def parts(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> dict[str, torch.Tensor]:
@@ -134,7 +137,7 @@ class Codec(Encoding):
 
     @abstractmethod
     def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
-        """Rows of such parts: float32 [rows, *shard shape], or [rows, k]."""
+        """Rows of such parts, and of the shard's part of `constants`: float32 [rows, *shard shape], or [rows, k]."""
 
     @abstractmethod
     def bound(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
@@ -145,6 +148,11 @@ class Codec(Encoding):
 
     def decode(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> torch.Tensor:
         return self.decoded(self.parts(stored, schema, coding), schema, coding)
+
+
+def added(shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    """What shards of products add up to."""
+    return sum(shards[1:], start=shards[0])
 
 
 def dtype_of(schema: PointSchema) -> torch.dtype:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from steercap.core.values import shown
@@ -28,12 +28,15 @@ class CodedRows:
         parts: tensors by name, [rows, ...]: `q` are codes; `scale` and `zero`, where the codec has them, of each row or
             group; `indices` of `topk8`. Of a point that is split over n tensor-parallel ranks, [rows, n, ...].
         shard: which shard of such a point this is; None for all of them, or where there is one.
+        constants: what rows are coded by that is the same for all of them, by name, float32 [width] of whole rows:
+            `centre` and `reach` of calibrated rows.
     """
 
     coding: Coding
     schema: PointSchema
     parts: Mapping[str, torch.Tensor]
     shard: int | None = None
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def codec(self) -> str:
@@ -47,7 +50,7 @@ class CodedRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parts."""
+        """Bytes of the parts; the constants are not counted."""
         return sum(part.nbytes for part in self.parts.values())
 
     def __len__(self) -> int:
@@ -123,6 +126,14 @@ class CodedRows:
             if found is None or found.shape != wanted or found.dtype != part.dtype:
                 had = "nothing" if found is None else f"{tuple(found.shape)} of {found.dtype}"
                 return f"{name!r} must be {wanted} of {part.dtype}, and is {had}"
+        if codec.indexed:
+            indices = self.parts["indices"].long()
+            if bool((indices >= self.schema.shard_width).any()) or bool((indices.diff(dim=-1) <= 0).any()):
+                return f"'indices' must ascend, and lie below {self.schema.shard_width}"
+        for name in codec.constants:
+            constant = self.constants.get(name)
+            if constant is None or constant.shape != (self.schema.width,) or constant.dtype != torch.float32:
+                return f"{name!r} must be {self.schema.width} numbers of float32"
         return ""
 
     @staticmethod
@@ -134,7 +145,7 @@ class CodedRows:
         if len(shards) == 1:
             return first
         parts = {name: torch.stack([shard.parts[name] for shard in shards], dim=1) for name in first.parts}
-        return CodedRows(first.coding, first.schema, parts)
+        return CodedRows(first.coding, first.schema, parts, constants=first.constants)
 
     @property
     def _codec(self) -> Codec:
@@ -142,8 +153,16 @@ class CodedRows:
 
     def _by_shard(self) -> list[Mapping[str, torch.Tensor]]:
         if self.schema.shards == 1 or self.shard is not None:
-            return [self.parts]
-        return [{name: part[:, shard] for name, part in self.parts.items()} for shard in range(self.schema.shards)]
+            return [{**self.parts, **self._constants_of(self.shard or 0)}]
+        return [
+            {name: part[:, shard] for name, part in self.parts.items()} | self._constants_of(shard)
+            for shard in range(self.schema.shards)
+        ]
+
+    def _constants_of(self, shard: int) -> dict[str, torch.Tensor]:
+        """A shard's part of the constants."""
+        width = self.schema.shard_width
+        return {name: whole[shard * width : (shard + 1) * width] for name, whole in self.constants.items()}
 
     def _comparable(self, other: CodedRows | torch.Tensor) -> torch.Tensor:
         """Other rows in the same terms: float64 [n, width] or [n, k]."""

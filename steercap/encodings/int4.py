@@ -69,8 +69,9 @@ def _groups(schema: PointSchema) -> int:
 
 
 def _of_elements(numbers: torch.Tensor, schema: PointSchema) -> torch.Tensor:
-    """A number of each group, for each of its elements: [rows, shard width]."""
-    return numbers.repeat_interleave(GROUP, dim=1)[:, : schema.shard_width].contiguous()
+    from steercap.encodings.uniform import of_members
+
+    return of_members(numbers, GROUP, schema.shard_width)
 
 
 MEMBER = Int4()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from steercap.encodings.base import Alike, Encoding, dtype_of
+from steercap.encodings.base import Alike, Encoding, added, dtype_of
 
 if TYPE_CHECKING:
     import torch
@@ -40,10 +40,7 @@ class Projected(Encoding):
 
     def joined(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Products of shards add up to those of whole rows."""
-        found = shards[0]
-        for shard in shards[1:]:
-            found = found + shard
-        return found
+        return added(shards)
 
     def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
         import torch

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 
-from steercap.encodings.base import Alike, Codec, dtype_of
+from steercap.encodings.base import Alike, Codec, added, dtype_of
 from steercap.encodings.matrices import Matrices
 from steercap.kernels.bits import GROUP
 
@@ -80,10 +80,7 @@ class RandomProjection(Codec):
 
     def joined(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """Sums over shards add up to those over whole rows."""
-        found = shards[0]
-        for shard in shards[1:]:
-            found = found + shard
-        return found
+        return added(shards)
 
     def launch(self, ring: torch.Tensor, records: torch.Tensor, alike: Alike, vectors: torch.Tensor) -> None:
         from steercap.kernels.triton_rp import launch_rp
@@ -120,5 +117,6 @@ def _groups(coding: Coding) -> int:
 
 
 def _of_numbers(scales: torch.Tensor, coding: Coding) -> torch.Tensor:
-    """A scale of each group, for each of its numbers: [rows, k]."""
-    return scales.repeat_interleave(GROUP, dim=1)[:, : coding.k].contiguous()
+    from steercap.encodings.uniform import of_members
+
+    return of_members(scales, GROUP, coding.k)

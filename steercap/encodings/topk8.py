@@ -62,12 +62,10 @@ class TopK8(Codec):
         }
 
     def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
-        import torch
-
         from steercap.encodings.uniform import restored
 
         values = restored(parts["q"], parts["scale"][:, None], parts["zero"][:, None])
-        rows = torch.zeros((len(values), schema.shard_width))
+        rows = values.new_zeros((len(values), schema.shard_width))
         rows.scatter_(1, parts["indices"].long(), values)
         return rows.view(-1, *schema.shard_shape)
 

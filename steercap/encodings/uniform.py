@@ -46,12 +46,20 @@ def about_zero(values: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Te
     return scale, _whole(exact / scale.double()[..., None], scale, -steps, steps)
 
 
-def restored(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
+def restored(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None = None,
+    *,
+    centre: torch.Tensor | None = None,
+    reach: torch.Tensor | None = None,
+) -> torch.Tensor:
     """What codes stand for, rounded once: float32, of their shape.
 
     Args:
         codes: [rows, n].
         scale, zero: of each, [rows, n] or [rows, 1].
+        centre, reach: what was taken off, and divided by, before: [n].
     """
     rows = torch.empty(codes.shape, dtype=torch.float32)
     largest = torch.finfo(torch.float32).max
@@ -60,6 +68,8 @@ def restored(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None
         values = codes[own].double() * scale[own].double()
         if zero is not None:
             values += zero[own].double()
+        if centre is not None and reach is not None:
+            values = values * reach.double() + centre.double()
         rows[own] = values.clamp_(-largest, largest)
     return rows
 
@@ -70,6 +80,11 @@ def groups_of(values: torch.Tensor, size: int) -> torch.Tensor:
     if missing:
         values = torch.cat([values, values[:, -1:].expand(-1, missing)], dim=1)
     return values.view(len(values), -1, size)
+
+
+def of_members(numbers: torch.Tensor, size: int, count: int) -> torch.Tensor:
+    """A number of each group, [rows, groups], for each of the group's members: [rows, count]."""
+    return numbers.repeat_interleave(size, dim=1)[:, :count].contiguous()
 
 
 def heads(*columns: torch.Tensor) -> torch.Tensor:

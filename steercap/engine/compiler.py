@@ -15,15 +15,18 @@ from steercap.core.coding import RAW, Coding
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point, check_armed, existing
 from steercap.encodings import ENCODINGS, codec_of, record_of
+from steercap.encodings.calibrated8 import CALIBRATED
 from steercap.engine.ranks import Rank
 from steercap.errors import InvalidSpec
 from steercap.sites import SITES
+from steercap.steering.calibration import Calibrated, calibration_of, compile_calibration
 from steercap.steering.lowering import Lowered, lower
 from steercap.steering.projection import Projected, compile_projection, points_of
 from steercap.steering.spec import SteeringSpec, spec_of
 
 if TYPE_CHECKING:
     from steercap.edits.base import Edit
+    from steercap.vectors.calibration import Calibration
 
 #: Elements that 16-bit indices tell apart.
 MOST_INDEXED: Final = 1 << 16
@@ -55,8 +58,10 @@ class Compiler:
         self._num_layers, self._settings, self._exists = num_layers, settings, exists
         self._lowered: WeakKeyDictionary[SteeringSpec | Edit, Lowered] = WeakKeyDictionary()
         self._captured: tuple[CaptureSpec, tuple[Point, ...], tuple[int, ...]] | None = None  # the last one
+        self._coded: tuple[CaptureSpec, Coding] | None = None  # likewise
         # Of directions, what they were compiled to for some of their points.
         self._projected: WeakKeyDictionary[Any, dict[tuple[Point, ...], Projected]] = WeakKeyDictionary()
+        self._calibrated: WeakKeyDictionary[Calibration, dict[tuple[Point, ...], Calibrated]] = WeakKeyDictionary()
 
     def lowered(self, steering: Any) -> Lowered:
         """A spec, or one edit, compiled.
@@ -107,16 +112,36 @@ class Compiler:
             known[points] = found
         return known[points]
 
+    def calibrated(self, spec: CaptureSpec) -> Calibrated | None:
+        """What a spec codes rows by besides the rows, compiled; None for codecs that need nothing.
+
+        Raises:
+            InvalidSpec, InvalidVector: see `calibration.compile_calibration`.
+        """
+        calibration = calibration_of(spec)
+        if calibration is None:
+            return None
+        points, _ = self.captured(spec)
+        known = self._calibrated.setdefault(calibration, {})
+        if points not in known:
+            known[points] = compile_calibration(calibration, points, self._armed, self._schemas)
+        return known[points]
+
     def coding(self, spec: CaptureSpec) -> Coding:
-        """How the rows of a spec are stored.
+        """How the rows of a spec are stored; once for all requests of a call.
 
         Raises:
             UnknownName: a codec that does not exist.
             InvalidSpec: parameters that the codec does not have, or with which rows would not be smaller.
         """
-        if spec.project is not None:
-            projected = self.projected(spec)
-            return Coding("projected", len(projected.names) if projected else 0)
+        if self._coded is None or self._coded[0] is not spec:
+            self._coded = spec, self._coding(spec)
+        return self._coded[1]
+
+    def _coding(self, spec: CaptureSpec) -> Coding:
+        projected = self.projected(spec)
+        if projected is not None:
+            return Coding("projected", len(projected.names))
         coding = codec_for(spec, self._settings)
         named = f"codec={coding.encoding!r}"
         if coding == RAW:
@@ -164,6 +189,8 @@ def codec_for(spec: CaptureSpec, settings: Settings) -> Coding:
     """
     name, k, seed = spec.codec_or(settings.codec), spec.k, spec.seed
     codec_of(name, k, seed)
+    if spec.calibration is not None:
+        return Coding(CALIBRATED)
     if k is None and ENCODINGS[name].default_k:
         k = settings.codec_k
     if seed is None and ENCODINGS[name].seeded:

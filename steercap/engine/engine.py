@@ -26,6 +26,7 @@ from steercap.engine.fetching import Delivery, Fetcher
 from steercap.engine.ranks import Rank, Ranks, attention_of
 from steercap.engine.sketching import Sketching
 from steercap.engine.workers import Records, Workers
+from steercap.steering.calibration import Calibrated
 from steercap.steering.lowering import Lowered
 from steercap.steering.projection import Projected
 
@@ -183,6 +184,10 @@ class Engine:
     def projected(self, spec: CaptureSpec) -> Projected | None:
         """See `Compiler.projected`."""
         return self._compiler.projected(spec)
+
+    def calibrated(self, spec: CaptureSpec) -> Calibrated | None:
+        """See `Compiler.calibrated`."""
+        return self._compiler.calibrated(spec)
 
     def coding(self, spec: CaptureSpec) -> Coding:
         """See `Compiler.coding`."""

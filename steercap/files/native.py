@@ -37,6 +37,7 @@ READERS: Final = {
     "directions": "DirectionSet.load",
     "captures": "CaptureHandle.load",
     "sketch": "Sketch.load",
+    "calibration": "Calibration.load",
     "quantiser": "Quantiser.load",
     "codes": "Codes.load",
 }

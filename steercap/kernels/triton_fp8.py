@@ -13,8 +13,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from jaxtyping import Float, Int, UInt8
 
 from steercap.kernels.bits import FP8_HEAD, FP8_MOST
-from steercap.kernels.triton_full8 import WARP_ELEMENTS
-from steercap.kernels.triton_uniform import all_finite, lift_of, nearest, step_of, steps_from
+from steercap.kernels.triton_uniform import all_finite, launch_rows, lift_of, nearest, step_of, steps_from
 
 _HEAD, _MOST = tl.constexpr(FP8_HEAD), tl.constexpr(FP8_MOST)
 
@@ -52,15 +51,4 @@ def launch_fp8(
 ) -> None:
     """Write the codes of records of rows into lines of the ring; arguments are those of `launch_full8`."""
     block = triton.next_power_of_2(width)
-    _fp8_kernel[(len(records), len(points))](
-        rows,
-        ring,
-        ring.view(torch.float32),
-        records,
-        points,
-        WIDTH=width,
-        ROW_LINE=rows.shape[1],
-        BYTE_LINE=ring.shape[1],
-        BLOCK=block,
-        num_warps=min(max(block // WARP_ELEMENTS, 1), 16),
-    )
+    launch_rows(_fp8_kernel, rows, ring, records, points, width=width, block=block, BLOCK=block)

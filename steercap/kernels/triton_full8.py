@@ -1,12 +1,13 @@
 """Eight bits per element on CUDA: rows of the ring as codes behind their scale and zero point.
 
-One program per row. The formula is that of `encodings.full8`. Shape legend: records = tokens of a pass of one layout;
-points = points of it whose rows are alike; line = elements of a line of the ring.
+One program per row. The formula is that of `encodings.full8`, or of `encodings.calibrated8`.
+Shape legend: records = tokens of a pass of one layout; points = points of it whose rows are alike; line = elements of a
+line of the ring.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -14,24 +15,27 @@ import triton.language as tl  # type: ignore[import-untyped]
 from jaxtyping import Float, Int, UInt8
 
 from steercap.kernels.bits import FULL8_HEAD, FULL8_STEPS
-from steercap.kernels.triton_uniform import all_finite, lift_of, nearest, step_of, steps_from
-
-#: Elements of a row that one warp has in registers.
-WARP_ELEMENTS: Final = 1024
+from steercap.kernels.triton_uniform import all_finite, launch_rows, lift_of, nearest, step_of, steps_from
 
 _HEAD, _STEPS = tl.constexpr(FULL8_HEAD), tl.constexpr(FULL8_STEPS)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _full8_kernel(  # type: ignore[no-untyped-def]
-    rows, codes, heads, records, points,
-    WIDTH: tl.constexpr, ROW_LINE: tl.constexpr, BYTE_LINE: tl.constexpr, BLOCK: tl.constexpr,
+    rows, codes, heads, records, points, bank, bank_rows,
+    WIDTH: tl.constexpr, ROW_LINE: tl.constexpr, BYTE_LINE: tl.constexpr, BLOCK: tl.constexpr, BANK: tl.constexpr,
+    CALIBRATED: tl.constexpr,
 ):  # fmt: skip
     record = records + tl.program_id(0) * 2
     point = points + tl.program_id(1) * 2
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
     row = tl.load(rows + (tl.load(record) + tl.load(point)) * ROW_LINE + columns, mask=inside, other=0.0).to(tl.float32)
+    if CALIBRATED:
+        own = bank_rows + tl.program_id(1) * 2
+        centre = tl.load(bank + tl.load(own) * BANK + columns, mask=inside, other=0.0)
+        reach = tl.load(bank + tl.load(own + 1) * BANK + columns, mask=inside, other=1.0)
+        row = tl.div_rn(row - centre, reach)
     least = tl.min(tl.where(inside, row, float("inf")), 0)
     most = tl.max(tl.where(inside, row, float("-inf")), 0)
     finite = all_finite(row, inside, 0)
@@ -50,6 +54,8 @@ def launch_full8(
     records: Int[torch.Tensor, "records 2"],
     points: Int[torch.Tensor, "points 2"],
     width: int,
+    bank: Float[torch.Tensor, "vectors width"] | None = None,
+    bank_rows: Int[torch.Tensor, "points 2"] | None = None,
 ) -> None:
     """Write the codes of records of rows into lines of the ring.
 
@@ -59,17 +65,10 @@ def launch_full8(
         records: first line of each record, and of what is stored of it, int64.
         points: line of each point's row in a record, and byte of its codes in what is stored, int64.
         width: elements of a row.
+        bank: of rows that are calibrated, float32 vectors, a view of rows that may be wider.
+        bank_rows: which of them are the centre and the reach of each point, int64.
     """
-    block = triton.next_power_of_2(width)
-    _full8_kernel[(len(records), len(points))](
-        rows,
-        ring,
-        ring.view(torch.float32),
-        records,
-        points,
-        WIDTH=width,
-        ROW_LINE=rows.shape[1],
-        BYTE_LINE=ring.shape[1],
-        BLOCK=block,
-        num_warps=min(max(block // WARP_ELEMENTS, 1), 16),
-    )
+    block, calibrated = triton.next_power_of_2(width), bank is not None
+    more: dict[str, Any] = {"bank": bank if calibrated else rows, "bank_rows": bank_rows if calibrated else records}
+    more |= {"BLOCK": block, "BANK": 0 if bank is None else bank.stride(0), "CALIBRATED": calibrated}
+    launch_rows(_full8_kernel, rows, ring, records, points, width=width, block=block, **more)

@@ -12,8 +12,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from jaxtyping import Float, Int, UInt8
 
 from steercap.kernels.bits import GROUP, INT4_STEPS
-from steercap.kernels.triton_full8 import WARP_ELEMENTS
-from steercap.kernels.triton_uniform import all_finite, lift_of, nearest, step_of, steps_from
+from steercap.kernels.triton_uniform import all_finite, launch_rows, lift_of, nearest, step_of, steps_from
 
 _GROUP, _STEPS = tl.constexpr(GROUP), tl.constexpr(INT4_STEPS)
 
@@ -57,15 +56,4 @@ def launch_int4(
 ) -> None:
     """Write the codes of records of rows into lines of the ring; arguments are those of `launch_full8`."""
     groups = triton.next_power_of_2(triton.cdiv(width, GROUP))
-    _int4_kernel[(len(records), len(points))](
-        rows,
-        ring,
-        ring.view(torch.float32),
-        records,
-        points,
-        WIDTH=width,
-        ROW_LINE=rows.shape[1],
-        BYTE_LINE=ring.shape[1],
-        BLOCK_GROUPS=groups,
-        num_warps=min(max(groups * GROUP // WARP_ELEMENTS, 1), 16),
-    )
+    launch_rows(_int4_kernel, rows, ring, records, points, width=width, block=groups * GROUP, BLOCK_GROUPS=groups)

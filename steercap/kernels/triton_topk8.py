@@ -15,8 +15,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from jaxtyping import Float, Int, UInt8
 
 from steercap.kernels.bits import FULL8_STEPS, TOPK8_HEAD
-from steercap.kernels.triton_full8 import WARP_ELEMENTS
-from steercap.kernels.triton_uniform import all_finite, lift_of, nearest, step_of, steps_from
+from steercap.kernels.triton_uniform import all_finite, launch_rows, lift_of, nearest, step_of, steps_from
 
 _HEAD, _STEPS = tl.constexpr(TOPK8_HEAD), tl.constexpr(FULL8_STEPS)
 #: Bits at the end of a float32 that are zero in every number of a dtype.
@@ -25,7 +24,7 @@ IDLE_BITS: Final = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _topk8_kernel(  # type: ignore[no-untyped-def]
-    rows, codes, indices, heads, records, points,
+    rows, codes, heads, records, points, indices,
     WIDTH: tl.constexpr, KEPT: tl.constexpr, ROW_LINE: tl.constexpr, BYTE_LINE: tl.constexpr, BLOCK: tl.constexpr,
     IDLE: tl.constexpr,
 ):  # fmt: skip
@@ -72,18 +71,6 @@ def launch_topk8(
         kept: elements of each row.
     """
     block = triton.next_power_of_2(width)
-    _topk8_kernel[(len(records), len(points))](
-        rows,
-        ring,
-        ring.view(torch.uint16),
-        ring.view(torch.float32),
-        records,
-        points,
-        WIDTH=width,
-        KEPT=kept,
-        ROW_LINE=rows.shape[1],
-        BYTE_LINE=ring.shape[1],
-        BLOCK=block,
-        IDLE=IDLE_BITS[rows.dtype],
-        num_warps=min(max(block // WARP_ELEMENTS, 1), 16),
-    )
+    indices, idle = ring.view(torch.uint16), IDLE_BITS[rows.dtype]
+    more = {"indices": indices, "KEPT": kept, "BLOCK": block, "IDLE": idle}
+    launch_rows(_topk8_kernel, rows, ring, records, points, width=width, block=block, **more)

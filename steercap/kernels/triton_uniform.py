@@ -5,8 +5,14 @@ Scales and values are tensors of any shape; `axis` is what a scale covers.
 
 from __future__ import annotations
 
+from typing import Any, Final
+
+import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
+
+#: Elements of a row that one warp has in registers.
+WARP_ELEMENTS: Final = 1024
 
 #: Numbers below it are computed as so many times themselves.
 _SMALL, _LIFT = tl.constexpr(2.0**-90), tl.constexpr(2.0**100)
@@ -46,3 +52,36 @@ def all_finite(values, inside, axis: tl.constexpr):  # type: ignore[no-untyped-d
     """Whether all numbers along an axis are."""
     odd = inside & ((values != values) | (tl.abs(values) == float("inf")))
     return tl.sum(odd.to(tl.int32), axis) == 0
+
+
+def launch_rows(
+    kernel: Any,
+    rows: torch.Tensor,
+    ring: torch.Tensor,
+    records: torch.Tensor,
+    points: torch.Tensor,
+    *,
+    width: int,
+    block: int,
+    **more: Any,
+) -> None:
+    """Run the kernel of a codec with a program for each row.
+
+    Args:
+        kernel: what takes `rows, codes, heads, records, points` and the constants of their layout.
+        rows, ring, records, points, width: as for `launch_full8`.
+        block: elements that a program has.
+        **more: what else the kernel takes.
+    """
+    kernel[(len(records), len(points))](
+        rows,
+        ring,
+        ring.view(torch.float32),
+        records,
+        points,
+        WIDTH=width,
+        ROW_LINE=rows.shape[1],
+        BYTE_LINE=ring.shape[1],
+        num_warps=min(max(block // WARP_ELEMENTS, 1), 16),
+        **more,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,6 +33,7 @@ class Expected:
         tokens: prompt and generated token ids, the last sampled one included.
         first: rows that have come before.
         steering: what is known to have been edited.
+        constants: by point, what the codec needs besides what comes; see `CodedRows`.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Expected:
     tokens: tuple[int, ...]
     first: int = 0
     steering: SteeringReceipt | None = None
+    constants: Mapping[Point, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
 
 def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> tuple[dict[Point, Rows], Receipt]:
@@ -60,7 +62,10 @@ def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> 
     assert capture is not None
     known = check_labelled(expected, delivery.parcels)
     writes = sum(parcel.writes for parcel in delivery.parcels)
-    shards = {armed[index]: found for index, found in delivery.shards.items()}
+    shards = {
+        armed[index]: tuple(_with_constants(rows, expected.constants.get(armed[index])) for rows in found)
+        for index, found in delivery.shards.items()
+    }
     check_points(expected.name, expected.points, list(shards))
     if not capture.allow_nonfinite:
         check_finite(expected, delivery, shards, armed)
@@ -71,6 +76,12 @@ def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> 
         whole = capture.gather or len(shards[point]) == 1
         rows[point] = delivery.joined(shards[point]) if whole else shards[point]
     return rows, receipt
+
+
+def _with_constants(
+    rows: torch.Tensor | CodedRows, constants: Mapping[str, torch.Tensor] | None
+) -> torch.Tensor | CodedRows:
+    return replace(rows, constants=constants) if constants and isinstance(rows, CodedRows) else rows
 
 
 def check_labelled(expected: Expected, parcels: Sequence[Parcel]) -> Ints:
@@ -112,6 +123,6 @@ def check_finite(
     for at, values in rows.items():  # rows that are finite may have sums that are not
         for shard in values:
             numbers = shard.parts.get("scale") if isinstance(shard, CodedRows) else shard
-            computed = isinstance(shard, CodedRows) or capture.reduce or capture.projection
+            computed = isinstance(shard, CodedRows) or capture.reduce or capture.vectors
             if computed and numbers is not None and not numbers.isfinite().all():
                 raise CaptureNotFinite(f"{expected.name}: what was computed of rows at {at} overflows; {remedy}")

@@ -304,7 +304,8 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         """Read a handle that `save` wrote; it is fetched already.
 
         Raises:
-            InvalidFile: the file is truncated, of another kind, or of a newer version.
+            InvalidFile: the file is truncated, of another kind or a newer version, or its rows are not those of its
+                labels. Numbers that were changed are not noticed here, but by `Manifest.handles`.
         """
         header, rows, positions, token_ids, prompt_token_ids, output_token_ids = files.read(Path(path))
         labels = positions.numpy(), token_ids.numpy()

@@ -25,6 +25,7 @@ from steercap.requests.checks import Expected
 from steercap.requests.handle import CaptureHandle
 from steercap.requests.lifecycle import Lifecycle, Source
 from steercap.requests.sketching import RunningSketch, enter, joint_capture
+from steercap.steering.calibration import Calibrated
 from steercap.steering.lowering import scopes_of
 from steercap.steering.projection import Projected
 
@@ -62,6 +63,7 @@ class Job:
             neither.
         points: the points that are kept.
         projected: what rows are projected on, or None.
+        calibrated: what they are coded by, or None.
         change: what is changed, or None.
         spans: positions of the messages, for `chat`.
         reading: whether the prompt alone counts; the token that vLLM must sample is kept from the user.
@@ -76,6 +78,7 @@ class Job:
     plan: Plan | None
     points: tuple[Point, ...]
     projected: Projected | None = None
+    calibrated: Calibrated | None = None
     change: Change | None = None
     spans: tuple[MessageSpan, ...] = ()
     reading: bool = False
@@ -103,7 +106,7 @@ async def prepare(
     vllm = engine.vllm
     points: tuple[Point, ...] = ()
     indices: tuple[int, ...] = ()
-    projected, coding = None, RAW
+    projected, calibrated, coding = None, None, RAW
     hands_over = spec is not None
     if spec is not None and not isinstance(spec, CaptureSpec):
         raise InvalidSpec(f"capture={spec!r}; give a CaptureSpec, or capture_layers= for layers alone")
@@ -112,7 +115,7 @@ async def prepare(
     elif spec is not None:
         points, indices = engine.captured(spec)
     if spec is not None:
-        projected = engine.projected(spec)
+        projected, calibrated = engine.projected(spec), engine.calibrated(spec)
         coding = engine.coding(spec)
     lowered = None if steering is None else engine.lowered(steering)
     sampling = vllm.sampling(params)
@@ -120,7 +123,7 @@ async def prepare(
     options = await vllm.checked(rendered, sampling, options)
     prompt_len = len(rendered.token_ids)
     limit = vllm.limit(prompt_len, sampling)
-    capture = None
+    capture, needed = None, projected or calibrated
     if spec is not None:
         capture = compile_capture(
             spec,
@@ -130,7 +133,7 @@ async def prepare(
             limit=limit,
             # Past a stop string the workers may go on any way; else as far as vLLM runs ahead, which they leave out.
             accumulates=not sampling.stop and sampling.n <= engine.reductions,
-            projection=None if projected is None else projected.plan,
+            vectors=None if needed is None else needed.plan,
         )
     change = None if lowered is None else Change(lowered, *scopes_of(lowered, prompt_len, limit))
     plan = None
@@ -144,6 +147,7 @@ async def prepare(
         plan,
         points,
         projected,
+        calibrated,
         change,
         tuple(spans),
         reading=reading,
@@ -230,7 +234,9 @@ def expected_of(
         receipt: what is known to have been edited.
     """
     name = plan.key if plan.samples == 1 else f"{plan.key}/{index}"
-    return Expected(name, plan, job.points, (*job.prompt.token_ids, *generated), steering=receipt)
+    constants = job.calibrated.constants if job.calibrated else {}
+    tokens = (*job.prompt.token_ids, *generated)
+    return Expected(name, plan, job.points, tokens, steering=receipt, constants=constants)
 
 
 async def memory_for(job: Job, call: object) -> Ticket | None:
@@ -251,7 +257,7 @@ async def memory_for(job: Job, call: object) -> Ticket | None:
 @asynccontextmanager
 async def planned(job: Job) -> AsyncIterator[Planned]:
     """Hold the slots that a request needs, if it needs any, and complete its plan with them."""
-    wanted = [one.lowered for one in (job.change, job.projected) if one is not None]
+    wanted = [one.lowered for one in (job.change, job.projected, job.calibrated) if one is not None]
     if job.plan is None or not wanted:
         yield Planned(job.plan, "")
         return
@@ -350,7 +356,7 @@ def _rules_of(job: Job) -> Mapping[int, AttentionRule]:
         return found
     reasons = {
         f"its rows are reduced, by {plan.reduce!r}": plan.reduce,
-        "its rows are projections": plan.projection,
+        "its rows are projections": job.projected,
         f"its rows are kept as {plan.coding}, and weights of codes differ from the model's": plan.coding != RAW,
         "its rows are those before the edits of their points": plan.before_edits and job.change,
     }

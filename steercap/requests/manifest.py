@@ -21,11 +21,10 @@ import numpy as np
 import torch
 
 from steercap.core.spec import Point
-from steercap.encodings.coded import CodedRows
 from steercap.errors import InvalidFile
 from steercap.files.base import blame
 from steercap.requests.captures import Rows
-from steercap.requests.files import Saved, coding_of, parts_of
+from steercap.requests.files import Saved, coding_of, constants_of, parts_of, shape_of
 from steercap.requests.handle import CaptureHandle
 from steercap.runs.folder import FolderKind
 from steercap.runs.journal import Journal
@@ -68,6 +67,7 @@ class PointLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         row: shape of a row of the point, on all ranks together.
         ranks: tensor-parallel ranks that codes of whole rows are of, on an axis of their own behind that of the rows; 1
             where there is no such axis.
+        constants: tensors that all rows of the point have in common, by name.
     """
 
     layer: int
@@ -78,6 +78,7 @@ class PointLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shards: int
     row: tuple[int, ...]
     ranks: int = 1
+    constants: dict[str, TensorLayout] = {}
 
     @property
     def coding(self) -> str:
@@ -181,7 +182,7 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if len(set(names)) != len(names):
             raise ValueError("it lists a file twice")
         for request in self.requests:
-            if not 0 <= request.layout < len(self.layouts) or Path(request.file).name != request.file:
+            if not 0 <= request.layout < len(self.layouts) or not is_name(request.file):
                 raise ValueError(f"{request.file!r} is not the name of a file, or has no layout")
 
     @property
@@ -282,6 +283,13 @@ class Manifest:
         return "" if found == request.sha256 else f"has SHA-256 {found}, and its manifest says {request.sha256}"
 
 
+def is_name(file: object) -> bool:
+    """Whether something can be the name of a file in a folder, and of none elsewhere; and stand in JSON."""
+    if not isinstance(file, str) or file in {"", ".", ".."}:
+        return False
+    return not any(letter in "/\0" or "\ud800" <= letter <= "\udfff" for letter in file)
+
+
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file, in hexadecimal."""
     with path.open("rb") as file:
@@ -336,21 +344,15 @@ def _installed(package: str) -> str:
 
 
 def _point(layer: int, site: str, kept: Rows) -> PointLayout:
-    first, shards = (kept[0], len(kept)) if isinstance(kept, tuple) else (kept, 0)
+    first, shards, row, ranks = shape_of(kept)
     codec, parameters = coding_of(first)
-    tensors = {
-        name: TensorLayout(str(part.dtype).removeprefix("torch."), tuple(part.shape[1:]))
-        for name, part in parts_of(first).items()
-    }
-    coded = first if isinstance(first, CodedRows) else None
-    row = first.schema.shape if isinstance(first, CodedRows) else _whole_shape(tuple(first.shape[1:]), shards)
-    ranks = coded.schema.shards if coded is not None and coded.shard is None else 1
-    return PointLayout(layer, site, codec, dict(parameters), tensors, shards, row, ranks)
+    tensors = {name: _tensor(part, part.shape[1:]) for name, part in parts_of(first).items()}
+    constants = {name: _tensor(one, one.shape) for name, one in constants_of(kept).items()}
+    return PointLayout(layer, site, codec, dict(parameters), tensors, shards, row, ranks, constants)
 
 
-def _whole_shape(shape: tuple[int, ...], shards: int) -> tuple[int, ...]:
-    """Of a row that is split along its first axis into shards of a shape."""
-    return (shape[0] * max(shards, 1), *shape[1:]) if shape else ()
+def _tensor(tensor: torch.Tensor, shape: Sequence[int]) -> TensorLayout:
+    return TensorLayout(str(tensor.dtype).removeprefix("torch."), tuple(shape))
 
 
 def _ranges(positions: torch.Tensor) -> tuple[tuple[int, int], ...]:

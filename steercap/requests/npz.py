@@ -17,13 +17,15 @@ import torch
 from steercap.encodings.coded import CodedRows
 from steercap.encodings.random_projection import FAMILY
 from steercap.files.base import check_extension, write_whole
-from steercap.requests.files import Saved, coding_of, named, parts_of
+from steercap.requests.files import Saved, coding_of, constants_of, named, parts_of, shape_of
 
 VERSION: Final = 1
 #: What a row is, of the parts of each codec, computed in float64 and rounded once to float32.
 FORMULAS: Final = {
     "raw": "row",
     "full8": "zero + scale * q, scale and zero of each row",
+    "calibrated8": "centre + reach * (zero + scale * q), scale and zero of each row, centre and reach of each element, "
+    "whole rows' elements",
     "fp8": "scale * q, scale of each row; q was float8 e4m3 and is float32 here, exactly",
     "int4": "zero + scale * q in groups of 128 elements; two q share a byte, the earlier in the lower half",
     "topk8": "row[indices] = zero + scale * q; the other elements are at most rest, and count as 0",
@@ -62,25 +64,26 @@ def write(saved: Saved, path: Path) -> Path:
 
 def _about(rows: Any) -> dict[str, Any]:
     """What is to be known of one point."""
-    first, shards = (rows[0], len(rows)) if isinstance(rows, tuple) else (rows, 0)
+    first, shards, row, ranks = shape_of(rows)
     codec, parameters = coding_of(first)
-    ranks = first.schema.shards if isinstance(first, CodedRows) and first.shard is None else 1
+    projected = isinstance(first, CodedRows) and first.is_projected
     formula = FORMULAS[codec]
     if ranks > 1:
-        axis = "add them up" if isinstance(first, CodedRows) and first.is_projected else "put their rows side by side"
+        axis = "add them up" if projected else "put their rows side by side"
         formula += f"; the second axis is that of {ranks} ranks, each with a part of the row of its own: {axis}"
     if codec != "raw":
         formula += "; in float64, rounded once to float32"
-    dtypes = {name: str(part.dtype).removeprefix("torch.") for name, part in parts_of(first).items()}
+    arrays = {**parts_of(first), **constants_of(rows)}
+    dtypes = {name: str(part.dtype).removeprefix("torch.") for name, part in arrays.items()}
     return {
         "codec": codec,
         "parameters": parameters,
         "formula": formula,
         "dtypes": dtypes,
         "shards": shards,
-        "row": list(first.schema.shape if isinstance(first, CodedRows) else first.shape[1:]),
+        "row": list(row),
         "ranks": ranks,
-        "family": FAMILY if isinstance(first, CodedRows) and first.is_projected else "",
+        "family": FAMILY if projected else "",
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from steercap.requests.manifest import (
     Line,
     Manifest,
     Request,
+    is_name,
     layout_of,
     request_of,
 )
@@ -118,13 +120,13 @@ class CaptureRun:
         """
         if not self._journal.locked:
             raise InvalidRequest(f"this run is closed; open {self.folder} again with CaptureRun")
-        name = f"{len(self._requests):06}.safetensors" if name is None else name
-        path = self.folder / name
-        check_extension(path, ".safetensors")
-        if Path(name).name != name or name in self._requests:
+        name = self._next() if name is None else name
+        if not is_name(name) or name in self._requests:
             raise InvalidRequest(
                 f"name={name!r} is listed in {self.folder} already, or no name of a file; give another"
             )
+        path = self.folder / name
+        check_extension(path, ".safetensors")
         saved = handle.as_saved()
         if saved.header.model != self._document.model:
             raise InvalidRequest(
@@ -150,6 +152,11 @@ class CaptureRun:
         self._requests[name] = request
         self._new += new
         return request
+
+    def _next(self) -> str:
+        """The first number from how many there are that is not a name yet."""
+        names = (f"{number:06}.safetensors" for number in itertools.count(len(self._requests)))
+        return next(name for name in names if name not in self._requests)
 
     def close(self) -> None:
         """Seal the manifest. Idempotent.

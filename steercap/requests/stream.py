@@ -13,8 +13,8 @@ from steercap.core.budget import Ticket
 from steercap.core.messages import Owner, Wanted
 from steercap.core.receipt import SteeringReceipt
 from steercap.requests.captures import Captures
-from steercap.requests.checks import Expected, received
-from steercap.requests.job import Job, enter_sketches, memory_for, outputs_of, planned, receipts_of
+from steercap.requests.checks import received
+from steercap.requests.job import Job, enter_sketches, expected_of, memory_for, outputs_of, planned, receipts_of
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ async def _new_rows(job: Job, generated: Sequence[int], first: int) -> tuple[Cap
     if job.plan is None or job.plan.capture is None or not job.hands_over:
         return None, None
     total = job.plan.prompt_len + len(generated) - 1
-    expected = Expected(job.plan.key, job.plan, job.points, (*job.prompt.token_ids, *generated), first)
+    expected = replace(expected_of(job, job.plan, 0, generated), first=first)
     (delivery,) = await job.engine.collect([Wanted(Owner(job.plan.key, 0), total, first)])
     rows, receipt = received(expected, delivery, job.engine.vllm.points)
     return Captures(rows, job.engine.vllm.num_layers), torch.from_numpy(receipt.positions)

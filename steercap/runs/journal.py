@@ -93,9 +93,10 @@ class Journal(Generic[Entry]):
 
         Raises:
             InvalidRequest: another process writes.
+            OSError: it cannot be written, or is a link: what a link leads to is not ours to empty.
         """
         while self._file is None:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _is_at(self.path, file):  # and is not one that a writer who ended has just removed

@@ -148,7 +148,8 @@ class Sketch:
 
         Args:
             layers: one, or several, of those in the sketch.
-            k: how many, at most the width, or the size of frequent directions.
+            k: how many, at most the width, the size of frequent directions, and one less than there are rows: about
+                their mean these have no more.
             site: needed where the sketch has several.
 
         Raises:
@@ -226,8 +227,9 @@ class Sketch:
         return state
 
     def _spectrum(self, point: Point, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        values, directions = self._kind.spectrum(self._state(*point))
-        most = len(values)
+        state = self._state(*point)
+        values, directions = self._kind.spectrum(state)
+        most = min(len(values), state.rows - 1)
         if (asked := index_of(k)) is None or not 1 <= asked <= most:
             raise InvalidSpec(f"k={shown(k)}; give a whole number from 1 to {most}, the directions that are known here")
         return values[:asked], directions[:asked]

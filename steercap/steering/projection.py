@@ -5,12 +5,12 @@ Directions travel as the vectors of steering do: in a slot, known by their SHA-2
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from steercap.core.plan import Projection
+from steercap.core.plan import InSlot
 from steercap.core.program import NONE, Blob, Configuration, blob_digest
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point, resolve_layers
@@ -33,7 +33,7 @@ class Projected:
     """
 
     lowered: Lowered
-    plan: Projection
+    plan: InSlot
     points: tuple[Point, ...]
     names: tuple[str, ...]
     marks: Mapping[int, tuple[Mark, ...]]
@@ -86,14 +86,22 @@ def compile_projection(
                 "were made for another model, or another site"
             )
     units = directions.unit()
-    data = torch.cat([units.at(point.layer) for point in points]).contiguous().numpy().tobytes()
-    rows = len(points) * len(directions)
-    blob = Blob(blob_digest(data, rows), rows)
-    configuration = Configuration((), (blob,), 0, 0, tuple(armed[point] for point in points))
-    digest = configuration.digest
-    lowered = Lowered(configuration, digest, {blob.digest: data}, (), (), changes_kv=False)
+    lowered = read_by(torch.cat([units.at(point.layer) for point in points]), [armed[point] for point in points])
     marks = {point.layer: marks_of(units.at(point.layer)) for point in points}
-    return Projected(lowered, Projection(NONE, digest), tuple(points), tuple(directions), marks)
+    return Projected(lowered, InSlot(NONE, lowered.digest), tuple(points), tuple(directions), marks)
+
+
+def read_by(vectors: torch.Tensor, points: Sequence[int]) -> Lowered:
+    """What a slot holds that changes nothing: vectors by which rows are stored.
+
+    Args:
+        vectors: float32 [vectors, width], as many for each point, point by point.
+        points: indices into the engine's armed points, ascending.
+    """
+    data = vectors.contiguous().numpy().tobytes()
+    blob = Blob(blob_digest(data, len(vectors)), len(vectors))
+    configuration = Configuration((), (blob,), 0, 0, tuple(points))
+    return Lowered(configuration, configuration.digest, {blob.digest: data}, (), (), changes_kv=False)
 
 
 def _directions(spec: CaptureSpec) -> DirectionSet:

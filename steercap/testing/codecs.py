@@ -11,6 +11,7 @@ from steercap.core.coding import Coding
 from steercap.core.spec import CaptureSpec, Point
 from steercap.encodings import ENCODINGS
 from steercap.encodings.base import Codec
+from steercap.encodings.calibrated8 import CALIBRATED
 from steercap.encodings.coded import CodedRows
 from steercap.model import SteerModel
 from steercap.requests.handle import CaptureHandle, flat
@@ -43,22 +44,24 @@ async def codecs_agree(
     Returns:
         By codec, the greatest error of an element as a share of its bound.
     """
-    least = min(schema.width for schema in model.points.values())
+    least, sites = min(schema.width for schema in model.points.values()), sites_of(model)
     narrow = [structs.replace(coding, k=min(coding.k, least)) for coding in CODECS]
-    codings: list[Coding | None] = [None, *narrow]
+    asked: list[tuple[Coding, CaptureSpec]] = [(coding, spec_of(coding, sites)) for coding in narrow]
+    calibration = await model.calibrate([random_prompt(60, 90 + number) for number in range(4)], sites=sites)
+    asked.append((Coding(CALIBRATED), CaptureSpec(sites=sites, codec="full8", calibration=calibration)))
+    together = [CaptureSpec(sites=sites, codec="raw"), *(spec for _, spec in asked)]
     specs, prompts = [], []
     for place, length in enumerate(lengths):
-        for coding in codings:
-            prompts.append(random_prompt(length, 40 + place))
-            specs.append(spec_of(coding, sites_of(model)))
+        prompts += [random_prompt(length, 40 + place)] * len(together)
+        specs += together
     params = {"max_tokens": generated, **GREEDY}
     _, found = await model.generate(prompts, params, capture=specs, steering=steering)
     handles = flat(found)
     await model.fetch_captures_batch(handles)
     worst: dict[str, float] = {}
-    for first in range(0, len(handles), len(codings)):
-        raw, *others = handles[first : first + len(codings)]
-        for coding, handle in zip(narrow, others, strict=True):
+    for first in range(0, len(handles), len(together)):
+        raw, *others = handles[first : first + len(together)]
+        for (coding, _), handle in zip(asked, others, strict=True):
             assert handle.output_token_ids == raw.output_token_ids, coding
             assert handle.receipt.rows == raw.receipt.rows, coding
             share = compare(raw, handle, coding)
@@ -66,10 +69,8 @@ async def codecs_agree(
     return {name: round(share, 4) for name, share in worst.items()}
 
 
-def spec_of(coding: Coding | None, sites: tuple[str, ...]) -> CaptureSpec:
-    """What a user asks for rows in a codec, or as they are."""
-    if coding is None:
-        return CaptureSpec(sites=sites)
+def spec_of(coding: Coding, sites: tuple[str, ...]) -> CaptureSpec:
+    """What a user asks for rows in a codec."""
     codec = ENCODINGS[coding.encoding]
     k = coding.k if codec.default_k else None
     return CaptureSpec(sites=sites, codec=coding.encoding, k=k, seed=coding.seed if codec.seeded else None)

@@ -1,5 +1,6 @@
 """Directions: vectors by layer, sets of them with their provenance, and how they are found in a model's rows."""
 
+from steercap.vectors.calibration import Calibration, calibrate
 from steercap.vectors.contrast import Contrast, directions_of, separability
 from steercap.vectors.directions import DirectionSet, Provenance
 from steercap.vectors.extraction import Exchange, Rows, extract, mean_rows
@@ -9,6 +10,7 @@ from steercap.vectors.suggestion import Suggestion, chance_band, suggested_layer
 
 __all__ = [
     "METHODS",
+    "Calibration",
     "Contrast",
     "DirectionSet",
     "Exchange",
@@ -16,6 +18,7 @@ __all__ = [
     "Provenance",
     "Rows",
     "Suggestion",
+    "calibrate",
     "chance_band",
     "directions_of",
     "extract",

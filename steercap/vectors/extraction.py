@@ -108,7 +108,7 @@ async def extract(
         MissingExtra: a method whose libraries are not installed.
         The errors of `SteerModel.generate`.
     """
-    _check_texts(positive, negative)
+    check_texts(positive, negative)
     ours = tuple(groups) if groups is not None else tuple(range(len(positive)))
     if negative_groups is not None:
         theirs = tuple(negative_groups)
@@ -150,7 +150,7 @@ async def mean_rows(
         InvalidSpec: no texts.
         The errors of `SteerModel.generate`.
     """
-    _check_texts(texts)
+    check_texts(texts)
     if not texts:
         raise InvalidSpec("no texts to read; give at least one")
     asked = [_asked(model.tokenizer, text, TokenSelection.parse(tokens)) for text in texts]
@@ -177,13 +177,17 @@ async def mean_rows(
     return Rows(
         torch.cat([rows for rows, _ in found]),
         tuple(sorted(captured)),
-        tuple(_digest(ids) for ids, _ in asked),
+        tuple(sha_of(ids) for ids, _ in asked),
         sum(moved for _, moved in found),
     )
 
 
-def _check_texts(*several: Sequence[Text]) -> None:
-    """A text by itself would be read letter by letter."""
+def check_texts(*several: Sequence[Text]) -> None:
+    """Check that these are texts: one by itself would be read letter by letter.
+
+    Raises:
+        InvalidSpec: they are no sequence of texts.
+    """
     for texts in several:
         if isinstance(texts, (str, bytes, Exchange)) or not isinstance(texts, Sequence):
             raise InvalidSpec(f"texts={shown(texts)}; give several in a list: str, token ids, or Exchange")
@@ -212,19 +216,37 @@ def digest_of(prompts: Sequence[bytes]) -> str:
     return hashlib.sha256(b"".join(prompts)).hexdigest()
 
 
-def _digest(ids: Sequence[int]) -> bytes:
+def sha_of(ids: Sequence[int]) -> bytes:
+    """SHA-256 of the token ids of a text."""
     return hashlib.sha256(torch.tensor(ids, dtype=torch.int64).numpy().tobytes()).digest()
 
 
 def _asked(tokenizer: Any, text: Text, selection: TokenSelection) -> tuple[list[int], TokenSelection]:
     """What the model reads of a text, and which of its rows are wanted."""
     if not isinstance(text, Exchange):
-        return _ids(tokenizer, text, special=True), selection
-    prompt = _prompt_ids(tokenizer, text.prompt)
+        return ids_of(tokenizer, text), selection
+    prompt, response = _parts_of(tokenizer, text)
+    return prompt + response, TokenSelection.parse(slice(len(prompt), None))
+
+
+def ids_of(tokenizer: Any, text: Text) -> list[int]:
+    """The token ids of a text, of an exchange those of prompt and response.
+
+    Raises:
+        InvalidSpec: an exchange with an empty response.
+    """
+    if isinstance(text, Exchange):
+        prompt, response = _parts_of(tokenizer, text)
+        return prompt + response
+    return _ids(tokenizer, text, special=True)
+
+
+def _parts_of(tokenizer: Any, text: Exchange) -> tuple[list[int], list[int]]:
+    """The token ids of prompt and response."""
     response = _ids(tokenizer, text.response, special=False)
     if not response:
         raise InvalidSpec(f"{text!r} has an empty response, which has no rows")
-    return prompt + response, TokenSelection.parse(slice(len(prompt), None))
+    return _prompt_ids(tokenizer, text.prompt), response
 
 
 def _prompt_ids(tokenizer: Any, prompt: Any) -> list[int]:

@@ -39,7 +39,7 @@ class Tracked:
         owner: whose rows.
         outbox: where its rows go, None if none are kept or they were given back.
         steered: what is changed, None if nothing is.
-        projection: what its rows are projected on, and the slot that holds it; None if they are kept whole.
+        vectors: the slot of those that the encoding of its rows needs, and what it holds; None if it needs none.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Tracked:
         owner: Owner,
         outbox: Outbox | None,
         steered: Steered | None,
-        projection: tuple[int, Slot] | None = None,
+        vectors: tuple[int, Slot] | None = None,
     ) -> None:
         self.owner = owner
         self.outbox = outbox
         self.steered = steered
-        self.projection = projection
+        self.vectors = vectors
         self.index = NONE
         self.run_from = 0  # first position of those that only the ledger's array knows of
 
@@ -176,8 +176,8 @@ class Ledger:
         for tracked in self:
             if tracked.steered is not None and tracked.steered.slot is not None:
                 used[tracked.steered.steering.slot] = tracked.steered.slot
-            if tracked.outbox is not None and tracked.projection is not None:
-                number, slot = tracked.projection
+            if tracked.outbox is not None and tracked.vectors is not None:
+                number, slot = tracked.vectors
                 used[number] = slot
         return used
 

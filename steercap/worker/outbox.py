@@ -291,5 +291,5 @@ class RowsOutbox(Outbox):
 
 
 def _form(capture: CapturePlan) -> Form:
-    slot = NONE if capture.projection is None else capture.projection.slot
+    slot = NONE if capture.vectors is None else capture.vectors.slot
     return Form(capture.coding, slot, capture.before_edits)

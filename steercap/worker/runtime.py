@@ -109,19 +109,19 @@ class Runtime:
         except msgspec.DecodeError:  # to raise would end the engine for all; this client is told of no rows
             return
         owner = Owner(plan.key, sample)
-        outbox = steered = projected = None
+        outbox = steered = held = None
         if plan.steering is not None:
             steered = self._steering.register(owner, plan, plan.steering)
         if plan.capture is not None and self._arena is not None and owner not in self._kept:
             outbox = self._outbox_for(owner, plan, plan.capture, self._arena)
-            if (projection := plan.capture.projection) is not None:
-                slot = self._steering.slot(projection.slot, projection.configuration)
-                projected = None if slot is None else (projection.slot, slot)
+            if (vectors := plan.capture.vectors) is not None:
+                slot = self._steering.slot(vectors.slot, vectors.configuration)
+                held = None if slot is None else (vectors.slot, slot)
                 if slot is None:
-                    outbox.fail(f"slot {projection.slot} does not hold the directions of this request")
+                    outbox.fail(f"slot {vectors.slot} does not hold the vectors that this request's rows need")
         if outbox is None and steered is None:
             return
-        tracked = Tracked(owner, outbox, steered, projected)
+        tracked = Tracked(owner, outbox, steered, held)
         if outbox is not None:
             self._kept[owner] = tracked
         self._ledger.enter(request_id, tracked)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import opened
 
-from steercap import Add, CaptureHandle, CaptureSpec, errors
+from steercap import Add, Calibration, CaptureHandle, CaptureSpec, Point, errors
 from steercap.testing import tiny_checkpoint
 from steercap.testing.codecs import CODECS, codecs_agree, compare, spec_of
 from steercap.testing.rows import ALL_SITES, CRAMPED, GREEDY, points, random_prompt, settled
@@ -124,3 +124,68 @@ async def test_rows_that_are_raw_have_no_codes(tiny) -> None:
     assert not handle.coded
     with pytest.raises(errors.InvalidSpec, match=r"not in a lossy codec; captures\[...\] has them"):
         handle.coded[0]
+
+
+# A step for each element
+
+
+async def test_a_calibration_gives_each_element_its_own_step(tiny, tmp_path) -> None:
+    """Means and spreads are those of the rows; sizes of elements that differ cost nothing; a file gives all back."""
+    texts = [random_prompt(30, number) for number in range(8)]
+    seen: list[int] = []
+    sites = ("resid_post", "mlp_out")
+    calibration = await tiny.calibrate(texts, layers=[1, 2], sites=sites, progress=seen.append)
+    handles = await tiny.read(texts, capture=CaptureSpec(layers=[1, 2], sites=sites, tokens=slice(1, None)))
+    await tiny.fetch_captures_batch(handles)
+    assert calibration.points == tuple(points([1, 2], *sites))
+    assert (calibration.rows, calibration.texts, seen) == (8 * 29, 8, [8])
+    for point in calibration.points:
+        rows = torch.cat([handle.captures[point] for handle in handles]).double()
+        torch.testing.assert_close(calibration.means[point].double(), rows.mean(0), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(calibration.spreads[point].double(), rows.std(0), rtol=1e-4, atol=1e-6)
+    again = Calibration.load(calibration.save(tmp_path / "calibration.safetensors"))
+    assert (again.points, again.prompts, again.tokens) == (calibration.points, calibration.prompts, "slice(1, None, 1)")
+
+    prompt = random_prompt(40, 99)
+    specs = [
+        CaptureSpec(layers=[2], sites=sites),
+        CaptureSpec(layers=[2], sites=sites, codec="full8", calibration=calibration),
+        CaptureSpec(layers=[2], sites=sites, calibration=again),  # equal ones share what lies in the workers
+    ]
+    raw, first, second = await tiny.read([prompt] * 3, capture=specs)
+    await tiny.fetch_captures_batch([raw, first, second])
+    loaded = CaptureHandle.load(first.save(tmp_path / "rows.safetensors"))
+    for point in raw.points:
+        exact, bound = raw.captures[point].double(), first.coded[point].error_bound()
+        assert ((first.captures[point].double() - exact).abs() <= bound + 1e-4 * exact.norm(dim=1)[:, None]).all()
+        assert torch.equal(loaded.captures[point], first.captures[point])
+        assert torch.equal(loaded.coded[point].error_bound(), bound)
+        assert (first.coded[point].parts["q"].int() - second.coded[point].parts["q"].int()).abs().max() <= 1
+    assert first.coded[2, "mlp_out"].nbytes == len(prompt) * (8 + 128)
+    chunks = [chunk async for chunk in tiny.stream(prompt, SIX, capture=specs[1])]
+    streamed = torch.cat([chunk.captures[2, "resid_post"] for chunk in chunks])[: len(prompt)]
+    torch.testing.assert_close(streamed, first.captures[2, "resid_post"], rtol=1e-2, atol=0.05)
+    assert await settled(tiny) == (0, 0, 0)
+
+
+async def test_a_calibration_that_does_not_fit_is_said_before_anything_runs(tiny) -> None:
+    """Points that it lacks, another model's width, another codec, something else; texts without two rows."""
+    point = Point(0, "resid_post")
+    narrow, fitting = (Calibration({point: torch.zeros(width)}, {point: torch.ones(width)}) for width in (8, 128))
+    for asked, says in (
+        (
+            {"layers": [0, 1], "calibration": narrow},
+            r"knows nothing of resid_post\[1\]; it was made at resid_post\[0\]",
+        ),
+        ({"layers": [0], "calibration": narrow}, r"8 elements at resid_post\[0\], and its rows are 128 of float32"),
+        ({"layers": [0], "calibration": 3}, "give a Calibration"),
+        ({"layers": [0], "calibration": narrow, "codec": "int4"}, "for codec='full8', not for codec='int4'"),
+        ({"layers": [0], "calibration": fitting, "codec": "full8", "k": 3}, "k=3 with codec='full8'"),
+        ({"layers": [0], "calibration": narrow, "reduce": "mean"}, "reduce= or project= keeps none"),
+    ):
+        with pytest.raises(errors.InvalidRequest, match=says):
+            await tiny.generate([1, 2], SIX, capture=CaptureSpec(**asked))
+    for texts, says in (([], "no texts"), ("word", "several in a list"), ([[5, 6]], "have 1 rows")):
+        with pytest.raises(errors.InvalidRequest, match=says):
+            await tiny.calibrate(texts, layers=[0])
+    assert await settled(tiny) == (0, 0, 0)

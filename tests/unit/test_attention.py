@@ -104,6 +104,26 @@ def test_a_long_prompt_takes_no_square_of_memory() -> None:
         pattern(asked, 1 << 28)
 
 
+@pytest.mark.parametrize("sinks", [(), (0.1, -1.0, 0.5, 2.0)])
+def test_weights_are_of_float32_whatever_the_process_has_set(sinks) -> None:
+    """Products in bfloat16, as autocast makes them, would be off by hundredths; so would results of another dtype."""
+    asked = attending(AttentionRule(0.9, sinks=sinks), 60, 2, 0)
+    plain, summary = pattern(asked, 1 << 20), summarised(asked, 3)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            again, other = pattern(asked, 1 << 20), summarised(asked, 3)
+    finally:
+        torch.set_default_dtype(before)
+    assert again.dtype == torch.float32
+    assert torch.equal(again, plain)
+    for name in ("targets", "weights", "entropy", "first", "sink"):
+        one, same = getattr(summary, name), getattr(other, name)
+        assert one.dtype == same.dtype
+        assert torch.equal(one, same), name
+
+
 def test_a_query_whose_keys_are_not_all_there_is_refused() -> None:
     """A hole in what a query sees is an error; one that it does not see is none."""
     full = attending(AttentionRule(1.0, window=5), 20, 2, 0)

@@ -21,17 +21,18 @@ from safetensors.torch import save_file
 
 import steercap.sync
 from steercap import CaptureHandle, CaptureRun, Manifest, save_run, stack
+from steercap.core.coding import Coding
 from steercap.core.receipt import Receipt, SteeringReceipt
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
-from steercap.encodings import ENCODINGS, codec_of
+from steercap.encodings import ENCODINGS
 from steercap.encodings.base import Codec
 from steercap.encodings.coded import CodedRows
 from steercap.errors import CaptureNotFetched, InvalidFile, InvalidRequest, InvalidSpec, RunDiffers
 from steercap.files.base import sweep
 from steercap.requests.captures import Captures
 from steercap.requests.lifecycle import Found, Lifecycle
-from steercap.requests.manifest import JOURNAL, versions
+from steercap.requests.manifest import JOURNAL, TensorLayout, versions
 from steercap.requests.npz import FORMULAS
 from steercap.requests.saving import forget_run
 from steercap.vectors import DirectionSet, LayerVectors
@@ -99,6 +100,76 @@ def test_a_file_that_lacks_what_its_header_names_is_refused(tmp_path) -> None:
             CaptureHandle.load(path)
 
 
+def opened_up(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
+    """The tensors of a file, and its header."""
+    with safe_open(path, "pt") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}, json.loads(file.metadata()["steercap"])  # noqa: SIM118
+
+
+@pytest.mark.parametrize("reduce", [None, "mean"])
+@pytest.mark.parametrize("make", [a_handle, sharded])
+def test_a_file_of_rows_that_are_not_those_of_its_labels_is_refused(make, reduce, tmp_path) -> None:
+    """Rows or labels too few, too many, in another order, or of another kind: no row gets another token's label."""
+    path = make(reduce=reduce).save(tmp_path / "a.safetensors")
+    tensors, header = opened_up(path)
+    harms = {
+        "a row too few": lambda tensor: tensor[1:],
+        "rows twice": lambda tensor: torch.cat([tensor, tensor]),
+        "one axis": lambda tensor: tensor.flatten(),
+        "no axis": lambda tensor: tensor.flatten()[0],
+        "whole numbers": lambda tensor: tensor.int(),
+        "the other way round": lambda tensor: tensor.flip(0),
+        "others": lambda tensor: -tensor - 1,
+    }
+    of_labels = {"one axis", "the other way round", "others"}
+    for name, tensor in tensors.items():
+        for what, harm in harms.items():
+            harmed = harm(tensor)
+            rows = name.startswith("rows.") and what in of_labels - {"one axis"}  # other numbers may be rows too
+            behind = (
+                name == "output_token_ids" and what != "whole numbers" and harmed.dim()
+            )  # of which the last is not read
+            if (
+                rows
+                or behind
+                or (harmed.shape == tensor.shape and harmed.equal(tensor) and harmed.dtype == tensor.dtype)
+            ):
+                continue
+            save_file(tensors | {name: harmed.contiguous()}, path, {"steercap": json.dumps(header)})
+            with pytest.raises(InvalidFile, match=r"a\.safetensors"):
+                CaptureHandle.load(path)
+    for change in ({"reduce": None if reduce else "mean"}, {"directions": ["joy"]}):
+        save_file(tensors, path, {"steercap": json.dumps(header | change)})
+        with pytest.raises(InvalidFile, match="rows of floats"):
+            CaptureHandle.load(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"points": []},
+        {"points": [[1, "neurons"]] * 2},
+        {"num_layers": 1},
+        {"reduce": "median"},
+        {"shards": [-1]},
+        {"coding": ["topk8", 0, 0]},
+        {"coding": ["topk8", 1 << 40, 0]},
+        {"coding": ["rp8", -16, 0]},
+        {"coding": ["rp8", 16, 1 << 70]},
+        {"coding": ["full8", 16, 0]},
+        *({"schemas": [[shape, "bfloat16", shards, True, True, "all"]]} for shape, shards in
+          [([], 1), ([0], 1), ([138], 0), ([138], -1), ([138], 4), ([10**30], 1)]),
+    ],
+)  # fmt: skip
+def test_a_header_that_no_capture_has_is_refused(change, tmp_path) -> None:
+    """Whatever it makes of the arithmetic of codecs."""
+    path = coded("topk8").save(tmp_path / "a.safetensors")
+    tensors, header = opened_up(path)
+    save_file(tensors, path, {"steercap": json.dumps(header | change)})
+    with pytest.raises(InvalidFile, match=r"a\.safetensors"):
+        CaptureHandle.load(path)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_npz_holds_rows_by_point_without_pickle(dtype, tmp_path) -> None:
     """As they are; bfloat16, which NumPy lacks, as the float32 numbers that it stands for, and `about` says so."""
@@ -156,16 +227,18 @@ def test_what_a_killed_writer_of_tensors_leaves_is_swept(tmp_path) -> None:
 
 def coded(name: str, ranks: int = 1, seed: int = 0) -> CaptureHandle:
     """A handle of rows in a codec, joined of so many ranks."""
-    codec, number = ENCODINGS[name], seed if ENCODINGS[name].seeded else None
-    coding = codec_of(name, 16 if ENCODINGS[name].default_k else None, number)
+    codec = ENCODINGS[name]
+    assert isinstance(codec, Codec)
+    coding = Coding(name, 16 if codec.default_k else 0, seed if codec.seeded else 0)
     schema, point = PointSchema((138,), "bfloat16", shards=ranks), Point(1, "neurons")
     rows = torch.randn(5, 138).bfloat16()
-    signs = codec.matrix(138, coding)
+    constants = {constant: 1 + torch.rand(138) for constant in codec.constants}
+    vectors = torch.stack(list(constants.values())) if constants else codec.matrix(138, coding)
     shards = []
     for rank, part in enumerate(rows.chunk(ranks, dim=1)):
-        own = None if signs is None else signs.chunk(ranks, dim=1)[rank]
+        own, shard = None if vectors is None else vectors.chunk(ranks, dim=1)[rank], rank if ranks > 1 else None
         stored = codec.encode(part.contiguous(), schema, coding, own)
-        shards.append(CodedRows(coding, schema, codec.parts(stored, schema, coding), rank if ranks > 1 else None))
+        shards.append(CodedRows(coding, schema, codec.parts(stored, schema, coding), shard, constants))
     kept = CodedRows.joined(shards)
     receipt = Receipt((point,), np.arange(5), np.arange(5), 5, None)
     return CaptureHandle(
@@ -194,9 +267,11 @@ def test_an_npz_of_codes_is_decoded_by_what_it_says_alone(name, ranks, tmp_path)
     assert (about["ranks"], about["row"], about["shards"]) == (ranks, [138], 0)
     assert about["formula"].startswith(FORMULAS[name])
     assert ("ranks" in about["formula"]) == (ranks > 1)
+    centre, reach = parts.pop("centre", 0.0), parts.pop("reach", 1.0)
     by_rank = [{part: one[:, rank] for part, one in parts.items()} for rank in range(ranks)] if ranks > 1 else [parts]
     rows = [decoded_by_hand(name, one, about["row"][0] // ranks) for one in by_rank]
     whole = sum(rows) if about["family"] else np.concatenate(rows, axis=1)
+    whole = (whole * np.float64(reach) + np.float64(centre)).astype(np.float32) if name == "calibrated8" else whole
     assert about["family"] == ("rademacher-philox4x64" if name.startswith("rp") else "")
     assert np.array_equal(whole, handle.captures[1].numpy())
 
@@ -205,6 +280,8 @@ def decoded_by_hand(name: str, parts: dict[str, np.ndarray], width: int) -> np.n
     q, scale = parts["q"].astype(np.float64), parts["scale"].astype(np.float64)
     if name == "int4":
         q = np.stack([parts["q"] % 16, parts["q"] // 16], axis=2).reshape(len(q), -1)[:, :width].astype(np.float64)
+    if name == "calibrated8":  # rounded once, when it is scaled
+        return parts["zero"].astype(np.float64)[:, None] + scale[:, None] * q
     if name in {"int4", "rp8", "rp16"}:
         scale = scale.repeat(128, axis=1)[:, : q.shape[1]]
         zero = parts["zero"].astype(np.float64).repeat(128, axis=1)[:, : q.shape[1]] if name == "int4" else 0.0
@@ -230,6 +307,12 @@ def test_a_damaged_file_of_codes_is_refused(name, tmp_path) -> None:
             save_file(rest | harmed, path, known)
             with pytest.raises(InvalidFile):
                 CaptureHandle.load(path)
+    for bad in (138, -1) if "indices.neurons.1" in tensors else ():  # beyond the row; the same element twice
+        indices = tensors["indices.neurons.1"].int()
+        indices[2, 5] = indices[2, 4] if bad < 0 else bad
+        save_file(tensors | {"indices.neurons.1": indices.to(torch.uint16)}, path, known)
+        with pytest.raises(InvalidFile, match="must ascend"):
+            CaptureHandle.load(path)
     for other in ("zstd", "reduced", "raw"):
         header = json.loads(known["steercap"])
         header["coding"][0] = other
@@ -277,6 +360,12 @@ def test_coded_rows_are_kept_as_they_are(name, tmp_path) -> None:
     assert {part: layout.shape for part, layout in point.tensors.items()} == {
         part: tuple(tensor.shape[1:]) for part, tensor in parts.items()
     }
+    constants = handle.coded[1].constants
+    assert point.constants == dict.fromkeys(constants, TensorLayout("float32", (138,)))
+    assert {one: tensor.tolist() for one, tensor in again.coded[1].constants.items()} == {
+        one: tensor.tolist() for one, tensor in constants.items()
+    }
+    assert torch.equal(again.captures[1], handle.captures[1])
     with np.load(handle.save_npz(tmp_path / "a.npz"), allow_pickle=False) as found:
         about = json.loads(str(found["about"]))["points"]["neurons.1"]
         for part, tensor in parts.items():
@@ -403,12 +492,37 @@ def test_a_listed_name_is_not_written_over(tmp_path) -> None:
     """Nor is anything written outside of the folder, or under a name of another kind."""
     with CaptureRun(tmp_path, model="m") as run:
         run.add(a_handle(), "a.safetensors")
-        for name in ("a.safetensors", "b/a.safetensors", "../a.safetensors"):
+        nul, surrogate = "a\0.safetensors", "\udcff.safetensors"
+        for name in ("a.safetensors", "b/a.safetensors", "../a.safetensors", nul, surrogate, "", tmp_path / "b", 7):
             with pytest.raises(InvalidRequest, match=r"listed in .* already, or no name"):
                 run.add(a_handle(), name)
         with pytest.raises(InvalidFile, match=r"writes \.safetensors"):
             run.add(a_handle(), "b.npz")
     assert [request.file for request in Manifest.load(tmp_path).requests] == ["a.safetensors"]
+
+
+def test_numbers_pass_over_names_that_were_given(tmp_path) -> None:
+    """One that was given may be like ours, and may hold anything that a file's name can."""
+    given = ["000001.safetensors", "a\nb ä.safetensors"]
+    with CaptureRun(tmp_path, model="m") as run:
+        assert run.add(a_handle(), given[0]).file == given[0]
+        assert [run.add(a_handle()).file for _ in range(2)] == ["000002.safetensors", "000003.safetensors"]
+        run.add(a_handle(), given[1])
+        assert run.add(a_handle()).file == "000004.safetensors"
+    assert len([*Manifest.load(tmp_path).handles()]) == 5
+
+
+def test_a_link_in_the_place_of_the_journal_is_not_followed(tmp_path) -> None:
+    """A folder that came from elsewhere empties no file of ours."""
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    folder = tmp_path / "run"
+    save_run(folder, [a_handle()])
+    (folder / JOURNAL).symlink_to(mine)
+    for use in (lambda: CaptureRun(folder, model="m"), lambda: forget_run(folder)):
+        with pytest.raises(OSError, match="symbolic links"):
+            use()
+    assert mine.read_text() == "mine"
 
 
 def test_what_cannot_be_listed_is_not_there(tmp_path, monkeypatch) -> None:
@@ -526,6 +640,8 @@ def test_a_journal_that_was_sealed_is_passed_over(tmp_path) -> None:
         (lambda text: text.replace('"kind": "captures"', '"kind": "sweep"'), "sweep"),
         (lambda text: text.replace('"layout": 0', '"layout": 7'), "has no layout"),
         (lambda text: text.replace("000000.safetensors", "../x.safetensors"), "not the name of a file"),
+        (lambda text: text.replace("000000.safetensors", ".."), "not the name of a file"),
+        (lambda text: text.replace("000000.safetensors", "a\\u0000"), "not the name of a file"),
         (lambda text: text.replace("000000.safetensors", "000001.safetensors"), "lists a file twice"),
         (lambda text: text.replace('"gathered"', '"joined"'), "joined"),
     ],

@@ -27,7 +27,7 @@ from steercap.core.messages import (
     decode_answer,
     encode,
 )
-from steercap.core.plan import CapturePlan, Plan, Projection
+from steercap.core.plan import CapturePlan, InSlot, Plan
 from steercap.core.program import Blob, Configuration, SteeringPlan, blob_digest
 from steercap.core.records import LINE_BYTES
 from steercap.core.rows import rows_selected
@@ -117,12 +117,12 @@ class Request:
         # Whole numbers, which every dtype holds.
         self.rows = torch.from_numpy(rng.integers(-20, 20, (POINTS, LIMIT, worker.width))).to(worker.dtype)
         points = (0, 2) if given is None else worker.sets[given][0]
-        projection, coding = None, RAW
+        vectors, coding = None, RAW
         if given is not None:
             configuration = worker.configurations[given]
             directions = configuration.rows // len(points)
-            projection, coding = Projection(given + 1, configuration.digest), Coding("projected", directions)
-        capture = CapturePlan(points, self.ranges, None, coding, before_edits=self.before, projection=projection)
+            vectors, coding = InSlot(given + 1, configuration.digest), Coding("projected", directions)
+        capture = CapturePlan(points, self.ranges, None, coding, before_edits=self.before, vectors=vectors)
         steering = None
         if self.steered:
             scopes, replaced = scopes_of(worker.steered, self.prompt, LIMIT)
@@ -235,7 +235,7 @@ def test_a_slot_without_the_directions_is_an_error(kind) -> None:
     worker.step([(request, 0, request.total)])
     parcel, rows = worker.collected(request)
     assert rows is None
-    assert "does not hold the directions" in parcel.failure
+    assert "does not hold the vectors" in parcel.failure
 
 
 def directions(layers: tuple[int, ...] = (0, 2), width: int = 8, names: tuple[str, ...] = ("a", "b")) -> DirectionSet:

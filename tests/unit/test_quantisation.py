@@ -24,11 +24,11 @@ def rows_of(seed: int, count: int = 300) -> torch.Tensor:
     return centres[chosen] + torch.randn(count, WIDTH, generator=generator)
 
 
-def saved(path, rows: torch.Tensor, model: str = "m"):
+def saved(path, rows: torch.Tensor, model: str = "m", reduce=None, directions=()):
     """A file as `CaptureHandle.save` writes it, with rows at one layer."""
-    header = Header(files.VERSION, model, path.stem, "", 4, (POINT,), (), None, len(rows))
+    header = Header(files.VERSION, model, path.stem, "", 4, (POINT,), (), reduce, len(rows), directions=directions)
     positions = torch.arange(len(rows))
-    return files.write(Saved(header, {POINT: rows}, positions, positions + 100, positions.tolist(), [1]), path)
+    return files.write(Saved(header, {POINT: rows}, positions, positions + 100, (positions + 100).tolist(), [1]), path)
 
 
 @pytest.fixture
@@ -115,6 +115,49 @@ def test_what_does_not_fit_is_refused(paths, tmp_path) -> None:
             one.search(rows_of(1, 2), codes, k)
     with pytest.raises(InvalidRequest, match="32 wide"):
         one.encode(torch.zeros(1, 2, WIDTH))
+
+
+def test_numbers_that_are_no_rows_of_a_point_are_refused(paths, tmp_path) -> None:
+    """Projections as many as a row has elements, and reductions among rows, are not taken for rows."""
+    names = tuple(f"d{number}" for number in range(WIDTH))
+    projected = saved(tmp_path / "projected.safetensors", rows_of(1), directions=names)
+    mean = saved(tmp_path / "mean.safetensors", rows_of(1, 1), reduce="mean")
+    for given in ([projected], [*paths, projected]):
+        with pytest.raises(InvalidSpec, match="projections on directions"):
+            Quantiser.train(given, 2, parts=4, bits=4)
+    with pytest.raises(InvalidSpec, match=r"reductions \['None', 'mean'\]"):
+        Quantiser.train([*paths, mean], 2, parts=4, bits=4)
+    books = Quantiser.train(paths, 2, parts=4, bits=4)
+    with pytest.raises(InvalidSpec, match="projections on directions"):
+        books.encode_file(projected, tmp_path / "codes.safetensors")
+    assert len(books.encode_file(mean, tmp_path / "codes.safetensors").codes) == 1
+
+
+def test_wrong_arguments_are_said(paths) -> None:
+    """By their names; rows are tensors of floats, codes have a label each, and codebooks two entries at least."""
+    for arguments, says in (
+        ({"most_rows": 0}, "most_rows=0"),
+        ({"most_rows": -1}, "most_rows=-1"),
+        ({"most_rows": 2.5}, "most_rows=2.5"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 1 << 40}, "seed="),
+        ({"seed": "x"}, "seed='x'"),
+        ({"layer": "all"}, "layer='all'"),
+        ({"layer": [1, 2]}, r"layer=\[1, 2\]"),
+    ):
+        with pytest.raises(InvalidSpec, match=says):
+            Quantiser.train(**{"files": paths, "layer": 2, "parts": 4, "bits": 4, **arguments})
+    books = Quantiser.train(paths, 2, parts=4, bits=4)
+    for rows in (rows_of(1)[0], rows_of(1).numpy()):
+        with pytest.raises(InvalidRequest, match="give a tensor of floats"):
+            books.encode(rows)
+    codes, labels = books.encode(rows_of(1)), torch.arange(300)
+    assert len(Codes(books.digest, POINT, codes[:1], labels, labels, "r").codes) == 1  # of a reduction
+    with pytest.raises(InvalidSpec, match="a label of each row"):
+        Codes(books.digest, POINT, codes[:3], labels, labels, "r")
+    for entries in (0, 1, 3):
+        with pytest.raises(InvalidSpec, match="codebooks of"):
+            Quantiser(POINT, torch.zeros(4, entries, 4))
 
 
 def test_a_draw_is_of_all_files_alike(paths) -> None:

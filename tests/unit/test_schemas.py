@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from steercap.core.messages import (
     decode_answer,
     encode,
 )
-from steercap.core.plan import CapturePlan, Plan, Projection
+from steercap.core.plan import CapturePlan, InSlot, Plan
 from steercap.core.program import Blob, Configuration, Entry, Response, SteeringPlan, blob_digest
 from steercap.core.schema import PointSchema
 from steercap.core.tokens import Range
@@ -86,6 +87,16 @@ class Bench:
     def plan(self, number: int, capture: CapturePlan | None, steering: SteeringPlan | None = None) -> None:
         plan = Plan(f"r{number}", PROMPT, TOKENS, capture=capture, steering=steering)
         self.runtime.register(plan.key, plan.encode(), 0)
+
+    def place(self, vectors: torch.Tensor, points: tuple[int, ...]) -> InSlot:
+        """Vectors by which the rows of points are stored, [points, vectors, width], in slot 1."""
+        data, count = vectors.numpy().tobytes(), vectors.shape[0] * vectors.shape[1]
+        blob = Blob(blob_digest(data, count), count)
+        configuration = Configuration((), (blob,), 0, 0, points)
+        places = tuple(range(10, 10 + count))
+        frame = Configure((Vectors(blob.digest, places, data),), (Placed(1, configuration, (places,)),))
+        assert self.ask(frame) == Configured(())
+        return InSlot(1, configuration.digest)
 
     def run(self, numbers: list[int], *, deferred: bool = False) -> list[list[torch.Tensor]]:
         """The prompts in one pass, then token by token; what each point's rows became, request by request."""
@@ -224,14 +235,8 @@ def test_rows_are_projected_on_the_shards_part_of_directions(kind, shard, points
     bench = Bench(kind, shard)
     width, number = bench.schemas[points[0]].width, 3
     vectors = torch.randn(len(points), number, width, generator=torch.Generator().manual_seed(6))
-    data, count = vectors.numpy().tobytes(), len(points) * number
-    blob = Blob(blob_digest(data, count), count)
-    configuration = Configuration((), (blob,), 0, 0, points)
-    places = tuple(range(10, 10 + count))
-    frame = Configure((Vectors(blob.digest, places, data),), (Placed(1, configuration, (places,)),))
-    assert bench.ask(frame) == Configured(())
-    projection = Projection(1, configuration.digest)
-    bench.plan(0, CapturePlan(points, ALL, None, Coding("projected", number), projection=projection))
+    placed = bench.place(vectors, points)
+    bench.plan(0, CapturePlan(points, ALL, None, Coding("projected", number), vectors=placed))
     bench.plan(1, CapturePlan((0, 1, 2), ALL, None, RAW))  # whole rows beside them
     bench.run([0, 1])
     parcel = bench.collect(0)
@@ -255,8 +260,11 @@ def test_a_codec_stores_rows_of_every_schema(kind, shard, before, name) -> None:
     assert isinstance(codec, Codec)
     coding = Coding(name, 3 if codec.default_k else 0, 8 if codec.seeded else 0)
     other = Coding("rp8", 4, 2) if name != "rp8" else Coding("full8")
-    bench.plan(0, CapturePlan((0, 1, 2, 3, 4), ALL, None, coding, before), plan)
-    bench.plan(1, CapturePlan((1, 2), ALL, None, coding))
+    widest, everywhere = max(schema.width for schema in bench.schemas), (0, 1, 2, 3, 4)
+    drawn = torch.randint(1, 9, (len(everywhere), 2, widest), generator=torch.Generator().manual_seed(7)).float()
+    placed = bench.place(drawn, everywhere) if codec.constants else None
+    bench.plan(0, CapturePlan(everywhere, ALL, None, coding, before, vectors=placed), plan)
+    bench.plan(1, CapturePlan((1, 2), ALL, None, coding, vectors=placed))
     bench.plan(2, CapturePlan((0, 1, 2, 3, 4), ALL, None, RAW))
     bench.plan(3, CapturePlan((0, 4), ALL, None, other))
     became = bench.run([0, 1, 2, 3])
@@ -270,13 +278,15 @@ def test_a_codec_stores_rows_of_every_schema(kind, shard, before, name) -> None:
                 assert torch.equal(rows, bench.shaped(exact, point))
                 continue
             assert isinstance(rows, CodedRows)
+            own = drawn[point, :, : bench.schemas[point].width]
+            found = replace(rows, constants=dict(zip(codec.constants, own, strict=False)) if stored == coding else {})
             wanted, summed = exact.double(), 0.0
             matrix = ENCODINGS[stored.encoding].matrix(bench.schemas[point].width, stored)
             if matrix is not None:
                 wanted = wanted @ bench.part(matrix, point).double().T * stored.k**-0.5
                 summed = 1e-5 * float(exact.abs().max())
-            error = (rows.decoded().flatten(1).double() - wanted).abs()
-            assert (error <= rows.error_bound().flatten(1) * 1.001 + summed + 1e-5).all()
+            error = (found.decoded().flatten(1).double() - wanted).abs()
+            assert (error <= found.error_bound().flatten(1) * 1.001 + summed + 1e-5).all()
             size = exact.double().flatten(1).norm(dim=1)[:, None]
-            assert (rows.error_bound().flatten(1) <= size).all()
+            assert (found.error_bound().flatten(1) <= size).all()
     assert set(vectors) == {0, 1, 3, 4}

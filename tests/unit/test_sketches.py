@@ -309,6 +309,18 @@ def test_what_a_sketch_cannot_say_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("name", ["moments", "frequent_directions"])
+def test_few_rows_have_fewer_directions(name) -> None:
+    """About their mean, three rows vary in a plane: any third direction would be made of rounding."""
+    sketch = a_sketch(name, count=3)
+    assert sketch.variances_along(1, 2).numpy() == pytest.approx(
+        np.linalg.eigvalsh(np.cov(some_rows(3, seed=1).double().numpy().T))[::-1][:2], rel=1e-5
+    )
+    for ask in (sketch.variances_along, sketch.principal_directions):
+        with pytest.raises(InvalidSpec, match="from 1 to 2"):
+            ask(1, 3)
+
+
+@pytest.mark.parametrize("name", ["moments", "frequent_directions"])
 def test_principal_directions_are_a_direction_set(name) -> None:
     """By layer, of length 1, in the order of their variances, with where they come from; the sign is settled."""
     sketch = a_sketch(name)

@@ -1,0 +1,182 @@
+"""How the elements of rows lie and spread, by point, so that a codec can give each of them a step of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from jaxtyping import Float
+
+from steercap.concurrency.bounded import each_of
+from steercap.core.protocols import SketchingModel
+from steercap.core.spec import Layers, Point
+from steercap.core.tokens import Tokens, TokenSelection
+from steercap.core.values import shown
+from steercap.errors import InvalidRequest, InvalidSpec, InvalidVector
+from steercap.files import native
+from steercap.files.native import Kind
+from steercap.runs.fingerprint import model_name
+from steercap.vectors.extraction import BUT_THE_FIRST, CALL_TEXTS, CALLS, Text, check_texts, digest_of, ids_of, sha_of
+from steercap.vectors.layers import FrozenMapping
+
+#: Elements that hardly move count as if they moved by this share of what the typical one does: a row in which such an
+#: element moves after all would otherwise lose all others.
+LEAST: Final = 0.01
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What elements are about, and how far they usually are from it; made by `SteerModel.calibrate`.
+
+    Args:
+        means: of each element, by point: float32 [width], of heads one after another.
+        spreads: their standard deviations, by the same points: float32 [width].
+        model: whose rows they were.
+        revision: of the model.
+        dtype: that the model computed in.
+        tokens: which tokens' rows, as `TokenSelection` writes it.
+        prompts: SHA-256 of all token ids read.
+        texts: how many were read.
+        rows: how many rows of each point they had.
+
+    Raises:
+        InvalidSpec: no point, or other points in `means` than in `spreads`.
+        InvalidVector: vectors that are not finite, of different widths, or a negative spread.
+    """
+
+    means: Mapping[Point, Float[torch.Tensor, " width"]]
+    spreads: Mapping[Point, Float[torch.Tensor, " width"]]
+    model: str = ""
+    revision: str = ""
+    dtype: str = ""
+    tokens: str = ""
+    prompts: str = ""
+    texts: int = 0
+    rows: int = 0
+
+    def __post_init__(self) -> None:
+        found = {}
+        for name in ("means", "spreads"):
+            given = getattr(self, name)
+            if not isinstance(given, Mapping) or not given:
+                raise InvalidSpec(f"Calibration: {name}={shown(given)}; give a vector for each point, one at least")
+            found[name] = {Point(*point): _vector(name, point, vector) for point, vector in given.items()}
+        if found["means"].keys() != found["spreads"].keys():
+            raise InvalidSpec("Calibration: means and spreads are of different points")
+        for point, mean in found["means"].items():
+            spread = found["spreads"][point]
+            if mean.shape != spread.shape or bool((spread < 0).any()):
+                raise InvalidVector(f"Calibration: the spreads at {point} must be {len(mean)} numbers, none negative")
+        for name, vectors in found.items():
+            object.__setattr__(self, name, FrozenMapping(vectors))
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """The points that it knows."""
+        return tuple(self.means)
+
+    def reach(self, point: Point) -> Float[torch.Tensor, " width"]:
+        """What rows less their means are divided by: the spreads, those of elements that hardly move raised to a
+        hundredth of the typical one; 1 where nothing moves. float32 [width].
+        """
+        spread = self.spreads[point]
+        moving = spread[spread > 0]
+        return spread.clamp(min=LEAST * float(moving.median())) if len(moving) else torch.ones_like(spread)
+
+    def save(self, path: str | Path) -> Path:
+        """Write all of it to one safetensors file; see `steercap.files.native`.
+
+        Raises:
+            InvalidFile: the name ends in something other than .safetensors.
+        """
+        return native.save(self, path, _kind(), model=self.model)
+
+    @staticmethod
+    def load(path: str | Path) -> Calibration:
+        """Read what `save` wrote.
+
+        Raises:
+            InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
+        """
+        return native.load(path, _kind(), Calibration)
+
+    def __repr__(self) -> str:
+        about = f"{self.rows} rows of {self.texts} texts, model={self.model!r}"
+        return f"Calibration({', '.join(map(str, self.points))}, {about})"
+
+
+async def calibrate(
+    model: SketchingModel,
+    texts: Sequence[Text],
+    *,
+    layers: Layers = "all",
+    sites: str | Sequence[str] = ("resid_post",),
+    tokens: Tokens | TokenSelection = BUT_THE_FIRST,
+    progress: Callable[[int], None] | None = None,
+) -> Calibration:
+    """Have the model read texts, and find out how the elements of its rows lie and spread; no row leaves the workers.
+
+    Args:
+        model: an open model.
+        texts: str, token ids, or `Exchange(prompt, response)`, which is read as a whole: some dozens that are like what
+            is to be captured.
+        layers, sites: where.
+        tokens: which tokens' rows. By default all but the first, whose row in most models is an attention sink.
+        progress: called with the number of texts read so far.
+
+    Raises:
+        InvalidSpec: no texts.
+        InvalidRequest: they have fewer than two rows.
+        CaptureNotFinite: a row holds NaN or infinity.
+        The errors of `SteerModel.sketch` and `SteerModel.read`.
+    """
+    check_texts(texts)
+    if not texts:
+        raise InvalidSpec("no texts to read; give at least one")
+    asked = [ids_of(model.tokenizer, text) for text in texts]
+    finished = 0
+
+    async def read(part: Sequence[list[int]]) -> None:
+        nonlocal finished
+        await model.read([{"prompt_token_ids": ids} for ids in part], capture=None, steering=None)
+        finished += len(part)
+        if progress is not None:
+            progress(finished)
+
+    async with model.sketch("variances", layers=layers, sites=sites, tokens=tokens) as running:
+        await each_of([asked[first : first + CALL_TEXTS] for first in range(0, len(asked), CALL_TEXTS)], read, CALLS)
+        if running.rows < 2:
+            raise InvalidRequest(f"these texts have {running.rows} rows at the tokens {tokens}; give two at least")
+        found = await running.fetch()
+    config = model.engine.model_config
+    return Calibration(
+        {point: found.mean(*point).float() for point in found.points},
+        {point: found.variance(*point).sqrt().float() for point in found.points},
+        model=model_name(model.model),
+        revision=config.revision or "",
+        dtype=found.dtype,
+        tokens=str(found.tokens),
+        prompts=digest_of([sha_of(ids) for ids in asked]),
+        texts=len(texts),
+        rows=found.rows,
+    )
+
+
+def _vector(name: str, point: Any, vector: Any) -> torch.Tensor:
+    """A vector that nobody else can change.
+
+    Raises:
+        InvalidVector: it is none, or not finite.
+    """
+    if not isinstance(vector, torch.Tensor) or vector.dim() != 1 or not vector.is_floating_point():
+        raise InvalidVector(f"Calibration: {name} at {shown(point)} must be one tensor of real numbers, [width]")
+    if not len(vector) or not bool(vector.isfinite().all()):
+        raise InvalidVector(f"Calibration: {name} at {shown(point)} are empty, or hold NaN or infinity")
+    return vector.detach().to("cpu", torch.float32, copy=True)
+
+
+def _kind() -> Kind:
+    return Kind("calibration", {"Calibration": Calibration})
