@@ -9,6 +9,7 @@ from workers import known_schemas
 from steercap import Calibration, Point
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.steering.calibration import compile_calibration
+from steercap.vectors.extraction import ids_of
 
 POINT, WIDTH = Point(0, "resid_post"), 4
 ONES = torch.ones(WIDTH)
@@ -57,3 +58,10 @@ def test_constants_of_a_handle_cannot_change_those_of_others() -> None:
     for name, known in (("centre", ONES), ("reach", 2 * ONES)):
         compiled.constants[POINT][name].mul_(7)
         assert torch.equal(compiled.constants[POINT][name], known)
+
+
+@pytest.mark.parametrize("text", [None, 5, torch.tensor(5)], ids=str)
+def test_what_is_no_text_is_refused(text) -> None:
+    """Such as each of the ids of one text that were given in place of texts."""
+    with pytest.raises(InvalidSpec, match="is no text; give several in a list"):
+        ids_of(None, text)
