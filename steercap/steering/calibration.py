@@ -19,6 +19,7 @@ from steercap.errors import InvalidSpec, InvalidVector
 from steercap.steering.lowering import Lowered
 from steercap.steering.projection import read_by
 from steercap.vectors.calibration import Calibration
+from steercap.vectors.layers import FrozenMapping
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +76,10 @@ def compile_calibration(
                 "another model"
             )
     ordered = sorted(points, key=lambda point: armed[point])
-    constants = {point: {"centre": calibration.means[point], "reach": calibration.reach(point)} for point in ordered}
+    constants = {  # frozen: all handles hold these, and decode by what the slot holds
+        point: FrozenMapping({"centre": calibration.means[point], "reach": calibration.reach(point)})
+        for point in ordered
+    }
     widest = max(schemas[point].width for point in ordered)
     vectors = torch.ones(2 * len(ordered), widest, dtype=torch.float32)  # rows of one blob are as wide as the widest
     for number, named in enumerate(constants.values()):

@@ -14,7 +14,8 @@ from steercap.concurrency.bounded import each_of
 from steercap.core.protocols import SketchingModel
 from steercap.core.spec import Layers, Point
 from steercap.core.tokens import Tokens, TokenSelection
-from steercap.core.values import shown
+from steercap.core.values import index_of, shown
+from steercap.edits.inputs import float32_copy
 from steercap.errors import InvalidRequest, InvalidSpec, InvalidVector
 from steercap.files import native
 from steercap.files.native import Kind
@@ -43,8 +44,8 @@ class Calibration:
         rows: how many rows of each point they had.
 
     Raises:
-        InvalidSpec: no point, or other points in `means` than in `spreads`.
-        InvalidVector: vectors that are not finite, of different widths, or a negative spread.
+        InvalidSpec: no point, something that is none, or other points in `means` than in `spreads`.
+        InvalidVector: vectors that are not finite in float32, of different widths, or a negative spread.
     """
 
     means: Mapping[Point, Float[torch.Tensor, " width"]]
@@ -63,7 +64,10 @@ class Calibration:
             given = getattr(self, name)
             if not isinstance(given, Mapping) or not given:
                 raise InvalidSpec(f"Calibration: {name}={shown(given)}; give a vector for each point, one at least")
-            found[name] = {Point(*point): _vector(name, point, vector) for point, vector in given.items()}
+            found[name] = {
+                _point(point): float32_copy(vector, f"Calibration: {name} at {shown(point)}", "width")
+                for point, vector in given.items()
+            }
         if found["means"].keys() != found["spreads"].keys():
             raise InvalidSpec("Calibration: means and spreads are of different points")
         for point, mean in found["means"].items():
@@ -80,11 +84,14 @@ class Calibration:
 
     def reach(self, point: Point) -> Float[torch.Tensor, " width"]:
         """What rows less their means are divided by: the spreads, those of elements that hardly move raised to a
-        hundredth of the typical one; 1 where nothing moves. float32 [width].
+        hundredth of the typical one; 1 where nothing moves. float32 [width], none denormal.
         """
         spread = self.spreads[point]
         moving = spread[spread > 0]
-        return spread.clamp(min=LEAST * float(moving.median())) if len(moving) else torch.ones_like(spread)
+        if not len(moving):
+            return torch.ones_like(spread)
+        # A hundredth of a tiny spread can be 0 in float32, and no row could be divided by it.
+        return spread.clamp(min=max(LEAST * float(moving.median()), torch.finfo(torch.float32).tiny))
 
     def save(self, path: str | Path) -> Path:
         """Write all of it to one safetensors file; see `steercap.files.native`.
@@ -118,6 +125,9 @@ async def calibrate(
     progress: Callable[[int], None] | None = None,
 ) -> Calibration:
     """Have the model read texts, and find out how the elements of its rows lie and spread; no row leaves the workers.
+
+    The texts are read unsteered, whatever `model.steered` says around the call. Inside `model.sketch` they join that
+    sketch too, as all calls do.
 
     Args:
         model: an open model.
@@ -165,17 +175,17 @@ async def calibrate(
     )
 
 
-def _vector(name: str, point: Any, vector: Any) -> torch.Tensor:
-    """A vector that nobody else can change.
+def _point(point: Any) -> Point:
+    """A point as a user wrote it.
 
     Raises:
-        InvalidVector: it is none, or not finite.
+        InvalidSpec: it is not a layer and a site.
     """
-    if not isinstance(vector, torch.Tensor) or vector.dim() != 1 or not vector.is_floating_point():
-        raise InvalidVector(f"Calibration: {name} at {shown(point)} must be one tensor of real numbers, [width]")
-    if not len(vector) or not bool(vector.isfinite().all()):
-        raise InvalidVector(f"Calibration: {name} at {shown(point)} are empty, or hold NaN or infinity")
-    return vector.detach().to("cpu", torch.float32, copy=True)
+    layer, site = point if isinstance(point, tuple) and len(point) == 2 else (None, None)
+    index = index_of(layer)
+    if index is None or index < 0 or not isinstance(site, str):
+        raise InvalidSpec(f"Calibration: {shown(point)} is no point; give Point(layer, site), layers from 0")
+    return Point(index, site)
 
 
 def _kind() -> Kind:

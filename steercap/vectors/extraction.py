@@ -233,7 +233,7 @@ def ids_of(tokenizer: Any, text: Text) -> list[int]:
     """The token ids of a text, of an exchange those of prompt and response.
 
     Raises:
-        InvalidSpec: an exchange with an empty response.
+        InvalidSpec: an exchange with an empty response, or no text at all.
     """
     if isinstance(text, Exchange):
         prompt, response = _parts_of(tokenizer, text)
@@ -258,7 +258,11 @@ def _prompt_ids(tokenizer: Any, prompt: Any) -> list[int]:
 def _ids(tokenizer: Any, text: Any, *, special: bool) -> list[int]:
     if isinstance(text, str):
         return list(tokenizer.encode(text, add_special_tokens=special))
-    if not len(text):
+    try:
+        nothing = not len(text)
+    except TypeError as error:  # such as one of several ids, where the ids of one text were given for texts
+        raise InvalidSpec(f"{shown(text)} is no text; give several in a list: str, token ids, or Exchange") from error
+    if nothing:
         return []
     _, (prompt,) = listed(list(text))
     return list(prompt["prompt_token_ids"])
