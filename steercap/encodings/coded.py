@@ -134,6 +134,8 @@ class CodedRows:
             constant = self.constants.get(name)
             if constant is None or constant.shape != (self.schema.width,) or constant.dtype != torch.float32:
                 return f"{name!r} must be {self.schema.width} numbers of float32"
+            if not bool(constant.isfinite().all()):
+                return f"{name!r} holds NaN or infinity"
         return ""
 
     @staticmethod

@@ -313,6 +313,10 @@ def test_a_damaged_file_of_codes_is_refused(name, tmp_path) -> None:
         save_file(tensors | {"indices.neurons.1": indices.to(torch.uint16)}, path, known)
         with pytest.raises(InvalidFile, match="must ascend"):
             CaptureHandle.load(path)
+    for constant in [key for key in tensors if key.startswith(("centre", "reach"))]:
+        save_file(tensors | {constant: torch.full((138,), torch.inf)}, path, known)
+        with pytest.raises(InvalidFile, match="holds NaN or infinity"):
+            CaptureHandle.load(path)
     for other in ("zstd", "reduced", "raw"):
         header = json.loads(known["steercap"])
         header["coding"][0] = other
