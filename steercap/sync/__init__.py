@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from steercap.sync.model import SteerModel
     from steercap.sync.saving import save_run
     from steercap.sync.sketch import RunningSketch
-    from steercap.sync.vectors import extract, mean_rows
+    from steercap.sync.vectors import calibrate, extract, mean_rows
 
 __all__ = [
     "CaptureHandle",
     "RunningSketch",
     "SteerModel",
+    "calibrate",
     "experiments",
     "extract",
     "mean_rows",
@@ -42,6 +43,7 @@ _HOMES = {
     "CaptureHandle": "handle",
     "RunningSketch": "sketch",
     "SteerModel": "model",
+    "calibrate": "vectors",
     "extract": "vectors",
     "mean_rows": "vectors",
     "run_sweep": "experiments",
