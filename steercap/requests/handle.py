@@ -213,9 +213,12 @@ class CaptureHandle(Unshared, instead=INSTEAD):
 
         Raises:
             LayerOutOfRange, InvalidSelection: as for `attention`.
-            InvalidRequest: as for `attention`, or the result would take more than `max_bytes`.
+            InvalidRequest: as for `attention`, the result would take more than `max_bytes`, or that is no whole number.
         """
-        return pattern(self._attending(layer, tokens), max_bytes)
+        most = index_of(max_bytes)
+        if most is None:
+            raise InvalidRequest(f"max_bytes={shown(max_bytes)}; give a whole number of bytes")
+        return pattern(self._attending(layer, tokens), most)
 
     def _attending(self, layer: int, tokens: Tokens | TokenSelection | None) -> Attending:
         queries, keys = self.captures[layer, "q"], self.captures[layer, "k"]

@@ -54,6 +54,11 @@ class TensorLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     shape: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        known = isinstance(getattr(torch, self.dtype, None), torch.dtype)
+        if not known:
+            raise ValueError(f"{self.dtype!r} is no dtype")
+
 
 class PointLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the rows of one point are kept.

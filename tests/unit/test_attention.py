@@ -166,6 +166,9 @@ def test_a_handle_without_what_it_takes_says_what() -> None:
     for top in (0, -1, True, "many", None):
         with pytest.raises(InvalidRequest, match="give a whole number above 0"):
             handle.attention(0, top=top)
+    for most in ("x", 1.5, None, True):
+        with pytest.raises(InvalidRequest, match="give a whole number of bytes"):
+            handle.attention_pattern(0, max_bytes=most)
 
 
 def test_old_files_are_read_and_say_that_they_have_no_rule(tmp_path) -> None:

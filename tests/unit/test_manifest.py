@@ -648,6 +648,7 @@ def test_a_journal_that_was_sealed_is_passed_over(tmp_path) -> None:
         (lambda text: text.replace("000000.safetensors", "a\\u0000"), "not the name of a file"),
         (lambda text: text.replace("000000.safetensors", "000001.safetensors"), "lists a file twice"),
         (lambda text: text.replace('"gathered"', '"joined"'), "joined"),
+        (lambda text: text.replace('"float32"', '"nn"'), "'nn' is no dtype"),
     ],
 )
 def test_a_manifest_that_is_not_as_we_write_it_is_refused(change, says, tmp_path) -> None:
