@@ -49,7 +49,7 @@ class Versions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TensorLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of a point: its dtype, and its shape behind the first axis, which is that of the rows."""
+    """One tensor of a point: its dtype and its shape, without the axis of the rows where it has one."""
 
     dtype: str
     shape: tuple[int, ...]

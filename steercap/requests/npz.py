@@ -24,8 +24,8 @@ VERSION: Final = 1
 FORMULAS: Final = {
     "raw": "row",
     "full8": "zero + scale * q, scale and zero of each row",
-    "calibrated8": "centre + reach * (zero + scale * q), scale and zero of each row, centre and reach of each element, "
-    "whole rows' elements",
+    "calibrated8": "centre + reach * (zero + scale * q), scale and zero of each row, centre and reach of each element "
+    "of the whole row",
     "fp8": "scale * q, scale of each row; q was float8 e4m3 and is float32 here, exactly",
     "int4": "zero + scale * q in groups of 128 elements; two q share a byte, the earlier in the lower half",
     "topk8": "row[indices] = zero + scale * q; the other elements are at most rest, and count as 0",
