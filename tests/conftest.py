@@ -27,6 +27,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import shapes  # noqa: E402, F401 -- before any module that it checks
+from stalls import (  # noqa: E402, F401 -- hooks of pytest
+    pytest_runtest_logreport,
+    pytest_timeout_cancel_timer,
+    pytest_timeout_set_timer,
+)
 
 from steercap import SteerModel  # noqa: E402
 from steercap.adapters.reaper import mapped, named, pids  # noqa: E402

@@ -267,7 +267,7 @@ def _client_ended(client: int, pipe: int) -> bytes:
         if pipe in ready:
             some = os.read(pipe, 1 << 16)
             said += some
-            if not some:
+            if not some or said.endswith(_ENDED):  # a child that the user forked may hold the pipe open
                 break
     return said
 

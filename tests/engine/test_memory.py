@@ -200,7 +200,7 @@ async def test_closing_ends_what_runs_and_leaves_nothing() -> None:
     streaming = asyncio.create_task(_drain(model.stream(random_prompt(30, 3), {"max_tokens": 200, **GREEDY})))
     steps = (await model.stats()).steps
     while (await model.stats()).steps < steps + 3:
-        pass
+        assert not running.done()
     await model.aclose()
     with pytest.raises(errors.ModelClosed, match="closed while this request ran"):
         await streaming
@@ -226,7 +226,7 @@ async def test_a_worker_that_dies_fails_its_requests_and_leaves_nothing_of_ours(
         model.generate(random_prompt(30, 2), {"max_tokens": 200, **GREEDY}, capture_layers="all")
     )
     while (await model.stats()).handles_held == 0:
-        pass
+        assert not running.done()
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     ours = {int(line.split()[0]) for line in before.new()["processes"]}
     for pid in ours & children:
@@ -246,6 +246,7 @@ async def test_cancelling_the_start_leaves_nothing() -> None:
     before = Leftovers()
     starting = asyncio.create_task(SteerModel(tiny_checkpoint("qwen3"), **TINY_ENGINE).start())
     while not before.new().get("processes"):
+        assert not starting.done()
         await asyncio.sleep(0.05)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
