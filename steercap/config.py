@@ -11,6 +11,7 @@ from steercap.core.spec import MOST_NUMBERS, MOST_SEED, Layers, Point, parse_lay
 from steercap.core.values import index_of, number_of, shown
 from steercap.encodings import codec_of
 from steercap.errors import InvalidSetting, UnsupportedModel
+from steercap.families.derived import SITES as DERIVED_SITES
 from steercap.sites import SITES
 
 Overflow = Literal["wait", "error"]
@@ -51,8 +52,8 @@ class Settings:
 
     Args:
         sites: sites to arm. Each armed point costs a little time in every pass.
-        layers: layers to arm them at. In float16, `resid_post` of every layer from the first of them on is armed too:
-            edited rows can overflow there.
+        layers: layers to arm them at. `resid_post` of the last layer is always armed: the proof at start reads it. In
+            float16, `resid_post` of every layer from the first of them on is armed too: edited rows can overflow there.
         codec: how rows are stored where a `CaptureSpec` does not say; see there.
         codec_k, codec_seed: its `k` and `seed`, for codecs that have them, where a `CaptureSpec` does not say; None for
             those of the codec.
@@ -119,7 +120,12 @@ class Settings:
         keep(self, "overflow_timeout", seconds)
 
     def armed(
-        self, num_layers: int, *, overflows_later: bool = False, exists: Callable[[Point], bool] = lambda _: True
+        self,
+        num_layers: int,
+        *,
+        overflows_later: bool = False,
+        exists: Callable[[Point], bool] = lambda _: True,
+        derived: bool = False,
     ) -> tuple[Point, ...]:
         """Every point to arm, layer by layer.
 
@@ -128,6 +134,7 @@ class Settings:
             overflows_later: whether an edited row can overflow layers later, as in float16. Then the end of every layer
                 from the first armed one on is armed too, so that no key or value is computed from such a row.
             exists: whether the model has a point: a layer with experts has no neurons, one without has no router.
+            derived: whether what layers take and give may have to be derived, for which the stream is armed everywhere.
 
         Raises:
             LayerOutOfRange: a layer the model does not have.
@@ -142,6 +149,9 @@ class Settings:
             )
         if overflows_later:
             points += [Point(layer, LAYER_END) for layer in range(layers[0], num_layers)]
+        points.append(Point(num_layers - 1, LAYER_END))  # what the proof at start reads
+        if derived:
+            points += [Point(layer, site) for layer in range(num_layers) for site in DERIVED_SITES]
         return tuple(sorted(dict.fromkeys(points), key=lambda point: point.layer))
 
 

@@ -119,7 +119,11 @@ class ModelNotLoaded(EngineFailure):
 
 
 class UnsupportedModel(EngineFailure):
-    """An architecture whose layers steercap does not know."""
+    """A model whose layers steercap cannot read."""
+
+
+class ModelNotProved(UnsupportedModel):
+    """Rows of a model are not what their names say: the proof at start failed, by as much as the message says."""
 
 
 class UnsupportedRunner(EngineFailure):

@@ -7,7 +7,7 @@ what is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from torch import nn
@@ -17,20 +17,20 @@ from vllm.v1.attention.backend import AttentionType
 from steercap.adapters.releases import require
 from steercap.core.attention import AttentionRule
 from steercap.core.spec import Point
-from steercap.families.base import Family
+from steercap.families.base import Family, located
 
 #: Backends whose arithmetic was read.
 _KNOWN: Final = frozenset({"CPU_ATTN", "FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"})
 
 
 def attention_rules(
-    model: nn.Module, family: Family, points: Sequence[Point], model_config: Any
+    layers: Mapping[int, nn.Module], family: Family, points: Sequence[Point], model_config: Any
 ) -> dict[int, AttentionRule]:
     """How each layer weighs keys, of those where queries and keys are tapped.
 
     Args:
-        model: the loaded model.
-        family: how its layers are written.
+        layers: the loaded layers, by their indices.
+        family: how they are written.
         points: where taps are.
         model_config: vLLM's.
     """
@@ -38,7 +38,7 @@ def attention_rules(
     if model_config.rswa_window is not None:
         return dict.fromkeys(at["q"] & at["k"], AttentionRule(0.0, unknown="its window depends on the prompt (R-SWA)"))
     return {
-        layer: rule_of(model.get_submodule(f"{family.layers}.{layer}.{family.attention}"))
+        layer: rule_of(layers[layer].get_submodule(located(layers[layer], family.attention)))
         for layer in sorted(at["q"] & at["k"])
     }
 

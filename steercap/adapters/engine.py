@@ -25,7 +25,7 @@ from steercap.adapters.prompts import Rendered, render
 from steercap.adapters.reaper import Reaper
 from steercap.adapters.releases import require
 from steercap.adapters.sampling import read_params
-from steercap.adapters.settings import CONFIG_KEY, family_in, overshoot, worker_config
+from steercap.adapters.settings import CONFIG_KEY, expected_family, overshoot, worker_config
 from steercap.adapters.wire import Wire
 from steercap.config import Settings
 from steercap.core.plan import EXTRA_ARGS_KEY, Plan
@@ -57,7 +57,7 @@ class VllmEngine:
     Args:
         llm: the engine.
         points: points armed in its workers.
-        exists: whether the model has a point.
+        exists: whether the model has a point, as far as its configuration says.
         launch: the start that it came of.
     """
 
@@ -76,11 +76,15 @@ class VllmEngine:
         self.num_layers: int = config.get_total_num_hidden_layers()
         self.max_model_len: int = config.max_model_len
         self.hidden_size: int = config.get_hidden_size()
+        self.config: Final = config.hf_text_config
+        self.max_logprobs: int = config.max_logprobs
         #: Tokens that a request may be computed beyond its end, which the scheduler learns of too late.
         self.overshoot = overshoot(llm.vllm_config)
 
     @classmethod
-    def start(cls, model: str, settings: Settings, engine_args: Mapping[str, Any], launch: Starting) -> VllmEngine:
+    def start(
+        cls, model: str, settings: Settings, engine_args: Mapping[str, Any], launch: Starting, candidate: int = 0
+    ) -> VllmEngine:
         """Start an engine with taps; blocks until it is up. For `Launch` alone to call.
 
         Args:
@@ -88,11 +92,12 @@ class VllmEngine:
             settings: what to arm, and how large the workers' tables are.
             engine_args: vLLM's engine arguments.
             launch: what this is part of.
+            candidate: which of the families that its layers may be of to try; see `families.families_of`.
 
         Raises:
             InvalidSetting: an engine argument that does not exist or does not fit.
             ModelNotLoaded: vLLM cannot load the model.
-            UnsupportedModel, UnsupportedRunner: steercap has no family or adapter for it, or vLLM lacks what one needs.
+            UnsupportedModel, UnsupportedRunner: it lacks a site, steercap has no adapter, or vLLM lacks what one needs.
         """
         # A forked child of a process with threads can deadlock; vLLM's own server spawns too.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
@@ -104,19 +109,20 @@ class VllmEngine:
         except Exception as error:
             raise ModelNotLoaded(f"vLLM cannot load {model!r}: {error}") from error
         require("VllmConfig", config)
-        family, hf_config = family_in(config.model_config), config.model_config.hf_text_config
+        expected, hf_config = expected_family(config.model_config), config.model_config.hf_text_config
         check_supported(config)
 
         def exists(point: Point) -> bool:
-            return SITES[point.site].exists(family, hf_config, point.layer)
+            return expected is None or SITES[point.site].exists(expected, hf_config, point.layer)
 
         points = settings.armed(
             config.model_config.get_total_num_hidden_layers(),
             overflows_later=overflows_later(config.model_config.dtype),
             exists=exists,
+            derived=expected is None,
         )
         check_heads(config, points)
-        config.additional_config[CONFIG_KEY] = worker_config(points, settings)
+        config.additional_config[CONFIG_KEY] = worker_config(points, settings, candidate)
         launch.require_wanted()
         try:
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=args.disable_log_stats)

@@ -12,16 +12,19 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
 from steercap.adapters.attention import attention_rules
 from steercap.adapters.releases import require
-from steercap.adapters.settings import armed_points, family_in, tap_sizes
+from steercap.adapters.settings import armed_points, candidate_of, tap_sizes
+from steercap.core.messages import Loaded
 from steercap.core.plan import EXTRA_ARGS_KEY
+from steercap.families import FAMILIES, families_of
 from steercap.kernels.tap import bind
 from steercap.sites.base import Sizes
+from steercap.worker.decoder import decoder_of
 from steercap.worker.install import install_taps
 from steercap.worker.runtime import Runtime
 from steercap.worker.taps.base import Taps
@@ -64,13 +67,15 @@ def attach(runner: Any) -> None:
     config = runner.vllm_config
     model_config = config.model_config
     armed = armed_points(config.additional_config)
-    family = family_in(model_config)
+    num_layers = model_config.get_total_num_hidden_layers()
     start, stop = model_config.get_layers_start_end_indices(config.parallel_config)
+    decoder = decoder_of(runner.get_model(), num_layers, range(start, stop))
+    families = families_of(list(decoder.layers.values()))
+    family = families[candidate_of(config.additional_config)]
     installed = install_taps(
-        runner.get_model(),
+        decoder.layers,
         family,
         armed,
-        range(start, stop),
         Sizes(
             model_config.get_hidden_size(),
             model_config.get_head_size(),
@@ -79,7 +84,7 @@ def attach(runner: Any) -> None:
         ),
         runner.dtype,
         shard=get_tensor_model_parallel_rank(),
-        num_layers=model_config.get_total_num_hidden_layers(),
+        num_layers=num_layers,
         device=runner.device,
     )
     sizes = tap_sizes(config, installed, runner.max_num_tokens + _PADDING)
@@ -97,8 +102,13 @@ def attach(runner: Any) -> None:
 
             taps = HostTaps(installed, sizes)
     names = [str(point) for point in armed]
-    rules = attention_rules(runner.get_model(), family, [armed[point] for point in installed.points], model_config)
-    setattr(runner, RUNTIME_ATTRIBUTE, Runtime(taps, names, runner.device, rules))
+    rules = attention_rules(decoder.layers, family, [armed[point] for point in installed.points], model_config)
+    known = "" if family.derived else next(name for name, one in FAMILIES.items() if one.classes == family.classes)
+    loaded = Loaded(known, decoder.code, len(families))
+    unembed = decoder.unembedding(family) if get_pp_group().is_last_rank else None
+    setattr(
+        runner, RUNTIME_ATTRIBUTE, Runtime(taps, names, runner.device, loaded=loaded, unembed=unembed, attention=rules)
+    )
     bind(taps)
 
 

@@ -62,15 +62,17 @@ class Launch:
         self._engine: VllmEngine | None = None
         _LAUNCHES.add(self)
 
-    def begin(self, model: str, settings: Settings, engine_args: Mapping[str, Any]) -> Future[VllmEngine]:
+    def begin(
+        self, model: str, settings: Settings, engine_args: Mapping[str, Any], candidate: int = 0
+    ) -> Future[VllmEngine]:
         """Start an engine, on a thread of its own. If that fails, nothing is left.
 
         Returns:
             The engine, or its error: ModelClosed if the start was given up, and those of `VllmEngine.start`.
         """
-        return on_thread(lambda: self._run(model, settings, engine_args), "steercap start")
+        return on_thread(lambda: self._run(model, settings, engine_args, candidate), "steercap start")
 
-    def _run(self, model: str, settings: Settings, engine_args: Mapping[str, Any]) -> VllmEngine:
+    def _run(self, model: str, settings: Settings, engine_args: Mapping[str, Any], candidate: int) -> VllmEngine:
         self._thread = threading.current_thread()
         _CURRENT.set(self)
         try:
@@ -82,7 +84,7 @@ class Launch:
                 _hook_launchers()
             releases.warn_of_untried()
             self.require_wanted()
-            vllm = self._engine = VllmEngine.start(model, settings, engine_args, self)
+            vllm = self._engine = VllmEngine.start(model, settings, engine_args, self, candidate)
             self.reaper.note_files()
             self.require_wanted()
         except BaseException:

@@ -18,7 +18,7 @@ from steercap.core.records import LINE_BYTES
 from steercap.core.spec import Point
 from steercap.encodings import record_of
 from steercap.errors import UnsupportedModel
-from steercap.families import family_of
+from steercap.families import family_of, over_transformers
 from steercap.worker.taps.base import Installed, TapSizes
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ CONFIG_KEY = "steercap"
 _TRACED = ("sites", "families", "kernels", "worker/install.py")
 
 
-def worker_config(armed: Sequence[Point], settings: Settings) -> dict[str, Any]:
-    """The entry of `additional_config` that arms `armed`."""
+def worker_config(armed: Sequence[Point], settings: Settings, candidate: int) -> dict[str, Any]:
+    """The entry of `additional_config` that arms `armed`; `candidate`: see `families.families_of`."""
     return {
         "points": [[point.layer, point.site] for point in armed],
         "slots": settings.steering_slots,
@@ -39,6 +39,7 @@ def worker_config(armed: Sequence[Point], settings: Settings) -> dict[str, Any]:
         "edits_per_point": settings.edits_per_point,
         "arena_bytes": settings.arena_bytes,
         "reduce_bytes": settings.reduce_bytes,
+        "candidate": candidate,
         "source": source_digest(),
     }
 
@@ -48,20 +49,21 @@ def armed_points(additional_config: Mapping[str, Any]) -> tuple[Point, ...]:
     return tuple(Point(layer, site) for layer, site in additional_config[CONFIG_KEY]["points"])
 
 
-def family_in(model_config: Any) -> Family:
-    """The family of a model as vLLM will run it.
+def expected_family(model_config: Any) -> Family | None:
+    """The family that a model's architecture lets expect, as vLLM will run it; None if no family knows it.
 
-    Raises:
-        UnsupportedModel: none is known, or vLLM runs other modules than the family describes.
+    The layers that are loaded decide; see `families.families_of`.
     """
-    family = family_of(model_config.architectures)
-    if model_config.using_transformers_backend() != family.transformers_backend:
-        ours, other = ("transformers'", "its own") if family.transformers_backend else ("its own", "transformers'")
-        raise UnsupportedModel(
-            f"steercap knows {', '.join(model_config.architectures)} as vLLM runs it with {ours} modules; with "
-            f"model_impl={model_config.model_impl!r} this engine would run {other}; leave model_impl out"
-        )
-    return family
+    try:
+        family = family_of(model_config.architectures)
+    except UnsupportedModel:
+        return None
+    return over_transformers(family) if model_config.using_transformers_backend() else family
+
+
+def candidate_of(additional_config: Mapping[str, Any]) -> int:
+    """Which of the families that layers may be of a worker is to try."""
+    return int(additional_config[CONFIG_KEY]["candidate"])
 
 
 def tap_sizes(config: Any, installed: Installed, tokens: int) -> TapSizes:

@@ -63,6 +63,20 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
+class Loaded(msgspec.Struct, frozen=True, array_like=True):
+    """What decoder layers a rank has loaded.
+
+    Args:
+        family: that knows their classes, "" where what they take and give was derived.
+        code: their classes, as families name them, and the fingerprint of the code of each one's `forward`.
+        candidates: how many families they may be of.
+    """
+
+    family: str = ""
+    code: dict[str, str] = {}
+    candidates: int = 1
+
+
 class Placed(msgspec.Struct, frozen=True, array_like=True):
     """A configuration, its slot, and the bank rows of each of its blobs."""
 
@@ -107,6 +121,22 @@ class Collect(Message, frozen=True):
     """Seal finished requests and say where their rows are."""
 
     wanted: tuple[Wanted, ...]
+
+
+class Unembed(Message, frozen=True):
+    """Say what logits rows of the last layer give.
+
+    Args:
+        rows: the bytes of [count, hidden].
+        count: how many.
+        dtype: of the rows, torch's name of it.
+        tokens: whose logits are asked for.
+    """
+
+    rows: bytes
+    count: int
+    dtype: str
+    tokens: tuple[int, ...]
 
 
 class Read(Message, frozen=True):
@@ -165,7 +195,18 @@ class CloseSketch(Message, frozen=True):
 
 
 Question: TypeAlias = (
-    Attach | Collect | Read | Census | Configure | Settle | OpenSketch | Weigh | Fold | ReadSketch | CloseSketch
+    Attach
+    | Collect
+    | Read
+    | Census
+    | Configure
+    | Settle
+    | Unembed
+    | OpenSketch
+    | Weigh
+    | Fold
+    | ReadSketch
+    | CloseSketch
 )
 
 
@@ -198,6 +239,7 @@ class Attached(Message, frozen=True):
         held: rows that such a reduction holds apart, which go to the arena with it once its request has ended.
         path: where a process of the same machine can open the arena.
         nonce: first bytes of the arena, which identify it.
+        loaded: the layers of this rank.
         attention: of each layer whose queries and keys are armed here, how its heads on this rank weigh keys.
     """
 
@@ -212,7 +254,24 @@ class Attached(Message, frozen=True):
     held: int
     path: str
     nonce: bytes
+    loaded: Loaded = Loaded()
     attention: dict[int, AttentionRule] = {}
+
+
+class Unembedded(Message, frozen=True):
+    """What logits rows give.
+
+    Args:
+        logits: of the tokens asked for, float32 [n, tokens], as bytes.
+        least: of each row, the least logit of all tokens.
+        most: of each row, the greatest.
+        spread: of each row, the standard deviation of the logits of all tokens.
+    """
+
+    logits: bytes
+    least: tuple[float, ...]
+    most: tuple[float, ...]
+    spread: tuple[float, ...]
 
 
 class Parcel(Message, frozen=True):
@@ -363,6 +422,7 @@ Answer: TypeAlias = (
     | Folded
     | SketchPart
     | Failed
+    | Unembedded
     | Unhooked
 )
 

@@ -15,7 +15,7 @@ from steercap.concurrency.loops import finished, on_thread, over
 from steercap.config import Settings
 from steercap.core.budget import Ticket
 from steercap.core.coding import Coding
-from steercap.core.messages import Counted, Owner, Parcel, Unknown, Wanted
+from steercap.core.messages import Counted, Owner, Parcel, Unembedded, Unknown, Wanted
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point
@@ -23,14 +23,19 @@ from steercap.engine.admission import Admission
 from steercap.engine.compiler import Compiler
 from steercap.engine.configurations import Configurations
 from steercap.engine.fetching import Delivery, Fetcher
-from steercap.engine.ranks import Rank, Ranks, attention_of
+from steercap.engine.ranks import Rank, Ranks, attention_of, loaded_of
 from steercap.engine.sketching import Sketching
 from steercap.engine.workers import Records, Workers
+from steercap.errors import UnsupportedModel
+from steercap.families import FAMILIES
+from steercap.families.base import Family
 from steercap.steering.calibration import Calibrated
 from steercap.steering.lowering import Lowered
 from steercap.steering.projection import Projected
 
 if TYPE_CHECKING:
+    import torch
+
     from steercap.adapters.engine import VllmEngine
     from steercap.adapters.launch import Launch
     from steercap.adapters.prompts import Rendered
@@ -55,6 +60,7 @@ class Engine:
     Attributes:
         armed: index of every armed point.
         schemas: what the tensor at each of them is, layer by layer.
+        loaded: the decoder layers, as all workers say it.
         reductions: reductions that can run along at once in each engine.
         attention: how layers weigh keys, of those whose queries and keys are armed.
         home: the event loop that the engine belongs to.
@@ -70,11 +76,12 @@ class Engine:
         self._workers, self._ranks = workers, ranks
         self._name = uuid4().hex[:8]
         self._numbers = count()
-        self.armed: Final = {point: index for index, point in enumerate(vllm.points)}
         known = {index: schema for rank in self._all_ranks for index, schema in rank.schemas.items()}
-        self.schemas: Final[Mapping[Point, PointSchema]] = {
-            point: known[index] for point, index in self.armed.items() if index in known
-        }
+        #: What the model turned out to have of what was to be armed.
+        self.armed: Final = {point: index for index, point in enumerate(vllm.points) if index in known}
+        self.schemas: Final[Mapping[Point, PointSchema]] = {point: known[index] for point, index in self.armed.items()}
+        self.loaded: Final = loaded_of(ranks)
+        self._require_sites(settings.sites)
         self.attention: Final = attention_of(ranks[0])
         self._compiler = Compiler(
             self.armed,
@@ -82,7 +89,7 @@ class Engine:
             self._all_ranks,
             num_layers=vllm.num_layers,
             settings=settings,
-            exists=vllm.exists,
+            exists=self._exists,
         )
         attached = [rank.attached for rank in self._all_ranks]
         self.reductions: Final = min(one.reductions for one in attached)
@@ -100,7 +107,9 @@ class Engine:
         self._one_ends: Final = threading.Lock()
 
     @classmethod
-    async def start(cls, model: str, settings: Settings, engine_args: Mapping[str, Any], launch: Launch) -> Engine:
+    async def start(
+        cls, model: str, settings: Settings, engine_args: Mapping[str, Any], launch: Launch, candidate: int = 0
+    ) -> Engine:
         """Start vLLM with taps, and the workers' memory for rows and vectors.
 
         Args:
@@ -108,11 +117,12 @@ class Engine:
             settings: steercap's settings.
             engine_args: vLLM's engine arguments.
             launch: a new one, by which the start can be given up from anywhere.
+            candidate: which of the families that the layers may be of to try; see `families.families_of`.
 
         Raises:
             InvalidSetting, ModelNotLoaded, UnsupportedModel, UnsupportedRunner: see `VllmEngine.start`.
         """
-        starting = launch.begin(model, settings, engine_args)
+        starting = launch.begin(model, settings, engine_args, candidate)
         try:
             vllm = await asyncio.wrap_future(starting)
         except asyncio.CancelledError:
@@ -302,6 +312,36 @@ class Engine:
     def bank_row_bytes(self) -> int:
         """Bytes of a row of the vector bank, on the worker with the widest."""
         return max(rank.attached.bank_width for rank in self._all_ranks) * _FLOAT_BYTES
+
+    async def unembed(self, rows: torch.Tensor, tokens: Sequence[int], engine: int = 0) -> Unembedded:
+        """What logits rows of the last layer give, as the model computes them.
+
+        Args:
+            rows: [n, hidden], in the model's dtype.
+            tokens: whose logits to give.
+            engine: which of the engines is to say it.
+
+        Raises:
+            EngineFailure: the engine has died, or a worker cannot answer.
+        """
+        return await self._workers.unembed(rows, tokens, engine)
+
+    @property
+    def family(self) -> Family | None:
+        """The family of the layers that were loaded; None where what they take and give was derived."""
+        return FAMILIES[self.loaded.family] if self.loaded.family else None
+
+    def _exists(self, point: Point) -> bool:
+        """Whether the model has a point: as it turned out, or as its configuration says where it was not armed."""
+        return point in self.armed or (point not in self.vllm.points and self.vllm.exists(point))
+
+    def _require_sites(self, sites: Sequence[str]) -> None:
+        if missing := set(sites) - {point.site for point in self.armed}:
+            derived = "" if self.loaded.family else "; of layers that no family knows, the stream alone can be had"
+            raise UnsupportedModel(
+                f"steercap knows no {', '.join(sorted(missing))} in layers of {', '.join(self.loaded.code)}{derived}; "
+                "leave it out of SteerModel(..., sites=)"
+            )
 
     @property
     def _all_ranks(self) -> list[Rank]:

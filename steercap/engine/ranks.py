@@ -8,12 +8,13 @@ from functools import cached_property
 from typing import TypeAlias
 
 from steercap.core.attention import AttentionRule, joined
-from steercap.core.messages import Attached, Parcel
+from steercap.core.messages import Attached, Loaded, Parcel
 from steercap.core.plan import CapturePlan
 from steercap.core.rows import PageShape
 from steercap.core.schema import PointSchema
 from steercap.encodings import record_of
 from steercap.encodings.reduced import accumulator_records
+from steercap.errors import WorkerFailure
 from steercap.transport.reader import LineReader
 
 
@@ -69,6 +70,19 @@ def attention_of(ranks: Sequence[Rank]) -> dict[int, AttentionRule]:
         for layer, rule in rank.attached.attention.items():
             parts.setdefault(layer, []).append(rule)
     return {layer: joined(rules) for layer, rules in sorted(parts.items())}
+
+
+def loaded_of(engines: Sequence[Sequence[Rank]]) -> Loaded:
+    """The decoder layers of all ranks of all engines.
+
+    Raises:
+        WorkerFailure: they are of different families.
+    """
+    each = [rank.attached.loaded for ranks in engines for rank in ranks]
+    if len({one.family for one in each}) > 1:
+        raise WorkerFailure(f"workers have loaded layers of different families: {', '.join(map(str, each))}")
+    code = {name: digest for one in each for name, digest in one.code.items()}
+    return Loaded(each[0].family, code, each[0].candidates)
 
 
 #: Engine by engine, the workers that capture.

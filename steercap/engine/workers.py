@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
 
+import torch
+
 from steercap.concurrency.loops import Home
 from steercap.config import Settings
 from steercap.core.messages import (
@@ -31,6 +33,8 @@ from steercap.core.messages import (
     Settle,
     Settled,
     SteeringRecord,
+    Unembed,
+    Unembedded,
     Unhooked,
     Unknown,
     Wanted,
@@ -149,6 +153,19 @@ class Workers:
     async def configure(self, question: Configure) -> list[Configured]:
         """Send vectors, and what slots hold."""
         return [answer for answers in await self.ask(question, Configured) for answer in answers]
+
+    async def unembed(self, rows: torch.Tensor, tokens: Sequence[int], engine: int) -> Unembedded:
+        """What logits rows of the last layer give, as an engine's model computes them."""
+        asked = Unembed(
+            rows.contiguous().view(torch.uint8).numpy().tobytes(),
+            len(rows),
+            str(rows.dtype).removeprefix("torch."),
+            tuple(tokens),
+        )
+        answers = (await self.ask(asked, Unembedded))[engine]
+        if not answers:
+            raise WorkerFailure(f"no worker of engine {engine} has the end of the model")
+        return answers[0]
 
     async def census(self) -> list[list[Counted]]:
         """Engine by engine, what each capturing worker holds."""

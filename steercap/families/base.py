@@ -1,62 +1,95 @@
-"""What a model family is: where its layers live and which of their values carry the residual stream."""
+"""What a model family is: what its decoder layers take and give, and which of their modules are which."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
-def _as_it_is(tensor: Any) -> Any:
-    return tensor
+def rows_of(tensor: Any) -> Any:
+    """What a layer carries, as rows [n, width] that share its memory: transformers' modules carry [1, n, width]."""
+    return tensor.view(-1, tensor.shape[-1]) if tensor.dim() == 3 and tensor.shape[0] == 1 else tensor
+
+
+def one(_config: Any) -> float:
+    """The factor of most families."""
+    return 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How the decoder layers of some architectures are written, in vLLM and in transformers alike.
+    """How some decoder layers are written, in vLLM and in transformers alike.
+
+    Modules of a layer are dotted paths; "a|b" is the first of them that a layer has, since names differ between the two
+    libraries, and between the layers of a hybrid. "" is a module that there is not.
 
     Args:
-        architectures: names in `config.json` that this family serves.
-        layers: dotted path from the model to its list of decoder layers; the same in both libraries.
-        attn_out: submodule of a layer whose output the attention block adds to the stream.
+        architectures: names in `config.json` of models with such layers; for what must be known before one is loaded.
+        classes: the layers' classes, each with the module that holds it: "llama.LlamaDecoderLayer". They decide.
+        layers: dotted path from transformers' model to its list of decoder layers.
+        attn_out: module whose output the attention block adds to the stream.
         mlp_out: the same for the feed-forward block.
         final_norm: the norm between the last layer and the unembedding, as transformers names it.
+        after_norm: names, beside the norm, of modules that follow it in vLLM.
         residual_output: index of the residual in the tuple a vLLM layer returns, when the stream is
             hidden + residual; None when what it returns first is the stream.
         hidden_input: name of the argument that carries the stream (or its undeferred part) into a vLLM layer.
         residual_input: name of the argument that carries the deferred residual, "" if there is none.
-        attn_proj: submodule of a layer that projects what the heads give to the stream, "" if there is none.
-        attention: submodule that vLLM calls with queries, keys and values; its parent makes them, in transformers too.
+        attn_proj: module that projects what the heads give to the stream.
+        attention: module that vLLM calls with queries, keys and values; its parent makes them, in transformers too.
             "" where they are handed over without a call.
-        mlp_proj: submodule that projects the neurons to the stream, "" if there is none.
-        router: submodule that gives the logits of the experts, "" if there are none.
+        mlp_proj: module that projects the neurons to the stream.
+        router: module that gives the logits of the experts.
         sparse: of transformers' configuration and a layer's index, whether the layer has experts; None for no layer.
-        transformers_backend: whether vLLM runs transformers' own modules, in place of its own.
-        see: what a layer carries, as rows [n, width] that share its memory, where that is something else.
+        factor: of transformers' configuration, what the outputs of both blocks are multiplied by before they are added.
+        varied: whether layers differ, so that some lack a module that others have.
+        derived: whether nobody wrote this family down: it is a guess at what layers take and give, to be proved.
         tiny: keyword arguments of transformers' `AutoConfig.for_model` for the smallest model that exercises
             the family, from which the contract tests write a checkpoint.
     """
 
-    architectures: tuple[str, ...]
-    layers: str
-    attn_out: str
-    mlp_out: str
-    final_norm: str
-    residual_output: int | None
+    architectures: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+    layers: str = "model.layers"
+    attn_out: str = "self_attn"
+    mlp_out: str = "mlp"
+    final_norm: str = "model.norm"
+    after_norm: tuple[str, ...] = ()
+    residual_output: int | None = 1
     hidden_input: str = "hidden_states"
-    residual_input: str = ""
+    residual_input: str = "residual"
     attn_proj: str = "self_attn.o_proj"
     attention: str = "self_attn.attn"
     mlp_proj: str = "mlp.down_proj"
     router: str = ""
     sparse: Callable[[Any, int], bool] | None = None
-    transformers_backend: bool = False
-    see: Callable[[Any], Any] = _as_it_is
-    tiny: Mapping[str, Any] = field(repr=False)
+    factor: Callable[[Any], float] = one
+    varied: bool = False
+    derived: bool = False
+    tiny: Mapping[str, Any] = field(repr=False, default_factory=dict)
 
     def is_sparse(self, config: Any, layer: int) -> bool:
         """Whether a layer has experts."""
         return self.sparse is not None and self.sparse(config, layer)
+
+
+def located(layer: nn.Module, path: str) -> str:
+    """The dotted path of a module of a layer: the first of "a|b" that it has.
+
+    Raises:
+        AttributeError: it has none of them.
+    """
+    for candidate in path.split("|"):
+        try:
+            layer.get_submodule(candidate)
+        except AttributeError:
+            continue
+        return candidate
+    raise AttributeError(f"it has no module {path.replace('|', ' or ')}")
 
 
 #: Shape shared by the tiny models: 4 layers of width 128, 4 heads of 32, the least that vLLM's CPU attention takes.

@@ -4,11 +4,8 @@ from steercap.families.base import TINY, Family
 
 MEMBER = Family(
     architectures=("Gemma2ForCausalLM",),
-    layers="model.layers",
+    classes=("gemma2.Gemma2DecoderLayer",),
     attn_out="post_attention_layernorm",
     mlp_out="post_feedforward_layernorm",
-    final_norm="model.norm",
-    residual_output=1,
-    residual_input="residual",
     tiny={"model_type": "gemma2", **TINY, "head_dim": 32, "sliding_window": 24, "tie_word_embeddings": True},
 )

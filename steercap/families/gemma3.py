@@ -4,12 +4,9 @@ from steercap.families.base import TINY, Family
 
 MEMBER = Family(
     architectures=("Gemma3ForCausalLM",),
-    layers="model.layers",
+    classes=("gemma3.Gemma3DecoderLayer",),
     attn_out="post_attention_layernorm",
     mlp_out="post_feedforward_layernorm",
-    final_norm="model.norm",
-    residual_output=1,
-    residual_input="residual",
     tiny={
         "model_type": "gemma3_text",
         **TINY,

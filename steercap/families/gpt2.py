@@ -4,11 +4,12 @@ from steercap.families.base import Family
 
 MEMBER = Family(
     architectures=("GPT2LMHeadModel",),
+    classes=("gpt2.GPT2Block",),
     layers="transformer.h",
     attn_out="attn",
-    mlp_out="mlp",
     final_norm="transformer.ln_f",
     residual_output=None,
+    residual_input="",
     attn_proj="attn.c_proj",
     attention="attn.attn",
     mlp_proj="mlp.c_proj",

@@ -8,11 +8,6 @@ MEMBER = Family(
         "LLaMAForCausalLM",
         "InternLM3ForCausalLM",
     ),
-    layers="model.layers",
-    attn_out="self_attn",
-    mlp_out="mlp",
-    final_norm="model.norm",
-    residual_output=1,
-    residual_input="residual",
+    classes=("llama.LlamaDecoderLayer",),
     tiny={"model_type": "llama", **TINY},
 )

@@ -7,11 +7,6 @@ MEMBER = Family(
         "MistralForCausalLM",
         "Ministral3ForCausalLM",
     ),
-    layers="model.layers",
-    attn_out="self_attn",
-    mlp_out="mlp",
-    final_norm="model.norm",
-    residual_output=1,
-    residual_input="residual",
+    classes=("mistral.MistralDecoderLayer",),
     tiny={"model_type": "mistral", **TINY, "sliding_window": 24},
 )

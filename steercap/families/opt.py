@@ -4,11 +4,13 @@ from steercap.families.base import Family
 
 MEMBER = Family(
     architectures=("OPTForCausalLM",),
+    classes=("opt.OPTDecoderLayer",),
     layers="model.decoder.layers",
-    attn_out="self_attn",
     mlp_out="fc2",
     final_norm="model.decoder.final_layer_norm",
+    after_norm=("project_out",),
     residual_output=None,
+    residual_input="",
     attn_proj="self_attn.out_proj",
     mlp_proj="fc2",
     tiny={

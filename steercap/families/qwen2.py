@@ -4,11 +4,6 @@ from steercap.families.base import TINY, Family
 
 MEMBER = Family(
     architectures=("Qwen2ForCausalLM",),
-    layers="model.layers",
-    attn_out="self_attn",
-    mlp_out="mlp",
-    final_norm="model.norm",
-    residual_output=1,
-    residual_input="residual",
+    classes=("qwen2.Qwen2DecoderLayer",),
     tiny={"model_type": "qwen2", **TINY},
 )

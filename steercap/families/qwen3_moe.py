@@ -12,12 +12,7 @@ def _sparse(config: Any, layer: int) -> bool:
 
 MEMBER = Family(
     architectures=("Qwen3MoeForCausalLM",),
-    layers="model.layers",
-    attn_out="self_attn",
-    mlp_out="mlp",
-    final_norm="model.norm",
-    residual_output=1,
-    residual_input="residual",
+    classes=("qwen3_moe.Qwen3MoeDecoderLayer",),
     router="mlp.gate",
     sparse=_sparse,
     tiny={

@@ -7,10 +7,8 @@ MEMBER = Family(
         "StableLmForCausalLM",
         "StablelmForCausalLM",
     ),
-    layers="model.layers",
-    attn_out="self_attn",
-    mlp_out="mlp",
-    final_norm="model.norm",
+    classes=("stablelm.StablelmDecoderLayer",),
     residual_output=None,
+    residual_input="",
     tiny={"model_type": "stablelm", **TINY},
 )

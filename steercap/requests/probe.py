@@ -1,74 +1,134 @@
 """The start-up probe: short requests that read and change every point, before the first user does.
 
 It runs once, when the engine starts. A compiled artifact without taps, a layer that is never called, a model that skips
-its modules, an edit that a compiler takes for dead: all would give plausible texts, and no rows or no steering.
+its modules, an edit that a compiler takes for dead: all would give plausible texts, and no rows or no steering. What
+the rows that it reads must be is in `proof`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec import structs
 
 from steercap.core.coding import RAW
 from steercap.core.messages import Owner, Wanted
 from steercap.core.plan import CapturePlan, Plan
+from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens
 from steercap.edits.add import Add
-from steercap.errors import SteeringNotApplied, TapsNotInstalled
-from steercap.requests.job import Job, prepare, run_all
+from steercap.errors import ModelNotProved, SteeringNotApplied, TapsNotInstalled
+from steercap.requests.fetching import fetch_all
+from steercap.requests.job import Done, Job, prepare, run_all
+from steercap.requests.proof import STREAM, Claim, closes, edited, equations, worst
 from steercap.sites import SITES
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from steercap.adapters.types import RequestOutput
-    from steercap.core.spec import Point
     from steercap.engine.engine import Engine
     from steercap.engine.fetching import Delivery
 
 #: Prompt tokens and generated tokens: a prefill pass, then a decode pass.
 _PROMPT, _GENERATED = 3, 2
+#: Most probable tokens whose logits are compared.
+_COMPARED = 20
 
 
-async def probe(engine: Engine) -> None:
-    """Check that every armed tap fires, in prefill and in decode, and that what it changes reaches the model's output.
+@dataclass(frozen=True)
+class _Probed:
+    """One request of the probe.
+
+    Args:
+        rows: of each point, [n, *shape of the point].
+        output: vLLM's.
+    """
+
+    rows: Mapping[Point, torch.Tensor]
+    output: RequestOutput
+
+
+async def probe(engine: Engine) -> tuple[Claim, ...]:
+    """Check that every armed tap fires, in prefill and in decode, that its rows are what their names say, and that what
+    it changes reaches the model's output.
+
+    Returns:
+        What was proved, and how exactly.
 
     Raises:
         TapsNotInstalled: a tap did not fire, what it read cannot be a row, or its change had no effect.
+        ModelNotProved: rows are not what their names say.
     """
+    claims: list[Claim] = []
     for number in range(engine.engines):  # each is a process, a compiled artifact and taps of its own
-        delivery = await _probe_reading(engine, number)
-        strange = min((parcel.nonfinite for parcel in delivery.parcels if parcel.nonfinite), default=None)
+        clean, strange = await _probe_reading(engine, number)
         if strange is None:
-            await _probe_editing(engine, number, delivery)
+            claims += _require(engine, equations(clean.rows, _factor(engine)))
+            claims += _require(engine, await _lens(engine, number, clean, "of the rows that were read"))
+            claims += await _probe_editing(engine, number, clean)
         else:
             warnings.warn(
                 f"the row of position {strange[0]} of the start-up probe at {engine.vllm.points[strange[1]]} holds NaN "
-                "or infinity, so what edits do could not be proved; look at it with CaptureSpec(allow_nonfinite=True)",
+                "or infinity, so neither its rows nor what edits do could be proved; look at it with "
+                "CaptureSpec(allow_nonfinite=True)",
                 stacklevel=2,
             )
+    return tuple(claims)
 
 
-async def _probe_reading(engine: Engine, number: int) -> Delivery:
-    """One request that captures everything; gives its rows."""
+def _factor(engine: Engine) -> float:
+    family = engine.family
+    return 1.0 if family is None else family.factor(engine.vllm.config)
+
+
+def _require(engine: Engine, claims: Iterable[Claim]) -> list[Claim]:
+    """The claims.
+
+    Raises:
+        ModelNotProved: one of them does not hold.
+    """
+    found = list(claims)
+    if (wrong := worst(found)) is not None:
+        kinds = ", ".join(engine.loaded.code)
+        raise ModelNotProved(f"rows of these layers, {kinds}, are not what steercap takes them for. {wrong}")
+    return found
+
+
+async def _probe_reading(engine: Engine, number: int) -> tuple[_Probed, tuple[int, int] | None]:
+    """One request that captures everything; and the position and point of a row that is not finite, if there is one."""
     prompt = await engine.vllm.render(list(range(1, _PROMPT + 1)))
     rows = _PROMPT + _GENERATED - 1
-    capture = CapturePlan(tuple(engine.armed.values()), (Range(0, None),), reduce=None, coding=RAW)
+    capture = _all_rows(tuple(engine.armed.values()))
     plan = Plan(engine.new_key(), _PROMPT, limit=rows, capture=capture)
     ticket = await engine.admit(engine.pages_needed(capture, rows), call=probe, engine=number)
-    params = engine.vllm.sampling({"max_tokens": _GENERATED, "min_tokens": _GENERATED, "temperature": 0.0})
+    params = engine.vllm.sampling({**_greedy(engine, _GENERATED), "min_tokens": _GENERATED})
     try:
-        async for _ in engine.generate(prompt, params, plan, ticket=ticket):
-            pass
+        outputs = [output async for output in engine.generate(prompt, params, plan, ticket=ticket)]
         (delivery,) = await engine.collect([Wanted(Owner(plan.key, 0), rows)])
     finally:
         engine.abandon(plan, ticket)
     _check(engine, delivery)
-    return delivery
+    strange = min((parcel.nonfinite for parcel in delivery.parcels if parcel.nonfinite), default=None)
+    joined = {engine.vllm.points[index]: delivery.joined(shards) for index, shards in delivery.shards.items()}
+    return _Probed({point: _tensor(rows) for point, rows in joined.items()}, outputs[-1]), strange
+
+
+def _tensor(rows: object) -> torch.Tensor:
+    assert isinstance(rows, torch.Tensor), "the probe keeps rows bit for bit"
+    return rows
+
+
+def _greedy(engine: Engine, tokens: int) -> dict[str, float]:
+    most = engine.vllm.max_logprobs
+    return {"max_tokens": tokens, "temperature": 0.0, "logprobs": _COMPARED if most < 0 else min(_COMPARED, most)}
+
+
+def _all_rows(indices: tuple[int, ...]) -> CapturePlan:
+    return CapturePlan(indices, (Range(0, None),), reduce=None, coding=RAW)
 
 
 def _check(engine: Engine, delivery: Delivery) -> None:
@@ -85,8 +145,25 @@ def _check(engine: Engine, delivery: Delivery) -> None:
         raise TapsNotInstalled(f"the start-up probe got no rows of {', '.join(missing)}")
 
 
-async def _probe_editing(engine: Engine, number: int, delivery: Delivery) -> None:
-    """One request per point that adds a random vector at that point alone: the next token's probability must change.
+async def _lens(engine: Engine, number: int, probed: _Probed, named: str) -> list[Claim]:
+    """Whether the last rows of the stream give the logits that the engine reported: of each token that was sampled."""
+    said = probed.output.outputs[0].logprobs or ()
+    rows = probed.rows[Point(engine.vllm.num_layers - 1, "resid_post")][_PROMPT - 1 :][: len(said)]
+    claims = []
+    for row, reported in zip(rows, said, strict=True):
+        found = await engine.unembed(row[None], list(reported), number)
+        logits = torch.frombuffer(bytearray(found.logits), dtype=torch.float32).tolist()
+        size = max(abs(found.least[0]), abs(found.most[0]))
+        log = [one.logprob for one in reported.values()]
+        claims.append(
+            closes(named, log, logits, most=found.most[0], spread=found.spread[0], size=size, dtype=row.dtype)
+        )
+    return claims
+
+
+async def _probe_editing(engine: Engine, number: int, clean: _Probed) -> list[Claim]:
+    """One request per point that adds a random vector at that point alone: the next token's probability must change,
+    and rows by what was added.
 
     The vector's elements are as large as the rows' are. Rows of random weights can be so small that nothing of them
     reaches the stream: where nothing changed, they are 1.
@@ -96,9 +173,7 @@ async def _probe_editing(engine: Engine, number: int, delivery: Delivery) -> Non
     for point, schema in engine.schemas.items():
         if schema.writable:
             # Of whole rows, which a rank that has a part of each cannot know.
-            rows = delivery.joined(delivery.shards[engine.armed[point]])
-            assert isinstance(rows, torch.Tensor), "the probe keeps rows bit for bit"
-            sizes[point] = float(rows.flatten(1).norm(dim=1).mean()) / schema.width**0.5
+            sizes[point] = float(clean.rows[point].flatten(1).norm(dim=1).mean()) / schema.width**0.5
             vectors[point] = torch.randn(schema.width, generator=generator)
 
     def add(point: Point, scale: float) -> Add:
@@ -106,42 +181,98 @@ async def _probe_editing(engine: Engine, number: int, delivery: Delivery) -> Non
         tokens: Tokens = 0 if SITES[point.site].per_key_head else "all"
         return Add(vectors[point], scale, layer=point.layer, site=point.site, tokens=tokens)
 
-    silent = await _without_effect(engine, number, {point: add(point, sizes[point]) for point in vectors})
+    edits = {point: add(point, sizes[point]) for point in vectors}
+    silent, claims = await _try(engine, number, edits, clean)
     loud = {point: add(point, 1.0) for point in silent if sizes[point] < 1}
     if loud:
-        silent = [point for point in silent if point not in loud] + await _without_effect(engine, number, loud)
+        again, more = await _try(engine, number, loud, clean)
+        silent, claims = [point for point in silent if point not in loud] + again, claims + more
+    _require(engine, claims)
     if silent:
         raise TapsNotInstalled(
             f"the start-up probe changed the rows at {', '.join(map(str, silent))}, and the model's output did not "
             "change; the tap there reads, but what it writes is lost"
         )
+    last = Point(engine.vllm.num_layers - 1, "resid_post")
+    ((_, probed),) = await _run(engine, number, [(last, edits[last])])  # by itself, see `worker.unembedding`
+    return claims + _require(engine, await _lens(engine, number, probed, "of a row that was edited"))
 
 
-async def _without_effect(engine: Engine, number: int, edits: Mapping[Point, Add]) -> list[Point]:
-    """The points whose edit, each made in a request of its own, leaves the model's output what it is without any."""
-    specs = [None, *(SteeringSpec([edit]) for edit in edits.values())]
-    params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0}  # the sampled token's own
+async def _try(
+    engine: Engine, number: int, edits: Mapping[Point, Add], clean: _Probed
+) -> tuple[list[Point], list[Claim]]:
+    """The points whose edit, each made in a request of its own, leaves the model's output what it is; and what must
+    hold of the rows of these requests.
+    """
+    (_, plain), *others = await _run(engine, number, [(None, None), *edits.items()])
+    claims: list[Claim] = []
+    for point, probed in others:
+        if point is not None:
+            before, after = clean.rows[point][:_PROMPT], probed.rows[point]
+            added = _added(edits[point])
+            claims.append(edited(point, before, after, added))
+            claims += equations(probed.rows, _factor(engine), (point, added))
+    unmoved = [point for point, probed in others if point and _likelihood(probed) == _likelihood(plain)]
+    return unmoved, claims
+
+
+def _added(edit: Add) -> torch.Tensor:
+    """What an edit adds to each row of the prompt: [tokens, width]."""
+    assert isinstance(edit.vector, torch.Tensor), "an edit keeps its vector as a tensor"
+    added = torch.zeros(_PROMPT, edit.vector.numel())
+    added[: 1 if SITES[edit.site].per_key_head else None] = edit.scale * edit.vector
+    return added
+
+
+async def _run(
+    engine: Engine, number: int, wanted: Sequence[tuple[Point | None, Add | None]]
+) -> list[tuple[Point | None, _Probed]]:
+    """Requests with an edit each, and the rows of the stream beside it."""
     prompt = {"prompt_token_ids": list(range(1, _PROMPT + 1))}
     options = {"data_parallel_rank": number} if engine.engines > 1 else {}
 
-    async def jobs(some: Sequence[SteeringSpec | None]) -> AsyncIterator[Job]:
-        for spec in some:
-            yield await prepare(engine, prompt, params, None, spec, options=options)
+    async def jobs(some: Sequence[tuple[Point | None, Add | None]]) -> AsyncIterator[Job]:
+        for point, edit in some:
+            spec = None if edit is None else SteeringSpec([edit])
+            job = await prepare(engine, prompt, _greedy(engine, 1), None, spec, options=options)
+            if job.plan is not None and point is not None:
+                near = _beside(engine, point)
+                capture = _all_rows(tuple(sorted(engine.armed[one] for one in near)))
+                plan = structs.replace(job.plan, capture=capture)
+                job = replace(job, plan=plan, points=near, hands_over=True)
+            yield job
 
-    slots = engine.settings.steering_slots
+    most = max(engine.pages_needed(_all_rows(tuple(engine.armed.values())), _PROMPT), 1)
+    together = max(1, min(engine.settings.steering_slots, engine.admission.budget.pages // most))
+    found: list[tuple[Point | None, _Probed]] = []
     try:
-        done = [
-            one
-            for first in range(0, len(specs), slots)
-            for one in await run_all(jobs(specs[first : first + slots]), set())
-        ]
+        for first in range(0, len(wanted), together):
+            some = wanted[first : first + together]
+            done = await run_all(jobs(some), set())
+            found += [(point, await _taken(one)) for (point, _), one in zip(some, done, strict=True)]
     except SteeringNotApplied as error:
         raise TapsNotInstalled(f"the start-up probe failed: {error}; this engine would not steer correctly") from error
-    clean, *edited = [_likelihood(one.output) for one in done]
-    return [point for point, found in zip(edits, edited, strict=True) if found == clean]
+    return found
 
 
-def _likelihood(output: RequestOutput) -> dict[int, float]:
-    """Logarithm of the probability of the next token, by its id."""
-    logprobs = output.outputs[0].logprobs or [{}]
+async def _taken(done: Done) -> _Probed:
+    """What came of a request, its rows fetched and given back."""
+    if not done.handles:
+        return _Probed({}, done.output)
+    (handle,) = done.handles
+    await fetch_all([handle.lifecycle])
+    rows = {point: handle.captures[point] for point in handle.points}
+    handle.release()
+    return _Probed(rows, done.output)
+
+
+def _beside(engine: Engine, point: Point) -> tuple[Point, ...]:
+    """A point, and the stream of its layer and of the next, as far as it is armed."""
+    near = {Point(layer, site) for layer in (point.layer, point.layer + 1) for site in STREAM} | {point}
+    return tuple(one for one in engine.armed if one in near)
+
+
+def _likelihood(probed: _Probed) -> dict[int, float]:
+    """Logarithm of the probability of the most probable next tokens, by their ids."""
+    logprobs = probed.output.outputs[0].logprobs or [{}]
     return {token: value.logprob for token, value in logprobs[0].items()}

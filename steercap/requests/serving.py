@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from steercap.concurrency.loops import Home, finished, on_thread
@@ -12,8 +13,9 @@ from steercap.core.idiom import AWAITED
 from steercap.engine.checkpoint import look_up, require_reachable, require_there
 from steercap.engine.engine import Engine
 from steercap.engine.guard import require_main_guard
-from steercap.errors import ModelClosed
+from steercap.errors import ModelClosed, ModelNotProved
 from steercap.requests.probe import probe
+from steercap.requests.proof import Claim
 
 if TYPE_CHECKING:
     from steercap.adapters.launch import Launch
@@ -34,6 +36,7 @@ class Serving:
         engine: the engine, while it runs.
         running: what runs on it; cancelled when it is closed.
         idiom: how messages show code.
+        proof: what was proved of the engine when it started.
     """
 
     def __init__(self, model: str, settings: Settings, engine_args: Mapping[str, Any], *, cut: bool) -> None:
@@ -43,6 +46,7 @@ class Serving:
         self.engine: Engine | None = None
         self.running: set[asyncio.Task[Any]] = set()
         self.idiom = AWAITED
+        self.proof: tuple[Claim, ...] = ()
         self._cut = cut
         self._closed = False
         self._home: Home | None = None
@@ -80,13 +84,17 @@ class Serving:
         arguments = dict(self.engine_args)
         if "max_model_len" in arguments and self._cut and (context := look_up(self.model).context):
             arguments["max_model_len"] = min(arguments["max_model_len"], context)
-        self._launch = Launch()
-        engine = await Engine.start(self.model, self.settings, arguments, self._launch)
-        try:
-            await probe(engine)
-        except BaseException:
-            await engine.aclose()
-            raise
+        for candidate in count():
+            self._launch = Launch()
+            engine = await Engine.start(self.model, self.settings, arguments, self._launch, candidate)
+            try:
+                self.proof = await probe(engine)
+            except BaseException as error:
+                await engine.aclose()
+                if not isinstance(error, ModelNotProved) or candidate + 1 >= engine.loaded.candidates:
+                    raise
+            else:
+                break
         return engine
 
     async def aclose(self) -> None:

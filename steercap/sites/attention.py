@@ -12,6 +12,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from steercap.core.extras import extra
+from steercap.families.base import located
 from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, input_tap
 
 if TYPE_CHECKING:
@@ -28,11 +29,11 @@ class AttentionInput(Site):
     name: ClassVar[str]
     argument: ClassVar[int]
 
-    def exists(self, family: Family, config: Any, layer: int) -> bool:
+    def known(self, family: Family) -> bool:
         return bool(family.attention)
 
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
-        heads, head_dim = self.heads(layer.get_submodule(family.attention))
+        heads, head_dim = self.heads(layer.get_submodule(located(layer, family.attention)))
         whole = self.per_key_head and sizes.kv_heads == 1  # every rank has a copy of it
         shards = 1 if whole else sizes.ranks
         return RowShape((heads * shards, head_dim), shards)
@@ -42,13 +43,18 @@ class AttentionInput(Site):
         """Heads of one rank, and elements of each, as vLLM's attention module says."""
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
-        return input_tap(layer, family.attention, self.name, tap, family, self.argument)
+        return input_tap(layer, family.attention, self.name, tap, self.argument)
 
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
         def hook(module: nn.Module, _args: Any) -> None:
             _EAGER.expect(module, self.argument, visit)
 
-        return layer.get_submodule(family.attention.rpartition(".")[0]).register_forward_pre_hook(hook)
+        return layer.get_submodule(_parent(layer, family.attention)).register_forward_pre_hook(hook)
+
+
+def _parent(layer: nn.Module, attention: str) -> str:
+    """The module that makes queries, keys and values, which is called the same in both libraries."""
+    return located(layer, "|".join(path.rpartition(".")[0] for path in attention.split("|")))
 
 
 class _Eager:

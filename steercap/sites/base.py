@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+from steercap.families.base import located, rows_of
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -78,15 +80,19 @@ class Site(ABC):
     #: Whether a row has a part for each head of keys, of which there may be fewer than tensor-parallel ranks.
     per_key_head: ClassVar[bool] = False
 
-    @abstractmethod
     def exists(self, family: Family, config: Any, layer: int) -> bool:
-        """Whether a layer has it.
+        """Whether a layer has it, as far as it can be told before the model is loaded.
 
         Args:
             family: how its layers are written.
             config: transformers' configuration of the model.
             layer: index of the layer.
         """
+        return self.known(family)
+
+    @abstractmethod
+    def known(self, family: Family) -> bool:
+        """Whether the family says where it is, in layers that have it."""
 
     @abstractmethod
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
@@ -101,46 +107,47 @@ class Site(ABC):
         """Visit the rows in one of transformers' decoder layers, in each pass."""
 
 
-def output_tap(  # noqa: PLR0917 -- where, and what
-    layer: nn.Module, path: str, name: str, tap: Tap, family: Family, stream: int | None = None
-) -> RemovableHandle:
+def output_tap(layer: nn.Module, path: str, name: str, tap: Tap, stream: int | None = None) -> RemovableHandle:
     """Tap what the submodule `path` of `layer` returns ("" is the layer itself).
 
     Args:
         layer: decoder layer.
-        path: dotted path of the submodule.
+        path: dotted path of the submodule, see `Family`.
         name: name of the site, which names the buffer.
         tap: what it carries.
-        family: how its tensors are seen.
         stream: index of the residual in the returned tuple, to be added to what is read; None for none.
     """
     from steercap.kernels.tap import tap as operator
 
-    module = layer.get_submodule(path)
+    module = layer.get_submodule(located(layer, path))
     buffer = f"steercap_{name}"
     module.register_buffer(buffer, tap.point, persistent=False)
-    see, kind = family.see, tap.kind
+    kind = tap.kind
 
     def hook(module: nn.Module, _args: Any, output: Any) -> None:
-        hidden = see(output[0] if isinstance(output, tuple) else output)
-        operator(hidden, None if stream is None else see(output[stream]), getattr(module, buffer), kind)
+        whole = stream is None or not isinstance(output, tuple)
+        residual = None if whole else output[stream]  # of some layers None, which return the whole stream
+        operator(
+            rows_of(output[0] if isinstance(output, tuple) else output),
+            None if residual is None else rows_of(residual),
+            getattr(module, buffer),
+            kind,
+        )
 
     return module.register_forward_hook(hook)
 
 
-def input_tap(  # noqa: PLR0917 -- where, and what
-    layer: nn.Module, path: str, name: str, tap: Tap, family: Family, argument: int = 0
-) -> RemovableHandle:
+def input_tap(layer: nn.Module, path: str, name: str, tap: Tap, argument: int = 0) -> RemovableHandle:
     """Tap an argument of the submodule `path` of `layer`, the first unless said; the rest as for `output_tap`."""
     from steercap.kernels.tap import tap as operator
 
-    module = layer.get_submodule(path)
+    module = layer.get_submodule(located(layer, path))
     buffer = f"steercap_{name}"
     module.register_buffer(buffer, tap.point, persistent=False)
-    see, kind = family.see, tap.kind
+    kind = tap.kind
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        operator(see((*args, *kwargs.values())[argument]), None, getattr(module, buffer), kind)
+        operator(rows_of((*args, *kwargs.values())[argument]), None, getattr(module, buffer), kind)
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from steercap.families.base import located
 from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, output_tap, visit_output
 
 if TYPE_CHECKING:
@@ -16,17 +17,17 @@ if TYPE_CHECKING:
 class MlpOut(Site):
     """Tap on the output of the family's last module of the feed-forward block."""
 
-    def exists(self, family: Family, config: Any, layer: int) -> bool:
-        return True
+    def known(self, family: Family) -> bool:
+        return bool(family.mlp_out)
 
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
         return RowShape((sizes.hidden,))
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
-        return output_tap(layer, family.mlp_out, "mlp_out", tap, family)
+        return output_tap(layer, family.mlp_out, "mlp_out", tap)
 
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
-        return visit_output(layer.get_submodule(family.mlp_out), visit)
+        return visit_output(layer.get_submodule(located(layer, family.mlp_out)), visit)
 
 
 MEMBER = MlpOut()

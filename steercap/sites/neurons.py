@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from steercap.families.base import located
 from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, input_tap, part_of, visit_input
 
 if TYPE_CHECKING:
@@ -16,18 +17,21 @@ if TYPE_CHECKING:
 class Neurons(Site):
     """Tap on the input of the family's down projection; tensor-parallel ranks have some of the neurons each."""
 
+    def known(self, family: Family) -> bool:
+        return bool(family.mlp_proj)
+
     def exists(self, family: Family, config: Any, layer: int) -> bool:
-        return bool(family.mlp_proj) and not family.is_sparse(config, layer)
+        return self.known(family) and not family.is_sparse(config, layer)
 
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
-        width, shards = part_of(layer.get_submodule(family.mlp_proj))
+        width, shards = part_of(layer.get_submodule(located(layer, family.mlp_proj)))
         return RowShape((width,), shards)
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
-        return input_tap(layer, family.mlp_proj, "neurons", tap, family)
+        return input_tap(layer, family.mlp_proj, "neurons", tap)
 
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
-        return visit_input(layer.get_submodule(family.mlp_proj), visit)
+        return visit_input(layer.get_submodule(located(layer, family.mlp_proj)), visit)
 
 
 MEMBER = Neurons()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, output_tap, visit_output
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 class ResidPost(Site):
     """Tap on the layer's output, the deferred residual added where the family has one."""
 
-    def exists(self, family: Family, config: Any, layer: int) -> bool:
+    def known(self, family: Family) -> bool:
         return True
 
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
         return RowShape((sizes.hidden,))
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
-        return output_tap(layer, "", "resid_post", tap, family, family.residual_output)
+        return output_tap(layer, "", "resid_post", tap, family.residual_output)
 
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
         return visit_output(layer, visit)

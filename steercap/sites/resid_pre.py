@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from steercap.families.base import rows_of
 from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, visit_input
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ class ResidPre(Site):
 
     before_keys: ClassVar[bool] = True
 
-    def exists(self, family: Family, config: Any, layer: int) -> bool:
+    def known(self, family: Family) -> bool:
         return True
 
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
@@ -34,12 +35,12 @@ class ResidPre(Site):
         hidden_name, residual_name = family.hidden_input, family.residual_input
         hidden_at = names.index(hidden_name)
         residual_at = names.index(residual_name) if residual_name else len(names)
-        see, kind = family.see, tap.kind
+        kind = tap.kind
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden = args[hidden_at] if hidden_at < len(args) else kwargs[hidden_name]
             residual = args[residual_at] if residual_at < len(args) else kwargs.get(residual_name)
-            operator(see(hidden), None if residual is None else see(residual), getattr(module, buffer), kind)
+            operator(rows_of(hidden), None if residual is None else rows_of(residual), getattr(module, buffer), kind)
 
         return layer.register_forward_pre_hook(hook, with_kwargs=True)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from steercap.families.base import located
 from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, input_tap, part_of, visit_input
 
 if TYPE_CHECKING:
@@ -16,18 +17,18 @@ if TYPE_CHECKING:
 class Z(Site):
     """Tap on the input of the family's output projection; tensor-parallel ranks have some of the heads each."""
 
-    def exists(self, family: Family, config: Any, layer: int) -> bool:
+    def known(self, family: Family) -> bool:
         return bool(family.attn_proj)
 
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
-        width, shards = part_of(layer.get_submodule(family.attn_proj))
+        width, shards = part_of(layer.get_submodule(located(layer, family.attn_proj)))
         return RowShape((width // sizes.head_dim, sizes.head_dim), shards)
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
-        return input_tap(layer, family.attn_proj, "z", tap, family)
+        return input_tap(layer, family.attn_proj, "z", tap)
 
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
-        return visit_input(layer.get_submodule(family.attn_proj), visit)
+        return visit_input(layer.get_submodule(located(layer, family.attn_proj)), visit)
 
 
 MEMBER = Z()

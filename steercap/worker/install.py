@@ -5,7 +5,7 @@ It happens once, after the weights are loaded and before vLLM traces the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -19,11 +19,10 @@ from steercap.sites.base import Sizes, Tap
 from steercap.worker.taps.base import Installed
 
 
-def install_taps(  # noqa: PLR0917 -- a model, and where this rank is in it
-    model: nn.Module,
+def install_taps(
+    layers: Mapping[int, nn.Module],
     family: Family,
     armed: Sequence[Point],
-    present: range,
     sizes: Sizes,
     dtype: torch.dtype,
     *,
@@ -31,13 +30,12 @@ def install_taps(  # noqa: PLR0917 -- a model, and where this rank is in it
     num_layers: int,
     device: torch.device,
 ) -> Installed:
-    """Attach the taps of the layers in `present`.
+    """Attach the taps of the layers that this rank holds.
 
     Args:
-        model: the loaded model.
-        family: how its layers are written.
-        armed: every point of the engine, layer by layer.
-        present: layers that this pipeline stage holds.
+        layers: the loaded layers, by their indices in the whole model.
+        family: how they are written.
+        armed: every point of the engine, layer by layer; those that a layer does not have are left out.
         sizes: what the model's rows are.
         dtype: the model's.
         shard: this rank among those of its tensor-parallel group.
@@ -47,33 +45,38 @@ def install_taps(  # noqa: PLR0917 -- a model, and where this rank is in it
     Raises:
         WorkerFailure: a layer is not written as its family says.
     """
-    layers = model.get_submodule(family.layers)
-    local = tuple(index for index, point in enumerate(armed) if point.layer in present)
-    schemas = tuple(
-        schema_of(layers.get_submodule(str(armed[index].layer)), family, armed[index], sizes, dtype, num_layers)
-        for index in local
-    )
+    found = {
+        index: schema
+        for index, point in enumerate(armed)
+        if point.layer in layers
+        if (schema := schema_of(layers[point.layer], family, point, sizes, dtype, num_layers))
+    }
+    local, schemas = tuple(found), tuple(found.values())
     kept = tuple(schema.shards > 1 or shard == 0 for schema in schemas)
     installed = Installed(local, schemas, kept, shard)
     kinds = {kind: number for number, kind in enumerate(installed.kinds)}
     for number, (index, schema) in enumerate(zip(local, schemas, strict=True)):
         tap = Tap(torch.tensor([number], dtype=torch.int32, device=device), kinds[installed.kind_of(schema)])
-        SITES[armed[index].site].attach(layers.get_submodule(str(armed[index].layer)), family, tap)
+        SITES[armed[index].site].attach(layers[armed[index].layer], family, tap)
     return installed
 
 
 def schema_of(  # noqa: PLR0917 -- a layer, and where it is in its model
     layer: nn.Module, family: Family, point: Point, sizes: Sizes, dtype: torch.dtype, num_layers: int
-) -> PointSchema:
-    """What the tensor at a point is.
+) -> PointSchema | None:
+    """What the tensor at a point is; None where the family has no such site, or some of its layers have not.
 
     Raises:
         WorkerFailure: the layer is not written as its family says.
     """
     site = SITES[point.site]
+    if not site.known(family):
+        return None
     try:
         rows = site.rows(layer, family, sizes)
     except AttributeError as error:
+        if family.varied or family.sparse is not None:
+            return None
         raise WorkerFailure(f"{point} is not in this model, a {type(layer).__name__}: {error}") from error
     return PointSchema(
         shape=rows.shape,

@@ -6,7 +6,7 @@ A runner adapter drives it; it knows nothing of vLLM.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -32,6 +32,7 @@ from steercap.core.messages import (
     Joining,
     LineRange,
     Lines,
+    Loaded,
     NotCapturing,
     OpenSketch,
     Owner,
@@ -39,6 +40,7 @@ from steercap.core.messages import (
     Read,
     ReadSketch,
     Settle,
+    Unembed,
     Unknown,
     Wanted,
     Weigh,
@@ -61,6 +63,7 @@ from steercap.worker.sketching import Sketches
 from steercap.worker.steering import Steering
 from steercap.worker.step import Step, Witness
 from steercap.worker.taps.base import Taps
+from steercap.worker.unembedding import unembedded
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -72,6 +75,8 @@ class Runtime:
         taps: the tables behind this rank's taps.
         armed: names of the points that the whole engine arms.
         device: where the model computes.
+        loaded: the layers of this rank.
+        unembed: what the model does to rows of the last layer to get logits; None where it is not on this rank.
         attention: how the layers whose queries and keys are armed weigh keys.
     """
 
@@ -80,9 +85,14 @@ class Runtime:
         taps: Taps,
         armed: Sequence[str],
         device: torch.device,
+        *,
+        loaded: Loaded = Loaded(),  # noqa: B008 -- it cannot change
+        unembed: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
         attention: Mapping[int, AttentionRule] = MappingProxyType({}),
     ) -> None:
         self.taps = taps
+        self._loaded = loaded
+        self._unembed = unembed
         self._attention = dict(attention)
         self._names = tuple(armed[point] for point in taps.points)
         self.device = device
@@ -229,17 +239,19 @@ class Runtime:
                 _LOG.exception("steercap could not answer its client")
             return encode(Failed(f"{type(error).__name__}: {error}"))
 
-    def _reply(self, call: Call) -> Answer:  # noqa: PLR0911 -- one answer per question
+    def _reply(self, call: Call) -> Answer:  # noqa: C901, PLR0911 -- one answer per question
         match call.question:
-            case Attach():
-                return self._attach(call.question)
             case Configure():
                 return self._steering.configure(call.question, self._ledger.slots())
             case Settle(wanted):
                 self._wait_for(wanted)
                 return self._steering.settle(call.question)
+            case Unembed():
+                return unembedded(self._unembed, call.question, self.device)
             case _ if not self.captures:
                 return NotCapturing()
+            case Attach():
+                return self._attach(call.question)
             case Collect(wanted):
                 self._wait_for(wanted)
                 boxes = ((self._kept.get(item.owner), item.total) for item in wanted)
@@ -282,8 +294,6 @@ class Runtime:
         return msgspec.structs.replace(parcel, failure=refused)
 
     def _attach(self, asked: Attach) -> Answer:
-        if not self.captures:
-            return NotCapturing()
         if self._arena is None:
             with torch.inference_mode(mode=False):  # or its lines could be written in inference mode alone
                 self._arena = Arena(self._shape, asked.capture_bytes, self.device)
@@ -301,6 +311,7 @@ class Runtime:
             held=self.taps.accumulators.held,
             path=self._arena.segment.path,
             nonce=self._arena.segment.nonce,
+            loaded=self._loaded,
             attention=self._attention,
         )
 

@@ -1,0 +1,56 @@
+"""The code that a layer computes with: what it is called, and a fingerprint that a change of it changes.
+
+The same architecture moves between vLLM's own file and transformers' modules, and its file changes between releases. A
+family is known by the class of the layers that were loaded, and how well it is known by the code of their `forward`.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import textwrap
+from typing import Any, Final
+
+#: Where vLLM and transformers keep their models.
+_HOMES: Final = ("vllm.model_executor.models.", "vllm.models.", "transformers.models.")
+#: What does not change what is computed.
+_SAID: Final = ("annotation", "returns", "type_comment", "type_params")
+
+
+def name_of(layer: type) -> str:
+    """What a family calls a class: "llama.LlamaDecoderLayer", in vLLM and in transformers."""
+    module = layer.__module__
+    for home in _HOMES:
+        if module.startswith(home):
+            module = module.removeprefix(home)
+            break
+    first, _, last = module.rpartition(".")
+    return f"{first if last.startswith('modeling_') else module}.{layer.__qualname__}"
+
+
+def is_transformers(layer: type) -> bool:
+    """Whether a class is transformers' own."""
+    return layer.__module__.startswith("transformers.")
+
+
+def fingerprint_of(layer: type[Any]) -> str:
+    """12 hexadecimal digits of the syntax tree of a class's `forward`, without types and docstrings; "" if unknown."""
+    try:
+        source = inspect.getsource(inspect.unwrap(layer.forward))
+        (function,) = ast.parse(textwrap.dedent(source)).body
+    except (AttributeError, OSError, TypeError, ValueError, SyntaxError):
+        return ""
+    return hashlib.sha256(_written(function).encode()).hexdigest()[:12]
+
+
+def _written(node: Any) -> str:
+    """A syntax tree as text that is the same in every version of Python that has the syntax."""
+    if isinstance(node, list):
+        return "[" + ",".join(map(_written, node)) + "]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = {name: value for name, value in ast.iter_fields(node) if name not in _SAID and value not in (None, [])}
+    if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+        fields["body"] = node.body[1:]
+    return type(node).__name__ + "(" + ",".join(f"{name}={_written(value)}" for name, value in fields.items()) + ")"

@@ -1,0 +1,115 @@
+"""Where the decoder layers of a loaded model are, and what comes after them.
+
+A model that reads images or sound holds a language model; the language model holds its layers in one list. On a
+pipeline stage that list has a placeholder for each layer of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from steercap.errors import UnsupportedModel
+from steercap.families.base import Family
+from steercap.families.code import fingerprint_of, name_of
+
+#: What models call the norm between the last layer and the unembedding.
+_NORMS: Final = (
+    "norm",
+    "final_layernorm",
+    "final_layer_norm",
+    "ln_f",
+    "norm_f",
+    "final_norm",
+    "embedding_norm",
+    "ln_out",
+    "output_norm",
+)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The decoder layers of a loaded model.
+
+    Args:
+        model: the model that vLLM runs.
+        parent: the module that holds the list of layers.
+        layers: the layers, by their indices in the whole model.
+    """
+
+    model: Any
+    parent: nn.Module
+    layers: Mapping[int, nn.Module]
+
+    @property
+    def code(self) -> dict[str, str]:
+        """The classes of its layers, as families name them, and the fingerprint of each one's `forward`."""
+        kinds: dict[str, type[nn.Module]] = {name_of(type(layer)): type(layer) for layer in self.layers.values()}
+        return {name: fingerprint_of(kind) for name, kind in sorted(kinds.items())}
+
+    def unembedding(self, family: Family) -> Callable[[torch.Tensor], torch.Tensor | None]:
+        """What the model does to rows of the last layer, [n, hidden], to get logits [n, vocabulary], or a part of it.
+
+        All ranks of a tensor-parallel group must call it together; the logits may be None on others than the first.
+
+        Raises:
+            UnsupportedModel: no norm is to be found behind the layers, where the family names none.
+        """
+        named = family.final_norm.rpartition(".")[2]
+        names = _NORMS if family.derived else (named,)
+        norms = [name for name in names if isinstance(getattr(self.parent, name, None), nn.Module)]
+        if not norms and family.derived:
+            children = ", ".join(name for name, _ in self.parent.named_children())
+            raise UnsupportedModel(
+                f"steercap finds no norm behind the layers of {type(self.parent).__name__}, which holds {children}"
+            )
+        tail: list[Any] = [
+            module
+            for name in (*norms[:1], *family.after_norm)
+            if isinstance(module := getattr(self.parent, name, None), nn.Module)
+        ]
+
+        model: Any = self.model
+
+        def unembed(rows: torch.Tensor) -> torch.Tensor | None:
+            hidden: Any = rows
+            for module in tail:
+                hidden = module(hidden)
+                hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+            logits: torch.Tensor | None = model.compute_logits(hidden)
+            return logits
+
+        return unembed
+
+
+def decoder_of(model: nn.Module, num_layers: int, present: range) -> Decoder:
+    """Find the decoder layers of a loaded model.
+
+    Args:
+        model: what vLLM has loaded.
+        num_layers: layers of the whole model.
+        present: those that this pipeline stage holds.
+
+    Raises:
+        UnsupportedModel: there is no list of so many layers, or more than one.
+    """
+    inner: Any = getattr(model, "get_language_model", None)
+    text: nn.Module = model if inner is None else inner()
+    lists = {
+        name: module
+        for name, module in text.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers
+    }
+    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    if len(outer) != 1:
+        found = f"has {', '.join(outer)}" if outer else "has none"
+        raise UnsupportedModel(
+            f"steercap looks for one list of {num_layers} decoder layers, and {type(text).__name__} {found}"
+        )
+    (path,) = outer
+    layers: Sequence[nn.Module] = lists[path]  # type: ignore[assignment]  # mypy knows no ModuleList as a sequence
+    return Decoder(model, text.get_submodule(path.rpartition(".")[0]), {index: layers[index] for index in present})
