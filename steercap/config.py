@@ -38,6 +38,8 @@ DEFAULT_REDUCE_BYTES: Final = 1 << 30
 DEFAULT_VECTOR_BYTES: Final = 256 << 20
 
 
+#: What stands for all sites that a model has.
+ALL: Final = "all"
 #: The site where a layer has done all that it does to the stream.
 LAYER_END: Final = "resid_post"
 
@@ -51,7 +53,7 @@ class Settings:
     """How an engine captures and steers.
 
     Args:
-        sites: sites to arm. Each armed point costs a little time in every pass.
+        sites: sites to arm, or "all" that the model has. Each armed point costs a little time in every pass.
         layers: layers to arm them at. `resid_post` of the last layer is always armed: the proof at start reads it. In
             float16, `resid_post` of every layer from the first of them on is armed too: edited rows can overflow there.
         codec: how rows are stored where a `CaptureSpec` does not say; see there.
@@ -96,7 +98,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         keep = object.__setattr__
-        keep(self, "sites", parse_sites(self.sites))
+        keep(self, "_every_site", self.sites == ALL)
+        keep(self, "sites", tuple(SITES) if self.every_site else parse_sites(self.sites))
         keep(self, "layers", parse_layers(self.layers))
         for site in self.sites:
             SITES[site]
@@ -118,6 +121,11 @@ class Settings:
         if seconds is None or not seconds > 0:
             raise InvalidSetting(f"overflow_timeout={shown(self.overflow_timeout)}; give seconds above 0")
         keep(self, "overflow_timeout", seconds)
+
+    @property
+    def every_site(self) -> bool:
+        """Whether `sites` was "all", of which a model may lack some."""
+        return bool(self.__dict__["_every_site"])
 
     def armed(
         self,
@@ -142,7 +150,8 @@ class Settings:
         """
         layers = resolve_layers(self.layers, num_layers)
         points = [point for layer in layers for site in self.sites if exists(point := Point(layer, site))]
-        if missing := set(self.sites) - {point.site for point in points}:
+        missing = set(self.sites) - {point.site for point in points}
+        if missing and not self.every_site:
             raise UnsupportedModel(
                 f"this model has no {', '.join(sorted(missing))} at any of the layers {list(layers)}; leave it out of "
                 "SteerModel(..., sites=)"

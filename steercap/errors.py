@@ -17,7 +17,8 @@ SteercapError
 │   └── RunDiffers                  a run folder that holds a run of other settings
 ├── EngineFailure (RuntimeError)    the engine is missing or unusable
 │   ├── ModelNotLoaded              vLLM could not load the model
-│   ├── UnsupportedModel            an architecture whose layers steercap does not know
+│   ├── UnsupportedModel            a model whose layers steercap cannot read
+│   │   └── ModelNotProved          rows that are not what their names say
 │   ├── UnsupportedRunner           a model runner or parallel layout steercap does not know
 │   ├── TapsNotInstalled            the probe found a tap that does not fire
 │   ├── MainGuardMissing            a script starts an engine while it is being imported

@@ -81,7 +81,7 @@ class Engine:
         self.armed: Final = {point: index for index, point in enumerate(vllm.points) if index in known}
         self.schemas: Final[Mapping[Point, PointSchema]] = {point: known[index] for point, index in self.armed.items()}
         self.loaded: Final = loaded_of(ranks)
-        self._require_sites(settings.sites)
+        self._require_sites(() if settings.every_site else settings.sites)
         self.attention: Final = attention_of(ranks[0])
         self._compiler = Compiler(
             self.armed,

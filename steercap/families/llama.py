@@ -7,6 +7,8 @@ MEMBER = Family(
         "LlamaForCausalLM",
         "LLaMAForCausalLM",
         "InternLM3ForCausalLM",
+        "Phi3ForCausalLM",
+        "Ernie4_5ForCausalLM",
     ),
     classes=("llama.LlamaDecoderLayer",),
     tiny={"model_type": "llama", **TINY},

@@ -17,11 +17,13 @@ from torch import nn
 
 from steercap.core.extras import extra
 from steercap.core.spec import Point
-from steercap.families import family_of
+from steercap.errors import UnsupportedModel
+from steercap.families import families_of, family_of
 from steercap.families.base import Family
 from steercap.sites import SITES
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.edits import edited
+from steercap.worker.decoder import decoder_of
 
 
 class Reference:
@@ -38,7 +40,9 @@ class Reference:
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, attn_implementation="eager")
         self.model.eval()
-        self.family: Family = family_of(self.model.config.architectures)
+        count = self.model.config.get_text_config().num_hidden_layers
+        self.layers: Mapping[int, nn.Module] = decoder_of(self.model, count, range(count)).layers
+        self.family: Family = _family(self.model.config.architectures, self.layers)
         self._hooked = threading.Lock()  # hooks of one thread would see the rows of another
 
     def rows(
@@ -63,7 +67,7 @@ class Reference:
         Threads may call it at once; they take turns.
         """
         found: dict[Point, torch.Tensor] = {}
-        layers = self.model.get_submodule(self.family.layers)
+        layers = self.layers
         with self._changed(steering, prompt_len) as hooks:
             for layer, rows in (inputs or {}).items():
                 hooks.callback(layers[layer].register_forward_pre_hook(_replace(rows), with_kwargs=True).remove)
@@ -87,11 +91,19 @@ class Reference:
     @contextmanager
     def _changed(self, steering: SteeringSpec | None, prompt_len: int) -> Iterator[ExitStack]:
         """Make edits in every pass within, and remove the hooks that the caller enters."""
-        layers = self.model.get_submodule(self.family.layers)
+        layers = self.layers
         with self._hooked, ExitStack() as hooks, torch.inference_mode():
             for point, change in _changes(steering, prompt_len, len(layers)):
                 hooks.callback(_change(layers[point.layer], self.family, point, change).remove)
             yield hooks
+
+
+def _family(architectures: Sequence[str], layers: Mapping[int, nn.Module]) -> Family:
+    """The family of transformers' layers: by their architecture, or by their classes; else what is derived of them."""
+    try:
+        return family_of(architectures)
+    except UnsupportedModel:
+        return families_of(list(layers.values()))[0]
 
 
 def _changes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -11,6 +12,7 @@ from typing import Any, Final
 from steercap.core.extras import extra
 from steercap.families import FAMILIES
 from steercap.sites import SITES
+from steercap.testing.architectures import ARCHITECTURES
 from steercap.testing.cache import cached
 
 #: Weights wide enough that rows differ between tokens, positions and layers, and attention is not uniform.
@@ -22,15 +24,24 @@ def tiny_checkpoint(family: str, **changes: Any) -> Path:
     """A random float32 checkpoint of one family, 4 layers × 128, with a byte-level tokenizer.
 
     Args:
-        family: which.
+        family: which, or which of `ARCHITECTURES`.
         **changes: of its configuration.
 
     Raises:
         UnknownName: no such family.
     """
-    settings = {**FAMILIES[family].tiny, **changes}
+    settings = {**tiny_config(family), **changes}
     tiny = json.dumps([settings, INIT_STD, SEED], sort_keys=True)
     return cached(f"tiny-{family}-{hashlib.sha256(tiny.encode()).hexdigest()[:8]}", partial(_write, settings))
+
+
+def tiny_config(name: str) -> Mapping[str, Any]:
+    """Keyword arguments of `AutoConfig.for_model` for a family's smallest model, or one of `ARCHITECTURES`.
+
+    Raises:
+        UnknownName: neither.
+    """
+    return ARCHITECTURES[name] if name in ARCHITECTURES else FAMILIES[name].tiny
 
 
 def tiny_sites(family: str) -> tuple[str, ...]:

@@ -1,0 +1,90 @@
+"""Prove the architectures that steercap serves, on this machine: tiny models of each against transformers.
+
+    python scripts/prove_models.py                    all, two at a time; writes steercap/families/proved.json
+    python scripts/prove_models.py --only granite     one or several, shown and not written
+
+Each is opened as a user opens it, so the proof at start runs too; then rows at all its sites are compared with
+transformers' for prompts that are chunked and generated tokens, and every operation at every site. What is refused
+is written with its reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+from steercap.families import FAMILIES
+from steercap.testing.architectures import ARCHITECTURES
+
+PROVED = Path(__file__).parent.parent / "steercap" / "families" / "proved.json"
+#: Seconds for one of them; an engine takes 15 on a quiet machine.
+PATIENCE = 600
+MARK = "PROVED "
+
+
+async def proved(name: str) -> dict[str, Any]:
+    """What becomes of one architecture."""
+    from steercap.testing.proving import prove
+
+    return await prove(name)
+
+
+def in_process(name: str) -> dict[str, Any]:
+    """The same in a process of its own, which can die or hang by itself."""
+    command = [sys.executable, __file__, "--only", name, "--machine"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    except subprocess.TimeoutExpired:
+        return {"name": name, "refused": f"not done after {PATIENCE} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if not lines:
+        return {"name": name, "refused": f"the process ended with {done.returncode}: {done.stderr[-500:]}"}
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
+    return found
+
+
+def said(record: dict[str, Any]) -> str:
+    """One line of one record."""
+    if reason := record.get("refused"):
+        return f"{record['name']:24} REFUSED {reason[:200]}"
+    worst = max(record["rows"].values(), key=lambda same: same["error"])
+    return (
+        f"{record['name']:24} {record['family'] or 'derived':12} {' '.join(record['sites'])}: rows "
+        f"{worst['error']:.1e}, edits {max(record['edits'].values()):.1e}, lens {record['lens']:.1e}"
+    )
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="Names; all by default.")] = None,
+    together: Annotated[int, typer.Option(help="Engines at once.")] = 2,
+    machine: Annotated[bool, typer.Option(help="Print a record for the process that asked.", hidden=True)] = False,
+) -> None:
+    """Prove them."""
+    if machine and only:
+        print(MARK + json.dumps(asyncio.run(proved(only[0]))), flush=True)
+        return
+    names = only or [*FAMILIES, *ARCHITECTURES]
+    records = []
+    with ThreadPoolExecutor(together) as pool:
+        for record in pool.map(in_process, names):
+            print(said(record), flush=True)
+            records.append(record)
+    if not only:
+        PROVED.write_text(json.dumps(records, indent=1) + "\n")
+    sys.exit(any("refused" in record for record in records) if only else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

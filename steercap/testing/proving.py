@@ -1,0 +1,49 @@
+"""One architecture proved: a tiny model of it, opened as a user opens it, against transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+import torch
+
+from steercap.adapters.releases import installed
+from steercap.errors import ModelNotLoaded, UnsupportedModel
+from steercap.model import SteerModel
+from steercap.testing.agreement import edits_agree, rows_agree
+from steercap.testing.architectures import ENGINES
+from steercap.testing.reference import Reference
+from steercap.testing.rows import TINY_ENGINE
+from steercap.testing.tiny import tiny_checkpoint
+
+#: Long prompts are read in chunks of so many tokens.
+CHUNK: Final = 64
+
+
+async def prove(name: str) -> dict[str, Any]:
+    """What becomes of one architecture: its sites, their worst rows and edits, or why it is refused."""
+    path = tiny_checkpoint(name)
+    arguments = {**TINY_ENGINE, "max_num_batched_tokens": CHUNK, **ENGINES.get(name, {})}
+    reference = await asyncio.to_thread(Reference, path, getattr(torch, arguments["dtype"]))
+    config = reference.model.config
+    record = {"name": name, "model_type": config.model_type, "architecture": config.architectures[0]}
+    try:
+        model = await SteerModel(str(path), sites="all", **arguments).start()
+    except (UnsupportedModel, ModelNotLoaded) as error:
+        return {**record, "refused": str(error)}
+    async with model:
+        loaded = model.serving.opened().loaded
+        lens = max(claim.error for claim in model.serving.proof if "lens" in claim.name)
+        rows = await rows_agree(model, reference)
+        edits = await edits_agree(model, reference)
+        return {
+            **record,
+            "family": loaded.family,
+            "code": loaded.code,
+            "vllm": installed(),
+            "dtype": arguments["dtype"],
+            "sites": list(dict.fromkeys(point.site for point in model.points)),
+            "lens": lens,
+            "rows": {key: {"cosine": same.cosine, "error": same.error} for key, same in rows.items()},
+            "edits": {key: same.error for key, same in edits.items()},
+        }
