@@ -80,9 +80,11 @@ async def probe(engine: Engine) -> tuple[Claim, ...]:
     return tuple(claims)
 
 
-def _factor(engine: Engine) -> float:
+def _factor(engine: Engine) -> float | None:
     family = engine.family
-    return 1.0 if family is None else family.factor(engine.vllm.config)
+    if family is None:
+        return 1.0
+    return family.factor(engine.vllm.config) if family.sums else None
 
 
 def _require(engine: Engine, claims: Iterable[Claim]) -> list[Claim]:
