@@ -208,11 +208,12 @@ async def _try(
     """
     (_, plain), *others = await _run(engine, number, [(None, None), *edits.items()])
     claims: list[Claim] = []
+    dtype = clean.rows[Point(engine.vllm.num_layers - 1, "resid_post")].dtype
     for point, probed in others:
         if point is not None:
             before, after = clean.rows[point][:_PROMPT], probed.rows[point]
             added = _added(edits[point])
-            claims.append(edited(point, before, after, added))
+            claims.append(edited(point, before, after, added, dtype))
             claims += equations(probed.rows, _factor(engine), (point, added))
     unmoved = [point for point, probed in others if point and _likelihood(probed) == _likelihood(plain)]
     return unmoved, claims

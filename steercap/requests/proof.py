@@ -83,9 +83,17 @@ def equations(
             yield claim(name, point, rows[point], [rows[before], *(factor * rows[block].double() for block in blocks)])
 
 
-def edited(point: Point, clean: torch.Tensor, found: torch.Tensor, added: torch.Tensor) -> Claim:
-    """An edit changes the row of its point by what was added, [n, width] each."""
-    return Claim(f"{point} grows by what is added there", _relative([found], [clean, added]), computed(clean.dtype))
+def edited(point: Point, clean: torch.Tensor, found: torch.Tensor, added: torch.Tensor, dtype: torch.dtype) -> Claim:
+    """An edit changes the row of its point by what was added, [n, width] each.
+
+    Args:
+        point: where.
+        clean: its rows without the edit.
+        found: those with it.
+        added: what was added to each.
+        dtype: the model's, in which rows of a router are computed too, though they are float32.
+    """
+    return Claim(f"{point} grows by what is added there", _relative([found], [clean, added]), computed(dtype))
 
 
 def closes(

@@ -445,7 +445,8 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "head_dim": 32,
         "hidden_size_per_layer_input": 32,
         "vocab_size_per_layer_input": 512,
-        "global_head_dim": 32,
+        "global_head_dim": 64,
+        "num_kv_shared_layers": 2,
     },
     "apertus_bf16": {"model_type": "apertus", **TINY},
 }
