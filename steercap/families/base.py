@@ -35,6 +35,8 @@ class Family:
         mlp_out: the same for the feed-forward block.
         final_norm: the norm between the last layer and the unembedding, as transformers names it.
         after_norm: names, beside the norm, of modules that follow it in vLLM.
+        divisor: name of an attribute of vLLM's model, by which it divides what these give, before it makes logits of
+            them; "" for none.
         residual_output: index of the residual in the tuple a vLLM layer returns, when the stream is
             hidden + residual; None when what it returns first is the stream.
         hidden_input: name of the argument that carries the stream (or its undeferred part) into a vLLM layer.
@@ -62,6 +64,7 @@ class Family:
     mlp_out: str = "mlp"
     final_norm: str = "model.norm"
     after_norm: tuple[str, ...] = ()
+    divisor: str = ""
     residual_output: int | None = 1
     hidden_input: str = "hidden_states"
     residual_input: str = "residual"

@@ -16,6 +16,7 @@ def _logits(config: Any) -> float:
 MEMBER = Family(
     architectures=("MiniCPM3ForCausalLM",),
     classes=("minicpm3.MiniCPM3DecoderLayer",),
+    divisor="scale_width",
     residual_output=None,
     residual_input="",
     attention="",

@@ -21,6 +21,7 @@ class AttnOut(Site):
         return bool(family.attn_out)
 
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
+        located(layer, family.attn_out)  # some layers may lack it
         return RowShape((sizes.hidden,))
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:

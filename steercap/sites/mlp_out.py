@@ -21,6 +21,7 @@ class MlpOut(Site):
         return bool(family.mlp_out)
 
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
+        located(layer, family.mlp_out)  # some layers may lack it
         return RowShape((sizes.hidden,))
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
-import torch
-
 from steercap.adapters.releases import installed
 from steercap.errors import ModelNotLoaded, UnsupportedModel
 from steercap.model import SteerModel
@@ -27,7 +25,7 @@ async def prove(name: str) -> dict[str, Any]:
     """
     path = tiny_checkpoint(name)
     arguments = {**TINY_ENGINE, "max_num_batched_tokens": CHUNK, **ENGINES.get(name, {})}
-    reference = await asyncio.to_thread(Reference, path, getattr(torch, arguments["dtype"]))
+    reference = await asyncio.to_thread(Reference, path)
     config = reference.model.config
     record = {"name": name, "model_type": config.model_type, "architecture": config.architectures[0]}
     try:
@@ -37,7 +35,7 @@ async def prove(name: str) -> dict[str, Any]:
     async with model:
         loaded = model.serving.opened().loaded
         lens = max(claim.error for claim in model.serving.proof if "lens" in claim.name)
-        exact = reference.model.dtype == torch.float32
+        exact = arguments["dtype"] == "float32"
         rows = await (rows_agree if exact else layers_agree)(model, reference)
         edits = await edits_agree(model, reference) if exact else {}
         return {

@@ -74,13 +74,14 @@ class Decoder:
         ]
 
         model: Any = self.model
+        divisor = float(getattr(model, family.divisor)) if family.divisor else 1.0
 
         def unembed(rows: torch.Tensor) -> torch.Tensor | None:
             hidden: Any = rows
             for module in tail:
                 hidden = module(hidden)
                 hidden = hidden[0] if isinstance(hidden, tuple) else hidden
-            logits: torch.Tensor | None = model.compute_logits(hidden)
+            logits: torch.Tensor | None = model.compute_logits(hidden if divisor == 1 else hidden / divisor)
             return logits
 
         return unembed
