@@ -368,9 +368,11 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "model_type": "qwen3_next",
         **TINY,
         **EXPERTS,
+        "num_experts_per_tok": 8,  # all of them: in bfloat16, near ties would be decided otherwise
         "head_dim": 32,
         "shared_expert_intermediate_size": 64,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        # Of embeddings alone, the network's output can be next to nothing before its norm.
+        "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
         "linear_num_key_heads": 2,
