@@ -26,7 +26,13 @@ async def prove(name: str) -> dict[str, Any]:
     arguments = {**TINY_ENGINE, "max_num_batched_tokens": CHUNK, **ENGINES.get(name, {})}
     reference = await asyncio.to_thread(Reference, path, getattr(torch, arguments["dtype"]))
     config = reference.model.config
-    record = {"name": name, "model_type": config.model_type, "architecture": config.architectures[0]}
+    record = {
+        "name": name,
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "vllm": installed(),
+        "model_type": config.model_type,
+        "architecture": config.architectures[0],
+    }
     try:
         model = await SteerModel(str(path), sites="all", **arguments).start()
     except (UnsupportedModel, ModelNotLoaded) as error:
@@ -40,7 +46,6 @@ async def prove(name: str) -> dict[str, Any]:
             **record,
             "family": loaded.family,
             "code": loaded.code,
-            "vllm": installed(),
             "dtype": arguments["dtype"],
             "sites": list(dict.fromkeys(point.site for point in model.points)),
             "lens": lens,
