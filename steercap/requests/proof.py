@@ -27,7 +27,7 @@ STREAM: Final = ("resid_pre", "attn_out", "mlp_out", "resid_post")
 _ROW: Final = 2.0
 _SUM: Final = 4.0
 #: The same for logits.
-_LOGIT: Final = 8.0
+_LOGIT: Final = 2.0
 #: How far rows and logits may differ that were computed in batches of other sizes: in float32, and in 16 bits.
 _COMPUTED: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
 _COMPUTED_16: Final = 0.1

@@ -64,7 +64,7 @@ def spoiled(monkeypatch) -> Iterator[object]:
 
     def spoil(said: str) -> None:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(WRONG), os.environ.get("PYTHONPATH", "")]))
-        monkeypatch.setenv("STEERCAP_WRONG_FAMILY", said)
+        monkeypatch.setenv("WRONG_FAMILY", said)
         from families import spoil as really
 
         really(said)

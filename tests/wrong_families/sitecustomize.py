@@ -1,4 +1,4 @@
-"""Makes a family wrong in every process that starts with this folder on its path, as `STEERCAP_WRONG_FAMILY` says.
+"""Makes a family wrong in every process that starts with this folder on its path, as `WRONG_FAMILY` says.
 
 "gemma2 attn_out=self_attn" changes a field, "cohere" alone takes the family away.
 """
@@ -7,5 +7,5 @@ import os
 
 from families import spoil
 
-if "STEERCAP_WRONG_FAMILY" in os.environ:
-    spoil(os.environ["STEERCAP_WRONG_FAMILY"])
+if "WRONG_FAMILY" in os.environ:
+    spoil(os.environ["WRONG_FAMILY"])
