@@ -580,4 +580,4 @@ CHECKS: dict[str, Check] = {
     "cache": Check(check_cache, lambda _run: []),
     "memory": Check(check_memory, lambda _run: ["qwen3"], alone=True),
 }
-FAMILY_NAMES = tuple(FAMILIES)
+FAMILY_NAMES = tuple(name for name, family in FAMILIES.items() if family.tiny)

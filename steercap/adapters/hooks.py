@@ -78,7 +78,8 @@ def attach(runner: Any) -> None:
         armed,
         Sizes(
             model_config.get_hidden_size(),
-            model_config.get_head_size(),
+            # Of values where keys are of another size, or, with latent attention, are never made.
+            getattr(model_config.hf_text_config, "v_head_dim", None) or model_config.get_head_size(),
             model_config.get_total_num_kv_heads(),
             config.parallel_config.tensor_parallel_size,
         ),

@@ -44,9 +44,10 @@ def family_of(architectures: Iterable[str]) -> Family:
 def over_transformers(family: Family) -> Family:
     """A family as vLLM runs it with transformers' own modules: they carry the whole stream.
 
-    transformers' attention function calls vLLM's module past its hooks.
+    transformers' attention function calls vLLM's module past its hooks, and its routers choose experts of their logits
+    before a hook can change these.
     """
-    return replace(family, residual_output=None, residual_input="", attention="")
+    return replace(family, residual_output=None, residual_input="", attention="", router="")
 
 
 def families_of(layers: Sequence[nn.Module]) -> tuple[Family, ...]:

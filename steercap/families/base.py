@@ -46,6 +46,9 @@ class Family:
         router: module that gives the logits of the experts.
         sparse: of transformers' configuration and a layer's index, whether the layer has experts; None for no layer.
         factor: of transformers' configuration, what the outputs of both blocks are multiplied by before they are added.
+        logits: of transformers' configuration, what logits are multiplied by, before any soft-capping.
+        sums: whether a layer gives what it takes and what its blocks add, times `factor`, and does nothing else to the
+            stream; where not, the proof at start cannot check that sum.
         varied: whether layers differ, so that some lack a module that others have.
         derived: whether nobody wrote this family down: it is a guess at what layers take and give, to be proved.
         tiny: keyword arguments of transformers' `AutoConfig.for_model` for the smallest model that exercises
@@ -68,6 +71,8 @@ class Family:
     router: str = ""
     sparse: Callable[[Any, int], bool] | None = None
     factor: Callable[[Any], float] = one
+    logits: Callable[[Any], float] = one
+    sums: bool = True
     varied: bool = False
     derived: bool = False
     tiny: Mapping[str, Any] = field(repr=False, default_factory=dict)

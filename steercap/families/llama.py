@@ -1,4 +1,4 @@
-"""Llama and what shares its decoder layer: the stream is hidden + residual."""
+"""Llama, and what has its layer's shape: norms before the blocks alone; the stream is hidden + residual."""
 
 from steercap.families.base import TINY, Family
 
@@ -6,10 +6,38 @@ MEMBER = Family(
     architectures=(
         "LlamaForCausalLM",
         "LLaMAForCausalLM",
-        "InternLM3ForCausalLM",
-        "Phi3ForCausalLM",
+        "ApertusForCausalLM",
+        "ArceeForCausalLM",
+        "CwmForCausalLM",
         "Ernie4_5ForCausalLM",
+        "GlmForCausalLM",
+        "HeliumForCausalLM",
+        "HunYuanDenseV1ForCausalLM",
+        "InternLM3ForCausalLM",
+        "Jais2ForCausalLM",
+        "NemotronForCausalLM",
+        "OlmoForCausalLM",
+        "Phi3ForCausalLM",
+        "SeedOssForCausalLM",
+        "SmolLM3ForCausalLM",
+        "VaultGemmaForCausalLM",
     ),
-    classes=("llama.LlamaDecoderLayer",),
+    classes=(
+        "llama.LlamaDecoderLayer",
+        "apertus.ApertusDecoderLayer",
+        "arcee.ArceeDecoderLayer",
+        "cwm.CwmDecoderLayer",
+        "ernie4_5.Ernie4_5DecoderLayer",
+        "glm.GlmDecoderLayer",
+        "helium.HeliumDecoderLayer",
+        "hunyuan_v1_dense.HunYuanDenseV1DecoderLayer",
+        "jais2.Jais2DecoderLayer",
+        "nemotron.NemotronDecoderLayer",
+        "olmo.OlmoDecoderLayer",
+        "phi3.Phi3DecoderLayer",
+        "seed_oss.SeedOssDecoderLayer",
+        "smollm3.SmolLM3DecoderLayer",
+        "vaultgemma.VaultGemmaDecoderLayer",
+    ),
     tiny={"model_type": "llama", **TINY},
 )

@@ -3,10 +3,7 @@
 from steercap.families.base import TINY, Family
 
 MEMBER = Family(
-    architectures=(
-        "MistralForCausalLM",
-        "Ministral3ForCausalLM",
-    ),
-    classes=("mistral.MistralDecoderLayer",),
+    architectures=("MistralForCausalLM", "MinistralForCausalLM", "Ministral3ForCausalLM"),
+    classes=("mistral.MistralDecoderLayer", "ministral.MinistralDecoderLayer", "ministral3.Ministral3DecoderLayer"),
     tiny={"model_type": "mistral", **TINY, "sliding_window": 24},
 )

@@ -80,9 +80,11 @@ async def probe(engine: Engine) -> tuple[Claim, ...]:
     return tuple(claims)
 
 
-def _factor(engine: Engine) -> float:
+def _factor(engine: Engine) -> float | None:
     family = engine.family
-    return 1.0 if family is None else family.factor(engine.vllm.config)
+    if family is None:
+        return 1.0
+    return family.factor(engine.vllm.config) if family.sums else None
 
 
 def _require(engine: Engine, claims: Iterable[Claim]) -> list[Claim]:
@@ -206,11 +208,12 @@ async def _try(
     """
     (_, plain), *others = await _run(engine, number, [(None, None), *edits.items()])
     claims: list[Claim] = []
+    dtype = clean.rows[Point(engine.vllm.num_layers - 1, "resid_post")].dtype
     for point, probed in others:
         if point is not None:
             before, after = clean.rows[point][:_PROMPT], probed.rows[point]
             added = _added(edits[point])
-            claims.append(edited(point, before, after, added))
+            claims.append(edited(point, before, after, added, dtype))
             claims += equations(probed.rows, _factor(engine), (point, added))
     unmoved = [point for point, probed in others if point and _likelihood(probed) == _likelihood(plain)]
     return unmoved, claims

@@ -57,13 +57,13 @@ class Claim:
 
 
 def equations(
-    rows: Mapping[Point, torch.Tensor], factor: float, edit: tuple[Point, torch.Tensor] | None = None
+    rows: Mapping[Point, torch.Tensor], factor: float | None, edit: tuple[Point, torch.Tensor] | None = None
 ) -> Iterator[Claim]:
     """What must hold among rows of the same pass, as far as the points are there.
 
     Args:
         rows: of each point, [n, hidden].
-        factor: what blocks' outputs are multiplied by before they are added.
+        factor: what blocks' outputs are multiplied by before they are added; None where layers do more than add them.
         edit: where rows were edited, and what was added to each, [n, hidden]; None for nowhere.
     """
     named = f", with an edit at {edit[0]}" if edit else ""
@@ -81,15 +81,23 @@ def equations(
             name = f"resid_pre[{here + 1}] is resid_post[{here}]"
             yield claim(name, following, [rows[point]], _ROW)
         before, *blocks = (Point(here, site) for site in STREAM[:3])
-        if before in rows and all(block in rows for block in blocks):
+        if factor is not None and before in rows and all(block in rows for block in blocks):
             times = "" if factor == 1 else f"{factor:.4g} × "
             name = f"resid_post[{here}] is resid_pre + {times}(attn_out + mlp_out)"
             yield claim(name, point, [rows[before], *(factor * rows[block].double() for block in blocks)], _SUM)
 
 
-def edited(point: Point, clean: torch.Tensor, found: torch.Tensor, added: torch.Tensor) -> Claim:
-    """An edit changes the row of its point by what was added, [n, width] each."""
-    return Claim(f"{point} grows by what is added there", _relative([found], [clean, added]), computed(clean.dtype))
+def edited(point: Point, clean: torch.Tensor, found: torch.Tensor, added: torch.Tensor, dtype: torch.dtype) -> Claim:
+    """An edit changes the row of its point by what was added, [n, width] each.
+
+    Args:
+        point: where.
+        clean: its rows without the edit.
+        found: those with it.
+        added: what was added to each.
+        dtype: the model's, in which rows of a router are computed too, though they are float32.
+    """
+    return Claim(f"{point} grows by what is added there", _relative([found], [clean, added]), computed(dtype))
 
 
 def closes(

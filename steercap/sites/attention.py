@@ -33,7 +33,10 @@ class AttentionInput(Site):
         return bool(family.attention)
 
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
-        heads, head_dim = self.heads(layer.get_submodule(located(layer, family.attention)))
+        attention: Any = layer.get_submodule(located(layer, family.attention))
+        if self.per_key_head and attention.kv_sharing_target_layer_name is not None:
+            raise AttributeError("it reads the keys and values of another layer, and makes none")
+        heads, head_dim = self.heads(attention)
         whole = self.per_key_head and sizes.kv_heads == 1  # every rank has a copy of it
         shards = 1 if whole else sizes.ranks
         return RowShape((heads * shards, head_dim), shards)

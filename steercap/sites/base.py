@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from steercap.families.base import located, rows_of
 
@@ -25,13 +25,20 @@ if TYPE_CHECKING:
 Visit: TypeAlias = "Callable[[torch.Tensor], None]"
 
 
+class Removable(Protocol):
+    """What has been put into a module."""
+
+    def remove(self) -> None:
+        """Take it away."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What the rows of a model are, as its configuration says it.
 
     Args:
         hidden: elements of the residual stream.
-        head_dim: elements of an attention head.
+        head_dim: elements of what an attention head gives, where its attention module does not say it.
         kv_heads: heads of keys and values, on all ranks together.
         ranks: of a tensor-parallel group.
     """
@@ -103,7 +110,7 @@ class Site(ABC):
         """Put a tap into one of vLLM's decoder layers."""
 
     @abstractmethod
-    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
+    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> Removable:
         """Visit the rows in one of transformers' decoder layers, in each pass."""
 
 

@@ -21,7 +21,7 @@ class Neurons(Site):
         return bool(family.mlp_proj)
 
     def exists(self, family: Family, config: Any, layer: int) -> bool:
-        return self.known(family) and not family.is_sparse(config, layer)
+        return self.known(family) and (family.varied or not family.is_sparse(config, layer))
 
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
         width, shards = part_of(layer.get_submodule(located(layer, family.mlp_proj)))

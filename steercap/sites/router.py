@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from steercap.families.base import located
-from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, output_tap
+from steercap.sites.base import Removable, RowShape, Site, Sizes, Tap, Visit, output_tap
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +21,7 @@ class Router(Site):
         return bool(family.router)
 
     def exists(self, family: Family, config: Any, layer: int) -> bool:
-        return self.known(family) and family.is_sparse(config, layer)
+        return self.known(family) and (family.varied or family.is_sparse(config, layer))
 
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
         gate: Any = layer.get_submodule(located(layer, family.router))
@@ -30,20 +30,40 @@ class Router(Site):
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
         return output_tap(layer, family.router, "router", tap)
 
-    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
-        """transformers' gate returns logits, weights and experts: these are chosen anew after the visit."""
+    def visit(self, layer: nn.Module, family: Family, visit: Visit) -> Removable:
+        """transformers' gates choose by rules of their own: what is visited is the product that each of them makes, and
+        they choose by it.
+        """
+        return _Products(layer.get_submodule(located(layer, family.router)), visit)
 
-        def hook(gate: Any, _args: Any, output: Any) -> Any:
-            import torch
 
-            logits = output[0]
-            visit(logits)
-            weights, experts = torch.topk(logits.float().softmax(-1), gate.top_k, dim=-1)
-            if gate.norm_topk_prob:
-                weights = weights / weights.sum(-1, keepdim=True)
-            return logits, weights.to(logits.dtype), experts
+class _Products:
+    """Hooks that visit what linear functions give within a module."""
 
-        return layer.get_submodule(located(layer, family.router)).register_forward_hook(hook)
+    def __init__(self, module: nn.Module, visit: Visit) -> None:
+        import torch
+        from torch.overrides import TorchFunctionMode
+
+        class Product(TorchFunctionMode):
+            def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                found = function(*args, **(kwargs or {}))
+                if function is torch.nn.functional.linear:
+                    visit(found)
+                return found
+
+        def enter(*_: Any) -> None:
+            product.__enter__()
+
+        def leave(*_: Any) -> None:
+            product.__exit__(None, None, None)
+
+        product: Any = Product()
+        self._handles = (module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True))
+
+    def remove(self) -> None:
+        """Take them away."""
+        for handle in self._handles:
+            handle.remove()
 
 
 MEMBER = Router()

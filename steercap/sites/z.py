@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from steercap.families.base import located
 from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, input_tap, part_of, visit_input
@@ -22,7 +22,11 @@ class Z(Site):
 
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
         width, shards = part_of(layer.get_submodule(located(layer, family.attn_proj)))
-        return RowShape((width // sizes.head_dim, sizes.head_dim), shards)
+        head_dim = sizes.head_dim
+        if family.attention:
+            attention: Any = layer.get_submodule(located(layer, family.attention))
+            head_dim = int(attention.head_size_v)  # of some models, layers differ
+        return RowShape((width // head_dim, head_dim), shards)
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
         return input_tap(layer, family.attn_proj, "z", tap)

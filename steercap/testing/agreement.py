@@ -38,6 +38,8 @@ from steercap.vectors import DirectionSet, LayerVectors
 EVERYTHING: Final = CaptureSpec(sites=ALL_SITES)
 #: The worst row of an edited sequence against the clean reference: a hundred times beyond what parity allows.
 CHANGED: Final = 0.999
+#: Of one layer in 16 bits, which keep 3 digits.
+MIN_COSINE_16: Final = 0.999
 LENGTHS: Final = (1, 7, 40, 133)
 SEVEN: Final = {"max_tokens": 7, **GREEDY}
 
@@ -62,6 +64,17 @@ async def rows_agree(
     handles = await captured(model, lengths, generated, seed)
     found = await asyncio.to_thread(hold, handles, reference)
     assert set(found) == {f"{site} {part}" for site in sites_of(model) for part in ("prompt", "generated")}
+    return found
+
+
+async def layers_agree(model: SteerModel, reference: Reference) -> dict[str, Parity]:
+    """In 16 bits, which drift from layer to layer: what each layer makes of the rows captured before it is what
+    transformers' layer makes of them, prompt and generated.
+    """
+    handles = await captured(model)
+    found = await asyncio.to_thread(lambda: worst(parity(handle, reference, by_layer=True) for handle in handles))
+    beyond = {name: same for name, same in found.items() if not same.cosine > MIN_COSINE_16}
+    assert not beyond, f"beyond cosine {MIN_COSINE_16}: {beyond}"
     return found
 
 

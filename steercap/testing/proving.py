@@ -10,7 +10,7 @@ import torch
 from steercap.adapters.releases import installed
 from steercap.errors import ModelNotLoaded, UnsupportedModel
 from steercap.model import SteerModel
-from steercap.testing.agreement import edits_agree, rows_agree
+from steercap.testing.agreement import edits_agree, layers_agree, rows_agree
 from steercap.testing.architectures import ENGINES
 from steercap.testing.reference import Reference
 from steercap.testing.rows import TINY_ENGINE
@@ -21,7 +21,10 @@ CHUNK: Final = 64
 
 
 async def prove(name: str) -> dict[str, Any]:
-    """What becomes of one architecture: its sites, their worst rows and edits, or why it is refused."""
+    """What becomes of one architecture: its sites, their worst rows and edits, or why it is refused.
+
+    In 16 bits rows are compared layer by layer, and edits are not: they cannot be told from what rounding adds up to.
+    """
     path = tiny_checkpoint(name)
     arguments = {**TINY_ENGINE, "max_num_batched_tokens": CHUNK, **ENGINES.get(name, {})}
     reference = await asyncio.to_thread(Reference, path, getattr(torch, arguments["dtype"]))
@@ -40,8 +43,12 @@ async def prove(name: str) -> dict[str, Any]:
     async with model:
         loaded = model.serving.opened().loaded
         lens = max(claim.error for claim in model.serving.proof if "lens" in claim.name)
-        rows = await rows_agree(model, reference)
-        edits = await edits_agree(model, reference)
+        exact = reference.model.dtype == torch.float32
+        try:
+            rows = await (rows_agree if exact else layers_agree)(model, reference)
+            edits = await edits_agree(model, reference) if exact else {}
+        except AssertionError as error:
+            return {**record, "refused": f"not proved, not refused: rows differ from transformers': {error}"}
         return {
             **record,
             "family": loaded.family,

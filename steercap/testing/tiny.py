@@ -58,6 +58,9 @@ def _write(settings: dict[str, Any], folder: Path) -> None:
             norm = weights.dim() == 1 and ("norm" in name or "ln_" in name)
             noise = torch.randn_like(weights) * INIT_STD
             weights.copy_(weights + noise if norm else noise)
+        for name, weights in model.named_buffers():
+            if name.endswith("layer_scalar"):  # Gemma 4's, which would be 1
+                weights.copy_(weights + torch.randn_like(weights) * INIT_STD)
     model.save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
 

@@ -31,17 +31,19 @@ BLOCK_BYTES: Final = 64 << 20
 class Unembedding:
     """What a model does to the rows of its last layer to get logits.
 
-    Its final norm, its unembedding (tied to the embedding or not), and soft-capping where the model has it, in float32.
+    Its final norm, its unembedding (tied to the embedding or not), and the factor and soft-capping of logits where the
+    model has them, in float32.
 
     Attributes:
         vocabulary: tokens that have a logit.
         width: elements of a row.
     """
 
-    def __init__(self, norm: nn.Module, head: nn.Module, softcap: float | None) -> None:
+    def __init__(self, norm: nn.Module, head: nn.Module, softcap: float | None, factor: float = 1.0) -> None:
         self._norm = norm
         self._head = head
         self._softcap = softcap
+        self._factor = factor
         self.vocabulary, self.width = (int(size) for size in head.get_parameter("weight").shape)
 
     @classmethod
@@ -76,7 +78,12 @@ class Unembedding:
                     "configuration describes; the logit lens reads weights that are not quantised"
                 )
             setattr(module, parameter, nn.Parameter(tensor.float(), requires_grad=False))
-        return cls(norm, head, getattr(config, "final_logit_softcapping", None))
+        return cls(
+            norm,
+            head,
+            getattr(config, "final_logit_softcapping", None),
+            family_of(config.architectures or ()).logits(config),
+        )
 
     def logits(self, rows: Float[torch.Tensor, "*any hidden"]) -> Float[torch.Tensor, "*any vocabulary"]:
         """Logits of the next token: float32 [..., vocabulary]. Of the last layer's rows, they are the model's own.
@@ -92,7 +99,7 @@ class Unembedding:
                 f"rows have width {rows.shape[-1]}, and this unembedding takes {self.width}: of another model?"
             )
         with torch.inference_mode():
-            found: torch.Tensor = self._head(self._norm(rows.float()))
+            found: torch.Tensor = self._head(self._norm(rows.float())) * self._factor
             return found if self._softcap is None else torch.tanh(found / self._softcap) * self._softcap
 
     def best(self, rows: Float[torch.Tensor, "rows hidden"], count: int) -> tuple[torch.Tensor, torch.Tensor]:

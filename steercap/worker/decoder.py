@@ -104,7 +104,11 @@ def decoder_of(model: nn.Module, num_layers: int, present: range) -> Decoder:
         for name, module in text.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == num_layers
     }
-    outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    # Gemma 4 has a second list of the same layers, in a module within.
+    same: dict[tuple[int, ...], str] = {}
+    for name in sorted(lists, key=lambda path: path.count(".")):
+        same.setdefault(tuple(map(id, lists[name])), name)
+    outer = [name for name in same.values() if not any(name.startswith(f"{other}.") for other in lists)]
     if len(outer) != 1:
         found = f"has {', '.join(outer)}" if outer else "has none"
         raise UnsupportedModel(

@@ -1,0 +1,12 @@
+"""Trinity: norms before and after each block, a gate on what the heads give, experts in most layers."""
+
+from steercap.families.base import Family
+
+MEMBER = Family(
+    architectures=("AfmoeForCausalLM",),
+    classes=("afmoe.AfmoeDecoderLayer",),
+    attn_out="post_attention_layernorm",
+    mlp_out="post_mlp_layernorm",
+    router="mlp.gate|mlp.router",
+    varied=True,
+)

@@ -1,0 +1,19 @@
+"""Command R: attention and feed-forward side by side after one norm; layers return the whole stream first."""
+
+from typing import Any
+
+from steercap.families.base import Family
+
+
+def logit_scale(config: Any) -> float:
+    """What Command's logits are multiplied by."""
+    return float(config.logit_scale)
+
+
+MEMBER = Family(
+    architectures=("CohereForCausalLM", "Cohere2ForCausalLM"),
+    classes=("commandr.CohereDecoderLayer", "cohere.CohereDecoderLayer", "cohere2.Cohere2DecoderLayer"),
+    residual_output=None,
+    residual_input="",
+    logits=logit_scale,
+)

@@ -1,0 +1,14 @@
+"""Command A with experts: as Command R, layers with experts and dense ones."""
+
+from steercap.families.base import Family
+from steercap.families.cohere import logit_scale
+
+MEMBER = Family(
+    architectures=("Cohere2MoeForCausalLM",),
+    classes=("cohere2_moe.Cohere2MoeDecoderLayer",),
+    residual_output=None,
+    residual_input="",
+    router="mlp.gate",
+    logits=logit_scale,
+    varied=True,
+)

@@ -1,0 +1,12 @@
+"""EXAONE 4: a norm follows each block, and its output is what the block adds; layers return the whole stream first."""
+
+from steercap.families.base import Family
+
+MEMBER = Family(
+    architectures=("Exaone4ForCausalLM",),
+    classes=("exaone4.Exaone4DecoderLayer",),
+    attn_out="post_attention_layernorm",
+    mlp_out="post_feedforward_layernorm",
+    residual_output=None,
+    residual_input="",
+)

@@ -1,0 +1,13 @@
+"""FlexOlmo, by transformers' modules: OLMo 2's layer with experts."""
+
+from steercap.families.base import Family
+
+MEMBER = Family(
+    architectures=("FlexOlmoForCausalLM",),
+    classes=("flex_olmo.FlexOlmoDecoderLayer",),
+    attn_out="post_attention_layernorm",
+    mlp_out="post_feedforward_layernorm",
+    mlp_proj="",
+    router="mlp.gate",
+    varied=True,
+)

@@ -1,0 +1,17 @@
+"""Gemma 4 (text): a norm after each block gives what it adds; then the layer adds what it looks up by token, if any,
+and multiplies the whole stream by a constant of its own.
+"""
+
+from steercap.families.base import Family
+
+MEMBER = Family(
+    architectures=("Gemma4ForCausalLM",),
+    classes=("gemma4.Gemma4DecoderLayer", "gemma4.Gemma4TextDecoderLayer"),
+    attn_out="post_attention_layernorm",
+    mlp_out="post_feedforward_layernorm",
+    residual_output=None,
+    residual_input="",
+    router="router.proj",
+    sums=False,
+    varied=True,
+)

@@ -1,0 +1,9 @@
+"""nanochat, by transformers' modules: Llama's layer whose feed-forward block has no gate."""
+
+from steercap.families.base import Family
+
+MEMBER = Family(
+    architectures=("NanoChatForCausalLM",),
+    classes=("nanochat.NanoChatDecoderLayer",),
+    mlp_proj="mlp.fc2",
+)

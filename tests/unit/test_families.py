@@ -1,0 +1,251 @@
+"""Families: each layer has one, what says so stays short, and a class is known by its name and by its code."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from steercap.errors import UnsupportedModel
+from steercap.families import FAMILIES, base, families_of, family_of, over_transformers
+from steercap.families.base import Family, located
+from steercap.families.code import fingerprint_of, is_transformers, name_of
+from steercap.sites import SITES
+from steercap.testing.architectures import ARCHITECTURES, ENGINES
+from steercap.worker.decoder import decoder_of
+
+FOLDER = Path(base.__file__).parent
+#: What else is in the folder.
+AXIS = {"__init__", "base", "code", "derived"}
+
+
+class Pair(nn.Module):
+    """A layer that may defer an addition."""
+
+    def forward(self, positions, hidden_states, residual):
+        return hidden_states + positions, residual
+
+
+class Whole(nn.Module):
+    """A layer that carries the whole stream."""
+
+    def forward(self, x):
+        return x
+
+
+class Strange(nn.Module):
+    """A layer whose arguments say nothing."""
+
+    def forward(self, left, right):
+        return left + right
+
+
+def known(family: str) -> type[nn.Module]:
+    """A class that a family knows by its name."""
+    module, _, name = FAMILIES[family].classes[0].rpartition(".")
+    return type(name, (Pair,), {"__module__": f"vllm.model_executor.models.{module}", "__qualname__": name})
+
+
+# What the files say
+
+
+def test_no_class_is_claimed_twice() -> None:
+    """Each class of layers has one family, and each family has some."""
+    names = [name for family in FAMILIES.values() for name in family.classes]
+    assert len(names) == len(set(names))
+    assert all(family.classes and family.architectures for family in FAMILIES.values())
+    assert len({family.classes for family in FAMILIES.values()}) == len(FAMILIES)
+
+
+def test_no_architecture_of_a_family_is_listed_twice() -> None:
+    """Nor by two families, so the one that is found is the only one."""
+    names = [name for family in FAMILIES.values() for name in family.architectures]
+    assert len(names) == len(set(names))
+    assert all(name in family_of([name]).architectures for name in names)
+
+
+def test_a_family_is_a_short_file() -> None:
+    """Half of them have fewer than 20 lines, none more than 60; each file is a family."""
+    files = {path.stem: len(path.read_text().splitlines()) for path in FOLDER.glob("*.py") if path.stem not in AXIS}
+    assert set(files) == set(FAMILIES)
+    assert statistics.median(files.values()) < 20
+    assert max(files.values()) < 60
+
+
+def test_a_tiny_model_has_one_name() -> None:
+    """What is not tested in CI by its family's own model is among the architectures that `prove_models.py` tries."""
+    assert not {name for name, family in FAMILIES.items() if family.tiny} & set(ARCHITECTURES)
+    assert set(ENGINES) <= set(ARCHITECTURES)
+
+
+def test_transformers_modules_carry_the_whole_stream() -> None:
+    """Whatever vLLM's own layers of the family do; their attention and routers are past hooks."""
+    for family in FAMILIES.values():
+        found = over_transformers(family)
+        assert (found.residual_output, found.residual_input, found.attention, found.router) == (None, "", "", "")
+        assert (found.attn_out, found.mlp_out, found.classes) == (family.attn_out, family.mlp_out, family.classes)
+
+
+def test_what_varies_is_asked_for_everywhere() -> None:
+    """Layers may have experts or be dense where nothing but the loaded model says which; otherwise it is known."""
+    there = {site: SITES[site].exists(FAMILIES["moe"], None, 0) for site in ("router", "neurons", "resid_post")}
+    assert there == {"router": True, "neurons": True, "resid_post": True}
+    assert not SITES["router"].exists(FAMILIES["llama"], None, 0)
+    assert SITES["neurons"].exists(FAMILIES["llama"], None, 0)
+    assert not SITES["neurons"].exists(FAMILIES["mixtral"], None, 0)
+
+
+# Names
+
+
+def test_classes_are_named_alike_in_vllm_and_in_transformers() -> None:
+    """By the file that holds them: vLLM's old and new folders, transformers' `modeling_` files, and anybody else's."""
+
+    def named(module: str, qualname: str) -> str:
+        return name_of(type("Any", (), {"__module__": module, "__qualname__": qualname}))
+
+    assert named("vllm.model_executor.models.llama", "LlamaDecoderLayer") == "llama.LlamaDecoderLayer"
+    assert named("transformers.models.llama.modeling_llama", "LlamaDecoderLayer") == "llama.LlamaDecoderLayer"
+    assert named("vllm.models.step5.nvidia.model", "Layer") == "step5.nvidia.model.Layer"
+    assert named("transformers_modules.some.modeling_own", "Own") == "transformers_modules.some.Own"
+    assert named("mine", "Outer.Inner") == "mine.Outer.Inner"
+
+
+def test_transformers_own_layer_is_known() -> None:
+    """A real class of it, by the same name as vLLM's."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    assert name_of(LlamaDecoderLayer) == "llama.LlamaDecoderLayer"
+    assert is_transformers(LlamaDecoderLayer)
+    assert not is_transformers(Pair)
+
+
+def test_the_first_path_that_a_layer_has_is_taken() -> None:
+    """Libraries and layers of hybrids have other names; none is an error that says all."""
+    layer = nn.Module()
+    layer.mixer = nn.Module()
+    layer.mixer.out_proj = nn.Linear(1, 1)
+    assert located(layer, "self_attn|mixer.out_proj") == "mixer.out_proj"
+    with pytest.raises(AttributeError, match=r"no module self_attn or mixer\.o_proj"):
+        located(layer, "self_attn|mixer.o_proj")
+
+
+# Families of layers
+
+
+def test_layers_of_a_known_class_have_its_family() -> None:
+    """All of them, or what is known of some is not used for the others."""
+    cohere, llama = known("cohere"), known("llama")
+    assert families_of([cohere(), cohere()]) == (FAMILIES["cohere"],)
+    assert families_of([llama()]) == (FAMILIES["llama"],)
+    assert all(family.derived for family in families_of([cohere(), llama()]))
+
+
+def test_transformers_layers_have_the_family_with_the_whole_stream() -> None:
+    """The same class name means another way to carry it."""
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    layer = LlamaDecoderLayer.__new__(LlamaDecoderLayer)
+    nn.Module.__init__(layer)
+    assert families_of([layer]) == (over_transformers(FAMILIES["llama"]),)
+
+
+def test_unknown_layers_are_derived_from_what_they_take() -> None:
+    """A residual may be deferred or be left over, in that order; without one the stream is whole."""
+    first, second = families_of([Pair()])
+    assert (first.hidden_input, first.residual_input, first.residual_output) == ("hidden_states", "residual", 1)
+    assert (second.hidden_input, second.residual_input, second.residual_output) == ("hidden_states", "", None)
+    (whole,) = families_of([Whole(), Whole()])
+    assert (whole.hidden_input, whole.residual_input, whole.residual_output) == ("x", "", None)
+    for family in (first, second, whole):
+        assert family.derived
+        assert {name for name, site in SITES.items() if site.known(family)} == {"resid_pre", "resid_post"}
+
+
+def test_what_cannot_be_derived_is_refused() -> None:
+    """Arguments that say nothing, and layers that do not agree."""
+    with pytest.raises(UnsupportedModel, match=r"Strange\(left, right\)"):
+        families_of([Strange()])
+    with pytest.raises(UnsupportedModel, match=r"Pair\(.*\); Whole\(x\)"):
+        families_of([Pair(), Whole()])
+
+
+# The code of a layer
+
+
+class Plain:
+    def forward(self, x):
+        return x + 1
+
+
+class Typed:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """It says what it does."""
+        return x + 1  # and why
+
+
+class Wrapped:
+    @torch.no_grad()
+    def forward(self, x):
+        return x + 1
+
+
+class Other:
+    def forward(self, x):
+        return x + 2
+
+
+class Swapped:
+    def forward(self, x):
+        return 1 + x
+
+
+def test_a_fingerprint_is_of_what_is_computed() -> None:
+    """Comments, types and docstrings change nothing; a number or an order does."""
+    found = fingerprint_of(Plain)
+    assert len(found) == 12
+    assert set(found) <= set("0123456789abcdef")
+    assert fingerprint_of(Typed) == found
+    assert len({found, fingerprint_of(Other), fingerprint_of(Swapped)}) == 3
+
+
+def test_a_decorator_is_code() -> None:
+    """What is put around `forward` may change what it computes."""
+    assert fingerprint_of(Wrapped) not in {"", fingerprint_of(Plain)}
+
+
+def test_code_that_cannot_be_read_has_no_fingerprint() -> None:
+    """Compiled classes, and those that have no `forward` of their own."""
+    assert fingerprint_of(type("Made", (), {"forward": eval("lambda self, x: x")})) == ""
+    assert fingerprint_of(type("Compiled", (), {"forward": len})) == ""
+    assert fingerprint_of(int) == ""
+
+
+# Where layers are
+
+
+def test_layers_listed_twice_are_found_once() -> None:
+    """Gemma 4 keeps its layers in the model, and again in a module within it; the norm is beside the outer list."""
+    layers = nn.ModuleList(Whole() for _ in range(3))
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.inner = nn.Module()
+    model.model.inner.decoder_layers = nn.ModuleList(layers)
+    model.model.layers = layers
+    found = decoder_of(model, 3, range(3))
+    assert found.parent is model.model
+    assert [found.layers[index] for index in range(3)] == list(layers)
+    assert found.code == {name_of(Whole): fingerprint_of(Whole)}
+    model.model.others = nn.ModuleList(Whole() for _ in range(3))
+    with pytest.raises(UnsupportedModel, match=r"model\.layers, model\.others"):
+        decoder_of(model, 3, range(3))
+    with pytest.raises(UnsupportedModel, match="has none"):
+        decoder_of(model, 4, range(4))
+
+
+def test_a_family_multiplies_by_one_unless_it_says_otherwise() -> None:
+    """What blocks give, and logits."""
+    assert (Family().factor(None), Family().logits(None)) == (1.0, 1.0)
