@@ -4,7 +4,7 @@
     python scripts/prove_models.py --only granite     one or several, shown and not written
 
 Each is opened as a user opens it, so the proof at start runs too; then rows at all its sites are compared with
-transformers' for prompts that are chunked and generated tokens, and every operation at every site. What is refused
+transformers' for prompts that are chunked and generated tokens, and every operation, every site with one or more. What is refused
 is written with its reason.
 """
 

@@ -46,7 +46,7 @@ async def prove(name: str) -> dict[str, Any]:
         exact = reference.model.dtype == torch.float32
         try:
             rows = await (rows_agree if exact else layers_agree)(model, reference)
-            edits = await edits_agree(model, reference) if exact else {}
+            edits = await edits_agree(model, reference, every=False) if exact else {}
         except AssertionError as error:
             return {**record, "refused": f"not proved, not refused: rows differ from transformers': {error}"}
         return {
