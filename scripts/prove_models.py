@@ -1,10 +1,10 @@
 """Prove the architectures that steercap serves, on this machine: tiny models of each against transformers.
 
-    python scripts/prove_models.py                    all, two at a time; writes steercap/families/proved.json
+    python scripts/prove_models.py                    all, two at a time; writes proved.json and the page
     python scripts/prove_models.py --only granite     one or several, shown and not written
 
 Each is opened as a user opens it, so the proof at start runs too; then rows at all its sites are compared with
-transformers' for prompts that are chunked and generated tokens, and every operation at every site. What is refused
+transformers' for prompts that are chunked and generated tokens, and every operation, every site with one or more. What is refused
 is written with its reason.
 """
 
@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,9 +27,10 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from steercap.families import FAMILIES
+from steercap.families.proved import PATH, Record, markdown, records
 from steercap.testing.architectures import ARCHITECTURES
 
-PROVED = Path(__file__).parent.parent / "steercap" / "families" / "proved.json"
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 #: Seconds for one of them; an engine takes 15 on a quiet machine.
 PATIENCE = 600
 MARK = "PROVED "
@@ -76,14 +78,27 @@ def main(
         print(MARK + json.dumps(asyncio.run(proved(only[0]))), flush=True)
         return
     names = only or [*(name for name, family in FAMILIES.items() if family.tiny), *ARCHITECTURES]
-    records = []
+    found = []
     with ThreadPoolExecutor(together) as pool:
         for record in pool.map(in_process, names):
             print(said(record), flush=True)
-            records.append(record)
+            found.append(record)
     if not only:
-        PROVED.write_text(json.dumps(records, indent=1) + "\n")
-    sys.exit(any("refused" in record for record in records) if only else 0)
+        keep(found)
+    sys.exit(any("refused" in record for record in found) if only else 0)
+
+
+def keep(found: list[dict[str, Any]]) -> None:
+    """Write records beside those of other devices, and the tables of the page."""
+    new = [msgspec.convert(record, Record) for record in found]
+    devices = {one.device for one in new}
+    kept = [one for one in records() if one.device not in devices]
+    PATH.write_bytes(msgspec.json.format(msgspec.json.encode([*kept, *new]), indent=1) + b"\n")
+    records.cache_clear()
+    page = PAGE.read_text()
+    before, _, rest = page.partition("<!-- proved -->\n")
+    _, _, after = rest.partition("<!-- /proved -->")
+    PAGE.write_text(f"{before}<!-- proved -->\n{markdown(records())}<!-- /proved -->{after}")
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         keep = object.__setattr__
-        keep(self, "_every_site", self.sites == ALL)
+        keep(self, "_every_site", isinstance(self.sites, str) and self.sites == ALL)
         keep(self, "sites", tuple(SITES) if self.every_site else parse_sites(self.sites))
         keep(self, "layers", parse_layers(self.layers))
         for site in self.sites:

@@ -19,6 +19,7 @@ from steercap.requests.calls import Calls
 from steercap.requests.context import joining, steered
 from steercap.requests.fetching import fetch_all
 from steercap.requests.handle import CaptureHandle, flat
+from steercap.requests.proof import Claim
 from steercap.requests.serving import Serving
 from steercap.requests.sketching import RunningSketch, begun
 from steercap.steering.spec import SteeringSpec
@@ -261,6 +262,24 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
     def hidden_size(self) -> int:
         """Elements of a row of the residual stream; `points` has the shape at every other site."""
         return self.serving.opened().vllm.hidden_size
+
+    @property
+    def layers(self) -> Mapping[str, str]:
+        """Classes of the decoder layers that were loaded, and a fingerprint of the code of each one's `forward`."""
+        return self.serving.opened().loaded.code
+
+    @property
+    def verified(self) -> bool:
+        """Whether rows of layers of just this code were compared with transformers'; see `steercap models`.
+
+        If not, the proof at start is what stands for them.
+        """
+        return self.serving.opened().verified
+
+    @property
+    def proof(self) -> tuple[Claim, ...]:
+        """What was proved of the rows and edits of this engine when it started, and how exactly."""
+        return self.serving.proof
 
     @property
     def points(self) -> Mapping[Point, PointSchema]:

@@ -17,7 +17,6 @@ from steercap import SteerModel
 from steercap.families import FAMILIES
 from steercap.testing import Reference, tiny_checkpoint
 from steercap.testing.rows import ALL_SITES, CRAMPED, TINY_ENGINE
-from steercap.testing.tiny import tiny_sites
 
 #: Seconds between the starts of two engines of one process: vLLM's and transformers' lazy imports take no threads.
 APART = 1.5
@@ -184,7 +183,7 @@ class Engines:
             async with self._gate:
                 await asyncio.sleep(APART)
             before = time.perf_counter()
-            sites = tiny_sites(name) if name in FAMILIES else SPLIT_SITES if name == "split" else ALL_SITES
+            sites = "all" if name in FAMILIES else SPLIT_SITES if name == "split" else ALL_SITES
             model = await self.start(wanted, sites=sites)
             self.seconds[name] = round(time.perf_counter() - before, 1)
             return model

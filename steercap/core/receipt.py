@@ -50,6 +50,8 @@ class Receipt:
         writes: how many rows were written, recomputed ones counted again.
         reduce: the reduction applied in the worker, or None.
         steering: what was edited, or None where nothing was to be.
+        verified: whether rows of layers of just this code were compared with transformers' (see `steercap models`);
+            if not, the proof at start is what stands for them. None in files of older versions.
     """
 
     points: tuple[Point, ...]
@@ -58,6 +60,7 @@ class Receipt:
     writes: int
     reduce: Reduction | None
     steering: SteeringReceipt | None = None
+    verified: bool | None = None
 
     @property
     def rows(self) -> int:

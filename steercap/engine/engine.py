@@ -29,6 +29,7 @@ from steercap.engine.workers import Records, Workers
 from steercap.errors import UnsupportedModel
 from steercap.families import FAMILIES
 from steercap.families.base import Family
+from steercap.families.proved import verified
 from steercap.steering.calibration import Calibrated
 from steercap.steering.lowering import Lowered
 from steercap.steering.projection import Projected
@@ -61,6 +62,7 @@ class Engine:
         armed: index of every armed point.
         schemas: what the tensor at each of them is, layer by layer.
         loaded: the decoder layers, as all workers say it.
+        verified: whether rows of layers of just their code were compared with transformers'.
         reductions: reductions that can run along at once in each engine.
         attention: how layers weigh keys, of those whose queries and keys are armed.
         home: the event loop that the engine belongs to.
@@ -81,6 +83,7 @@ class Engine:
         self.armed: Final = {point: index for index, point in enumerate(vllm.points) if index in known}
         self.schemas: Final[Mapping[Point, PointSchema]] = {point: known[index] for point, index in self.armed.items()}
         self.loaded: Final = loaded_of(ranks)
+        self.verified: Final = verified(self.loaded.code)
         self._require_sites(() if settings.every_site else settings.sites)
         self.attention: Final = attention_of(ranks[0])
         self._compiler = Compiler(

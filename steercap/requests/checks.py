@@ -34,6 +34,7 @@ class Expected:
         first: rows that have come before.
         steering: what is known to have been edited.
         constants: by point, what the codec needs besides what comes; see `CodedRows`.
+        verified: see `Receipt`.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Expected:
     first: int = 0
     steering: SteeringReceipt | None = None
     constants: Mapping[Point, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    verified: bool | None = None
 
 
 def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> tuple[dict[Point, Rows], Receipt]:
@@ -70,7 +72,7 @@ def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> 
     if not capture.allow_nonfinite:
         check_finite(expected, delivery, shards, armed)
     token_ids = np.asarray(expected.tokens, dtype=np.int64)[known]
-    receipt = Receipt(expected.points, known, token_ids, writes, capture.reduce, expected.steering)
+    receipt = Receipt(expected.points, known, token_ids, writes, capture.reduce, expected.steering, expected.verified)
     rows: dict[Point, Rows] = {}
     for point in expected.points:
         whole = capture.gather or len(shards[point]) == 1

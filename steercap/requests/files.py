@@ -49,6 +49,7 @@ class Header(msgspec.Struct, frozen=True):
     reduce: Reduction | None
     writes: int
     steering: SteeringReceipt | None = None
+    verified: bool | None = None
     directions: tuple[str, ...] = ()
     marks: dict[int, tuple[tuple[float, ...], ...]] = {}
     coding: Coding = RAW

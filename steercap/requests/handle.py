@@ -292,6 +292,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
             reduce=receipt.reduce,
             writes=receipt.writes,
             steering=receipt.steering,
+            verified=receipt.verified,
             directions=self.directions,
             marks=self.marks,
             coding=coded[0].coding if coded else RAW,
@@ -312,7 +313,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         """
         header, rows, positions, token_ids, prompt_token_ids, output_token_ids = files.read(Path(path))
         labels = positions.numpy(), token_ids.numpy()
-        receipt = Receipt(header.points, *labels, header.writes, header.reduce, header.steering)
+        receipt = Receipt(header.points, *labels, header.writes, header.reduce, header.steering, header.verified)
         return CaptureHandle(
             request_id=header.request_id,
             model=header.model,

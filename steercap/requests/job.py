@@ -236,7 +236,7 @@ def expected_of(
     name = plan.key if plan.samples == 1 else f"{plan.key}/{index}"
     constants = job.calibrated.constants if job.calibrated else {}
     tokens = (*job.prompt.token_ids, *generated)
-    return Expected(name, plan, job.points, tokens, steering=receipt, constants=constants)
+    return Expected(name, plan, job.points, tokens, steering=receipt, constants=constants, verified=job.engine.verified)
 
 
 async def memory_for(job: Job, call: object) -> Ticket | None:

@@ -22,8 +22,12 @@ from steercap.core.spec import Point
 
 #: Where blocks read the stream and add to it.
 STREAM: Final = ("resid_pre", "attn_out", "mlp_out", "resid_post")
-#: Roundings of the rows' dtype by which sums of the same rows may differ.
-_SUMS: Final = 8.0
+#: Roundings to the rows' dtype, each of half an epsilon at most, in a row and in what is written of an edit; and in a
+#: sum of rows of which each was rounded, and the stream between the blocks too.
+_ROW: Final = 2.0
+_SUM: Final = 4.0
+#: The same for logits.
+_LOGIT: Final = 2.0
 #: How far rows and logits may differ that were computed in batches of other sizes: in float32, and in 16 bits.
 _COMPUTED: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
 _COMPUTED_16: Final = 0.1
@@ -64,10 +68,10 @@ def equations(
     """
     named = f", with an edit at {edit[0]}" if edit else ""
 
-    def claim(name: str, at: Point, found: torch.Tensor, terms: Sequence[torch.Tensor]) -> Claim:
+    def claim(name: str, at: Point, terms: Sequence[torch.Tensor], rounded: float) -> Claim:
         added = [edit[1]] if edit and edit[0] == at else []  # the row of a point is the edited one
-        allowed = _SUMS * torch.finfo(found.dtype).eps
-        return Claim(name + named, _relative([found], [*terms, *added]), allowed)
+        allowed = rounded * torch.finfo(rows[at].dtype).eps
+        return Claim(name + named, _relative([rows[at]], [*terms, *added]), allowed)
 
     for point in rows:
         if point.site != "resid_post":
@@ -75,12 +79,12 @@ def equations(
         here, following = point.layer, Point(point.layer + 1, "resid_pre")
         if following in rows:
             name = f"resid_pre[{here + 1}] is resid_post[{here}]"
-            yield claim(name, following, rows[following], [rows[point]])
+            yield claim(name, following, [rows[point]], _ROW)
         before, *blocks = (Point(here, site) for site in STREAM[:3])
         if factor is not None and before in rows and all(block in rows for block in blocks):
             times = "" if factor == 1 else f"{factor:.4g} × "
             name = f"resid_post[{here}] is resid_pre + {times}(attn_out + mlp_out)"
-            yield claim(name, point, rows[point], [rows[before], *(factor * rows[block].double() for block in blocks)])
+            yield claim(name, point, [rows[before], *(factor * rows[block].double() for block in blocks)], _SUM)
 
 
 def edited(point: Point, clean: torch.Tensor, found: torch.Tensor, added: torch.Tensor, dtype: torch.dtype) -> Claim:
@@ -122,7 +126,7 @@ def closes(
     error = float(((ours - ours.mean()) - (theirs - theirs.mean())).abs().max())
     error = max(error, most - float(ours.max()))
     unit = max(spread, 1e-30)
-    resolved = _SUMS * torch.finfo(dtype).eps * max(size, float(theirs.abs().max())) / unit
+    resolved = _LOGIT * torch.finfo(dtype).eps * max(size, float(theirs.abs().max())) / unit
     return Claim(f"the lens closes {named}", error / unit, computed(dtype) + resolved)
 
 

@@ -23,6 +23,7 @@ from steercap.engine.stats import Stats
 from steercap.errors import InvalidRequest
 from steercap.requests.calls import Calls
 from steercap.requests.context import joining, steered
+from steercap.requests.proof import Claim
 from steercap.requests.serving import Serving
 from steercap.requests.sketching import begun
 from steercap.steering.spec import SteeringSpec
@@ -221,6 +222,21 @@ class SteerModel(Unshared, instead=_model.INSTEAD):
     def hidden_size(self) -> int:
         """Elements of a row of the residual stream; `points` has the shape at every other site."""
         return self.bridge.model.hidden_size
+
+    @property
+    def layers(self) -> Mapping[str, str]:
+        """See `SteerModel.layers`."""
+        return self.bridge.model.layers
+
+    @property
+    def verified(self) -> bool:
+        """See `SteerModel.verified`."""
+        return self.bridge.model.verified
+
+    @property
+    def proof(self) -> tuple[Claim, ...]:
+        """See `SteerModel.proof`."""
+        return self.bridge.model.proof
 
     @property
     def points(self) -> Mapping[Point, PointSchema]:

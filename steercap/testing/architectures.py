@@ -23,6 +23,8 @@ LATENT: Final = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 32,
 }
+#: Short convolutions between attention.
+SHORT: Final = {"layer_types": ["conv", "full_attention"] * 2, "conv_dim": 128, "conv_dim_out": 128}
 MAMBA: Final = {
     "mamba_n_heads": 8,
     "mamba_d_head": 32,
@@ -371,12 +373,12 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "num_experts_per_tok": 8,  # all of them: in bfloat16, near ties would be decided otherwise
         "head_dim": 32,
         "shared_expert_intermediate_size": 64,
-        # Of embeddings alone, the network's output can be next to nothing before its norm.
+        # What one head gives can be next to nothing before its norm, the more so of embeddings alone: many, and later.
         "layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"],
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
     },
     "granitemoehybrid": {
         "model_type": "granitemoehybrid",
@@ -401,6 +403,23 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "position_embedding_type": "rope",
     },
     "falcon_h1": {"model_type": "falcon_h1", **TINY, **MAMBA, "head_dim": 32, "mamba_d_ssm": 256},
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        "vocab_size": 512,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "head_dim": 32,
+        "layers_block_type": ["mamba", "mlp", "full_attention", "mlp"],
+        "ssm_state_size": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "n_groups": 1,
+        "chunk_size": 32,
+    },
     "nemotron_h_attn": {
         "model_type": "nemotron_h",
         "vocab_size": 512,
@@ -451,20 +470,85 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "num_kv_shared_layers": 2,
     },
     "apertus_bf16": {"model_type": "apertus", **TINY},
+    "gemma4_unified_text": {
+        "model_type": "gemma4_unified_text",
+        **TINY,
+        **SLIDING,
+        "tie_word_embeddings": True,
+        "head_dim": 32,
+        "hidden_size_per_layer_input": 0,
+        "global_head_dim": 32,
+    },
+    "gemma3n_text": {  # four streams, which are refused
+        "model_type": "gemma3n_text",
+        **TINY,
+        **SLIDING,
+        "intermediate_size": [256] * 4,
+        "tie_word_embeddings": True,
+        "head_dim": 32,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 512,
+        "num_kv_shared_layers": 0,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "laurel_rank": 16,
+    },
+    "lfm2": {
+        "model_type": "lfm2",
+        **TINY,
+        **SHORT,
+        "tie_word_embeddings": True,
+        "block_auto_adjust_ff_dim": False,
+        "block_dim": 128,
+        "block_ff_dim": 256,
+        "conv_use_xavier_init": True,
+    },
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        **TINY,
+        **EXPERTS,
+        **SHORT,
+        "tie_word_embeddings": True,
+        "num_dense_layers": 1,
+    },
+    "phimoe": {
+        "model_type": "phimoe",
+        **TINY,
+        "num_local_experts": 8,
+        "attention_bias": True,
+        "lm_head_bias": False,
+    },
+    "zamba2": {
+        "model_type": "zamba2",
+        **TINY,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "n_mamba_heads": 8,
+        "mamba_d_state": 16,
+        "mamba_ngroups": 1,
+        "chunk_size": 32,
+        "attention_head_dim": 64,
+        "use_mamba_kernels": False,
+        "num_mem_blocks": 1,
+    },
 }
 
-#: vLLM's rotary embedding of latent attention needs a kernel that its CPU build lacks.
-_NO_KERNEL: Final = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+#: vLLM's own rotary kernel for CPU turns queries of three dimensions wrongly (0.32), so these give other tokens there.
+_PLAIN_ROTARY: Final = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
 _TRANSFORMERS: Final = {"model_impl": "transformers"}
 #: Engine arguments that some of them need.
 ENGINES: Final[Mapping[str, Mapping[str, Any]]] = {
     "apertus_bf16": {"dtype": "bfloat16"},
-    "axk1": _NO_KERNEL,
-    "deepseek_v2": _NO_KERNEL,
-    "deepseek_v3": _NO_KERNEL,
+    "axk1": _PLAIN_ROTARY,
+    "deepseek_v2": _PLAIN_ROTARY,
+    "deepseek_v3": _PLAIN_ROTARY,
     "gemma2_tf": _TRANSFORMERS,
-    "glm4_moe_lite": _NO_KERNEL,
+    "glm4_moe_lite": _PLAIN_ROTARY,
+    "lfm2": _PLAIN_ROTARY,
+    "lfm2_moe": _PLAIN_ROTARY,
     "llama_tf": _TRANSFORMERS,
+    "nemotron_h_attn": {"enable_prefix_caching": False},  # which asks for states of Mamba layers
+    "phimoe": {"hf_overrides": {"architectures": ["PhiMoEForCausalLM"]}},  # as vLLM writes it, not transformers
     "qwen3_moe_tf": _TRANSFORMERS,
-    "qwen3_next": {"dtype": "bfloat16"},
+    "qwen3_next": {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"},
 }

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from steercap.core.extras import extra
 from steercap.families import FAMILIES
-from steercap.sites import SITES
 from steercap.testing.architectures import ARCHITECTURES
 from steercap.testing.cache import cached
 
@@ -42,16 +41,6 @@ def tiny_config(name: str) -> Mapping[str, Any]:
         UnknownName: neither.
     """
     return ARCHITECTURES[name] if name in ARCHITECTURES else FAMILIES[name].tiny
-
-
-def tiny_sites(family: str) -> tuple[str, ...]:
-    """All sites that some layer of such a checkpoint has."""
-    with extra("cuda", "cpu"):
-        from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(tiny_checkpoint(family))
-    layers = range(config.num_hidden_layers)
-    return tuple(name for name, site in SITES.items() if any(site.exists(FAMILIES[family], config, i) for i in layers))
 
 
 def _write(settings: dict[str, Any], folder: Path) -> None:

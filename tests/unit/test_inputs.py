@@ -102,7 +102,7 @@ VALUES = [
         (1j, ""),
         ("no", "text"),
         ("1", "text"),
-        ("all", "layers tokens text"),
+        ("all", "layers tokens text sites"),
         ("generated", "tokens text"),
         ("resid_post", "text site"),
         ("raw", "text codec"),
@@ -280,7 +280,7 @@ def sites() -> Iterator[Site]:
     yield Site("SteeringSpec.preserve_norm", "flag", lambda value: SteeringSpec([Add(V, layer=1)], value))
     yield Site("SteeringSpec.edits", "", SteeringSpec)
     for name, what in {
-        "sites": "site",
+        "sites": "site sites",
         "layers": "layers",
         "capture_bytes": "whole",
         "steering_slots": "whole",
@@ -522,9 +522,10 @@ def test_a_mask_of_layers_has_one_truth_value_a_layer(bits, form, num_layers) ->
     assert made[0] == CaptureSpec(layers=list(bits))
     assert made[0] != CaptureSpec(layers=[int(bit) for bit in bits])
     points = made[0].points, made[1].points, made[2].armed
-    for of in points:
+    armed = tuple(sorted({*true, num_layers - 1}))  # the last layer always is
+    for of, layers in zip(points, (true, true, armed), strict=True):
         if len(bits) == num_layers and true:
-            assert tuple(point.layer for point in of(num_layers)) == true
+            assert tuple(point.layer for point in of(num_layers)) == layers
         else:
             with pytest.raises(InvalidSpec, match=r"mask of|selects none"):
                 of(num_layers)

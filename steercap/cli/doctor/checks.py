@@ -12,8 +12,7 @@ from steercap.cli.doctor.facts import Facts, is_offline
 from steercap.cli.doctor.gpus import Gpu
 from steercap.cli.engines import SMOLLM2
 from steercap.config import Settings
-from steercap.errors import UnsupportedModel
-from steercap.families import family_of
+from steercap.families.proved import records
 
 State: TypeAlias = Literal["ok", "warning", "problem"]
 
@@ -308,14 +307,16 @@ def check_model(facts: Facts) -> Check:
             model.folder,
             "it has no config.json that names an architecture; is it a model of transformers?",
         )
-    try:
-        family_of(model.architectures)
-    except UnsupportedModel as error:
-        return Check("model", "problem", ", ".join(model.architectures), str(error))
     dtype = str(facts.arguments.get("dtype") or model.dtype or "bfloat16")
     size = DTYPE_BYTES.get(dtype, DTYPE_BYTES["bfloat16"])
     megabytes = model.layers * model.width * size * 1000 / 1e6
     rows = f"{model.layers} layers × {model.width}; 1,000 tokens at all layers, one site, {dtype}: {megabytes:,.0f} MB"
+    if not {one.architecture for one in records() if not one.refused} & set(model.architectures):
+        advice = (
+            "its layers were not compared with transformers'; the stream can be read and steered if the proof at start "
+            "holds, which --start tries; steercap models lists those that were"
+        )
+        return Check("model", "warning", f"{', '.join(model.architectures)}, {rows}", advice)
     return Check("model", "ok", f"{', '.join(model.architectures)}, {rows}")
 
 

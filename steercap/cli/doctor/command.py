@@ -47,10 +47,14 @@ async def start(model: ModelOptions, terminal: Terminal) -> Check:
             seconds = time.monotonic() - begun
             runner = "V2" if open_model.engine.vllm_config.use_v2_model_runner else "V1"
             points = len(open_model.points)
+            layers = ", ".join(f"{name} {code}" for name, code in open_model.layers.items())
+            known = "compared with transformers'" if open_model.verified else "not compared with transformers', proved"
+            claims = len(open_model.proof)
     except SteercapError as error:
         log = f" Log: {terminal.log}" if terminal.log else ""
         return Check("start", "problem", f"{type(error).__name__}: {error}", f"run again with --verbose.{log}")
-    return Check("start", "ok", f"in {seconds:.0f} s, model runner {runner}; all {points} taps read and change")
+    found = f"in {seconds:.0f} s, model runner {runner}; all {points} taps read and change, {claims} equations hold"
+    return Check("start", "ok", f"{found}; layers {layers}: {known}")
 
 
 def register(app: typer.Typer) -> None:

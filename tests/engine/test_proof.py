@@ -1,0 +1,100 @@
+"""The proof at start refuses layers that are read wrongly, each by the equation that should see it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import opened
+
+from steercap import errors
+from steercap.families import FAMILIES
+from steercap.testing import Reference, tiny_checkpoint
+from steercap.testing.agreement import rows_agree
+from steercap.testing.rows import TINY_ENGINE
+
+WRONG = Path(__file__).parent.parent / "wrong_families"
+STREAM = ("resid_pre", "resid_post")
+ADDED = (*STREAM, "attn_out", "mlp_out")
+
+#: What is wrong, of which model, where it is read, and what must see it.
+MISTAKES = {
+    "a parallel block's stream counted twice": (
+        "cohere residual_output=1 residual_input=residual",
+        "cohere",
+        ("resid_post",),
+        r"the lens closes .*: off by",
+    ),
+    "the residual forgotten": (
+        "qwen3 residual_output=None residual_input=",
+        "qwen3",
+        ("resid_post",),
+        r"the lens closes of the rows that were read: off by",
+    ),
+    "the residual forgotten where layers begin": (
+        "qwen3 residual_input=",
+        "qwen3",
+        STREAM,
+        r"resid_pre\[\d\] is resid_post\[\d\]: off by",
+    ),
+    "a multiplier ignored": (
+        "granite factor=one",
+        "granite",
+        ADDED,
+        r"is resid_pre \+ \(attn_out \+ mlp_out\): off by",
+    ),
+    "the norm's input taken for what a block adds": (
+        "gemma2 attn_out=self_attn",
+        "gemma2",
+        ADDED,
+        r"is resid_pre \+ \(attn_out \+ mlp_out\): off by",
+    ),
+}
+
+
+@pytest.fixture
+def spoiled(monkeypatch) -> Iterator[object]:
+    """Makes a family wrong here and in the workers."""
+    monkeypatch.syspath_prepend(str(WRONG))
+    FAMILIES["qwen3"]
+    before = dict(FAMILIES._members)
+
+    def spoil(said: str) -> None:
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(WRONG), os.environ.get("PYTHONPATH", "")]))
+        monkeypatch.setenv("WRONG_FAMILY", said)
+        from families import spoil as really
+
+        really(said)
+
+    yield spoil
+    FAMILIES._members = before
+    sys.modules.pop("families", None)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+async def test_layers_that_are_read_wrongly_are_refused(mistake, spoiled) -> None:
+    """Every row is finite, every tap fires once a pass, every edit has an effect; and yet the rows are not the stream."""
+    family, checkpoint, sites, reason = MISTAKES[mistake]
+    spoiled(family)
+    with pytest.raises(errors.ModelNotProved, match=reason):
+        async with opened(tiny_checkpoint(checkpoint), sites=sites, **TINY_ENGINE):
+            pass
+
+
+async def test_unknown_layers_are_derived_and_the_rule_that_closes_is_taken(spoiled, record_property) -> None:
+    """Cohere's layer takes a residual and returns it unchanged beside the whole stream: hidden + residual does not close,
+    hidden alone does. Only the stream can be had of layers that nobody knows.
+    """
+    spoiled("cohere")
+    path = tiny_checkpoint("cohere")
+    async with opened(path, sites="all", **TINY_ENGINE) as model:
+        assert {point.site for point in model.points} == set(STREAM)
+        assert model.serving.opened().family is None
+        for name, same in (await rows_agree(model, Reference(path))).items():
+            record_property(f"derived {name}", f"1-cos {1 - same.cosine:.1e}, error {same.error:.1e}")
+    with pytest.raises(errors.UnsupportedModel, match=r"no attn_out in layers of commandr\.CohereDecoderLayer"):
+        async with opened(path, sites=("resid_post", "attn_out"), **TINY_ENGINE):
+            pass
