@@ -1,11 +1,11 @@
 """Prove the architectures that steercap serves, on this machine: tiny models of each against transformers.
 
     python scripts/prove_models.py                    all, two at a time; writes proved.json and the page
-    python scripts/prove_models.py --only granite     one or several, shown and not written
+    python scripts/prove_models.py --only granite     one or several, shown, and written with --keep
 
 Each is opened as a user opens it, so the proof at start runs too; then rows at all its sites are compared with
-transformers' for prompts that are chunked and generated tokens, and every operation, every site with one or more. What is refused
-is written with its reason.
+transformers' for prompts that are chunked and generated tokens; so are edits, of every operation, at every site. What is
+refused is written with its reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -71,6 +71,9 @@ def said(record: dict[str, Any]) -> str:
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Names; all by default.")] = None,
     together: Annotated[int, typer.Option(help="Engines at once.")] = 2,
+    keep: Annotated[
+        bool | None, typer.Option(help="Write the records, beside those of other names; by default if all are run.")
+    ] = None,
     machine: Annotated[bool, typer.Option(help="Print a record for the process that asked.", hidden=True)] = False,
 ) -> None:
     """Prove them."""
@@ -78,22 +81,23 @@ def main(
         print(MARK + json.dumps(asyncio.run(proved(only[0]))), flush=True)
         return
     names = only or [*(name for name, family in FAMILIES.items() if family.tiny), *ARCHITECTURES]
-    found = []
+    refused = 0
     with ThreadPoolExecutor(together) as pool:
-        for record in pool.map(in_process, names):
+        for done in as_completed([pool.submit(in_process, name) for name in names]):
+            record = done.result()
             print(said(record), flush=True)
-            found.append(record)
-    if not only:
-        keep(found)
-    sys.exit(any("refused" in record for record in found) if only else 0)
+            refused += "refused" in record
+            if keep or (keep is None and not only):
+                put(record)
+    sys.exit(bool(refused) if only else 0)
 
 
-def keep(found: list[dict[str, Any]]) -> None:
-    """Write records beside those of other devices, and the tables of the page."""
-    new = [msgspec.convert(record, Record) for record in found]
-    devices = {one.device for one in new}
-    kept = [one for one in records() if one.device not in devices]
-    PATH.write_bytes(msgspec.json.format(msgspec.json.encode([*kept, *new]), indent=1) + b"\n")
+def put(found: dict[str, Any]) -> None:
+    """Write a record in place of the one of its name and device, and the tables of the page."""
+    new = msgspec.convert(found, Record)
+    others = [one for one in records() if (one.name, one.device) != (new.name, new.device)]
+    every = sorted([*others, new], key=lambda one: (one.name, one.device))
+    PATH.write_bytes(msgspec.json.format(msgspec.json.encode(every), indent=1) + b"\n")
     records.cache_clear()
     page = PAGE.read_text()
     before, _, rest = page.partition("<!-- proved -->\n")
