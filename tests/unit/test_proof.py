@@ -77,10 +77,10 @@ def test_what_is_not_armed_is_not_claimed() -> None:
 def test_an_edit_that_is_not_exact_is_seen() -> None:
     clean, vector = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     point = Point(0, "z")
-    assert edited(point, clean, clean + vector, vector).holds
-    assert not edited(point, clean, clean + 1.01 * vector, vector).holds
-    assert not edited(point, clean, clean, vector).holds
-    assert not edited(point, clean, clean * float("nan"), vector).holds
+    assert edited(point, clean, clean + vector, vector, torch.float32).holds
+    assert not edited(point, clean, clean + 1.01 * vector, vector, torch.float32).holds
+    assert not edited(point, clean, clean, vector, torch.float32).holds
+    assert not edited(point, clean, clean * float("nan"), vector, torch.float32).holds
 
 
 def lens(reported: list[float], logits: torch.Tensor, tokens: list[int], dtype: torch.dtype = torch.float32):
