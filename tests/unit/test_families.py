@@ -19,7 +19,7 @@ from steercap.worker.decoder import decoder_of
 
 FOLDER = Path(base.__file__).parent
 #: What else is in the folder.
-AXIS = {"__init__", "base", "code", "derived"}
+AXIS = {"__init__", "base", "code", "derived", "proved"}
 
 
 class Pair(nn.Module):
