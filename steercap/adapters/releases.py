@@ -69,6 +69,7 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
         "model_config.get_total_num_hidden_layers",
         "model_config.get_total_num_kv_heads",
         "model_config.hf_text_config",
+        "model_config.max_logprobs",
         "model_config.rswa_window",
         "model_config.using_transformers_backend",
         "parallel_config.prefill_context_parallel_size",
