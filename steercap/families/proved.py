@@ -108,7 +108,8 @@ def markdown(found: Sequence[Record]) -> str:
     served, refused = _parted(found)
     lines = ["| " + " | ".join(TITLES) + " |", "|" + "---|" * len(TITLES)]
     lines += ["| " + " | ".join(columns(one)) + " |" for one in served]
-    lines += ["", "| architecture | configuration | refused, and why |", "|---|---|---|"]
+    if refused:
+        lines += ["", "| architecture | configuration | refused, and why |", "|---|---|---|"]
     lines += [f"| {one.architecture or one.model_type} | {one.name} | {_in_a_cell(one.refused)} |" for one in refused]
     return "\n".join(lines) + "\n"
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from steercap.adapters.releases import installed
-from steercap.errors import ModelNotLoaded, UnsupportedModel
+from steercap.errors import ModelNotLoaded, TapsNotInstalled, UnsupportedModel
 from steercap.model import SteerModel
 from steercap.testing.agreement import edits_agree, layers_agree, rows_agree
 from steercap.testing.architectures import ENGINES
@@ -38,7 +38,7 @@ async def prove(name: str) -> dict[str, Any]:
     }
     try:
         model = await SteerModel(str(path), sites="all", **arguments).start()
-    except (UnsupportedModel, ModelNotLoaded) as error:
+    except (UnsupportedModel, ModelNotLoaded, TapsNotInstalled) as error:
         return {**record, "refused": str(error)}
     async with model:
         loaded = model.serving.opened().loaded

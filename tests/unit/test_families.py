@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from steercap.errors import UnsupportedModel
-from steercap.families import FAMILIES, base, families_of, family_of, over_transformers
+from steercap.families import FAMILIES, base, families_of, family_of, over_transformers, proved
 from steercap.families.base import Family, located
 from steercap.families.code import fingerprint_of, is_transformers, name_of
 from steercap.sites import SITES
@@ -249,3 +249,33 @@ def test_layers_listed_twice_are_found_once() -> None:
 def test_a_family_multiplies_by_one_unless_it_says_otherwise() -> None:
     """What blocks give, and logits."""
     assert (Family().factor(None), Family().logits(None)) == (1.0, 1.0)
+
+
+def test_the_page_has_the_tables_of_the_last_run() -> None:
+    """docs/models.md is written from the records, and says what they say."""
+    page = (FOLDER.parent.parent / "docs" / "models.md").read_text()
+    assert f"<!-- proved -->\n{proved.markdown(proved.records())}<!-- /proved -->" in page
+
+
+def test_forty_architectures_are_proved_by_a_family_that_is_there() -> None:
+    """Each record is of a known configuration and family, and holds the bounds; none is of a guess."""
+    served = [one for one in proved.records() if not one.refused]
+    assert len({one.architecture for one in served}) >= 40
+    for one in served:
+        assert one.name in ARCHITECTURES or FAMILIES[one.name].tiny
+        assert one.code
+        assert all(len(digest) == 12 for digest in one.code.values())
+        assert one.family == "" or set(one.code) <= set(FAMILIES[one.family].classes)
+        assert {f"{site} {part}" for site in one.sites for part in ("prompt", "generated")} == set(one.rows)
+        if one.dtype == "float32":
+            assert one.worst.cosine > 0.99999
+            assert max(one.worst.error, *one.edits.values()) < 1e-4
+
+
+def test_verified_is_this_code_and_no_other() -> None:
+    """A class that is known with another fingerprint is not."""
+    code = next(one.code for one in proved.records() if one.architecture == "LlamaForCausalLM")
+    assert proved.verified(code)
+    assert not proved.verified(dict.fromkeys(code, "0" * 12))
+    assert not proved.verified({**code, "strange.Layer": "0" * 12})
+    assert not proved.verified({})
