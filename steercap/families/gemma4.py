@@ -5,8 +5,12 @@ and multiplies the whole stream by a constant of its own.
 from steercap.families.base import Family
 
 MEMBER = Family(
-    architectures=("Gemma4ForCausalLM",),
-    classes=("gemma4.Gemma4DecoderLayer", "gemma4.Gemma4TextDecoderLayer"),
+    architectures=("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"),
+    classes=(
+        "gemma4.Gemma4DecoderLayer",
+        "gemma4.Gemma4TextDecoderLayer",
+        "gemma4_unified.Gemma4UnifiedTextDecoderLayer",
+    ),
     attn_out="post_attention_layernorm",
     mlp_out="post_feedforward_layernorm",
     residual_output=None,
