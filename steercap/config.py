@@ -38,6 +38,8 @@ DEFAULT_REDUCE_BYTES: Final = 1 << 30
 DEFAULT_VECTOR_BYTES: Final = 256 << 20
 
 
+#: What blocks add to the stream.
+ADDED: Final = frozenset({"attn_out", "mlp_out"})
 #: What stands for all sites that a model has.
 ALL: Final = "all"
 #: The site where a layer has done all that it does to the stream.
@@ -54,8 +56,9 @@ class Settings:
 
     Args:
         sites: sites to arm, or "all" that the model has. Each armed point costs a little time in every pass.
-        layers: layers to arm them at. `resid_post` of the last layer is always armed: the proof at start reads it. In
-            float16, `resid_post` of every layer from the first of them on is armed too: edited rows can overflow there.
+        layers: layers to arm them at. `resid_post` of the last layer is always armed: the proof at start reads it, and
+            the other terms of its sum where `attn_out` or `mlp_out` is armed anywhere. In float16, `resid_post` of
+            every layer from the first of them on is armed too: edited rows can overflow there.
         codec: how rows are stored where a `CaptureSpec` does not say; see there.
         codec_k, codec_seed: its `k` and `seed`, for codecs that have them, where a `CaptureSpec` does not say; None for
             those of the codec.
@@ -159,6 +162,8 @@ class Settings:
         if overflows_later:
             points += [Point(layer, LAYER_END) for layer in range(layers[0], num_layers)]
         points.append(Point(num_layers - 1, LAYER_END))  # what the proof at start reads
+        if not ADDED.isdisjoint(self.sites):
+            points += filter(exists, (Point(num_layers - 1, site) for site in ("resid_pre", *sorted(ADDED))))
         if derived:
             points += [Point(layer, site) for layer in range(num_layers) for site in DERIVED_SITES]
         return tuple(sorted(dict.fromkeys(points), key=lambda point: point.layer))

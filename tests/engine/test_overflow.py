@@ -41,6 +41,7 @@ async def test_float16_survives_overflow() -> None:
         assert tuple(model.points) == (
             Point(0, "mlp_out"), Point(0, "resid_post"), Point(1, "resid_post"),
             Point(2, "mlp_out"), Point(2, "resid_post"), Point(3, "resid_post"),
+            Point(3, "resid_pre"), Point(3, "attn_out"), Point(3, "mlp_out"),
         )  # fmt: skip
         late = Add(torch.ones(WIDTH), 65_472.0, layer=0, site="resid_post", tokens="prompt")
         with pytest.raises(errors.SteeringNotApplied, match=r"overflows at resid_post\[[123]\].* 6\.55e\+04"):
