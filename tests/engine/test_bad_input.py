@@ -111,25 +111,11 @@ async def test_an_engine_that_cannot_start_says_why(model, arguments, error, say
             pytest.fail("it started")
 
 
-async def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path) -> None:
-    """Nothing is guessed about layers that steercap does not know."""
-    from transformers import AutoConfig
-
-    AutoConfig.for_model("gpt_neox", num_hidden_layers=2, hidden_size=64, num_attention_heads=2).save_pretrained(
-        tmp_path
-    )
-    config = (tmp_path / "config.json").read_text()
-    (tmp_path / "config.json").write_text(config.replace("{", '{"architectures": ["GPTNeoXForCausalLM"],', 1))
-    with pytest.raises(errors.UnsupportedModel, match=r"GPTNeoXForCausalLM; known: GPT2LMHeadModel, Gemma"):
-        async with opened(tmp_path, **TINY_ENGINE, skip_tokenizer_init=True):
-            pytest.fail("it started")
-
-
-async def test_another_implementation_of_a_known_architecture_is_refused() -> None:
-    """transformers' own modules carry the stream in another way than vLLM's of the same name."""
-    with pytest.raises(errors.UnsupportedModel, match="LlamaForCausalLM as vLLM runs it with its own modules"):
-        async with opened(tiny_checkpoint("llama"), model_impl="transformers", **TINY_ENGINE):
-            pytest.fail("it started")
+async def test_another_implementation_of_a_known_architecture_is_served_without_what_it_lacks() -> None:
+    """transformers' own modules carry the whole stream, and call attention past hooks."""
+    async with opened(tiny_checkpoint("llama"), model_impl="transformers", sites="all", **TINY_ENGINE) as model:
+        sites = {point.site for point in model.points}
+    assert sites == {"resid_pre", "attn_out", "mlp_out", "resid_post", "z", "neurons"}
 
 
 @pytest.mark.parametrize(
