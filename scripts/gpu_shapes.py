@@ -12,7 +12,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Qwen 3 model, by their names in its config.json; `dtype` is the weights'."""
+    """The sizes of a Qwen 3 model, by their names in its config.json; `dtype` is the weights'.
+
+    With `num_experts` it is a mixture of experts, whose MLPs are `moe_intermediate_size` wide each.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -23,6 +26,9 @@ class Shape:
     vocab_size: int
     tie_word_embeddings: bool
     dtype: str = "bfloat16"
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
 
     @property
     def itemsize(self) -> int:
@@ -43,11 +49,29 @@ class Shape:
         return self.num_hidden_layers * self.width(site) * self.itemsize
 
 
+#: The sizes that only a mixture of experts has.
+EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+
 SHAPES = {
     "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 128, 151_936, tie_word_embeddings=True),
     "qwen3-8b": Shape(4096, 12_288, 36, 32, 8, 128, 151_936, tie_word_embeddings=False),
     "qwen3-32b": Shape(5120, 25_600, 64, 64, 8, 128, 151_936, tie_word_embeddings=False),
+    "qwen3-30b-a3b": Shape(
+        *(2048, 6144, 48, 32, 4, 128, 151_936),
+        tie_word_embeddings=False,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    ),
     "tiny": Shape(128, 256, 4, 4, 2, 32, 4096, tie_word_embeddings=False, dtype="float32"),
+    "tiny-moe": Shape(
+        *(128, 256, 4, 4, 2, 32, 4096),
+        tie_word_embeddings=False,
+        dtype="float32",
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+    ),
 }
 
 
@@ -65,9 +89,12 @@ def _write(config: str, folder: Path) -> None:
 
 def _config(shape: Shape) -> dict[str, Any]:
     sizes = asdict(shape)
+    kind = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True}
+    if not shape.num_experts:
+        sizes = {name: size for name, size in sizes.items() if name not in EXPERTS}
+        kind = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        **kind,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "bos_token_id": shape.vocab_size - 2,
