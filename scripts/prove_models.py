@@ -4,8 +4,8 @@
     python scripts/prove_models.py --only granite     one or several, shown, and written with --keep
 
 Each is opened as a user opens it, so the proof at start runs too; then rows at all its sites are compared with
-transformers' for prompts that are chunked and generated tokens; so are edits, of every operation, at every site. What is
-refused is written with its reason.
+transformers' for prompts that are chunked and generated tokens; so are edits: every operation somewhere, every site
+somehow. What is refused is written with its reason.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import typer
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's attention on CUDA in float32, else in TF32
 
 from steercap.families import FAMILIES
 from steercap.families.proved import PATH, Record, markdown, records
@@ -34,13 +35,6 @@ PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 #: Seconds for one of them; an engine takes 15 on a quiet machine.
 PATIENCE = 600
 MARK = "PROVED "
-
-
-async def proved(name: str) -> dict[str, Any]:
-    """What becomes of one architecture."""
-    from steercap.testing.proving import prove
-
-    return await prove(name)
 
 
 def in_process(name: str) -> dict[str, Any]:
@@ -78,7 +72,9 @@ def main(
 ) -> None:
     """Prove them."""
     if machine and only:
-        print(MARK + json.dumps(asyncio.run(proved(only[0]))), flush=True)
+        from steercap.testing.proving import prove
+
+        print(MARK + json.dumps(asyncio.run(prove(only[0]))), flush=True)
         return
     names = only or [*(name for name, family in FAMILIES.items() if family.tiny), *ARCHITECTURES]
     refused = 0

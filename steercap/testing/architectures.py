@@ -552,3 +552,13 @@ ENGINES: Final[Mapping[str, Mapping[str, Any]]] = {
     "qwen3_moe_tf": _TRANSFORMERS,
     "qwen3_next": {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"},
 }
+
+_BFLOAT16: Final = {"dtype": "bfloat16"}
+#: What they need besides on CUDA, where vLLM's latent attention takes 16 bits only.
+ON_CUDA: Final[Mapping[str, Mapping[str, Any]]] = {
+    "axk1": _BFLOAT16,
+    "deepseek_v2": _BFLOAT16,
+    "deepseek_v3": _BFLOAT16,
+    "glm4_moe_lite": _BFLOAT16,
+    "minicpm3": _BFLOAT16,
+}

@@ -11,11 +11,12 @@ from steercap.adapters.releases import installed
 from steercap.errors import ModelNotLoaded, TapsNotInstalled, UnsupportedModel
 from steercap.model import SteerModel
 from steercap.testing.agreement import edits_agree, layers_agree, rows_agree
-from steercap.testing.architectures import ENGINES
+from steercap.testing.architectures import ENGINES, ON_CUDA
 from steercap.testing.reference import Reference
 from steercap.testing.rows import TINY_ENGINE
 from steercap.testing.tiny import tiny_checkpoint
 
+CUDA: Final = torch.cuda.is_available()
 #: Long prompts are read in chunks of so many tokens.
 CHUNK: Final = 64
 
@@ -26,12 +27,12 @@ async def prove(name: str) -> dict[str, Any]:
     In 16 bits rows are compared layer by layer, and edits are not: they cannot be told from what rounding adds up to.
     """
     path = tiny_checkpoint(name)
-    arguments = {**TINY_ENGINE, "max_num_batched_tokens": CHUNK, **ENGINES.get(name, {})}
+    arguments = _arguments(name)
     reference = await asyncio.to_thread(Reference, path)
     config = reference.model.config
     record = {
         "name": name,
-        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "device": "cuda" if CUDA else "cpu",
         "vllm": installed(),
         "model_type": config.model_type,
         "architecture": config.architectures[0],
@@ -59,3 +60,12 @@ async def prove(name: str) -> dict[str, Any]:
             "rows": {key: {"cosine": same.cosine, "error": same.error} for key, same in rows.items()},
             "edits": {key: same.error for key, same in edits.items()},
         }
+
+
+def _arguments(name: str) -> dict[str, Any]:
+    """The engine's: eager on CPU; on CUDA with vLLM's defaults, and room for others beside it."""
+    found = {**TINY_ENGINE, "max_num_batched_tokens": CHUNK, **ENGINES.get(name, {})}
+    if CUDA:
+        del found["enforce_eager"]
+        found |= {"gpu_memory_utilization": 0.06, "capture_bytes": 512 << 20, **ON_CUDA.get(name, {})}
+    return found
