@@ -109,7 +109,7 @@ def markdown(found: Sequence[Record]) -> str:
     lines = ["| " + " | ".join(TITLES) + " |", "|" + "---|" * len(TITLES)]
     lines += ["| " + " | ".join(columns(one)) + " |" for one in served]
     if refused:
-        lines += ["", "| architecture | configuration | refused, and why |", "|---|---|---|"]
+        lines += ["", "| architecture | configuration | refused or not proved, and why |", "|---|---|---|"]
     lines += [f"| {one.architecture or one.model_type} | {one.name} | {_in_a_cell(one.refused)} |" for one in refused]
     return "\n".join(lines) + "\n"
 

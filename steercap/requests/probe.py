@@ -71,13 +71,25 @@ async def probe(engine: Engine) -> tuple[Claim, ...]:
             claims += _require(engine, await _lens(engine, number, clean, "of the rows that were read"))
             claims += await _probe_editing(engine, number, clean)
         else:
-            warnings.warn(
-                f"the row of position {strange[0]} of the start-up probe at {engine.vllm.points[strange[1]]} holds NaN "
-                "or infinity, so neither its rows nor what edits do could be proved; look at it with "
-                "CaptureSpec(allow_nonfinite=True)",
-                stacklevel=2,
-            )
+            _overflowed(engine, clean, *strange)
     return tuple(claims)
+
+
+def _overflowed(engine: Engine, clean: _Probed, position: int, index: int) -> None:
+    """Warn that a row is not finite, as rows of 16 bits can be.
+
+    Raises:
+        TapsNotInstalled: what the model computed from it is finite, so the model had another row there.
+    """
+    point = engine.vllm.points[index]
+    named = f"the row of position {position} of the start-up probe at {point} holds NaN or infinity"
+    if bool(clean.rows[Point(engine.vllm.num_layers - 1, "resid_post")][position].isfinite().all()):
+        raise TapsNotInstalled(f"{named}, and the last row of the stream, which depends on it, does not")
+    warnings.warn(
+        f"{named}, so neither its rows nor what edits do could be proved; look at it with "
+        "CaptureSpec(allow_nonfinite=True)",
+        stacklevel=3,
+    )
 
 
 def _factor(engine: Engine) -> float | None:

@@ -131,15 +131,12 @@ def output_tap(layer: nn.Module, path: str, name: str, tap: Tap, stream: int | N
     module.register_buffer(buffer, tap.point, persistent=False)
     kind = tap.kind
 
-    def hook(module: nn.Module, _args: Any, output: Any) -> None:
-        whole = stream is None or not isinstance(output, tuple)
-        residual = None if whole else output[stream]  # of some layers None, which return the whole stream
-        operator(
-            rows_of(output[0] if isinstance(output, tuple) else output),
-            None if residual is None else rows_of(residual),
-            getattr(module, buffer),
-            kind,
-        )
+    def hook(module: nn.Module, _args: Any, output: Any) -> Any:
+        many = isinstance(output, tuple)
+        first = by_itself(output[0] if many else output)
+        residual = output[stream] if many and stream is not None else None  # None of some layers too
+        operator(rows_of(first), None if residual is None else rows_of(residual), getattr(module, buffer), kind)
+        return (first, *output[1:]) if many else first
 
     return module.register_forward_hook(hook)
 
@@ -153,10 +150,22 @@ def input_tap(layer: nn.Module, path: str, name: str, tap: Tap, argument: int = 
     module.register_buffer(buffer, tap.point, persistent=False)
     kind = tap.kind
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        operator(rows_of((*args, *kwargs.values())[argument]), None, getattr(module, buffer), kind)
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [*args, *kwargs.values()]
+        given[argument] = by_itself(given[argument])
+        operator(rows_of(given[argument]), None, getattr(module, buffer), kind)
+        return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def by_itself(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy where its rows are parts of longer ones, as values are of a fused projection.
+
+    What changes such a view in place is compiled to a copy of more than the view, by which inductor of PyTorch 2.13
+    reads beyond a buffer's end where there are several views of one tensor.
+    """
+    return tensor if tensor.stride(-2) == tensor.shape[-1] else tensor.contiguous()
 
 
 def visit_output(module: nn.Module, visit: Visit) -> RemovableHandle:

@@ -213,6 +213,7 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "first_k_dense_replace": 1,
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
+        "num_experts_per_tok": 3,  # of an edited row, the second and the third score are alike to 2e-7
     },
     "deepseek_v2": {
         "model_type": "deepseek_v2",
