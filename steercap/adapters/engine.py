@@ -23,6 +23,7 @@ from steercap.adapters.connection import Connection
 from steercap.adapters.lora import Adapters
 from steercap.adapters.prompts import Rendered, render
 from steercap.adapters.reaper import Reaper
+from steercap.adapters.refusal import refusal
 from steercap.adapters.releases import require
 from steercap.adapters.sampling import read_params
 from steercap.adapters.settings import CONFIG_KEY, expected_family, overshoot, worker_config
@@ -127,8 +128,9 @@ class VllmEngine:
         try:
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
         except Exception as error:
-            raise ModelNotLoaded(
-                f"vLLM's engine for {model!r} did not start: {error} (the worker's own log above says why)"
+            start = f"vLLM's engine for {model!r} did not start"
+            raise refusal(launch.reaper.folder, start) or ModelNotLoaded(
+                f"{start}: {error} (the worker's own log above says why)"
             ) from error
         return cls(llm, points, exists, launch)
 

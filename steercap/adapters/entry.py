@@ -17,6 +17,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Final
 
+from steercap.adapters.refusal import FOLDER, left_behind
 from steercap.adapters.releases import require
 
 #: Settings of vLLM's log; a user who has set one gets what vLLM makes of it.
@@ -90,8 +91,12 @@ class Entry:
             setattr(worker, name, Entry(WORKER, getattr(worker, name), log=self._log))
             # Its workers meet at a file, which they remove only if they end in order; this folder is removed in any
             # case.
-            tempfile.tempdir = os.environ.get("VLLM_RPC_BASE_PATH")
-        function(*args, **kwargs)
+            tempfile.tempdir = os.environ.get(FOLDER)
+        if self._target == WORKER:  # which logs what its start fails of, and ends as if nothing were the matter
+            worker = getattr(import_module(module), owner)
+            worker.__init__ = left_behind()(worker.__init__)
+        with left_behind():
+            function(*args, **kwargs)
 
 
 def _prepared(target: tuple[str, str, str], log: bool) -> Entry:

@@ -12,7 +12,7 @@ from torch import nn
 
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
-from steercap.errors import WorkerFailure
+from steercap.errors import UnsupportedModel
 from steercap.families.base import Family
 from steercap.sites import SITES
 from steercap.sites.base import Sizes, Tap
@@ -43,7 +43,7 @@ def install_taps(
         device: where the model computes.
 
     Raises:
-        WorkerFailure: a layer is not written as its family says.
+        UnsupportedModel: a layer is not written as its family says.
     """
     found = {
         index: schema
@@ -67,7 +67,7 @@ def schema_of(  # noqa: PLR0917 -- a layer, and where it is in its model
     """What the tensor at a point is; None where the family has no such site, or some of its layers have not.
 
     Raises:
-        WorkerFailure: the layer is not written as its family says.
+        UnsupportedModel: the layer is not written as its family says.
     """
     site = SITES[point.site]
     if not site.known(family):
@@ -77,7 +77,7 @@ def schema_of(  # noqa: PLR0917 -- a layer, and where it is in its model
     except AttributeError as error:
         if family.varied or family.sparse is not None:
             return None
-        raise WorkerFailure(f"{point} is not in this model, a {type(layer).__name__}: {error}") from error
+        raise UnsupportedModel(f"{point} is not in this model, a {type(layer).__name__}: {error}") from error
     return PointSchema(
         shape=rows.shape,
         dtype=rows.dtype or str(dtype).removeprefix("torch."),

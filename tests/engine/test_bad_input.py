@@ -92,20 +92,28 @@ async def test_two_sites_need_a_site_to_be_named(tiny) -> None:
     ("model", "arguments", "error", "says"),
     [
         ("/nowhere/at/all", {}, errors.ModelNotLoaded, "/nowhere/at/all"),
-        ("tiny", {"no_such_argument": 1}, errors.InvalidSetting, "no_such_argument"),
-        ("tiny", {"worker_extension_cls": "a.B"}, errors.InvalidSetting, "worker_extension_cls"),
-        ("tiny", {"layers": [9]}, errors.LayerOutOfRange, "layer 9 is outside this model of 4 layers"),
+        ("qwen3", {"no_such_argument": 1}, errors.InvalidSetting, "no_such_argument"),
+        ("qwen3", {"worker_extension_cls": "a.B"}, errors.InvalidSetting, "worker_extension_cls"),
+        ("qwen3", {"layers": [9]}, errors.LayerOutOfRange, "layer 9 is outside this model of 4 layers"),
         (
-            "tiny",
+            "qwen3",
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}, "async_scheduling": True},
             errors.SteercapError,
             "async",
         ),
+        # Of a worker process, which vLLM only says has failed.
+        (
+            "qwen3",
+            {"hf_overrides": {"intermediate_size": 300}},
+            errors.ModelNotLoaded,
+            r"did not start: RuntimeError: start",
+        ),
+        ("zamba2", {"sites": "attn_out"}, errors.UnsupportedModel, "knows no attn_out in layers of zamba2"),
     ],
 )
 async def test_an_engine_that_cannot_start_says_why(model, arguments, error, says) -> None:
     """An error names the cause, and nothing is left running."""
-    path = tiny_checkpoint("qwen3") if model == "tiny" else model
+    path = model if model.startswith("/") else tiny_checkpoint(model)
     with pytest.raises(error, match=says):
         async with opened(path, **{**TINY_ENGINE, **arguments}):
             pytest.fail("it started")
