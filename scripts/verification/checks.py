@@ -24,8 +24,10 @@ from steercap.testing.agreement import EVERYTHING, captured, same_tokens_elsewhe
 from steercap.testing.attention import attention_agrees
 from steercap.testing.bad import BAD_REQUESTS
 from steercap.testing.codecs import codecs_agree
+from steercap.testing.lora import adapters_agree
 from steercap.testing.overflow import overflowing_edits
 from steercap.testing.parity import PERFECT
+from steercap.testing.quantised import KINDS, quantised_reference, unfit
 from steercap.testing.rows import (
     ALL_SITES,
     GREEDY,
@@ -40,7 +42,7 @@ from steercap.testing.rows import (
 )
 from steercap.testing.sketching import sketches_agree
 from steercap.testing.specs import OPERATIONS, spec
-from verification.engines import EngineChoice, Engines, Machine, surroundings
+from verification.engines import QUANTISED, EngineChoice, Engines, Machine, surroundings
 
 Show = dict[str, Any]
 #: bfloat16, a layer given the captured row before it, and graphs on against off: the least row cosine.
@@ -262,6 +264,41 @@ async def _prefilled(model: SteerModel, handles: Sequence[CaptureHandle]) -> lis
     await model.fetch_captures_batch(again)
     found: list[CaptureHandle] = again
     return found
+
+
+# Quantised and adapted
+
+
+async def check_quantised(run: Run, show: Show) -> None:
+    """Each kind of quantised model, bfloat16, step by step from site to site: rows and edits are transformers' on what its
+    codes stand for.
+    """
+    show |= {kind: f"SKIP: {reason}" for kind in KINDS if (reason := unfit(kind, run.machine.device))}
+
+    async def one(kind: str) -> None:
+        model = await run.engines.get(QUANTISED + kind)
+        reference = await asyncio.to_thread(quantised_reference, kind, run.machine.device)
+        found = await agreement.steps_agree(model, reference)
+        steered = {name: same for name, same in found.items() if name.startswith("steered")}
+        show[kind] = {**worse_parts(found), "steered": figures(worst_of(steered))}
+
+    await each(_fit_kinds(run.machine), one)
+
+
+def _fit_kinds(machine: Machine) -> list[str]:
+    return [kind for kind in KINDS if not unfit(kind, machine.device)]
+
+
+async def check_lora(run: Run, show: Show) -> None:
+    """Requests with three adapters and with none in one batch, clean and steered: each as its own merged checkpoint."""
+    from vllm.lora.request import LoRARequest
+
+    model = await run.engines.get("lora")
+    with tempfile.TemporaryDirectory(prefix="steercap-verify-") as folder:
+        found = await adapters_agree(model, Path(model.model), Path(folder), LoRARequest)
+    for who in ("adapter", "none"):
+        rows = {name: same for name, same in found.items() if name.startswith(who)}
+        show[who] = worse_parts(rows)
 
 
 # What moves requests about
@@ -565,6 +602,8 @@ CHECKS: dict[str, Check] = {
     "parity": Check(check_parity, lambda run: run.families),
     "steering": Check(check_steering, lambda run: run.families),
     "bf16": Check(check_bf16, _bf16_engines),
+    "quantised": Check(check_quantised, lambda run: [QUANTISED + kind for kind in _fit_kinds(run.machine)]),
+    "lora": Check(check_lora, lambda _run: ["lora"]),
     "graphs": Check(check_graphs, lambda run: [name for pair in _pairs(run.machine) for name in pair]),
     "stress": Check(check_stress, lambda _run: ["cramped"]),
     "overflow": Check(check_overflow, _overflow_engines),

@@ -16,11 +16,15 @@ from typing import Any
 from steercap import SteerModel
 from steercap.families import FAMILIES
 from steercap.testing import Reference, tiny_checkpoint
+from steercap.testing.lora import LORA_ENGINE
+from steercap.testing.quantised import KINDS, quantised_checkpoint
 from steercap.testing.rows import ALL_SITES, CRAMPED, TINY_ENGINE
 
 #: Seconds between the starts of two engines of one process: vLLM's and transformers' lazy imports take no threads.
 APART = 1.5
 CAPTURE_BYTES = 512 << 20
+#: What names of engines with quantised checkpoints begin with.
+QUANTISED = "quantised "
 
 
 #: Sites whose rows tensor-parallel ranks have a part of each, and one that all of them have whole.
@@ -66,6 +70,8 @@ class Machine:
         if mode in {"eager", "compiled"}:
             bare = self.engine(first)
             return EngineChoice(bare.path, bare.arguments | {"enforce_eager": mode == "eager"}, bare.environment)
+        if kind := quantised(name):
+            return EngineChoice(quantised_checkpoint(kind), self.base("bfloat16") | dict(KINDS[kind].engine))
         if name == "smollm2":
             assert self.smollm2 is not None
             return EngineChoice(self.smollm2, self.base("bfloat16") | {"kv_cache_memory_bytes": 256 << 20})
@@ -73,6 +79,8 @@ class Machine:
         drafts = {"num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
         of_qwen3: dict[str, dict[str, Any]] = {
             "bf16": {"dtype": "bfloat16"},
+            # vLLM's LoRA kernels for CUDA take 16 bits only.
+            "lora": {**little, **LORA_ENGINE, "dtype": "bfloat16" if self.cuda else "float32"},
             "cramped": little,
             "cramped float16": {**little, "dtype": "float16"},
             "cramped bfloat16": {**little, "dtype": "bfloat16"},
@@ -89,6 +97,11 @@ class Machine:
             self.base("float32") | of_qwen3.get(name, {}),
             {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if two else {},
         )
+
+
+def quantised(name: str) -> str:
+    """The kind of quantisation that an engine's name asks for, or ""."""
+    return name.removeprefix(QUANTISED) if name.startswith(QUANTISED) else ""
 
 
 @dataclass(frozen=True)
@@ -183,7 +196,7 @@ class Engines:
             async with self._gate:
                 await asyncio.sleep(APART)
             before = time.perf_counter()
-            sites = "all" if name in FAMILIES else SPLIT_SITES if name == "split" else ALL_SITES
+            sites = "all" if name in FAMILIES or quantised(name) else SPLIT_SITES if name == "split" else ALL_SITES
             model = await self.start(wanted, sites=sites)
             self.seconds[name] = round(time.perf_counter() - before, 1)
             return model

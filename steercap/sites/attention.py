@@ -16,6 +16,8 @@ from steercap.families.base import located
 from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, input_tap
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
@@ -50,7 +52,7 @@ class AttentionInput(Site):
 
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
         def hook(module: nn.Module, _args: Any) -> None:
-            _EAGER.expect(module, self.argument, visit)
+            _VISITED.expect(module, self.argument, visit)
 
         return layer.get_submodule(_parent(layer, family.attention)).register_forward_pre_hook(hook)
 
@@ -60,14 +62,15 @@ def _parent(layer: nn.Module, attention: str) -> str:
     return located(layer, "|".join(path.rpartition(".")[0] for path in attention.split("|")))
 
 
-class _Eager:
-    """Stands for transformers' eager attention functions while modules wait that want their inputs visited.
+class _Visited:
+    """Stands for transformers' attention functions while modules wait that want their inputs visited.
 
-    Modules of other threads, which do not wait, find it in its place too.
+    Modules of other threads, which do not wait, find it in their place too.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[nn.Module, list[tuple[int, Visit]]] = {}
+        self._listed: dict[str, Callable[..., Any] | None] = {}
         self._standing = threading.Lock()
 
     def expect(self, module: nn.Module, argument: int, visit: Visit) -> None:
@@ -75,29 +78,42 @@ class _Eager:
         with extra("cuda", "cpu"):
             from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+        name = _implementation(module)
         with self._standing:
-            ALL_ATTENTION_FUNCTIONS["eager"] = self
+            if (listed := ALL_ATTENTION_FUNCTIONS.get(name)) is not self:
+                self._listed[name] = listed
+                ALL_ATTENTION_FUNCTIONS[name] = self
             self._waiting.setdefault(module, []).append((argument, visit))
 
-    def _called(self, module: nn.Module) -> list[tuple[int, Visit]]:
+    def _called(self, module: nn.Module) -> tuple[list[tuple[int, Visit]], Callable[..., Any]]:
+        """Who visits this call, and the function that computes it: of its own file where transformers lists none."""
         with extra("cuda", "cpu"):
             from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         with self._standing:
             visits = self._waiting.pop(module, [])
             if visits and not self._waiting:
-                del ALL_ATTENTION_FUNCTIONS["eager"]
-        return visits
+                for name in self._listed:
+                    if ALL_ATTENTION_FUNCTIONS.get(name) is self:
+                        del ALL_ATTENTION_FUNCTIONS[name]
+            listed = self._listed.get(_implementation(module))
+        return visits, listed or sys.modules[type(module).__module__].eager_attention_forward
 
     def __call__(self, module: nn.Module, *inputs: Any, **options: Any) -> Any:
-        for argument, visit in self._called(module):
+        visits, attention = self._called(module)
+        for argument, visit in visits:
             given = inputs[argument]
             # OPT scales its queries itself, and vLLM's does not.
             factor = module.scaling / options["scaling"] if argument == 0 else 1.0
             rows = given.transpose(1, 2).flatten(2) / factor
             visit(rows)
             given.copy_((rows * factor).unflatten(2, (given.shape[1], -1)).transpose(1, 2))
-        return sys.modules[type(module).__module__].eager_attention_forward(module, *inputs, **options)
+        return attention(module, *inputs, **options)
 
 
-_EAGER: Final = _Eager()
+def _implementation(module: Any) -> str:
+    """The name that transformers looks the module's attention function up by."""
+    return str(module.config._attn_implementation)  # noqa: SLF001 -- as transformers' modules do
+
+
+_VISITED: Final = _Visited()

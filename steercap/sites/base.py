@@ -148,6 +148,8 @@ def input_tap(layer: nn.Module, path: str, name: str, tap: Tap, argument: int = 
     module = layer.get_submodule(located(layer, path))
     buffer = f"steercap_{name}"
     module.register_buffer(buffer, tap.point, persistent=False)
+    # vLLM would hand some modules of quantised models codes and a scale in place of rows, from a fused activation.
+    module.requires_unquantized_input = True  # type: ignore[assignment]
     kind = tap.kind
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

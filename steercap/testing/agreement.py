@@ -23,12 +23,15 @@ from steercap.testing.rows import (
     ALL_SITES,
     GREEDY,
     MAX_ERROR,
+    MIN_COSINE_16,
     by_part,
     hold,
     inputs_of,
     parity,
     random_prompt,
+    steps,
     within,
+    within_16,
     worst,
 )
 from steercap.testing.specs import OPERATIONS, VARIANTS, spec
@@ -38,8 +41,8 @@ from steercap.vectors import DirectionSet, LayerVectors
 EVERYTHING: Final = CaptureSpec(sites=ALL_SITES)
 #: The worst row of an edited sequence against the clean reference: a hundred times beyond what parity allows.
 CHANGED: Final = 0.999
-#: Of one layer in 16 bits, which keep 3 digits.
-MIN_COSINE_16: Final = 0.999
+#: Where vectors are added in models that round to fewer than 16 bits.
+ADDED: Final = ("resid_post", "mlp_out")
 LENGTHS: Final = (1, 7, 40, 133)
 SEVEN: Final = {"max_tokens": 7, **GREEDY}
 
@@ -72,10 +75,37 @@ async def layers_agree(model: SteerModel, reference: Reference) -> dict[str, Par
     transformers' layer makes of them, prompt and generated.
     """
     handles = await captured(model)
-    found = await asyncio.to_thread(lambda: worst(parity(handle, reference, by_layer=True) for handle in handles))
-    beyond = {name: same for name, same in found.items() if not same.cosine > MIN_COSINE_16}
-    assert not beyond, f"beyond cosine {MIN_COSINE_16}: {beyond}"
-    return found
+    return within_16(
+        await asyncio.to_thread(lambda: worst(parity(handle, reference, by_layer=True) for handle in handles))
+    )
+
+
+async def steps_agree(model: SteerModel, reference: Reference) -> dict[str, Parity]:
+    """In 16 bits, of modules or a cache in fewer, which no two implementations round alike from end to end of a layer:
+    what each step from site to site makes of the rows captured before it is what transformers makes of them, prompt and
+    generated, clean and with a vector added to the stream, or to what a block adds.
+    """
+    edits = [
+        spec("relative", model.hidden_size, seed=turn, layer=turn, site=site) for turn, site in enumerate(ADDED, 1)
+    ]
+    clean = await captured(model)
+    edited = await captured(model, (12, 40), 8, seed=9, steering=edits)
+    assert all(sum(handle.receipt.steering.rows) > 0 for handle in edited if handle.receipt.steering)
+    return await asyncio.to_thread(_steps, reference, clean, edited, edits)
+
+
+def _steps(
+    reference: Reference,
+    clean: Sequence[CaptureHandle],
+    edited: Sequence[CaptureHandle],
+    edits: Sequence[SteeringSpec],
+) -> dict[str, Parity]:
+    found = worst(steps(handle, reference) for handle in clean)
+    for site, handle, steering in zip(ADDED, edited, edits, strict=True):
+        without = steps(handle, reference)[f"{site} prompt"].cosine
+        assert without < MIN_COSINE_16, f"an edit at {site} changed nothing to speak of: {without}"
+        found[f"steered {site}"] = worst_of(steps(handle, reference, steering))
+    return within_16(found)
 
 
 def sites_of(model: SteerModel) -> tuple[str, ...]:

@@ -32,13 +32,15 @@ class Reference:
     Args:
         path: checkpoint.
         dtype: dtype to compute in.
+        **loading: further arguments of transformers' `from_pretrained`.
     """
 
-    def __init__(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, path: str | Path, dtype: torch.dtype = torch.float32, **loading: Any) -> None:
         with extra("cuda", "cpu"):
             from transformers import AutoModelForCausalLM
 
-        self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, attn_implementation="eager")
+        arguments = {"dtype": dtype, "attn_implementation": "eager", **loading}
+        self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), **arguments)
         self.model.eval()
         count = self.model.config.get_text_config().num_hidden_layers
         self.layers: Mapping[int, nn.Module] = decoder_of(self.model, count, range(count)).layers
@@ -51,6 +53,7 @@ class Reference:
         points: Iterable[Point],
         inputs: Mapping[int, torch.Tensor] | None = None,
         *,
+        given: Mapping[Point, torch.Tensor] | None = None,
         steering: SteeringSpec | None = None,
         prompt_len: int = 0,
     ) -> dict[Point, torch.Tensor]:
@@ -61,6 +64,7 @@ class Reference:
             points: where to read.
             inputs: rows [tokens, hidden] to put in place of what reaches each of these layers. A 16-bit model drifts
                 from layer to layer; given the rows captured before it, each layer is compared by itself.
+            given: rows [tokens, width] to put in place of those of these points, once they have been read.
             steering: edits to make at their points, in float64, before the rows are read.
             prompt_len: prompt tokens, which the edits' token selections refer to.
 
@@ -73,6 +77,8 @@ class Reference:
                 hooks.callback(layers[layer].register_forward_pre_hook(_replace(rows), with_kwargs=True).remove)
             for point in points:
                 hooks.callback(_keep(layers[point.layer], self.family, point, found).remove)
+            for point, rows in (given or {}).items():
+                hooks.callback(_change(layers[point.layer], self.family, point, partial(_instead, rows)).remove)
             self.model(torch.tensor([list(token_ids)]), use_cache=False)
         return found
 
@@ -128,6 +134,10 @@ def _change(layer: nn.Module, family: Family, point: Point, change: Callable[[to
         hidden.copy_(change(rows).to(hidden.dtype).reshape(hidden.shape))
 
     return _at(layer, family, point, edit)
+
+
+def _instead(rows: torch.Tensor, _own: torch.Tensor) -> torch.Tensor:
+    return rows
 
 
 def _at(layer: nn.Module, family: Family, point: Point, visit: Callable[[torch.Tensor], None]) -> Any:

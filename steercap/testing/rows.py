@@ -23,6 +23,8 @@ ALL_SITES: Final = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 #: float32 against transformers on the same tokens: the bounds of docs/architecture.md, "What right means".
 MIN_COSINE: Final = 0.99999
 MAX_ERROR: Final = 1e-4
+#: Of one layer or step in 16 bits, which keep 3 digits.
+MIN_COSINE_16: Final = 0.999
 
 GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
 
@@ -70,6 +72,42 @@ def parity(
     assert handle.token_ids.tolist() == [ids[position] for position in handle.positions.tolist()]
     selected = {point: rows[handle.positions] for point, rows in known.items()}
     return _reduced(handle, selected) if handle.receipt.reduce else by_part(handle, selected)
+
+
+def steps(handle: CaptureHandle, reference: Reference, steering: SteeringSpec | None = None) -> dict[str, Parity]:
+    """The worst row of each site as for `parity`, each step from site to site by itself: once a row has been compared,
+    the captured one takes the place of the reference's own.
+
+    A module that rounds its inputs to 8 bits makes a step of what is an epsilon before it, so what can be known of them
+    is given to the last bit: also the stream before it was rounded to the captured row.
+
+    Args:
+        handle: all rows at all sites of a model of the Llama kind.
+        reference: transformers, in float32.
+        steering: the edits that were made.
+    """
+    rows = {point: handle.captures[point].flatten(1).float() for point in handle.points}
+    stream = {layer: _unrounded(handle, layer) for layer in handle.captures.layers}
+    given = {point: kept for point, kept in rows.items() if point.site not in {"resid_pre", "resid_post"}}
+    for layer, wide in stream.items():  # what the first norm reads is wide, what goes on is rounded
+        given[Point(layer, "attn_out")] = given[Point(layer, "attn_out")] + rows[Point(layer, "resid_pre")] - wide
+    prompt_len = len(handle.prompt_token_ids)
+    known = reference.rows(
+        inputs_of(handle), handle.points, stream, given=given, steering=steering, prompt_len=prompt_len
+    )
+    return by_part(handle, known)
+
+
+def _unrounded(handle: CaptureHandle, layer: int) -> torch.Tensor:
+    """The stream before a layer, float32 [tokens, hidden]: the sum that was rounded, where nothing edited it."""
+    rounded = handle.captures[layer, "resid_pre"]
+    if layer == 0:
+        return rounded.float()
+    before, attention, feed_forward = (
+        handle.captures[layer - 1, site].float() for site in ("resid_pre", "attn_out", "mlp_out")
+    )
+    wide = (before + attention).to(rounded.dtype).float() + feed_forward
+    return torch.where(wide.to(rounded.dtype) == rounded, wide, rounded.float())
 
 
 def _reduced(handle: CaptureHandle, known: dict[Point, torch.Tensor]) -> dict[str, Parity]:
@@ -158,4 +196,11 @@ def within(found: dict[str, Parity]) -> dict[str, Parity]:
     """Assert the float32 bounds for the worst rows found."""
     beyond = {name: same for name, same in found.items() if not (same.cosine > MIN_COSINE and same.error < MAX_ERROR)}
     assert not beyond, f"beyond cosine {MIN_COSINE} or error {MAX_ERROR}: {beyond}"
+    return found
+
+
+def within_16(found: dict[str, Parity]) -> dict[str, Parity]:
+    """Assert the bound of 16 bits for the worst rows found, layer by layer or step by step."""
+    beyond = {name: same for name, same in found.items() if not same.cosine > MIN_COSINE_16}
+    assert not beyond, f"beyond cosine {MIN_COSINE_16}: {beyond}"
     return found

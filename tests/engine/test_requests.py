@@ -17,11 +17,10 @@ from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequestType
 
-from steercap import CaptureSpec, errors
-from steercap.testing import Reference, tiny_checkpoint
-from steercap.testing.lora import merge, write_adapter
-from steercap.testing.rows import ALL_SITES, CRAMPED, GREEDY, hold, random_prompt, settled
-from steercap.testing.specs import spec
+from steercap import errors
+from steercap.testing import tiny_checkpoint
+from steercap.testing.lora import LORA_ENGINE, adapters_agree, write_adapter
+from steercap.testing.rows import ALL_SITES, CRAMPED, GREEDY, random_prompt, settled
 from steercap.testing.structure import structured_outputs
 from steercap.testing.wrong import wrong_types
 
@@ -112,7 +111,7 @@ async def test_structured_outputs(cramped) -> None:
 @pytest.fixture(scope="module")
 async def lora():
     """An engine with room for two adapters of rank 16."""
-    async with opened(BASE, sites=ALL_SITES, **CRAMPED, enable_lora=True, max_lora_rank=16, max_loras=2) as model:
+    async with opened(BASE, sites=ALL_SITES, **CRAMPED, **LORA_ENGINE) as model:
         yield model
 
 
@@ -120,26 +119,7 @@ async def test_adapters_and_none_in_one_batch(lora, tmp_path) -> None:
     """Requests with three adapters and with none, steered and not, of the same prompts: every row is that of its own
     adapter's weights merged into the model, so neither a batch nor the prefix cache mixes them.
     """
-    folders = [write_adapter(tmp_path / str(number), BASE, seed=number, rank=4 * number) for number in (1, 2, 3)]
-    asked = [None, *(LoRARequest(f"adapter {place}", 1 + place, str(path)) for place, path in enumerate(folders))]
-    references = [Reference(BASE), *(Reference(merge(path / "merged", BASE, path)) for path in folders)]
-    edits = [spec("relative", 128, seed=place, layers="all") if place % 5 == 3 else None for place in range(40)]
-    late = CaptureSpec(sites=ALL_SITES, tokens=["last_prompt", "generated"])  # reads the prefix cache
-    jobs = [
-        lora.generate(
-            random_prompt((10, 100)[place % 2], place // 8),
-            {"max_tokens": 10, **GREEDY},
-            capture=CaptureSpec(sites=ALL_SITES) if place % 3 else late,
-            steering=edits[place],
-            lora_request=asked[place % 4],
-        )
-        for place in range(40)
-    ]
-    handles = [handle for _, handle in await asyncio.gather(*jobs)]
-    await lora.fetch_captures_batch(handles)
-    for place, reference in enumerate(references):
-        hold(handles[place::4], reference, edits[place::4])
-    handles.clear()
+    await adapters_agree(lora, BASE, tmp_path, LoRARequest)
     assert await settled(lora) == (0, 0, 0)
 
 
