@@ -5,6 +5,7 @@ Weights are rounded to the nearest code: what is shown is that rows are those of
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -44,6 +45,9 @@ AWQ_ORDER: Final = (0, 2, 4, 6, 1, 3, 5, 7)
 #: rows at a cosine of 0.98 with random codes of 127 at most, and of 0.999998 with codes of 63.
 MOST_INT8: Final = 63
 E4M3: Final = torch.float8_e4m3fn
+#: Of static FP8, whose weights are 0.875 at most and whose rows 448: the random models' are less.
+SCALE: Final = 2.0**-9
+INPUT_SCALE: Final = 1.0
 #: FlashAttention 3 multiplies probabilities by it before it rounds them to e4m3.
 OFFSET: Final = 256.0
 
@@ -71,8 +75,9 @@ class Kind:
         inputs: what becomes of the inputs of these modules; None where they stay in 16 bits.
         loading: what transformers is told when it loads the reference, by the engine's device.
         engine: arguments of the engine.
+        family: of the model.
         packages: that vLLM needs for it besides its own, by the names that they are imported by.
-        wide: whether vLLM's kernel for x86 needs AVX-512.
+        cpu: which CPUs vLLM has kernels for: "any", "AVX-512" or "none".
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -80,8 +85,9 @@ class Kind:
     inputs: Callable[[Rows], Rows] | None = None
     loading: Callable[[str], Mapping[str, Any]] = lambda _device: {}
     engine: Mapping[str, Any] = field(default_factory=dict)
+    family: str = "qwen3"
     packages: tuple[str, ...] = ()
-    wide: bool = False
+    cpu: str = "any"
 
 
 def unfit(kind: str, device: str = "cpu") -> str:
@@ -97,14 +103,16 @@ def unfit(kind: str, device: str = "cpu") -> str:
     how = KINDS[kind]
     if missing := [name for name in how.packages if find_spec(name) is None]:
         return f"vLLM needs {' and '.join(missing)} for it, not installed here"
+    if device != "cpu" or how.cpu == "any":
+        return ""
+    if how.cpu == "none":
+        return "vLLM has kernels for CUDA alone"
     capability = torch.backends.cpu.get_cpu_capability()
-    if device == "cpu" and how.wide and "AVX512" not in capability:
-        return f"vLLM's kernel needs AVX-512, and this CPU has {capability}"
-    return ""
+    return "" if "AVX512" in capability else f"vLLM's kernel needs AVX-512, and this CPU has {capability}"
 
 
 def quantised_checkpoint(kind: str) -> Path:
-    """A tiny Qwen 3 in bfloat16 with the linear modules of its layers quantised, as vLLM loads it.
+    """A tiny Qwen 3 or Llama in bfloat16 with the linear modules of its layers quantised, as vLLM loads it.
 
     Raises:
         KeyError: no such kind.
@@ -132,8 +140,9 @@ def quantised_reference(kind: str, device: str = "cpu") -> Reference:
 
 def _written(name: str) -> Path:
     """The folder of both checkpoints of a kind."""
-    kind, source = KINDS[name], tiny_checkpoint("qwen3", **SIZES)
-    return cached(f"quantised-{name}-{source.name}", partial(_write, kind, source))
+    kind, source = KINDS[name], tiny_checkpoint(KINDS[name].family, **SIZES)
+    code = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]  # which decides all that is written
+    return cached(f"quantised-{name}-{source.name}-{code}", partial(_write, kind, source))
 
 
 def _write(kind: Kind, source: Path, folder: Path) -> None:
@@ -215,6 +224,13 @@ def _fp8(weight: Weight) -> Packed:
     return Packed({"weight": codes, "weight_scale": scales}, codes.float() * scales.float())
 
 
+def _fp8_static(weight: Weight) -> Packed:
+    """One scale for all modules, as vLLM takes the greatest of those that it joins; and one for their inputs."""
+    codes = _to_e4m3(weight / SCALE)
+    scales = {"weight_scale": torch.tensor([SCALE]), "input_scale": torch.tensor([INPUT_SCALE])}
+    return Packed({"weight": codes, **scales}, codes.float() * SCALE)
+
+
 # What is rounded as it is computed
 
 
@@ -249,6 +265,10 @@ def _rows_fp8(rows: Rows) -> Rows:
     rows = rows.to(DTYPE).float()
     scales = rows.abs().amax(-1, keepdim=True) / torch.finfo(E4M3).max
     return _to_e4m3(rows / scales).float() * scales
+
+
+def _rows_fp8_static(rows: Rows) -> Rows:
+    return _to_e4m3(rows.to(DTYPE).float() / INPUT_SCALE).float() * INPUT_SCALE
 
 
 def _to_e4m3(values: torch.Tensor) -> torch.Tensor:
@@ -298,10 +318,14 @@ def _fp8_attention(device: str) -> Mapping[str, Any]:
     return {"attn_implementation": name}
 
 
-def _compressed(kind: str) -> Mapping[str, Any]:
-    """compressed-tensors' configuration of 8 bits, "int" or "float": a scale for each output, and each token."""
+def _compressed(kind: str, *, static: bool = False) -> Mapping[str, Any]:
+    """compressed-tensors' configuration of 8 bits, "int" or "float": a scale for each output, and each token; or else
+    static ones.
+    """
     common = {"num_bits": 8, "type": kind, "symmetric": True}
     weights, inputs = {"strategy": "channel", "dynamic": False}, {"strategy": "token", "dynamic": True}
+    if static:
+        weights = inputs = {"strategy": "tensor", "dynamic": False}
     group = {"targets": ["Linear"], "weights": common | weights, "input_activations": common | inputs}
     return {
         "quant_method": "compressed-tensors",
@@ -323,13 +347,16 @@ _NF4: Final = {
 }
 
 KINDS: Final[Mapping[str, Kind]] = {
-    "gptq": Kind({"quant_method": "gptq", "desc_act": False, "sym": True, **_FOUR_BITS}, _gptq, wide=True),
-    "awq": Kind({"quant_method": "awq", "version": "gemm", "zero_point": True, **_FOUR_BITS}, _awq, wide=True),
+    "gptq": Kind({"quant_method": "gptq", "desc_act": False, "sym": True, **_FOUR_BITS}, _gptq, cpu="AVX-512"),
+    "awq": Kind({"quant_method": "awq", "version": "gemm", "zero_point": True, **_FOUR_BITS}, _awq, cpu="AVX-512"),
     "int8": Kind(_compressed("int"), _int8, inputs=_rows_int8),
     "fp8": Kind(_compressed("float"), _fp8, inputs=_rows_fp8),
-    "fp8_kv": Kind(loading=_fp8_attention, engine={"kv_cache_dtype": "fp8"}, wide=True),
+    "fp8_static": Kind(
+        _compressed("float", static=True), _fp8_static, inputs=_rows_fp8_static, family="llama", cpu="none"
+    ),
+    "fp8_kv": Kind(loading=_fp8_attention, engine={"kv_cache_dtype": "fp8"}, cpu="AVX-512"),
     "bitsandbytes": Kind(
-        loading=lambda _device: {"quantization_config": _NF4},
+        loading=lambda _device: {"quantization_config": _NF4, "device_map": "cpu"},
         engine={"quantization": "bitsandbytes", "load_format": "bitsandbytes"},
         packages=("bitsandbytes", "vllm_bnb_plugin"),
     ),

@@ -74,7 +74,7 @@ def _steps(handles: Sequence[CaptureHandle], reference: Reference) -> dict[str, 
 
 def _unquantised(kind: str) -> Reference:
     """transformers on the weights that were quantised, which rounds what else the engine rounds."""
-    plain = quantised_checkpoint("fp8_kv")
+    plain = quantised_checkpoint("fp8_kv")  # the same model with its weights as they are
     if not KINDS[kind].config:
         return Reference(plain)
     reference, weights = quantised_reference(kind), load_file(plain / "model.safetensors")
