@@ -19,19 +19,22 @@ import pytest
 _TIMERS: dict[str, threading.Timer] = {}
 
 
-def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
-    """A test begins: watch it (a hook of pytest-timeout's)."""
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
+    """A test begins: watch it, if it runs in the event loop (a hook of pytest-timeout's, which watches the others)."""
+    if not item.get_closest_marker("asyncio"):
+        return None
     timer = _TIMERS[item.nodeid] = threading.Timer(settings.timeout, _give_up, (item, settings.timeout))
     timer.daemon = True
     timer.start()
     return True
 
 
-def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
+def pytest_timeout_cancel_timer(item: pytest.Item) -> bool | None:
     """It has ended (a hook of pytest-timeout's)."""
     if timer := _TIMERS.pop(item.nodeid, None):
         timer.cancel()
-    return True
+        return True
+    return None
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -42,12 +45,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def _give_up(item: pytest.Item, seconds: float) -> None:
-    """Show every thread and every task of asyncio, and end the process; engines end with it."""
+    """Show every task of asyncio and every thread, and end the process; engines end with it."""
     if capture := item.config.pluginmanager.getplugin("capturemanager"):
         capture.suspend_global_capture(in_=True)
-    print(f"\n{item.nodeid} has not ended after {seconds:.0f} s: the run ends here.", flush=True)
-    faulthandler.dump_traceback(sys.__stdout__, all_threads=True)
     for task in gc.get_objects():
         if isinstance(task, asyncio.Task) and not task.done():
             task.print_stack(file=sys.__stdout__)
+    faulthandler.dump_traceback(sys.__stdout__, all_threads=True)
+    print(f"\n{item.nodeid} has not ended after {seconds:.0f} s: the run ends here.", flush=True)
     os._exit(1)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -15,19 +16,23 @@ import pytest
 
 from steercap.adapters.reaper import MARK, Reaper
 
-#: A client with an "engine": a process that maps shared memory, has a child, and says who it is.
-CLIENT = """
+#: Two process ids and a path.
+Named = tuple[int, int, Path]
+
+#: A client with an "engine": a process that maps shared memory, has a child, and says who it is. Each line is one write:
+#: both write to the same pipe, and Python may be told not to buffer.
+CLIENT = r"""
 import os, subprocess, sys, time
 from steercap.adapters.reaper import Reaper
 
 if __name__ == "__main__":
     reaper = Reaper()
-    engine = '''
+    engine = r'''
 import os, subprocess, sys, time
 from multiprocessing.shared_memory import SharedMemory
 memory = SharedMemory(create=True, size=4096)
 child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-print(os.getpid(), child.pid, memory.name, flush=True)
+os.write(1, f"engine {os.getpid()} {child.pid} {memory.name}\n".encode())
 time.sleep(600)
 '''
     other = subprocess.Popen(["sleep", "600"])
@@ -36,7 +41,7 @@ time.sleep(600)
         reaper.adopt([process.pid])
     while "note" in sys.argv and not any("psm_" in path for path in reaper.note_files()):
         time.sleep(0.01)
-    print(os.getpid(), reaper._process.pid, other.pid, reaper.folder, flush=True)
+    os.write(1, f"client {reaper._process.pid} {other.pid} {reaper.folder}\n".encode())
     if "end" in sys.argv:
         time.sleep(float(sys.argv[-1]))
         reaper.end()
@@ -63,6 +68,38 @@ def state(pid: int) -> str:
     return psutil.STATUS_ZOMBIE
 
 
+@contextlib.contextmanager
+def client_of(script: str, *way: str, stderr: int | None) -> Iterator[tuple[subprocess.Popen[str], Named, Named]]:
+    """A client in a session of its own: its process, then engine, child and memory, then watcher, other and folder.
+
+    Nothing of it is left: what outlives this test would hold its pipes open for those that wait for their end.
+    """
+    client = subprocess.Popen(
+        [sys.executable, "-c", script, *way], stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
+    )
+    pids = {client.pid}
+    try:
+        said = dict(client.stdout.readline().split(maxsplit=1) for _ in range(2))
+        engine, child, memory = said["engine"].split()
+        watcher, other, folder = said["client"].split()
+        ours = (int(engine), int(child), Path("/dev/shm") / memory), (int(watcher), int(other), Path(folder))
+        pids |= {*ours[0][:2], *ours[1][:2]}
+        yield client, *ours
+    finally:
+        pids |= {process.pid for process in psutil.process_iter() if session(process.pid) == client.pid}
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        client.communicate(timeout=30)
+
+
+def session(pid: int) -> int:
+    """Whose session a process is in; 0 if it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        return os.getsid(pid)
+    return 0
+
+
 @pytest.mark.parametrize(
     ("way", "number"),
     [
@@ -75,13 +112,7 @@ def state(pid: int) -> str:
 )
 def test_an_engine_ends_with_its_client(way, number) -> None:
     """Killed, alone or with its engine, terminated or gone without a word: nothing stays but another child of its."""
-    client = subprocess.Popen(
-        [sys.executable, "-c", CLIENT, *way], stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
-    lines = sorted((client.stdout.readline().split() for _ in range(2)), key=len)
-    engine, child, memory = int(lines[0][0]), int(lines[0][1]), Path("/dev/shm") / lines[0][2]
-    watcher, other, folder = int(lines[1][1]), int(lines[1][2]), Path(lines[1][3])
-    try:
+    with client_of(CLIENT, *way, stderr=None) as (client, (engine, child, memory), (watcher, other, folder)):
         assert memory.exists()
         assert folder.is_dir()
         if "all" in way:  # who dies together can tell nobody what was mapped
@@ -94,33 +125,22 @@ def test_an_engine_ends_with_its_client(way, number) -> None:
         assert not memory.exists()
         assert not folder.exists()
         assert "all" in way or gone([other], 0) == [other]
-    finally:
-        for pid in (engine, child, other, watcher, client.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        client.stdout.close()
-        client.wait()
 
 
 def test_a_client_ends_its_engine_without_a_complaint_of_python() -> None:
     """`end` leaves the process beside it nothing to do, and the resource tracker nothing to warn of."""
-    client = subprocess.Popen(
-        [sys.executable, "-c", CLIENT.replace('time.sleep(600)\n"', '"'), "end", "1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    lines = sorted((client.stdout.readline().split() for _ in range(2)), key=len)
-    engine, child, watcher, other = int(lines[0][0]), int(lines[0][1]), int(lines[1][1]), int(lines[1][2])
-    try:
+    script = CLIENT.replace('time.sleep(600)\n"', '"')
+    with client_of(script, "end", "1", stderr=subprocess.PIPE) as (
+        client,
+        (engine, child, memory),
+        (watcher, other, _),
+    ):
         assert gone([engine, child, watcher], 15) == []
-        assert not (Path("/dev/shm") / lines[0][2]).exists()
+        assert not memory.exists()
         assert gone([other], 0) == [other]
-    finally:
         client.terminate()
         os.kill(other, signal.SIGKILL)
-        _, said = client.communicate()
-    assert said == ""
+        assert client.communicate(timeout=30)[1] == ""
 
 
 def test_ending_twice_is_ending_once_and_a_fork_ends_nothing() -> None:
