@@ -23,6 +23,7 @@ CHECKED: Final = (
     "steercap.kernels.reference",
     "steercap.quantisation",
     "steercap.sketches",
+    "steercap.testing.quantised",
     "steercap.vectors.calibration",
     "steercap.vectors.extraction",
     "steercap.vectors.layers",

@@ -58,11 +58,11 @@ class Packed:
 
     Args:
         tensors: what the checkpoint holds of it, by the ends of their names.
-        weight: what they stand for, float32 [outputs, inputs].
+        weight: what they stand for, float32 [outputs, inputs]; of what is not linear, of any shape.
     """
 
     tensors: Mapping[str, torch.Tensor]
-    weight: Weight
+    weight: Float[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -242,9 +242,9 @@ class _Rounded(nn.Module):
         self.linear = linear
         self._inputs = inputs
 
-    def forward(self, rows: Rows) -> Rows:
-        rounded: Rows = self.linear(self._inputs(rows))
-        return rounded
+    def forward(self, rows: Rows) -> Float[torch.Tensor, "*any outputs"]:
+        outputs: torch.Tensor = self.linear(self._inputs(rows))
+        return outputs
 
 
 def _round_inputs(layer: nn.Module, inputs: Callable[[Rows], Rows]) -> None:
