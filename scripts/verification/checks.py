@@ -277,7 +277,7 @@ async def check_quantised(run: Run, show: Show) -> None:
 
     async def one(kind: str) -> None:
         model = await run.engines.get(QUANTISED + kind)
-        found = await agreement.steps_agree(model, quantised_reference(kind, run.machine.device))
+        found = await agreement.steps_agree(model, quantised_reference(kind, run.machine.device), KINDS[kind].least)
         steered = {name: same for name, same in found.items() if name.startswith("steered")}
         show[kind] = {**worse_parts(found), "steered": figures(worst_of(steered))}
 

@@ -199,8 +199,8 @@ def within(found: dict[str, Parity]) -> dict[str, Parity]:
     return found
 
 
-def within_16(found: dict[str, Parity]) -> dict[str, Parity]:
-    """Assert the bound of 16 bits for the worst rows found, layer by layer or step by step."""
-    beyond = {name: same for name, same in found.items() if not same.cosine > MIN_COSINE_16}
-    assert not beyond, f"beyond cosine {MIN_COSINE_16}: {beyond}"
+def within_16(found: dict[str, Parity], least: float = MIN_COSINE_16) -> dict[str, Parity]:
+    """Assert the bound of 16 bits, or another, for the worst rows found, layer by layer or step by step."""
+    beyond = {name: same for name, same in found.items() if not same.cosine > least}
+    assert not beyond, f"beyond cosine {least}: {beyond}"
     return found
