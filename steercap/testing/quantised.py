@@ -287,6 +287,13 @@ def _e4m3(values: torch.Tensor) -> torch.Tensor:
     return _to_e4m3(values.to(DTYPE)).to(values.dtype)
 
 
+def _cut_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Towards zero: vLLM's kernel for CPU cuts bits off instead of rounding."""
+    codes = _to_e4m3(values.to(DTYPE))
+    beyond = codes.to(values.dtype).abs() > values.to(DTYPE).abs()
+    return (codes.view(torch.uint8) - beyond.to(torch.uint8)).view(E4M3).to(values.dtype)
+
+
 def _attention(
     module: Any,
     query: torch.Tensor,
@@ -303,7 +310,8 @@ def _attention(
     FlashAttention 3 multiplies in e4m3: with `flash`, queries are rounded to it too, and probabilities before they are
     divided by their sum.
     """
-    repeated = [_e4m3(part).repeat_interleave(module.num_key_value_groups, dim=1) for part in (key, value)]
+    cached = [(_e4m3 if flash else _cut_e4m3)(part) for part in (key, value)]
+    repeated = [part.repeat_interleave(module.num_key_value_groups, dim=1) for part in cached]
     scores = (_e4m3(query) if flash else query) @ repeated[0].mT * scaling
     scores = scores if mask is None else scores + mask
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
