@@ -1,4 +1,4 @@
-# make setup | demo | test | test-all | versions | lint | docs: each does all its own set-up, in .venv; running it again is quick.
+# make setup | demo | test | test-all | test-extended | versions | lint | docs: each does all its own set-up, in .venv; running it again is quick.
 #
 # PYTHON     the interpreter to build .venv with (3.11 or newer)
 # PIP_ARGS   further arguments of every pip call, such as --index-url
@@ -16,11 +16,14 @@ REQUIREMENTS := requirements/torch.txt requirements/cpu.txt requirements/dev.txt
 # The stamp carries what was installed: another list makes another stamp.
 STAMP := $(VENV)/.steercap-$(shell cat $(REQUIREMENTS) pyproject.toml | cksum | cut -d' ' -f1)
 
+# Several files of tests at once, as an engine's start is one process after the other; each with engines of its own.
+PARALLEL := --numprocesses=logical --maxprocesses=2 --dist=loadfile --max-worker-restart=0
+
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test test-all versions lint docs clean
+.PHONY: setup demo test test-all test-extended versions lint docs clean
 
 setup: $(STAMP)
 
@@ -47,11 +50,15 @@ lint: setup
 
 # What a newcomer runs, and everybody before a commit: at most 15 minutes on two cores.
 test: lint
-	$(BIN)/python -m pytest -m "not slow" --durations=15
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) --durations=15
 
 # That, and then the rest.
 test-all: test
-	$(BIN)/python -m pytest -m slow --durations=15
+	$(BIN)/python -m pytest -m "slow and not extended" $(PARALLEL) --durations=15
+
+# What others among those tests stand for: before a release, and after a change of the taps.
+test-extended: setup
+	$(BIN)/python -m pytest -m extended $(PARALLEL) --durations=15
 
 # The engine's tests on every supported release of vLLM: half an hour, and 2 GB in out/versions.
 versions: setup

@@ -50,7 +50,9 @@ def _give_up(item: pytest.Item, seconds: float) -> None:
         capture.suspend_global_capture(in_=True)
     for task in gc.get_objects():
         if isinstance(task, asyncio.Task) and not task.done():
-            task.print_stack(file=sys.__stdout__)
-    faulthandler.dump_traceback(sys.__stdout__, all_threads=True)
-    print(f"\n{item.nodeid} has not ended after {seconds:.0f} s: the run ends here.", flush=True)
+            task.print_stack(file=sys.__stderr__)
+    faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+    print(
+        f"\n{item.nodeid} has not ended after {seconds:.0f} s: this process ends here.", file=sys.__stderr__, flush=True
+    )
     os._exit(1)
