@@ -47,11 +47,12 @@ settings.load_profile("steercap")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts an engine of its own as slow: one engine, the one of `tiny`, serves all that `make test` runs."""
+    """Mark what starts an engine of its own as slow (the one of `tiny` serves all that `make test` runs), and extended tests."""
     for item in items:
         used = set(getattr(item, "fixturenames", ()))
         on_engines = "unit" not in item.path.parts
-        if on_engines and ("tiny" not in used or used & {"cramped", "smol"}):
+        starts_one = on_engines and ("tiny" not in used or used & {"cramped", "smol"})
+        if starts_one or item.get_closest_marker("extended"):
             item.add_marker(pytest.mark.slow)
 
 

@@ -47,7 +47,6 @@ def with_triton_on_cpu(folder: Path) -> dict[str, str]:
     return {**inherited, "PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "1"}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     "file", [name if name != "test_stress.py" else pytest.param(name, marks=pytest.mark.extended) for name in FILES]

@@ -156,7 +156,9 @@ class Engine:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("drafts", "late"), [(0, 0), (0, 1), (3, 0)])
-@pytest.mark.parametrize(("seed", "width"), [(0, NARROW), (1, NARROW), pytest.param(2, WIDE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("seed", "width"), [(0, NARROW), (1, NARROW), pytest.param(2, WIDE, marks=pytest.mark.extended)]
+)
 def test_an_accumulator_is_the_reduction_of_the_rows_of_its_sequence(kind, drafts, late, seed, width) -> None:
     """Random requests in random passes; some end a pass before the scheduler knows, some lose their drafts."""
     engine = Engine(kind, seed, drafts, late, width)

@@ -143,7 +143,7 @@ class Request:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("width", "dtype"), [(8, torch.float32), pytest.param(48, torch.bfloat16, marks=pytest.mark.slow)]
+    ("width", "dtype"), [(8, torch.float32), pytest.param(48, torch.bfloat16, marks=pytest.mark.extended)]
 )
 def test_projections_are_those_of_the_rows(kind, width, dtype) -> None:
     """Chunks, preemption, edits before and after, several sets of directions and whole rows in the same passes."""
