@@ -71,7 +71,8 @@ def attach(runner: Any) -> None:
     start, stop = model_config.get_layers_start_end_indices(config.parallel_config)
     decoder = decoder_of(runner.get_model(), num_layers, range(start, stop))
     families = families_of(list(decoder.layers.values()))
-    family = families[candidate_of(config.additional_config)]
+    # The layers of another pipeline stage may leave more to try.
+    family = families[min(candidate_of(config.additional_config), len(families) - 1)]
     installed = install_taps(
         decoder.layers,
         family,

@@ -82,7 +82,7 @@ def loaded_of(engines: Sequence[Sequence[Rank]]) -> Loaded:
     each = [rank.attached.loaded for ranks in engines for rank in ranks]
     if len({one.family for one in each}) > 1:
         raise WorkerFailure(f"workers have loaded layers of different families: {', '.join(map(str, each))}")
-    return Loaded(each[0].family, same_code(one.code for one in each), each[0].candidates)
+    return Loaded(each[0].family, same_code(one.code for one in each), max(one.candidates for one in each))
 
 
 #: Engine by engine, the workers that capture.

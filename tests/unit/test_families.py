@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from steercap.core.messages import Attached, Loaded
+from steercap.engine.ranks import Rank, loaded_of
 from steercap.errors import UnsupportedModel
 from steercap.families import FAMILIES, base, families_of, family_of, over_transformers, proved
 from steercap.families.base import Family, located
@@ -272,6 +274,17 @@ def test_layers_that_do_not_all_run_the_same_code_are_not_verified() -> None:
         name: "",
         "other": "1",
     }
+
+
+def test_what_ranks_have_loaded_is_joined() -> None:
+    """Stages of a pipeline hold other layers: what one of them can still try is tried, and code that differs is unknown."""
+
+    def rank(candidates: int, **code: str) -> Rank:
+        loaded = Loaded("", code, candidates)
+        return Rank(0, Attached((), (), 0, 1, 1, 1, 1, 0, 0, "", b"", loaded), None, 0)
+
+    assert loaded_of([[rank(1, a="1"), rank(2, b="2")]]) == Loaded("", {"a": "1", "b": "2"}, 2)
+    assert loaded_of([[rank(1, a="1")], [rank(1, a="3")]]) == Loaded("", {"a": ""}, 1)
 
 
 def test_code_that_cannot_be_read_has_no_fingerprint() -> None:
