@@ -285,12 +285,20 @@ class Parcel(Message, frozen=True):
         stored_rows: records in these lines: the rows, or one for a reduction.
         positions: int64 bytes, position of each row, -1 where none was written.
         token_ids: int64 bytes, token the model read there.
+        total: of each row, the logarithm of the sum of their exponentials.
         writes: rows written, recomputed ones counted again.
         failure: why the rows cannot be trusted, or None.
         nonfinite: the first position with a row that is not finite, and the index of its point; None if all are.
     """
 
     owner: Owner
+    total: tuple[float, ...]
+
+
+class Projected(Message, frozen=True):
+    """Answer to Project: the bytes of [n, hidden], float32."""
+
+    rows: bytes
     coding: Coding
     points: tuple[int, ...]
     lines: tuple[LineRange, ...]

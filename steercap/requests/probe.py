@@ -170,7 +170,16 @@ async def _lens(engine: Engine, number: int, probed: _Probed, named: str) -> lis
         size = max(abs(found.least[0]), abs(found.most[0]))
         log = [one.logprob for one in reported.values()]
         claims.append(
-            closes(named, log, logits, most=found.most[0], spread=found.spread[0], size=size, dtype=row.dtype)
+            closes(
+                named,
+                log,
+                logits,
+                most=found.most[0],
+                spread=found.spread[0],
+                total=found.total[0],
+                size=size,
+                dtype=row.dtype,
+            )
         )
     return claims
 

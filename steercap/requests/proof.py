@@ -122,8 +122,8 @@ def closes(
         dtype: of the rows.
     """
     ours, theirs = torch.tensor(found).double(), torch.tensor(reported).double()
-    # Logarithms of probabilities are logits less a number; a row's greatest logit must be among those of the best.
-    error = float(((ours - ours.mean()) - (theirs - theirs.mean())).abs().max())
+    # Logarithms of probabilities are logits less their total; a row's greatest logit must be among those of the best.
+    error = min(float((ours - less - theirs).abs().max()) for less in (0.0, total))
     error = max(error, most - float(ours.max()))
     unit = max(spread, 1e-30)
     resolved = _LOGIT * torch.finfo(dtype).eps * max(size, float(theirs.abs().max())) / unit
@@ -146,3 +146,5 @@ def _relative(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> fl
     terms = torch.stack([term.double().flatten(1) for term in (*left, *right)])
     apart = terms[: len(left)].sum(0) - terms[len(left) :].sum(0)
     return float((apart.norm(dim=1) / terms.norm(dim=2).amax(0).clamp(min=1e-30)).max())
+    total: float,
+        total: the logarithm of the sum of their exponentials.
