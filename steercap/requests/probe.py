@@ -21,7 +21,8 @@ from steercap.core.plan import CapturePlan, Plan
 from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens
 from steercap.edits.add import Add
-from steercap.errors import ModelNotProved, SteeringNotApplied, TapsNotInstalled
+from steercap.errors import InvalidSetting, ModelNotProved, SteeringNotApplied, TapsNotInstalled
+from steercap.requests.claims import of_projections, of_rows
 from steercap.requests.fetching import fetch_all
 from steercap.requests.job import Done, Job, prepare, run_all
 from steercap.requests.proof import STREAM, Claim, closes, edited, equations, worst
@@ -60,9 +61,15 @@ async def probe(engine: Engine) -> tuple[Claim, ...]:
         What was proved, and how exactly.
 
     Raises:
+        InvalidSetting: the engine takes no sequence as long as the probe's.
         TapsNotInstalled: a tap did not fire, what it read cannot be a row, or its change had no effect.
         ModelNotProved: rows are not what their names say.
     """
+    if (longest := engine.vllm.max_model_len) < _PROMPT + _GENERATED:
+        raise InvalidSetting(
+            f"max_model_len={longest} has no room for the start-up probe, which reads {_PROMPT} tokens and generates "
+            f"{_GENERATED}; give max_model_len={_PROMPT + _GENERATED} or more"
+        )
     claims: list[Claim] = []
     for number in range(engine.engines):  # each is a process, a compiled artifact and taps of its own
         clean, strange = await _probe_reading(engine, number)
@@ -119,7 +126,7 @@ async def _probe_reading(engine: Engine, number: int) -> tuple[_Probed, tuple[in
     capture = _all_rows(tuple(engine.armed.values()))
     plan = Plan(engine.new_key(), _PROMPT, limit=rows, capture=capture)
     ticket = await engine.admit(engine.pages_needed(capture, rows), call=probe, engine=number)
-    params = engine.vllm.sampling({**_greedy(engine, _GENERATED), "min_tokens": _GENERATED})
+    params = engine.vllm.sampling({**_greedy(engine, _GENERATED), "ignore_eos": True})
     try:
         outputs = [output async for output in engine.generate(prompt, params, plan, ticket=ticket)]
         (delivery,) = await engine.collect([Wanted(Owner(plan.key, 0), rows)])
@@ -152,7 +159,11 @@ def _check(engine: Engine, delivery: Delivery) -> None:
     seen: set[int] = set()
     for point, shards in delivery.shards.items():
         if not all(isinstance(values, torch.Tensor) and values.any() for values in shards):
-            raise TapsNotInstalled(f"the start-up probe read nothing but zeros at {armed[point]}")
+            raise TapsNotInstalled(
+                f"the start-up probe read nothing but zeros at {armed[point]}: of a block whose weights are zero they "
+                "cannot be told from those of a tap that is in the wrong place; leave it out, by SteerModel(sites=) or "
+                "SteerModel(layers=)"
+            )
         seen.add(point)
     missing = [str(armed[point]) for point in engine.armed.values() if point not in seen]
     if missing:
