@@ -26,6 +26,7 @@ from steercap.kernels.tap import bind
 from steercap.sites.base import Sizes
 from steercap.worker.decoder import decoder_of
 from steercap.worker.install import install_taps
+from steercap.worker.projection import projecting
 from steercap.worker.runtime import Runtime
 from steercap.worker.taps.base import Taps
 
@@ -108,9 +109,9 @@ def attach(runner: Any) -> None:
     known = "" if family.derived else next(name for name, one in FAMILIES.items() if one.classes == family.classes)
     loaded = Loaded(known, decoder.code, len(families))
     unembed = decoder.unembedding(family) if get_pp_group().is_last_rank else None
-    setattr(
-        runner, RUNTIME_ATTRIBUTE, Runtime(taps, names, runner.device, loaded=loaded, unembed=unembed, attention=rules)
-    )
+    project = projecting(decoder.layers, family, installed.shard)
+    runtime = Runtime(taps, names, runner.device, loaded=loaded, unembed=unembed, project=project, attention=rules)
+    setattr(runner, RUNTIME_ATTRIBUTE, runtime)
     bind(taps)
 
 

@@ -25,7 +25,7 @@ from steercap.errors import InvalidSetting, ModelNotProved, SteeringNotApplied, 
 from steercap.requests.claims import of_projections, of_rows
 from steercap.requests.fetching import fetch_all
 from steercap.requests.job import Done, Job, prepare, run_all
-from steercap.requests.proof import STREAM, Claim, closes, edited, equations, worst
+from steercap.requests.proof import ATTENTION, STREAM, Claim, closes, edited, worst
 from steercap.sites import SITES
 from steercap.steering.spec import SteeringSpec
 
@@ -74,7 +74,8 @@ async def probe(engine: Engine) -> tuple[Claim, ...]:
     for number in range(engine.engines):  # each is a process, a compiled artifact and taps of its own
         clean, strange = await _probe_reading(engine, number)
         if strange is None:
-            claims += _require(engine, equations(clean.rows, _factor(engine)))
+            claims += _require(engine, of_rows(engine, clean.rows))
+            claims += _require(engine, [claim async for claim in of_projections(engine, number, clean.rows)])
             claims += _require(engine, await _lens(engine, number, clean, "of the rows that were read"))
             claims += await _probe_editing(engine, number, clean)
         else:
@@ -97,13 +98,6 @@ def _overflowed(engine: Engine, clean: _Probed, position: int, index: int) -> No
         "CaptureSpec(allow_nonfinite=True)",
         stacklevel=3,
     )
-
-
-def _factor(engine: Engine) -> float | None:
-    family = engine.family
-    if family is None:
-        return 1.0
-    return family.factor(engine.vllm.config) if family.sums else None
 
 
 def _require(engine: Engine, claims: Iterable[Claim]) -> list[Claim]:
@@ -246,7 +240,7 @@ async def _try(
             before, after = clean.rows[point][:_PROMPT], probed.rows[point]
             added = _added(edits[point])
             claims.append(edited(point, before, after, added, dtype))
-            claims += equations(probed.rows, _factor(engine), (point, added))
+            claims += of_rows(engine, probed.rows, (point, added))
     unmoved = [point for point, probed in others if point and _likelihood(probed) == _likelihood(plain)]
     return unmoved, claims
 
@@ -302,8 +296,9 @@ async def _taken(done: Done) -> _Probed:
 
 
 def _beside(engine: Engine, point: Point) -> tuple[Point, ...]:
-    """A point, and the stream of its layer and of the next, as far as it is armed."""
-    near = {Point(layer, site) for layer in (point.layer, point.layer + 1) for site in STREAM} | {point}
+    """A point, the stream of its layer and of the next, and its layer's attention, as far as it is armed."""
+    stream = {Point(layer, site) for layer in (point.layer, point.layer + 1) for site in STREAM}
+    near = stream | {Point(point.layer, site) for site in ATTENTION} | {point}
     return tuple(one for one in engine.armed if one in near)
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steercap import Point
-from steercap.requests.proof import STREAM, closes, edited, equations, worst
+from steercap.core.attention import AttentionRule
+from steercap.requests.proof import STREAM, attends, closes, edited, equations, projected, worst
 
 ROWS, WIDTH, LAYERS = 4, 16, 3
 
@@ -54,7 +55,6 @@ def test_a_forgotten_factor_is_seen() -> None:
     assert "attn_out + mlp_out" in worst(equations(rows, 1.0)).name
 
 
-def test_an_edit_moves_both_equations_by_what_it_added() -> None:
 def test_a_layer_of_one_block_grows_by_that_block() -> None:
     """Of Mamba, and of hybrids whose layers are one block each: what the layer has not adds nothing."""
     rows = pass_of(2)
@@ -81,6 +81,7 @@ def test_where_layers_do_more_than_add_no_sum_is_claimed() -> None:
     ]
 
 
+def test_an_edit_moves_both_equations_by_what_it_added() -> None:
     """The row of a point is the edited one: what comes after it follows, what comes before does not."""
     vector = torch.randn(ROWS, WIDTH)
     rows = pass_of(7)
@@ -100,7 +101,6 @@ def test_what_is_not_armed_is_not_claimed() -> None:
     assert list(equations(rows, 1.0)) == []
 
 
-def test_an_edit_that_is_not_exact_is_seen() -> None:
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 
 
@@ -190,6 +190,7 @@ def test_what_is_projected_of_something_else_is_seen() -> None:
     assert not projected(at, block, found, float("nan") * found).holds
 
 
+def test_an_edit_that_is_not_exact_is_seen() -> None:
     clean, vector = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     point = Point(0, "z")
     assert edited(point, clean, clean + vector, vector, torch.float32).holds
@@ -206,8 +207,8 @@ def lens(reported: list[float], logits: torch.Tensor, tokens: list[int], dtype: 
         logits[tokens].tolist(),
         most=float(edges.max),
         spread=float(logits.std()),
-        size=float(logits.abs().max()),
         total=float(logits.logsumexp(0)),
+        size=float(logits.abs().max()),
         dtype=dtype,
     )
 
