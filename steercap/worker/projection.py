@@ -34,8 +34,9 @@ def projecting(layers: Mapping[int, nn.Module], family: Family, shard: int) -> P
         whole, shards = part_of(modules[0])
         width = whole // shards
         hidden = _called(modules[0], rows[:, shard * width :][:, :width] if shards > 1 else rows)
-        # The block may be the module that holds the projection; else its last module is a norm behind that.
-        return hidden if f"{paths[0]}.".startswith(f"{paths[1]}.") else _called(modules[1], hidden)
+        # The last module of a block is the block itself, or the projection, or a norm behind it.
+        behind = not f"{paths[0]}.".startswith(f"{paths[1]}.") and not any(modules[1].children())
+        return _called(modules[1], hidden) if behind else hidden
 
     return project
 

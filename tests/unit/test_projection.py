@@ -63,6 +63,8 @@ def test_a_norm_behind_a_block_is_part_of_it() -> None:
     assert torch.allclose(asked(projecting({5: layer}, Family(), 0), "z", rows), plain, atol=1e-6)
     behind = asked(projecting({5: layer}, Family(attn_out="norm"), 0), "z", rows)
     assert torch.allclose(behind, layer.norm(plain), atol=1e-6)
+    other = asked(projecting({5: layer}, Family(attn_out="mlp"), 0), "z", rows)  # another block, whose rows are others
+    assert torch.allclose(other, plain, atol=1e-6)
     itself = asked(projecting({5: layer}, Family(attn_out="self_attn.o_proj"), 0), "z", rows)
     assert torch.equal(itself, asked(projecting({5: layer}, Family(), 0), "z", rows))
 
