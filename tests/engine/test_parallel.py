@@ -50,7 +50,7 @@ async def test_points_are_split_alike_where_modules_take_adapters(tiny_reference
     """vLLM puts a module around each that a LoRA adapter may change; what is split is split all the same, and every row
     without an adapter is that of the model.
     """
-    sites, lora = ("neurons", "z", "q", "k", "v", "attn_out", "mlp_out"), {"enable_lora": True, "max_lora_rank": 8}
+    sites, lora = (*ALL_SITES, "neurons", "q", "k", "v", "z"), {"enable_lora": True, "max_lora_rank": 8}
     async with opened(tiny_checkpoint("qwen3"), sites=sites, **TINY_ENGINE, **lora, tensor_parallel_size=2) as model:
         assert model.points[Point(2, "z")] == PointSchema((4, 32), "float32", shards=2)
         assert model.points[Point(2, "neurons")] == PointSchema((256,), "float32", shards=2)
