@@ -26,6 +26,7 @@ from steercap.kernels.tap import bind
 from steercap.sites.base import Sizes
 from steercap.worker.decoder import decoder_of
 from steercap.worker.install import install_taps
+from steercap.worker.projection import projecting
 from steercap.worker.runtime import Runtime
 from steercap.worker.taps.base import Taps
 
@@ -71,7 +72,8 @@ def attach(runner: Any) -> None:
     start, stop = model_config.get_layers_start_end_indices(config.parallel_config)
     decoder = decoder_of(runner.get_model(), num_layers, range(start, stop))
     families = families_of(list(decoder.layers.values()))
-    family = families[candidate_of(config.additional_config)]
+    # The layers of another pipeline stage may leave more to try.
+    family = families[min(candidate_of(config.additional_config), len(families) - 1)]
     installed = install_taps(
         decoder.layers,
         family,
@@ -107,9 +109,9 @@ def attach(runner: Any) -> None:
     known = "" if family.derived else next(name for name, one in FAMILIES.items() if one.classes == family.classes)
     loaded = Loaded(known, decoder.code, len(families))
     unembed = decoder.unembedding(family) if get_pp_group().is_last_rank else None
-    setattr(
-        runner, RUNTIME_ATTRIBUTE, Runtime(taps, names, runner.device, loaded=loaded, unembed=unembed, attention=rules)
-    )
+    project = projecting(decoder.layers, family, installed.shard)
+    runtime = Runtime(taps, names, runner.device, loaded=loaded, unembed=unembed, project=project, attention=rules)
+    setattr(runner, RUNTIME_ATTRIBUTE, runtime)
     bind(taps)
 
 

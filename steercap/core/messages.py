@@ -139,6 +139,24 @@ class Unembed(Message, frozen=True):
     tokens: tuple[int, ...]
 
 
+class Project(Message, frozen=True):
+    """Say what a block makes of what its last projection reads.
+
+    Args:
+        layer: whose.
+        site: where the rows are read: a name in `families.base.Family.projections`.
+        rows: the bytes of [count, width], of all ranks together.
+        count: how many.
+        dtype: of the rows, torch's name of it.
+    """
+
+    layer: int
+    site: str
+    rows: bytes
+    count: int
+    dtype: str
+
+
 class Read(Message, frozen=True):
     """Send lines as bytes, for clients that cannot map the arena."""
 
@@ -202,6 +220,7 @@ Question: TypeAlias = (
     | Configure
     | Settle
     | Unembed
+    | Project
     | OpenSketch
     | Weigh
     | Fold
@@ -266,12 +285,20 @@ class Unembedded(Message, frozen=True):
         least: of each row, the least logit of all tokens.
         most: of each row, the greatest.
         spread: of each row, the standard deviation of the logits of all tokens.
+        total: of each row, the logarithm of the sum of their exponentials.
     """
 
     logits: bytes
     least: tuple[float, ...]
     most: tuple[float, ...]
     spread: tuple[float, ...]
+    total: tuple[float, ...]
+
+
+class Projected(Message, frozen=True):
+    """Answer to Project: the bytes of [n, hidden], float32."""
+
+    rows: bytes
 
 
 class Parcel(Message, frozen=True):
@@ -423,6 +450,7 @@ Answer: TypeAlias = (
     | SketchPart
     | Failed
     | Unembedded
+    | Projected
     | Unhooked
 )
 

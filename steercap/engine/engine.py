@@ -92,7 +92,7 @@ class Engine:
             self._all_ranks,
             num_layers=vllm.num_layers,
             settings=settings,
-            exists=self._exists,
+            exists=self.exists,
         )
         attached = [rank.attached for rank in self._all_ranks]
         self.reductions: Final = min(one.reductions for one in attached)
@@ -329,12 +329,26 @@ class Engine:
         """
         return await self._workers.unembed(rows, tokens, engine)
 
+    async def project(self, layer: int, site: str, rows: torch.Tensor, engine: int = 0) -> torch.Tensor:
+        """What a block makes of what its last projection reads, as the model computes it: float32 [n, hidden].
+
+        Args:
+            layer: whose.
+            site: where the rows are read: "z" or "neurons".
+            rows: [n, *shape of the point], in the model's dtype.
+            engine: which of the engines is to say it.
+
+        Raises:
+            EngineFailure: the engine has died, or a worker cannot answer.
+        """
+        return await self._workers.project(layer, site, rows, engine)
+
     @property
     def family(self) -> Family | None:
         """The family of the layers that were loaded; None where what they take and give was derived."""
         return FAMILIES[self.loaded.family] if self.loaded.family else None
 
-    def _exists(self, point: Point) -> bool:
+    def exists(self, point: Point) -> bool:
         """Whether the model has a point: as it turned out, or as its configuration says where it was not armed."""
         return point in self.armed or (point not in self.vllm.points and self.vllm.exists(point))
 

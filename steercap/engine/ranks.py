@@ -15,6 +15,7 @@ from steercap.core.schema import PointSchema
 from steercap.encodings import record_of
 from steercap.encodings.reduced import accumulator_records
 from steercap.errors import WorkerFailure
+from steercap.families.code import same_code
 from steercap.transport.reader import LineReader
 
 
@@ -81,8 +82,7 @@ def loaded_of(engines: Sequence[Sequence[Rank]]) -> Loaded:
     each = [rank.attached.loaded for ranks in engines for rank in ranks]
     if len({one.family for one in each}) > 1:
         raise WorkerFailure(f"workers have loaded layers of different families: {', '.join(map(str, each))}")
-    code = {name: digest for one in each for name, digest in one.code.items()}
-    return Loaded(each[0].family, code, each[0].candidates)
+    return Loaded(each[0].family, same_code(one.code for one in each), max(one.candidates for one in each))
 
 
 #: Engine by engine, the workers that capture.

@@ -28,6 +28,8 @@ from steercap.core.messages import (
     NotCapturing,
     Owner,
     Parcel,
+    Project,
+    Projected,
     Question,
     Read,
     Settle,
@@ -156,16 +158,19 @@ class Workers:
 
     async def unembed(self, rows: torch.Tensor, tokens: Sequence[int], engine: int) -> Unembedded:
         """What logits rows of the last layer give, as an engine's model computes them."""
-        asked = Unembed(
-            rows.contiguous().view(torch.uint8).numpy().tobytes(),
-            len(rows),
-            str(rows.dtype).removeprefix("torch."),
-            tuple(tokens),
-        )
+        asked = Unembed(*_sent(rows), tuple(tokens))
         answers = (await self.ask(asked, Unembedded))[engine]
         if not answers:
             raise WorkerFailure(f"no worker of engine {engine} has the end of the model")
         return answers[0]
+
+    async def project(self, layer: int, site: str, rows: torch.Tensor, engine: int) -> torch.Tensor:
+        """What a block makes of what its last projection reads, as an engine's model computes it."""
+        asked = Project(layer, site, *_sent(rows))
+        answers = (await self.ask(asked, Projected))[engine]
+        if not answers:
+            raise WorkerFailure(f"no worker of engine {engine} has layer {layer}")
+        return torch.frombuffer(bytearray(answers[0].rows), dtype=torch.float32).view(len(rows), -1)
 
     async def census(self) -> list[list[Counted]]:
         """Engine by engine, what each capturing worker holds."""
@@ -230,6 +235,12 @@ class Workers:
                     await asyncio.sleep(RELEASE_DELAY)
                 if self._given_back:
                     await self.census()
+
+
+def _sent(rows: torch.Tensor) -> tuple[bytes, int, str]:
+    """Rows as questions carry them: their bytes, how many they are, and their dtype."""
+    flat = rows.flatten(1).contiguous()
+    return flat.view(torch.uint8).numpy().tobytes(), len(rows), str(rows.dtype).removeprefix("torch.")
 
 
 def _answers(engines: Sequence[Sequence[bytes]], kind: type[Kind]) -> list[list[Kind]]:

@@ -7,6 +7,7 @@ MEMBER = Family(
     classes=("afmoe.AfmoeDecoderLayer",),
     attn_out="post_attention_layernorm",
     mlp_out="post_mlp_layernorm",
+    gated=True,
     router="mlp.gate|mlp.router",
     varied=True,
 )

@@ -20,6 +20,10 @@ def one(_config: Any) -> float:
     return 1.0
 
 
+def unknown(_config: Any) -> None:
+    """The factor of layers that do more to the stream than to add to it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """How some decoder layers are written, in vLLM and in transformers alike.
@@ -42,15 +46,17 @@ class Family:
         hidden_input: name of the argument that carries the stream (or its undeferred part) into a vLLM layer.
         residual_input: name of the argument that carries the deferred residual, "" if there is none.
         attn_proj: module that projects what the heads give to the stream.
+        gated: whether what the heads give is multiplied by a gate before it is projected.
         attention: module that vLLM calls with queries, keys and values; its parent makes them, in transformers too.
             "" where they are handed over without a call.
         mlp_proj: module that projects the neurons to the stream.
+        scaled: of transformers' configuration, what the feed-forward block multiplies projected neurons by.
         router: module that gives the logits of the experts.
         sparse: of transformers' configuration and a layer's index, whether the layer has experts; None for no layer.
-        factor: of transformers' configuration, what the outputs of both blocks are multiplied by before they are added.
+        factor: of transformers' configuration, what the outputs of both blocks are multiplied by before they are added;
+            None where a layer does more than add them to what it takes, so that the proof at start checks no sum.
+        single: whether a layer is one block, so that it has `attn_out` or `mlp_out`, and adds nothing else.
         logits: of transformers' configuration, what logits are multiplied by, before any soft-capping.
-        sums: whether a layer gives what it takes and what its blocks add, times `factor`, and does nothing else to the
-            stream; where not, the proof at start cannot check that sum.
         varied: whether layers differ, so that some lack a module that others have.
         derived: whether nobody wrote this family down: it is a guess at what layers take and give, to be proved.
         tiny: keyword arguments of transformers' `AutoConfig.for_model` for the smallest model that exercises
@@ -70,15 +76,22 @@ class Family:
     residual_input: str = "residual"
     attn_proj: str = "self_attn.o_proj"
     attention: str = "self_attn.attn"
+    gated: bool = False
     mlp_proj: str = "mlp.down_proj"
+    scaled: Callable[[Any], float] = one
     router: str = ""
     sparse: Callable[[Any, int], bool] | None = None
-    factor: Callable[[Any], float] = one
+    factor: Callable[[Any], float | None] = one
+    single: bool = False
     logits: Callable[[Any], float] = one
-    sums: bool = True
     varied: bool = False
     derived: bool = False
     tiny: Mapping[str, Any] = field(repr=False, default_factory=dict)
+
+    @property
+    def projections(self) -> dict[str, tuple[str, str]]:
+        """By the site that reads what a block's last projection takes: this projection, and the block's last module."""
+        return {"z": (self.attn_proj, self.attn_out), "neurons": (self.mlp_proj, self.mlp_out)}
 
     def is_sparse(self, config: Any, layer: int) -> bool:
         """Whether a layer has experts."""

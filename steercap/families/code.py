@@ -10,6 +10,7 @@ import ast
 import hashlib
 import inspect
 import textwrap
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 #: Where vLLM and transformers keep their models.
@@ -34,14 +35,50 @@ def is_transformers(layer: type) -> bool:
     return layer.__module__.startswith("transformers.")
 
 
-def fingerprint_of(layer: type[Any]) -> str:
-    """12 hexadecimal digits of the syntax tree of a class's `forward`, without types and docstrings; "" if unknown."""
+def fingerprint_of(layer: Any) -> str:
+    """12 hexadecimal digits of the syntax tree of `forward`, without types and docstrings; "" if unknown.
+
+    It is of what runs: of a `forward` that was put in place of the class's own, and of every function around it.
+
+    Args:
+        layer: a layer, which may have a `forward` of its own, or a class of layers.
+    """
     try:
-        source = inspect.getsource(inspect.unwrap(layer.forward))
-        (function,) = ast.parse(textwrap.dedent(source)).body
+        written = [_written(_tree_of(function)) for function in _around(layer.forward)]
     except (AttributeError, OSError, TypeError, ValueError, SyntaxError):
         return ""
-    return hashlib.sha256(_written(function).encode()).hexdigest()[:12]
+    return hashlib.sha256("".join(written).encode()).hexdigest()[:12]
+
+
+def same_code(each: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """The fingerprint of each class, "" of one whose layers do not all run the same code.
+
+    Args:
+        each: of some layers, fingerprints by class.
+    """
+    found: dict[str, str] = {}
+    for layers in each:
+        for name, digest in layers.items():
+            found[name] = digest if found.get(name, digest) == digest else ""
+    return dict(sorted(found.items()))
+
+
+def _around(forward: Any) -> Iterator[Any]:
+    """A function, and those that it wraps, outermost first."""
+    inspect.unwrap(forward)  # raises ValueError if it wraps itself
+    while True:
+        forward = getattr(forward, "__func__", forward)
+        yield forward
+        if not hasattr(forward, "__wrapped__"):
+            return
+        forward = forward.__wrapped__
+
+
+def _tree_of(function: Any) -> ast.AST:
+    if not inspect.isfunction(function):  # of a class or module that is called there is a source, and not of the call
+        raise TypeError(function)
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    return tree
 
 
 def _written(node: Any) -> str:

@@ -9,6 +9,10 @@ def _logits(config: Any) -> float:
     return float(config.lm_head_multiplier)
 
 
+def _scaled(config: Any) -> float:
+    return float(config.mlp_multipliers[1])
+
+
 MEMBER = Family(
     architectures=("FalconH1ForCausalLM",),
     classes=("falcon_h1.FalconH1ParallelHybrid", "falcon_h1.FalconH1DecoderLayer"),
@@ -18,5 +22,6 @@ MEMBER = Family(
     residual_output=None,
     residual_input="",
     mlp_proj="feed_forward.down_proj",
+    scaled=_scaled,
     logits=_logits,
 )

@@ -2,7 +2,7 @@
 and multiplies the whole stream by a constant of its own.
 """
 
-from steercap.families.base import Family
+from steercap.families.base import Family, unknown
 
 MEMBER = Family(
     architectures=("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM"),
@@ -16,6 +16,6 @@ MEMBER = Family(
     residual_output=None,
     residual_input="",
     router="router.proj",
-    sums=False,
+    factor=unknown,
     varied=True,
 )

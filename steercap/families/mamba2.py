@@ -12,4 +12,5 @@ MEMBER = Family(
     attn_proj="",
     attention="",
     mlp_proj="",
+    single=True,
 )

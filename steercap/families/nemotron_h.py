@@ -19,4 +19,5 @@ MEMBER = Family(
     mlp_proj="mixer.down_proj",
     router="mixer.gate",
     varied=True,
+    single=True,
 )

@@ -1,6 +1,16 @@
-"""OPT: layers take and return the whole stream; the feed-forward block ends in `fc2`."""
+"""OPT: layers take and return the whole stream; the feed-forward block ends in `fc2`.
+
+OPT 350M has its norms behind the blocks: a layer adds a block's output to the stream, and gives the norm of that sum.
+"""
+
+from typing import Any
 
 from steercap.families.base import Family
+
+
+def _factor(config: Any) -> float | None:
+    return 1.0 if config.do_layer_norm_before else None
+
 
 MEMBER = Family(
     architectures=("OPTForCausalLM",),
@@ -13,6 +23,7 @@ MEMBER = Family(
     residual_input="",
     attn_proj="self_attn.out_proj",
     mlp_proj="fc2",
+    factor=_factor,
     tiny={
         "model_type": "opt",
         "vocab_size": 512,

@@ -84,7 +84,7 @@ def verified(code: Mapping[str, str]) -> bool:
         code: classes of layers, as families name them, and the fingerprint of each one's `forward`.
     """
     known = {pair for one in records() if one.against_transformers for pair in one.code.items()}
-    return bool(code) and set(code.items()) <= known
+    return bool(code) and all(code.values()) and set(code.items()) <= known
 
 
 def columns(record: Record) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ MEMBER = Family(
     architectures=("Qwen3NextForCausalLM",),
     classes=("qwen3_next.Qwen3NextDecoderLayer",),
     attn_out="self_attn|linear_attn",
+    gated=True,
     router="mlp.gate",
     varied=True,
 )

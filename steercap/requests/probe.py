@@ -21,10 +21,11 @@ from steercap.core.plan import CapturePlan, Plan
 from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens
 from steercap.edits.add import Add
-from steercap.errors import ModelNotProved, SteeringNotApplied, TapsNotInstalled
+from steercap.errors import InvalidSetting, ModelNotProved, SteeringNotApplied, TapsNotInstalled
+from steercap.requests.claims import of_projections, of_rows
 from steercap.requests.fetching import fetch_all
 from steercap.requests.job import Done, Job, prepare, run_all
-from steercap.requests.proof import STREAM, Claim, closes, edited, equations, worst
+from steercap.requests.proof import ATTENTION, STREAM, Claim, closes, edited, worst
 from steercap.sites import SITES
 from steercap.steering.spec import SteeringSpec
 
@@ -60,14 +61,21 @@ async def probe(engine: Engine) -> tuple[Claim, ...]:
         What was proved, and how exactly.
 
     Raises:
+        InvalidSetting: the engine takes no sequence as long as the probe's.
         TapsNotInstalled: a tap did not fire, what it read cannot be a row, or its change had no effect.
         ModelNotProved: rows are not what their names say.
     """
+    if (longest := engine.vllm.max_model_len) < _PROMPT + _GENERATED:
+        raise InvalidSetting(
+            f"max_model_len={longest} has no room for the start-up probe, which reads {_PROMPT} tokens and generates "
+            f"{_GENERATED}; give max_model_len={_PROMPT + _GENERATED} or more"
+        )
     claims: list[Claim] = []
     for number in range(engine.engines):  # each is a process, a compiled artifact and taps of its own
         clean, strange = await _probe_reading(engine, number)
         if strange is None:
-            claims += _require(engine, equations(clean.rows, _factor(engine)))
+            claims += _require(engine, of_rows(engine, clean.rows))
+            claims += _require(engine, [claim async for claim in of_projections(engine, number, clean.rows)])
             claims += _require(engine, await _lens(engine, number, clean, "of the rows that were read"))
             claims += await _probe_editing(engine, number, clean)
         else:
@@ -92,13 +100,6 @@ def _overflowed(engine: Engine, clean: _Probed, position: int, index: int) -> No
     )
 
 
-def _factor(engine: Engine) -> float | None:
-    family = engine.family
-    if family is None:
-        return 1.0
-    return family.factor(engine.vllm.config) if family.sums else None
-
-
 def _require(engine: Engine, claims: Iterable[Claim]) -> list[Claim]:
     """The claims.
 
@@ -119,7 +120,7 @@ async def _probe_reading(engine: Engine, number: int) -> tuple[_Probed, tuple[in
     capture = _all_rows(tuple(engine.armed.values()))
     plan = Plan(engine.new_key(), _PROMPT, limit=rows, capture=capture)
     ticket = await engine.admit(engine.pages_needed(capture, rows), call=probe, engine=number)
-    params = engine.vllm.sampling({**_greedy(engine, _GENERATED), "min_tokens": _GENERATED})
+    params = engine.vllm.sampling({**_greedy(engine, _GENERATED), "ignore_eos": True})
     try:
         outputs = [output async for output in engine.generate(prompt, params, plan, ticket=ticket)]
         (delivery,) = await engine.collect([Wanted(Owner(plan.key, 0), rows)])
@@ -152,7 +153,11 @@ def _check(engine: Engine, delivery: Delivery) -> None:
     seen: set[int] = set()
     for point, shards in delivery.shards.items():
         if not all(isinstance(values, torch.Tensor) and values.any() for values in shards):
-            raise TapsNotInstalled(f"the start-up probe read nothing but zeros at {armed[point]}")
+            raise TapsNotInstalled(
+                f"the start-up probe read nothing but zeros at {armed[point]}: of a block whose weights are zero they "
+                "cannot be told from those of a tap that is in the wrong place; leave it out, by SteerModel(sites=) or "
+                "SteerModel(layers=)"
+            )
         seen.add(point)
     missing = [str(armed[point]) for point in engine.armed.values() if point not in seen]
     if missing:
@@ -170,7 +175,16 @@ async def _lens(engine: Engine, number: int, probed: _Probed, named: str) -> lis
         size = max(abs(found.least[0]), abs(found.most[0]))
         log = [one.logprob for one in reported.values()]
         claims.append(
-            closes(named, log, logits, most=found.most[0], spread=found.spread[0], size=size, dtype=row.dtype)
+            closes(
+                named,
+                log,
+                logits,
+                most=found.most[0],
+                spread=found.spread[0],
+                total=found.total[0],
+                size=size,
+                dtype=row.dtype,
+            )
         )
     return claims
 
@@ -226,7 +240,7 @@ async def _try(
             before, after = clean.rows[point][:_PROMPT], probed.rows[point]
             added = _added(edits[point])
             claims.append(edited(point, before, after, added, dtype))
-            claims += equations(probed.rows, _factor(engine), (point, added))
+            claims += of_rows(engine, probed.rows, (point, added))
     unmoved = [point for point, probed in others if point and _likelihood(probed) == _likelihood(plain)]
     return unmoved, claims
 
@@ -282,8 +296,9 @@ async def _taken(done: Done) -> _Probed:
 
 
 def _beside(engine: Engine, point: Point) -> tuple[Point, ...]:
-    """A point, and the stream of its layer and of the next, as far as it is armed."""
-    near = {Point(layer, site) for layer in (point.layer, point.layer + 1) for site in STREAM} | {point}
+    """A point, the stream of its layer and of the next, and its layer's attention, as far as it is armed."""
+    stream = {Point(layer, site) for layer in (point.layer, point.layer + 1) for site in STREAM}
+    near = stream | {Point(point.layer, site) for site in ATTENTION} | {point}
     return tuple(one for one in engine.armed if one in near)
 
 

@@ -5,6 +5,8 @@ twice, a part of a sum, a norm's input for its output. These equations need no s
 
 - the end of a layer is the beginning of the next;
 - what a layer's blocks add is what the stream grows by, times the family's factor if it has one;
+- what the heads give is the values weighed by attention, of the queries and keys that were read;
+- what a block adds is what its last projection makes of what the heads, or the neurons, give it;
 - an edit changes the row of its own point by exactly what was added, and both equations hold of the edited rows;
 - the lens closes: the model's own final norm and unembedding, given the last row of the stream, give the logits that
   the engine reports, with an edit of that row as well as without. Without, a norm would hide any factor.
@@ -12,22 +14,31 @@ twice, a part of a sum, a norm's input for its output. These equations need no s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
+from steercap.analysis.attention import Attending, weights_of
+from steercap.core.attention import AttentionRule
 from steercap.core.spec import Point
 
 #: Where blocks read the stream and add to it.
 STREAM: Final = ("resid_pre", "attn_out", "mlp_out", "resid_post")
+#: What attention reads, and what it gives.
+ATTENTION: Final = ("q", "k", "v", "z")
+#: Where what the last projection of a block reads is read, and where what it adds.
+PROJECTED: Final = {"z": "attn_out", "neurons": "mlp_out"}
 #: Roundings to the rows' dtype, each of half an epsilon at most, in a row and in what is written of an edit; and in a
 #: sum of rows of which each was rounded, and the stream between the blocks too.
 _ROW: Final = 2.0
 _SUM: Final = 4.0
 #: The same for logits.
 _LOGIT: Final = 2.0
+#: What attention may make of a product of a query and a key, relative to it: on CUDA, Triton rounds both to TF32.
+_PRODUCT: Final = 2.0**-9
 #: How far rows and logits may differ that were computed in batches of other sizes: in float32, and in 16 bits.
 _COMPUTED: Final = {torch.float32: 1e-3, torch.float64: 1e-3}
 _COMPUTED_16: Final = 0.1
@@ -57,7 +68,10 @@ class Claim:
 
 
 def equations(
-    rows: Mapping[Point, torch.Tensor], factor: float | None, edit: tuple[Point, torch.Tensor] | None = None
+    rows: Mapping[Point, torch.Tensor],
+    factor: float | None,
+    edit: tuple[Point, torch.Tensor] | None = None,
+    absent: Container[Point] = frozenset(),
 ) -> Iterator[Claim]:
     """What must hold among rows of the same pass, as far as the points are there.
 
@@ -65,8 +79,9 @@ def equations(
         rows: of each point, [n, hidden].
         factor: what blocks' outputs are multiplied by before they are added; None where layers do more than add them.
         edit: where rows were edited, and what was added to each, [n, hidden]; None for nowhere.
+        absent: what blocks would add in layers that are one block, and have no other.
     """
-    named = f", with an edit at {edit[0]}" if edit else ""
+    named = _named(edit)
 
     def claim(name: str, at: Point, terms: Sequence[torch.Tensor], rounded: float) -> Claim:
         added = [edit[1]] if edit and edit[0] == at else []  # the row of a point is the edited one
@@ -80,11 +95,56 @@ def equations(
         if following in rows:
             name = f"resid_pre[{here + 1}] is resid_post[{here}]"
             yield claim(name, following, [rows[point]], _ROW)
-        before, *blocks = (Point(here, site) for site in STREAM[:3])
-        if factor is not None and before in rows and all(block in rows for block in blocks):
+        before, *either = (Point(here, site) for site in STREAM[:3])
+        blocks = [block for block in either if block not in absent]
+        if factor is not None and blocks and before in rows and all(block in rows for block in blocks):
             times = "" if factor == 1 else f"{factor:.4g} × "
-            name = f"resid_post[{here}] is resid_pre + {times}(attn_out + mlp_out)"
+            added = " + ".join(block.site for block in blocks)
+            name = f"resid_post[{here}] is resid_pre + {times}{f'({added})' if len(blocks) > 1 else added}"
             yield claim(name, point, [rows[before], *(factor * rows[block].double() for block in blocks)], _SUM)
+
+
+def attends(
+    layer: int,
+    rows: Mapping[Point, torch.Tensor],
+    rule: AttentionRule,
+    edit: tuple[Point, torch.Tensor] | None = None,
+) -> Iterator[Claim]:
+    """What must hold among what attention reads and gives, if all of it is there, and its rule is understood.
+
+    Args:
+        layer: whose.
+        rows: of each point, those of a sequence's first tokens: [n, heads, head_dim].
+        rule: how the layer weighs keys.
+        edit: as for `equations`.
+    """
+    q, k, v, z = (rows.get(Point(layer, site)) for site in ATTENTION)
+    if q is None or k is None or v is None or z is None or rule.unknown:
+        return
+    name = f"z[{layer}] is the values, weighed by attention{_named(edit)}"
+    if v.shape[2] != z.shape[2] or q.shape[1] != z.shape[1]:
+        shapes = [tuple(one.shape[1:]) for one in (q, v, z)]
+        yield Claim("{}, where queries, values and z are {}, {} and {}".format(name, *shapes), math.inf, 0.0)
+        return
+    positions = torch.arange(len(q))
+    (found,) = weights_of(Attending(rule, q, k, positions, positions))
+    heads = v.double().repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    weighed = torch.einsum("hqk,khd->qhd", found.weights.double(), heads)
+    added = [edit[1].view_as(z)] if edit and edit[0] == Point(layer, "z") else []
+    sharp = float(found.logits.where(found.logits > -torch.inf, 0.0).abs().max())
+    yield Claim(name, _relative([z], [weighed, *added]), computed(z.dtype) + _PRODUCT * sharp)
+
+
+def projected(point: Point, block: Point, found: torch.Tensor, made: torch.Tensor) -> Claim:
+    """What a block adds is what its last projection makes of what it reads.
+
+    Args:
+        point: where that is read.
+        block: where what the block adds is read.
+        found: its rows, [n, hidden].
+        made: what the model makes of the rows at `point`, [n, hidden].
+    """
+    return Claim(f"{block} is what is projected of {point}", _relative([found], [made]), computed(found.dtype))
 
 
 def edited(point: Point, clean: torch.Tensor, found: torch.Tensor, added: torch.Tensor, dtype: torch.dtype) -> Claim:
@@ -107,6 +167,7 @@ def closes(
     *,
     most: float,
     spread: float,
+    total: float,
     size: float,
     dtype: torch.dtype,
 ) -> Claim:
@@ -118,12 +179,13 @@ def closes(
         found: logits that the row gives for them.
         most: the greatest logit of all tokens that the row gives.
         spread: standard deviation of the logits of all tokens.
+        total: the logarithm of the sum of their exponentials.
         size: the greatest magnitude among them.
         dtype: of the rows.
     """
     ours, theirs = torch.tensor(found).double(), torch.tensor(reported).double()
-    # Logarithms of probabilities are logits less a number; a row's greatest logit must be among those of the best.
-    error = float(((ours - ours.mean()) - (theirs - theirs.mean())).abs().max())
+    # Logarithms of probabilities are logits less their total; a row's greatest logit must be among those of the best.
+    error = min(float((ours - less - theirs).abs().max()) for less in (0.0, total))
     error = max(error, most - float(ours.max()))
     unit = max(spread, 1e-30)
     resolved = _LOGIT * torch.finfo(dtype).eps * max(size, float(theirs.abs().max())) / unit
@@ -139,6 +201,10 @@ def worst(claims: Iterable[Claim]) -> Claim | None:
     """The claim that is furthest from holding, of those that do not."""
     wrong = [claim for claim in claims if not claim.holds]
     return max(wrong, key=lambda claim: claim.error / max(claim.allowed, 1e-30), default=None)
+
+
+def _named(edit: tuple[Point, torch.Tensor] | None) -> str:
+    return f", with an edit at {edit[0]}" if edit else ""
 
 
 def _relative(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:

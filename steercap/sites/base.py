@@ -190,6 +190,8 @@ def visit_input(module: nn.Module, visit: Visit) -> RemovableHandle:
 
 def part_of(module: nn.Module) -> tuple[int, int]:
     """Elements of a linear module's input on all ranks together, and how many ranks they are split over."""
-    whole = int(module.input_size)  # type: ignore[arg-type]  # of vLLM's LinearBase
-    part = int(getattr(module, "input_size_per_partition", whole))
+    # What vLLM puts around it for LoRA adapters calls the part of one rank its input's size.
+    linear: Any = getattr(module, "base_layer", module)
+    whole = int(linear.input_size)
+    part = int(getattr(linear, "input_size_per_partition", whole))
     return whole, whole // part

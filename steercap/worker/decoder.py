@@ -15,7 +15,7 @@ from torch import nn
 
 from steercap.errors import UnsupportedModel
 from steercap.families.base import Family
-from steercap.families.code import fingerprint_of, name_of
+from steercap.families.code import fingerprint_of, name_of, same_code
 
 #: What models call the norm between the last layer and the unembedding.
 _NORMS: Final = (
@@ -47,9 +47,8 @@ class Decoder:
 
     @property
     def code(self) -> dict[str, str]:
-        """The classes of its layers, as families name them, and the fingerprint of each one's `forward`."""
-        kinds: dict[str, type[nn.Module]] = {name_of(type(layer)): type(layer) for layer in self.layers.values()}
-        return {name: fingerprint_of(kind) for name, kind in sorted(kinds.items())}
+        """The classes of its layers, as families name them, and the fingerprint of `forward`, see `same_code`."""
+        return same_code({name_of(type(layer)): fingerprint_of(layer)} for layer in self.layers.values())
 
     def unembedding(self, family: Family) -> Callable[[torch.Tensor], torch.Tensor | None]:
         """What the model does to rows of the last layer, [n, hidden], to get logits [n, vocabulary], or a part of it.

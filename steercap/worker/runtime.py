@@ -37,6 +37,7 @@ from steercap.core.messages import (
     OpenSketch,
     Owner,
     Parcel,
+    Project,
     Read,
     ReadSketch,
     Settle,
@@ -58,6 +59,7 @@ from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
 from steercap.worker.ledger import Ledger, Tracked
 from steercap.worker.outbox import Outbox, RowsOutbox
+from steercap.worker.projection import Projecting, projected
 from steercap.worker.reducing_outbox import ReducingOutbox, finish
 from steercap.worker.sketching import Sketches
 from steercap.worker.steering import Steering
@@ -77,6 +79,7 @@ class Runtime:
         device: where the model computes.
         loaded: the layers of this rank.
         unembed: what the model does to rows of the last layer to get logits; None where it is not on this rank.
+        project: what its layers' blocks make of what their last projections read.
         attention: how the layers whose queries and keys are armed weigh keys.
     """
 
@@ -88,11 +91,13 @@ class Runtime:
         *,
         loaded: Loaded = Loaded(),  # noqa: B008 -- it cannot change
         unembed: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
+        project: Projecting | None = None,
         attention: Mapping[int, AttentionRule] = MappingProxyType({}),
     ) -> None:
         self.taps = taps
         self._loaded = loaded
         self._unembed = unembed
+        self._project = project
         self._attention = dict(attention)
         self._names = tuple(armed[point] for point in taps.points)
         self.device = device
@@ -248,6 +253,8 @@ class Runtime:
                 return self._steering.settle(call.question)
             case Unembed():
                 return unembedded(self._unembed, call.question, self.device)
+            case Project():
+                return projected(self._project, call.question, self.device)
             case _ if not self.captures:
                 return NotCapturing()
             case Attach():

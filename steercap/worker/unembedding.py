@@ -32,4 +32,5 @@ def unembedded(
     logits = torch.stack(found)
     chosen = logits[:, list(asked.tokens)].cpu().numpy().astype(np.float32, copy=False)
     least, most = (tuple(edge.tolist()) for edge in logits.aminmax(dim=1))
-    return Unembedded(chosen.tobytes(), least, most, tuple(logits.std(dim=1).tolist()))
+    spread, total = (tuple(of_all.tolist()) for of_all in (logits.std(dim=1), logits.logsumexp(dim=1)))
+    return Unembedded(chosen.tobytes(), least, most, spread, total)

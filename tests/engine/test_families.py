@@ -85,6 +85,28 @@ async def test_attention_is_that_of_transformers(served, record_property) -> Non
     assert last == {"q": False, "k": True, "v": True, "z": False}
 
 
+async def test_norms_behind_blocks_are_no_part_of_what_blocks_add(record_property) -> None:
+    """OPT 350M: a layer gives the norm of what it takes and what a block adds, twice, and its embeddings are narrower
+    than its stream. Rows and edits are those of transformers at every site, and no sum is claimed.
+    """
+    path = tiny_checkpoint("opt", do_layer_norm_before=False, word_embed_proj_dim=64)
+    async with opened(path, sites="all", **TINY_ENGINE) as model:
+        reference = Reference(path)
+        for name, same in (await rows_agree(model, reference)).items():
+            record_property(f"opt 350m {name}", f"1-cos {1 - same.cosine:.1e}, error {same.error:.1e}")
+        specs = [
+            spec("add", places_of(model, site)[1], seed=seed, layers=[0, 2], site=site)
+            for seed, site in enumerate(sites_of(model))
+        ]
+        prompts = [random_prompt(12, seed) for seed in range(len(specs))]
+        everything = CaptureSpec(sites=sites_of(model))
+        _, steered = await model.generate(prompts, {"max_tokens": 8, **GREEDY}, capture=everything, steering=specs)
+        await model.fetch_captures_batch(steered)
+        hold(steered, reference, specs)
+        assert not any("resid_pre +" in claim.name for claim in model.proof)
+        assert {"z[3]", "neurons[3]"} <= {claim.name.rpartition(" ")[2] for claim in model.proof}
+
+
 def test_a_router_and_neurons_are_where_the_model_has_them() -> None:
     """A layer with experts has a router and no neurons of its own, a dense one the reverse."""
     config = AutoConfig.from_pretrained(tiny_checkpoint("qwen3_moe"))

@@ -46,6 +46,18 @@ async def test_two_workers_give_the_rows_of_transformers(layout, tiny, tiny_refe
     assert set(handles[0].captures) == set(points(range(4), *ALL_SITES))
 
 
+async def test_points_are_split_alike_where_modules_take_adapters(tiny_reference) -> None:
+    """vLLM puts a module around each that a LoRA adapter may change; what is split is split all the same, and every row
+    without an adapter is that of the model.
+    """
+    sites, lora = (*ALL_SITES, "neurons", "q", "k", "v", "z"), {"enable_lora": True, "max_lora_rank": 8}
+    async with opened(tiny_checkpoint("qwen3"), sites=sites, **TINY_ENGINE, **lora, tensor_parallel_size=2) as model:
+        assert model.points[Point(2, "z")] == PointSchema((4, 32), "float32", shards=2)
+        assert model.points[Point(2, "neurons")] == PointSchema((256,), "float32", shards=2)
+        assert any("projected of z[2]" in claim.name for claim in model.proof)
+        await shards_agree(model, tiny_reference)
+
+
 async def test_split_points_are_joined_from_the_ranks_that_have_them(tiny_reference, tmp_path) -> None:
     """neurons and heads at tensor parallel 2: each rank keeps and edits its shard, and the client joins them. On disk
     they are as they were handed over, and the manifest says how.

@@ -46,6 +46,36 @@ MISTAKES = {
         ADDED,
         r"is resid_pre \+ \(attn_out \+ mlp_out\): off by",
     ),
+    "another projection's input taken for what heads give": (
+        "qwen3 attn_proj=mlp.down_proj",
+        "qwen3",
+        ("z", "attn_out"),
+        r"attn_out\[\d\] is what is projected of z\[\d\]: off by",
+    ),
+    "heads of another shape than they are computed of": (
+        "qwen3 attn_proj=mlp.down_proj",
+        "qwen3",
+        ("q", "k", "v", "z"),
+        r"z\[\d\] is the values, weighed by attention, where queries, values and z are \(4, 32\), \(2, 32\) and \(8, 32\)",
+    ),
+    "a gate forgotten": (
+        "afmoe gated=",
+        "afmoe",
+        ("q", "k", "v", "z"),
+        r"z\[\d\] is the values, weighed by attention: off by",
+    ),
+    "another projection's input taken for neurons": (
+        "qwen3 mlp_proj=self_attn.o_proj",
+        "qwen3",
+        ("neurons", "mlp_out"),
+        r"mlp_out\[\d\] is what is projected of neurons\[\d\]: off by",
+    ),
+    "the norm's output taken for what a layer of one block adds": (
+        "mamba2 attn_out=norm",
+        "mamba2",
+        ("attn_out",),
+        r"resid_post\[3\] is resid_pre \+ attn_out: off by",
+    ),
     "the norm's input taken for what a block adds": (
         "gemma2 attn_out=self_attn",
         "gemma2",

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
+import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from steercap.core.messages import Attached, Loaded
+from steercap.engine.ranks import Rank, loaded_of
 from steercap.errors import UnsupportedModel
 from steercap.families import FAMILIES, base, families_of, family_of, over_transformers, proved
 from steercap.families.base import Family, located
-from steercap.families.code import fingerprint_of, is_transformers, name_of
+from steercap.families.code import fingerprint_of, is_transformers, name_of, same_code
 from steercap.sites import SITES
 from steercap.testing.architectures import ARCHITECTURES, ENGINES
 from steercap.worker.decoder import decoder_of
@@ -217,6 +223,70 @@ def test_a_decorator_is_code() -> None:
     assert fingerprint_of(Wrapped) not in {"", fingerprint_of(Plain)}
 
 
+def replaced(layer: type[Plain], forward: Callable[..., Any]) -> object:
+    """A layer whose `forward` was put in place of its class's."""
+    made = layer()
+    made.forward = forward
+    return made
+
+
+def doubling(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapper(*args: Any) -> Any:
+        return 2 * forward(*args)
+
+    return wrapper
+
+
+def test_a_forward_that_was_replaced_is_another() -> None:
+    """Of one layer or of its class, by another function or by one around it, whatever it says that it wraps."""
+    known = fingerprint_of(Plain)
+    assert fingerprint_of(Plain()) == known
+    assert fingerprint_of(replaced(Plain, Plain().forward)) == known
+    changed = {
+        "of a layer": replaced(Plain, types.MethodType(Other.forward, Plain())),
+        "around a layer's": replaced(Plain, doubling(Plain().forward)),
+        "of a class": type("Patched", (Plain,), {"forward": Other.forward}),
+        "around a class's": type("Patched", (Plain,), {"forward": doubling(Plain.forward)}),
+        "around one that was around it": type("Patched", (Plain,), {"forward": doubling(doubling(Plain.forward))}),
+    }
+    found = {how: fingerprint_of(layer) for how, layer in changed.items()}
+    assert known not in found.values()
+    assert "" not in found.values()
+    assert found["of a layer"] == fingerprint_of(Other)
+    assert len(set(found.values())) == 3  # what is around a layer's `forward` is around its class's
+    assert fingerprint_of(replaced(Plain, functools.partial(Plain.forward, Plain()))) == ""
+    endless = doubling(Plain.forward)
+    endless.__wrapped__ = endless
+    assert fingerprint_of(type("Patched", (Plain,), {"forward": endless})) == ""
+
+
+def test_layers_that_do_not_all_run_the_same_code_are_not_verified() -> None:
+    """One layer whose `forward` was replaced makes its class unknown, on whichever rank it is."""
+    name, known = name_of(Whole), fingerprint_of(Whole)
+    layers = nn.ModuleList(Whole() for _ in range(3))
+    layers[1].forward = doubling(layers[1].forward)
+    model = nn.Module()
+    model.layers = layers
+    assert decoder_of(model, 3, range(3)).code == {name: ""}
+    assert decoder_of(model, 3, range(2, 3)).code == {name: known}
+    assert same_code([{name: known, "other": "1"}, {"other": "1"}, {name: "2"}, {name: known}]) == {
+        name: "",
+        "other": "1",
+    }
+
+
+def test_what_ranks_have_loaded_is_joined() -> None:
+    """Stages of a pipeline hold other layers: what one of them can still try is tried, and code that differs is unknown."""
+
+    def rank(candidates: int, **code: str) -> Rank:
+        loaded = Loaded("", code, candidates)
+        return Rank(0, Attached((), (), 0, 1, 1, 1, 1, 0, 0, "", b"", loaded), None, 0)
+
+    assert loaded_of([[rank(1, a="1"), rank(2, b="2")]]) == Loaded("", {"a": "1", "b": "2"}, 2)
+    assert loaded_of([[rank(1, a="1")], [rank(1, a="3")]]) == Loaded("", {"a": ""}, 1)
+
+
 def test_code_that_cannot_be_read_has_no_fingerprint() -> None:
     """Compiled classes, and those that have no `forward` of their own."""
     assert fingerprint_of(type("Made", (), {"forward": eval("lambda self, x: x")})) == ""
@@ -279,3 +349,4 @@ def test_verified_is_this_code_and_no_other() -> None:
     assert not proved.verified(dict.fromkeys(code, "0" * 12))
     assert not proved.verified({**code, "strange.Layer": "0" * 12})
     assert not proved.verified({})
+    assert not proved.verified(dict.fromkeys(code, ""))

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steercap import Point
-from steercap.requests.proof import STREAM, closes, edited, equations, worst
+from steercap.core.attention import AttentionRule
+from steercap.requests.proof import STREAM, attends, closes, edited, equations, projected, worst
 
 ROWS, WIDTH, LAYERS = 4, 16, 3
 
@@ -54,6 +55,32 @@ def test_a_forgotten_factor_is_seen() -> None:
     assert "attn_out + mlp_out" in worst(equations(rows, 1.0)).name
 
 
+def test_a_layer_of_one_block_grows_by_that_block() -> None:
+    """Of Mamba, and of hybrids whose layers are one block each: what the layer has not adds nothing."""
+    rows = pass_of(2)
+    absent = {Point(layer, "mlp_out") for layer in range(LAYERS)}
+    for layer in range(LAYERS):
+        lacking = rows.pop(Point(layer, "mlp_out"))
+        for point in rows:
+            if (point.layer, STREAM.index(point.site)) >= (layer, 3):
+                rows[point] = rows[point] - lacking if point.site.startswith("resid") else rows[point]
+    assert len(list(equations(rows, 1.0))) == LAYERS - 1  # of a layer that may have another block, nothing is known
+    claims = list(equations(rows, 1.0, absent=absent))
+    assert len(claims) == 2 * LAYERS - 1
+    assert worst(claims) is None
+    rows[Point(1, "attn_out")] = 1.2 * rows[Point(1, "attn_out")]
+    assert worst(equations(rows, 1.0, absent=absent)).name == "resid_post[1] is resid_pre + attn_out"
+    nothing = {Point(layer, site) for layer in range(LAYERS) for site in ("attn_out", "mlp_out")}
+    assert len(list(equations(rows, 1.0, absent=nothing))) == LAYERS - 1
+
+
+def test_where_layers_do_more_than_add_no_sum_is_claimed() -> None:
+    """A norm behind the sum, or a constant that the stream is multiplied by."""
+    assert [claim.name for claim in equations(pass_of(4), None)] == [
+        f"resid_pre[{layer + 1}] is resid_post[{layer}]" for layer in range(LAYERS - 1)
+    ]
+
+
 def test_an_edit_moves_both_equations_by_what_it_added() -> None:
     """The row of a point is the edited one: what comes after it follows, what comes before does not."""
     vector = torch.randn(ROWS, WIDTH)
@@ -74,6 +101,95 @@ def test_what_is_not_armed_is_not_claimed() -> None:
     assert list(equations(rows, 1.0)) == []
 
 
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
+
+
+def attention_of(seed: int, rule: AttentionRule, dtype: torch.dtype = torch.float32) -> dict[Point, torch.Tensor]:
+    """What a layer reads, and gives by PyTorch's own attention, or one head and token after the other."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS}
+    rows = {site: torch.randn(ROWS, count, HEAD_DIM, generator=generator).to(dtype) for site, count in heads.items()}
+    q, k, v = (rows[site].double() for site in "qkv")
+    z = torch.zeros(ROWS, HEADS, HEAD_DIM, dtype=torch.float64)
+    for head in range(HEADS):
+        for query in range(ROWS):
+            seen = range(max(0, query + 1 - (rule.window or ROWS)), query + 1)
+            logits = torch.stack([rule.scale * q[query, head] @ k[key, head // 2] for key in seen])
+            if rule.soft_cap:
+                logits = rule.soft_cap * (logits / rule.soft_cap).tanh()
+            sinks = torch.tensor([rule.sinks[head]] if rule.sinks else [], dtype=torch.float64)
+            weights = torch.cat([logits, sinks]).softmax(0)
+            z[query, head] = sum(weight * v[key, head // 2] for weight, key in zip(weights, seen, strict=False))
+    return {Point(1, site): one for site, one in {**rows, "z": z.to(dtype)}.items()}
+
+
+RULES = {
+    "plain": AttentionRule(0.35),
+    "window": AttentionRule(0.35, window=2),
+    "soft cap": AttentionRule(2.0, soft_cap=1.5),
+    "sinks": AttentionRule(0.35, sinks=(0.5, -1.0, 2.0, 0.0)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", RULES)
+def test_what_heads_give_is_proved_of_what_they_read(kind, dtype) -> None:
+    """Whatever the rule of attention is."""
+    rows = attention_of(11, RULES[kind], dtype)
+    (claim,) = attends(1, rows, RULES[kind])
+    assert claim.holds
+    added = torch.randn(ROWS, HEADS * HEAD_DIM)
+    edit = (Point(1, "z"), added)
+    assert not worst(attends(1, rows, RULES[kind], edit)).holds
+    rows[Point(1, "z")] = (rows[Point(1, "z")].float() + added.view(ROWS, HEADS, HEAD_DIM)).to(dtype)
+    (claim,) = attends(1, rows, RULES[kind], edit)
+    assert claim.holds
+    assert claim.name == "z[1] is the values, weighed by attention, with an edit at z[1]"
+    assert worst(attends(1, attention_of(11, RULES[kind], dtype), RULES[kind], (Point(1, "q"), added))) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("site", ["q", "k", "v", "z"])
+def test_heads_that_are_something_else_are_seen(site, dtype) -> None:
+    """Rows of other tokens, heads in another order, elements in another order, a scale; another view of the same numbers."""
+    rule, point = RULES["plain"], Point(1, site)
+    changes = {
+        "tokens": lambda row: row.roll(1, 0),
+        "heads": lambda row: row.flip(1),
+        "elements": lambda row: row.flip(2),
+        "scale": lambda row: 1.5 * row,
+        "view": lambda row: row.transpose(1, 2).reshape(row.shape),
+    }
+    for name, change in changes.items():
+        rows = attention_of(12, rule, dtype)
+        rows[point] = change(rows[point].float()).to(dtype)
+        (claim,) = attends(1, rows, rule)
+        assert not claim.holds, name
+
+
+def test_heads_of_other_shapes_are_seen_and_what_is_not_understood_is_not_claimed() -> None:
+    """Values that are padded are no heads' values; a rule that is not understood proves nothing, nor does a part of it."""
+    rule, rows = RULES["plain"], attention_of(13, RULES["plain"])
+    wide = rows | {Point(1, "v"): torch.nn.functional.pad(rows[1, "v"], (0, HEAD_DIM))}
+    assert not worst(attends(1, wide, rule)).holds
+    fewer = rows | {Point(1, "z"): rows[1, "z"].reshape(ROWS, 2, -1)}
+    assert not worst(attends(1, fewer, rule)).holds
+    assert list(attends(1, rows, AttentionRule(0.0, unknown="it is strange"))) == []
+    assert list(attends(2, rows, rule)) == []
+    assert list(attends(1, {point: one for point, one in rows.items() if point.site != "v"}, rule)) == []
+
+
+def test_what_is_projected_of_something_else_is_seen() -> None:
+    found = torch.randn(ROWS, WIDTH)
+    at, block = Point(2, "z"), Point(2, "attn_out")
+    assert projected(at, block, found, found * (1 + 1e-5)).holds
+    assert str(projected(at, block, found, found.roll(1, 0))).startswith(
+        "attn_out[2] is what is projected of z[2]: off"
+    )
+    assert not projected(at, block, found, found / 2).holds
+    assert not projected(at, block, found, float("nan") * found).holds
+
+
 def test_an_edit_that_is_not_exact_is_seen() -> None:
     clean, vector = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     point = Point(0, "z")
@@ -91,19 +207,26 @@ def lens(reported: list[float], logits: torch.Tensor, tokens: list[int], dtype: 
         logits[tokens].tolist(),
         most=float(edges.max),
         spread=float(logits.std()),
+        total=float(logits.logsumexp(0)),
         size=float(logits.abs().max()),
         dtype=dtype,
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_lens_closes_up_to_a_constant_and_no_further(dtype) -> None:
-    """Log probabilities are logits less a number. Another order, or a token that should have been reported, is seen."""
+def test_a_lens_closes_of_logits_and_of_their_logarithms_of_probabilities(dtype) -> None:
+    """Another order, or a token that should have been reported, is seen; and of one token, the most probable, how
+    probable it is.
+    """
     logits = 3 * torch.randn(500)
     tokens = logits.topk(20).indices.tolist()
     said = logits.log_softmax(0)[tokens].tolist()
     assert lens(said, logits, tokens, dtype).holds
-    assert lens([0.0] * 20, torch.zeros(500), tokens, dtype).holds  # of weights that are all zero, nothing can be said
+    assert lens(logits[tokens].tolist(), logits, tokens, dtype).holds
+    assert lens(said[:1], logits, tokens[:1], dtype).holds
+    assert not lens([said[0] + 2.0], logits, tokens[:1], dtype).holds
+    nothing = torch.zeros(500)  # of weights that are all zero, nothing can be said
+    assert lens(nothing.log_softmax(0)[tokens].tolist(), nothing, tokens, dtype).holds
     other = 0.8 * logits + 0.6 * 3 * torch.randn(500)
     assert not lens(said, other, tokens, dtype).holds
     hidden = logits.clone()

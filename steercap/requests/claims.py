@@ -1,0 +1,50 @@
+"""Which equations of the proof must hold of an engine's rows, as the family of its layers says."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from steercap.config import ADDED
+from steercap.core.spec import Point
+from steercap.requests.proof import PROJECTED, Claim, attends, equations, projected
+
+if TYPE_CHECKING:
+    from steercap.engine.engine import Engine
+
+
+def of_rows(
+    engine: Engine, rows: Mapping[Point, torch.Tensor], edit: tuple[Point, torch.Tensor] | None = None
+) -> Iterator[Claim]:
+    """What must hold among rows of the same pass, of the family that was loaded."""
+    family = engine.family
+    if family is None:  # its layers have the stream alone
+        yield from equations(rows, None, edit)
+        return
+    blocks = {Point(layer, site) for layer in range(engine.vllm.num_layers) for site in ADDED}
+    absent = {point for point in blocks if family.single and not engine.exists(point)}
+    yield from equations(rows, family.factor(engine.vllm.config), edit, absent)
+    if not family.gated:
+        for layer, rule in engine.attention.items():
+            yield from attends(layer, rows, rule, edit)
+
+
+async def of_projections(engine: Engine, number: int, rows: Mapping[Point, torch.Tensor]) -> AsyncIterator[Claim]:
+    """Whether blocks add what their last projections make of the rows that these read."""
+    family = engine.family
+    if family is None:
+        return
+    pairs = [(point, Point(point.layer, PROJECTED[point.site])) for point in rows if point.site in PROJECTED]
+    for point, block in pairs:
+        neurons = point.site == "neurons"
+        if block in rows and not (neurons and _experts(engine, point.layer)):
+            made = await engine.project(point.layer, point.site, rows[point], number)
+            scaled = family.scaled(engine.vllm.config) * made if neurons else made
+            yield projected(point, block, rows[block], scaled)
+
+
+def _experts(engine: Engine, layer: int) -> bool:
+    """Whether a layer may have experts, which may stand beside the neurons, and add to what these give."""
+    return engine.exists(Point(layer, "router"))

@@ -1,0 +1,58 @@
+"""From what a block's last projection reads to what the block adds, by the model's own modules, on its own ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from steercap.core.messages import NotCapturing, Project, Projected
+from steercap.families.base import Family, located
+from steercap.sites.base import part_of
+
+#: Gives what a layer's block makes of rows, [n, width], of all ranks; None where the layer is on another stage.
+Projecting: TypeAlias = "Callable[[int, str, torch.Tensor], torch.Tensor | None]"
+
+
+def projecting(layers: Mapping[int, nn.Module], family: Family, shard: int) -> Projecting:
+    """What projects rows by the modules of the layers that were loaded.
+
+    Args:
+        layers: by their indices.
+        family: how they are written.
+        shard: this rank among those of its tensor-parallel group, all of which must project together.
+    """
+
+    def project(index: int, site: str, rows: torch.Tensor) -> torch.Tensor | None:
+        if index not in layers:
+            return None
+        layer = layers[index]
+        paths = [located(layer, path) for path in family.projections[site]]
+        modules = [layer.get_submodule(path) for path in paths]
+        whole, shards = part_of(modules[0])
+        width = whole // shards
+        hidden = _called(modules[0], rows[:, shard * width :][:, :width] if shards > 1 else rows)
+        # The last module of a block is the block itself, or the projection, or a norm behind it.
+        behind = not f"{paths[0]}.".startswith(f"{paths[1]}.") and not any(modules[1].children())
+        return _called(modules[1], hidden) if behind else hidden
+
+    return project
+
+
+def _called(module: Any, rows: torch.Tensor) -> torch.Tensor:
+    """What a module gives first, past the taps on it, which wait for tokens of a request."""
+    found = module.forward(rows.contiguous())
+    first: torch.Tensor = found[0] if isinstance(found, tuple) else found
+    return first
+
+
+def projected(project: Projecting | None, asked: Project, device: torch.device) -> Projected | NotCapturing:
+    """Answer of one rank; rows go one by one, see `worker.unembedding`."""
+    rows = torch.frombuffer(bytearray(asked.rows), dtype=getattr(torch, asked.dtype)).view(asked.count, -1).to(device)
+    if project is None:
+        return NotCapturing()
+    found = [project(asked.layer, asked.site, row[None]) for row in rows]
+    made = [one.float().cpu() for one in found if one is not None]
+    return Projected(torch.cat(made).numpy().tobytes()) if made else NotCapturing()
