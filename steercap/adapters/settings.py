@@ -20,7 +20,7 @@ from steercap.core.spec import Point
 from steercap.encodings import record_of
 from steercap.errors import UnsupportedModel
 from steercap.families import family_of, over_transformers
-from steercap.families.wrappers import WITHIN
+from steercap.families.wrappers import architectures_within
 from steercap.worker.taps.base import Installed, TapSizes
 
 if TYPE_CHECKING:
@@ -65,12 +65,11 @@ def expected_family(model_config: Any) -> Family | None:
 
 
 def _within(model_config: Any) -> tuple[str, ...]:
-    """What the language model within a wrapper is, as vLLM asks for it: by its own architecture, or by its type."""
+    """The architectures that the language model within a wrapper may have; none if the model is no wrapper."""
     text = model_config.hf_text_config
     if text is model_config.hf_config:
         return ()
-    by_type = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type) or WITHIN.get(text.model_type)
-    return (*(text.architectures or ()), *([by_type] if by_type else []))
+    return architectures_within(text, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def candidate_of(additional_config: Mapping[str, Any]) -> int:

@@ -1,25 +1,33 @@
 """Tiny random models that look at pictures, written by transformers, and what transformers computes of the same ones.
 
-Their processors work without torchvision.
+Processors of pictures are transformers' with PIL, so that torchvision is needed only where vLLM's own file of a model,
+or a processor of videos, asks for it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from steercap.core.extras import extra
 from steercap.families import FAMILIES
 from steercap.families.base import TINY
+from steercap.requests.handle import CaptureHandle
+from steercap.steering.spec import SteeringSpec
 from steercap.testing.cache import cached
+from steercap.testing.parity import Parity
+from steercap.testing.reference import Reference
+from steercap.testing.rows import inputs_of, parity, within, worst
 from steercap.testing.tiny import INIT_STD, SEED, SPECIAL, tokenizer, write_model
 
-#: What stands in a prompt for a picture, and its token; two more tokens follow it in every tokenizer here.
+#: The image token, and its id.
 PLACEHOLDER: Final = "<image>"
 IMAGE: Final = 259
 #: Pixels of a side of what the vision towers see, and of a patch of it.
@@ -34,7 +42,7 @@ _VISION: Final = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Wrapper:
     """A model that holds a language model, and what makes pictures its tokens.
 
@@ -42,11 +50,19 @@ class Wrapper:
         config: keyword arguments of transformers' `AutoConfig.for_model`.
         tokens: special tokens, by transformers' names; that of `IMAGE` first.
         processor: makes transformers' processor, of a tokenizer.
+        stands: what stands in a prompt for a picture.
+        engine: engine arguments that it needs.
+        torchvision: whether vLLM's file of it imports torchvision.
+        left_out: what transformers' processor gives and its model must not get to compute what vLLM does on CPU.
     """
 
     config: Mapping[str, Any]
     tokens: Mapping[str, str]
     processor: Callable[[Any], Any]
+    stands: str = PLACEHOLDER
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    torchvision: bool = False
+    left_out: tuple[str, ...] = ()
 
 
 def _gemma3(text: Any) -> Any:
@@ -86,43 +102,95 @@ def _granite4(text: Any) -> Any:
     pictures = LlavaNextImageProcessorPil(
         size={"shortest_edge": SIDE},
         crop_size={"height": SIDE, "width": SIDE},
-        image_grid_pinpoints=[[SIDE, 2 * SIDE], [2 * SIDE, SIDE]],
+        image_grid_pinpoints=_GRID,
     )
     return Granite4VisionProcessor(
         pictures, text, patch_size=PATCH, vision_feature_select_strategy="full", downsample_rate="1/2"
     )
 
 
-_ONE_TOKEN: Final = {"image_token": PLACEHOLDER, "boi_token": "<boi>", "eoi_token": "<eoi>"}
-#: By name. What their language models are is in their text_config.
+def _paddleocr(text: Any) -> Any:
+    from transformers import PaddleOCRVLProcessor
+    from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
+
+    return PaddleOCRVLProcessor(PaddleOCRVLImageProcessorPil(size=_PIXELS, patch_size=PATCH), text)
+
+
+def _qwen2_5(text: Any) -> Any:
+    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+
+    pictures = Qwen2VLImageProcessor(size=_PIXELS, patch_size=PATCH)
+    return Qwen2_5_VLProcessor(pictures, text, Qwen2VLVideoProcessor(size=_PIXELS, patch_size=PATCH))
+
+
+def _qwen3(text: Any) -> Any:
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    pictures = Qwen2VLImageProcessor(size=_PIXELS, patch_size=PATCH)
+    return Qwen3VLProcessor(pictures, text, Qwen3VLVideoProcessor(size=_PIXELS, patch_size=PATCH))
+
+
+#: Fewest and most pixels of a picture, for processors that keep its shape.
+_PIXELS: Final = {"shortest_edge": SIDE * SIDE, "longest_edge": 4 * SIDE * SIDE}
+_GEMMA: Final = {"image_token": PLACEHOLDER, "boi_token": "<boi>", "eoi_token": "<eoi>"}
+_QWEN: Final = {
+    "image_token": PLACEHOLDER,
+    "video_token": "<video>",
+    "vision_start_token": "<begin>",
+    "vision_end_token": "<end>",
+}
+_QWEN_IDS: Final = {
+    "image_token_id": IMAGE,
+    "video_token_id": IMAGE + 1,
+    "vision_start_token_id": IMAGE + 2,
+    "vision_end_token_id": IMAGE + 3,
+}
+#: Positions of three axes, as many of the 16 pairs of an element each.
+_AXES: Final = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
+_QWEN_VISION: Final = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 2,
+    "patch_size": PATCH,
+    "out_hidden_size": TINY["hidden_size"],
+}
+_GRID: Final = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE]]
+_GEMMA3: Final = Wrapper(
+    config={
+        "model_type": "gemma3",
+        "text_config": {**FAMILIES["gemma3"].tiny, **SPECIAL},
+        "vision_config": {**_VISION, "vision_use_head": False},
+        "mm_tokens_per_image": 4,
+        "image_token_index": IMAGE,
+        "boi_token_index": IMAGE + 1,
+        "eoi_token_index": IMAGE + 2,
+        "tie_word_embeddings": True,
+    },
+    tokens=_GEMMA,
+    processor=_gemma3,
+    stands="<boi>",
+    torchvision=True,
+    left_out=("token_type_ids",),
+)
+#: By name.
 WRAPPERS: Final[Mapping[str, Wrapper]] = {
-    "gemma3": Wrapper(
-        {
-            "model_type": "gemma3",
-            "text_config": {**FAMILIES["gemma3"].tiny, **SPECIAL},
-            "vision_config": {**_VISION, "vision_use_head": False},
-            "mm_tokens_per_image": 4,
-            "image_token_index": IMAGE,
-            "boi_token_index": IMAGE + 1,
-            "eoi_token_index": IMAGE + 2,
-            "tie_word_embeddings": True,
-        },
-        _ONE_TOKEN,
-        _gemma3,
-    ),
+    "gemma3_mm": _GEMMA3,
+    "gemma3_mm_tf": replace(_GEMMA3, engine={"model_impl": "transformers"}, torchvision=False),
     "llava": Wrapper(
-        {
+        config={
             "model_type": "llava",
             "text_config": {"model_type": "llama", **TINY, **SPECIAL},
             "vision_config": {"model_type": "clip_vision_model", **_VISION},
             "image_token_index": IMAGE,
             "image_seq_length": 16,
         },
-        _ONE_TOKEN,
-        _llava,
+        tokens={"image_token": PLACEHOLDER},
+        processor=_llava,
+        torchvision=True,
     ),
     "idefics3": Wrapper(
-        {
+        config={
             "model_type": "idefics3",
             "text_config": {"model_type": "llama", **TINY, **SPECIAL},
             "vision_config": _VISION,
@@ -130,16 +198,16 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             "pad_token_id": SPECIAL["pad_token_id"],
             "scale_factor": 2,
         },
-        {
+        tokens={
             "image_token": PLACEHOLDER,
             "fake_image_token": "<fake_token_around_image>",
             "global_image_token": "<global-img>",
             "end_of_utterance_token": "<end_of_utterance>",
         },
-        _idefics3,
+        processor=_idefics3,
     ),
     "granite4_vision": Wrapper(
-        {
+        config={
             "model_type": "granite4_vision",
             "text_config": {
                 "model_type": "granite4_vision_text",
@@ -152,15 +220,51 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
             },
             "vision_config": {"model_type": "siglip_vision_model", **_VISION},
             "image_token_index": IMAGE,
-            "image_grid_pinpoints": [[SIDE, 2 * SIDE], [2 * SIDE, SIDE]],
+            "image_grid_pinpoints": _GRID,
             "image_seq_length": 4,
             "vision_feature_select_strategy": "full",
             "downsample_rate": "1/2",
             "deepstack_layer_map": [[-1, 0], [-2, 2]],
-            "use_spatial_sampling": False,
         },
-        _ONE_TOKEN,
-        _granite4,
+        tokens={"image_token": PLACEHOLDER},
+        processor=_granite4,
+        torchvision=True,
+    ),
+    "paddleocr_vl": Wrapper(
+        config={
+            "model_type": "paddleocr_vl",
+            "text_config": {**TINY, **SPECIAL, **_AXES, "head_dim": 32},
+            "vision_config": _VISION,
+            **_QWEN_IDS,
+            "tie_word_embeddings": False,
+        },
+        tokens=_QWEN,
+        processor=_paddleocr,
+        stands=f"<begin>{PLACEHOLDER}<end>",
+    ),
+    "qwen2_5_vl": Wrapper(
+        config={
+            "model_type": "qwen2_5_vl",
+            "text_config": {**TINY, **SPECIAL, **_AXES},
+            "vision_config": {**_QWEN_VISION, "window_size": SIDE, "fullatt_block_indexes": [1]},
+            **_QWEN_IDS,
+        },
+        tokens=_QWEN,
+        processor=_qwen2_5,
+        stands=f"<begin>{PLACEHOLDER}<end>",
+        torchvision=True,
+    ),
+    "qwen3_vl": Wrapper(
+        config={
+            "model_type": "qwen3_vl",
+            "text_config": {**TINY, **SPECIAL, **_AXES, "head_dim": 32},
+            "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
+            **_QWEN_IDS,
+        },
+        tokens=_QWEN,
+        processor=_qwen3,
+        stands=f"<begin>{PLACEHOLDER}<end>",
+        torchvision=True,
     ),
 }
 
@@ -173,7 +277,8 @@ def wrapper_checkpoint(name: str) -> Path:
     """
     wrapper = WRAPPERS[name]
     known = json.dumps([wrapper.config, wrapper.tokens, INIT_STD, SEED], sort_keys=True)
-    return cached(f"seeing-{name}-{hashlib.sha256(known.encode()).hexdigest()[:8]}", partial(_write, wrapper))
+    kind = wrapper.config["model_type"]
+    return cached(f"seeing-{kind}-{hashlib.sha256(known.encode()).hexdigest()[:8]}", partial(_write, wrapper))
 
 
 def _write(wrapper: Wrapper, folder: Path) -> None:
@@ -182,3 +287,69 @@ def _write(wrapper: Wrapper, folder: Path) -> None:
 
     write_model(AutoModelForImageTextToText, AutoConfig.for_model(**wrapper.config), folder)
     wrapper.processor(tokenizer(**wrapper.tokens)).save_pretrained(folder)
+
+
+def prompt_of(name: str, text: str, *pictures: Any) -> dict[str, Any]:
+    """vLLM's prompt dict of a text with pictures.
+
+    Args:
+        name: which of `WRAPPERS`.
+        text: with a `{}` where each picture stands.
+        pictures: PIL's.
+    """
+    prompt = text.format(*[WRAPPERS[name].stands] * len(pictures))
+    return {"prompt": prompt, "multi_modal_data": {"image": list(pictures)}} if pictures else {"prompt": prompt}
+
+
+class Looking:
+    """What transformers computes of prompts with pictures.
+
+    Args:
+        name: which of `WRAPPERS`.
+    """
+
+    def __init__(self, name: str) -> None:
+        with extra("cuda", "cpu"):
+            from transformers import AutoProcessor
+
+        self._wrapper, path = WRAPPERS[name], wrapper_checkpoint(name)
+        self._processor: Any = AutoProcessor.from_pretrained(path)
+        self.reference = Reference(path)
+
+    def hold(
+        self,
+        handles: Sequence[CaptureHandle],
+        prompts: Sequence[Mapping[str, Any]],
+        specs: Sequence[SteeringSpec | None] | None = None,
+    ) -> dict[str, Parity]:
+        """Assert of each handle that its prompt's tokens are those of transformers' processor, those of them that are
+        the image token are labelled as a picture's, and its rows are transformers' to within the float32 bounds.
+
+        Args:
+            handles: all rows, fetched.
+            prompts: see `prompt_of`.
+            specs: what each was steered by.
+        """
+        known = [None] * len(handles) if specs is None else specs
+        return within(worst(map(self.parity, handles, prompts, known)))
+
+    def parity(
+        self, handle: CaptureHandle, prompt: Mapping[str, Any], steering: SteeringSpec | None = None
+    ) -> dict[str, Parity]:
+        """The worst row of each site: of the prompt's text, of pictures, and generated; see `hold`."""
+        pictures = prompt.get("multi_modal_data", {}).get("image")
+        seen = dict(self._processor(text=[prompt["prompt"]], images=pictures, return_tensors="pt"))
+        ids, total = seen.pop("input_ids")[0].tolist(), len(inputs_of(handle))
+        assert list(handle.prompt_token_ids) == ids
+        tokens = [ids[at] if at < len(ids) else None for at in handle.positions.tolist()]
+        assert handle.token_types.tolist() == ["image" if token == IMAGE else "text" for token in tokens]
+        given = {
+            name: torch.nn.functional.pad(value, (0, total - len(ids))) if name in _PER_TOKEN else value
+            for name, value in seen.items()
+            if name not in {"attention_mask", *self._wrapper.left_out}
+        }
+        return parity(handle, self.reference, steering, media=given)
+
+
+#: What processors give for each token of a prompt, and is 0 for text.
+_PER_TOKEN: Final = frozenset({"token_type_ids", "mm_token_type_ids"})
