@@ -18,7 +18,7 @@ from steercap.core.media import MediaSpan
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidPrompt
 
-_MEDIA, _MEDIA_OPTIONS = "multi_modal_data", "mm_processor_kwargs"
+_MEDIA, _MEDIA_OPTIONS, _UUIDS = "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "cache_salt", _MEDIA, _MEDIA_OPTIONS)
 #: Of vLLM's other kinds of prompt, which it refuses itself, with its reason.
 _FOREIGN: Final = ("prompt_embeds",)
@@ -74,14 +74,19 @@ def prompt_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
     """A prompt dict as vLLM takes it, its token ids plain ints of its own.
 
     Raises:
-        InvalidPrompt: a key that vLLM would ignore, or values of other types.
+        InvalidPrompt: a key that vLLM would ignore, names for pictures, or values of other types.
     """
+    found = dict(prompt)
+    if found.get(_UUIDS) is not None:
+        raise InvalidPrompt(
+            f"the prompt dict has {_UUIDS!r}, by which vLLM takes pictures of one name for one picture; leave it out, "
+            "and it tells them apart by what they show"
+        )
     if unknown := [key for key in prompt if key not in _PROMPT_KEYS and key not in _FOREIGN]:
         raise InvalidPrompt(
             f"the prompt dict has {', '.join(map(repr, unknown))}, which would be ignored; "
             f"it may have {', '.join(map(repr, _PROMPT_KEYS))}"
         )
-    found = dict(prompt)
     if found.get(_MEDIA_OPTIONS) is not None and not found.get(_MEDIA):
         raise InvalidPrompt(f"the prompt dict has {_MEDIA_OPTIONS!r} and no {_MEDIA!r} that they could be for")
     salt = found.get("cache_salt")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from steercap.core.extras import extra
 from steercap.families import FAMILIES
@@ -95,20 +97,6 @@ def _idefics3(text: Any) -> Any:
     return Idefics3Processor(pictures, text, image_seq_len=4)
 
 
-def _granite4(text: Any) -> Any:
-    from transformers import Granite4VisionProcessor
-    from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
-
-    pictures = LlavaNextImageProcessorPil(
-        size={"shortest_edge": SIDE},
-        crop_size={"height": SIDE, "width": SIDE},
-        image_grid_pinpoints=_GRID,
-    )
-    return Granite4VisionProcessor(
-        pictures, text, patch_size=PATCH, vision_feature_select_strategy="full", downsample_rate="1/2"
-    )
-
-
 def _paddleocr(text: Any) -> Any:
     from transformers import PaddleOCRVLProcessor
     from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
@@ -132,7 +120,13 @@ def _qwen3(text: Any) -> Any:
 
 #: Fewest and most pixels of a picture, for processors that keep its shape.
 _PIXELS: Final = {"shortest_edge": SIDE * SIDE, "longest_edge": 4 * SIDE * SIDE}
-_GEMMA: Final = {"image_token": PLACEHOLDER, "boi_token": "<boi>", "eoi_token": "<eoi>"}
+#: vLLM joins the lines round Gemma 3's pictures, for which there must be tokens.
+_GEMMA: Final = {
+    "image_token": PLACEHOLDER,
+    "boi_token": "<boi>",
+    "eoi_token": "<eoi>",
+    **{f"lines_{count}_token": "\n" * count for count in (1, 2, 3, 4)},
+}
 _QWEN: Final = {
     "image_token": PLACEHOLDER,
     "video_token": "<video>",
@@ -155,7 +149,6 @@ _QWEN_VISION: Final = {
     "patch_size": PATCH,
     "out_hidden_size": TINY["hidden_size"],
 }
-_GRID: Final = [[SIDE, 2 * SIDE], [2 * SIDE, SIDE]]
 _GEMMA3: Final = Wrapper(
     config={
         "model_type": "gemma3",
@@ -206,30 +199,6 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
         },
         processor=_idefics3,
     ),
-    "granite4_vision": Wrapper(
-        config={
-            "model_type": "granite4_vision",
-            "text_config": {
-                "model_type": "granite4_vision_text",
-                **TINY,
-                **SPECIAL,
-                "residual_multiplier": 0.5,
-                "embedding_multiplier": 2.0,
-                "logits_scaling": 2.0,
-                "attention_multiplier": 0.2,
-            },
-            "vision_config": {"model_type": "siglip_vision_model", **_VISION},
-            "image_token_index": IMAGE,
-            "image_grid_pinpoints": _GRID,
-            "image_seq_length": 4,
-            "vision_feature_select_strategy": "full",
-            "downsample_rate": "1/2",
-            "deepstack_layer_map": [[-1, 0], [-2, 2]],
-        },
-        tokens={"image_token": PLACEHOLDER},
-        processor=_granite4,
-        torchvision=True,
-    ),
     "paddleocr_vl": Wrapper(
         config={
             "model_type": "paddleocr_vl",
@@ -269,6 +238,11 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
 }
 
 
+#: How transformers 5 names a vision tower's weights, and how vLLM reads them, as they are on the hub.
+_TOWER: Final = re.compile(r"^vision_tower\.(?!vision_model\.)")
+_ON_THE_HUB: Final = "vision_tower.vision_model."
+
+
 def wrapper_checkpoint(name: str) -> Path:
     """A random float32 checkpoint of a model that looks at pictures: a language model of 4 layers × 128 within.
 
@@ -276,7 +250,7 @@ def wrapper_checkpoint(name: str) -> Path:
         name: which of `WRAPPERS`.
     """
     wrapper = WRAPPERS[name]
-    known = json.dumps([wrapper.config, wrapper.tokens, INIT_STD, SEED], sort_keys=True)
+    known = json.dumps([wrapper.config, wrapper.tokens, _ON_THE_HUB, INIT_STD, SEED], sort_keys=True)
     kind = wrapper.config["model_type"]
     return cached(f"seeing-{kind}-{hashlib.sha256(known.encode()).hexdigest()[:8]}", partial(_write, wrapper))
 
@@ -286,6 +260,9 @@ def _write(wrapper: Wrapper, folder: Path) -> None:
         from transformers import AutoConfig, AutoModelForImageTextToText
 
     write_model(AutoModelForImageTextToText, AutoConfig.for_model(**wrapper.config), folder)
+    path = folder / "model.safetensors"
+    tensors = {_TOWER.sub(_ON_THE_HUB, name): tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
     wrapper.processor(tokenizer(**wrapper.tokens)).save_pretrained(folder)
 
 

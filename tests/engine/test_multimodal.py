@@ -1,0 +1,149 @@
+"""Prompts with pictures: rows, labels, steering, chunks and caches, against transformers' wrapper on the same pictures."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from importlib.util import find_spec
+
+import pytest
+import torch
+from conftest import opened
+
+from steercap import Add, CaptureHandle, CaptureSpec, SteeringSpec, SteerModel
+from steercap.errors import InvalidPrompt
+from steercap.testing.agreement import sites_of
+from steercap.testing.images import picture
+from steercap.testing.multimodal import WRAPPERS, Looking, prompt_of, wrapper_checkpoint
+from steercap.testing.rows import CRAMPED, GREEDY, counter
+from steercap.testing.specs import vector
+
+#: The longest prompt here, which is read in chunks of 64 tokens, and two pictures of five tiles.
+ENGINE = {**CRAMPED, "max_model_len": 384, "kv_cache_memory_bytes": 16 << 20}
+EIGHT = {"max_tokens": 8, **GREEDY}
+#: Longer than a block of the cache, and no multiple of it.
+LONG = "The quick brown fox jumps over the lazy dog, and then it sleeps. "
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(
+                wrapper.torchvision and find_spec("torchvision") is None,
+                reason="vLLM's file of this model imports torchvision, which has no build for this torch on CPU",
+            ),
+        )
+        for name, wrapper in WRAPPERS.items()
+    ],
+)
+async def served(request) -> AsyncIterator[tuple[str, SteerModel, Looking]]:
+    """One wrapper: its name, its engine with all sites armed, and transformers on the same checkpoint."""
+    arguments = {**ENGINE, **WRAPPERS[request.param].engine}
+    async with opened(wrapper_checkpoint(request.param), sites="all", **arguments) as model:
+        yield request.param, model, Looking(request.param)
+
+
+def prompts_of(name: str) -> list[dict]:
+    """Short and long, of no picture, one and two, of several shapes; two differ in their pictures alone."""
+    return [
+        prompt_of(name, "no picture at all"),
+        prompt_of(name, "a {} b", picture(1)),
+        prompt_of(name, "a {} b", picture(2)),
+        prompt_of(name, LONG + "{} and {}, " + LONG, picture(3, 70, 56), picture(4, 56, 90)),
+    ]
+
+
+async def test_rows_are_those_of_transformers(served, record_property) -> None:
+    """Requests with other pictures and with none share a batch, long prompts are read in chunks that end within a
+    picture; every row at every site is transformers', and rows of pictures are labelled as such.
+    """
+    name, model, looking = served
+    prompts = prompts_of(name)
+    _, handles = await model.generate(prompts, EIGHT, capture=CaptureSpec(sites=sites_of(model)))
+    await model.fetch_captures_batch(handles)
+    found = looking.hold(handles, prompts)
+    assert {key.split()[1] for key in found} == {"prompt", "image", "generated"}
+    for key, same in found.items():
+        record_property(f"{name} {key}", f"1-cos {1 - same.cosine:.1e}, error {same.error:.1e}")
+    assert handles[1].prompt_token_ids == handles[2].prompt_token_ids
+    assert handles[1].media[0].digest != handles[2].media[0].digest
+    assert {span.index for span in handles[3].media} == {0, 1}
+
+
+async def test_steering_reaches_the_rows_it_names(served, record_property) -> None:
+    """An edit on the rows of the picture alone, on the text alone, and on all of them: each is transformers' with the
+    edit made by a hook, and in all rows after it.
+    """
+    name, model, looking = served
+    prompt = prompt_of(name, "a {} b c", picture(5, 70, 56))
+    known = await model.read(prompt, capture_layers=0)
+    await known.fetch()
+    seen = known.positions[known.token_types == "image"].tolist()
+    read = known.positions[known.token_types == "text"].tolist()
+    push = vector(model.hidden_size, seed=1)
+    specs = [
+        SteeringSpec([Add(push, 2.0, layer=layer, tokens=tokens)])
+        for layer in (0, 2)
+        for tokens in (seen, [*read, "generated"], "all")
+    ]
+    _, handles = await model.generate(
+        [prompt] * len(specs), EIGHT, capture=CaptureSpec(sites=sites_of(model)), steering=specs
+    )
+    await model.fetch_captures_batch(handles)
+    for key, same in looking.hold(handles, [prompt] * len(specs), specs).items():
+        record_property(f"{name} steered {key}", f"1-cos {1 - same.cosine:.1e}, error {same.error:.1e}")
+    assert [handle.receipt.steering.rows for handle in handles[:2]] == [(len(seen),), (len(read) + 7,)]
+
+
+async def test_the_cache_tells_pictures_apart(served) -> None:
+    """Prompts of the same tokens and other pictures share no keys and values that follow the picture; one of the same
+    picture does.
+    """
+    name, model, looking = served
+    prompts = [prompt_of(name, LONG + "{} " + LONG, picture(seed)) for seed in (6, 7, 6)]
+    spec, handles, hits = CaptureSpec(sites=sites_of(model), tokens=["last_prompt", "generated"]), [], []
+    for prompt in prompts:
+        before = counter(model, "counter_prefix_cache_hits")
+        _, handle = await model.generate(prompt, EIGHT, capture=spec)
+        handles.append(await handle.fetch())
+        hits.append(counter(model, "counter_prefix_cache_hits") - before)
+    looking.hold(handles, prompts)
+    first = handles[0].media[0].start
+    assert hits[1] <= first < hits[2], hits
+    assert not torch.equal(handles[0].captures[3, "resid_post"], handles[1].captures[3, "resid_post"])
+
+
+async def test_labels_come_through_files_and_streams(served, tmp_path) -> None:
+    """A file has where the pictures were, and so does NumPy's; a stream's rows are those of the whole."""
+    name, model, _ = served
+    prompt = prompt_of(name, "a {} b", picture(8))
+    _, handle = await model.generate(prompt, EIGHT, capture_layers=[1])
+    await handle.fetch()
+    loaded = CaptureHandle.load(handle.save(tmp_path / "rows.safetensors"))
+    assert loaded.media == handle.media
+    assert "image" in loaded.token_types.tolist()
+    chunks = [chunk async for chunk in model.stream(prompt, EIGHT, capture=CaptureSpec(layers=1))]
+    rows = torch.cat([chunk.captures[1] for chunk in chunks if chunk.captures is not None])
+    torch.testing.assert_close(rows, handle.captures[1])
+
+
+async def test_what_cannot_be_looked_at_is_refused(served) -> None:
+    """More pictures than places for them, fewer, something that is no picture, and pictures in a chat: an error each,
+    and nothing is dropped.
+    """
+    name, model, _ = served
+    wrong = [
+        {**prompt_of(name, "a {} b", picture(1)), "prompt": "a b"},
+        {**prompt_of(name, "a {} {} b", picture(1), picture(2)), "multi_modal_data": {"image": [picture(1)]}},
+        {**prompt_of(name, "a {} b", picture(1)), "multi_modal_data": {"image": 5}},
+        {**prompt_of(name, "a {} b", picture(1)), "multi_modal_data": {"sound": [1]}},
+        {**prompt_of(name, "a {} b", picture(1)), "multi_modal_uuids": {"image": ["x"]}},
+    ]
+    for prompt in wrong:
+        with pytest.raises(InvalidPrompt):
+            await model.generate(prompt, EIGHT)
+    part = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    with pytest.raises(InvalidPrompt, match="model.generate"):
+        await model.chat([{"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]}])
+    assert await model.generate(prompt_of(name, "a {} b", picture(1)), EIGHT) is not None
