@@ -88,7 +88,7 @@ def prompt_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
             f"it may have {', '.join(map(repr, _PROMPT_KEYS))}"
         )
     if found.get(_MEDIA_OPTIONS) is not None and not found.get(_MEDIA):
-        raise InvalidPrompt(f"the prompt dict has {_MEDIA_OPTIONS!r} and no {_MEDIA!r} that they could be for")
+        raise InvalidPrompt(f"the prompt dict has {_MEDIA_OPTIONS!r}, which would be ignored without {_MEDIA!r}")
     salt = found.get("cache_salt")
     if salt is not None and not isinstance(salt, str):
         raise InvalidPrompt(f"cache_salt={shown(salt)}; give a str")

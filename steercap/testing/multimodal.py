@@ -68,15 +68,17 @@ class Wrapper:
 
 
 def _gemma3(text: Any) -> Any:
-    from transformers import Gemma3Processor
-    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    with extra("cuda", "cpu"):
+        from transformers import Gemma3Processor
+        from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     return Gemma3Processor(Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE}), text, image_seq_length=4)
 
 
 def _llava(text: Any) -> Any:
-    from transformers import LlavaProcessor
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+    with extra("cuda", "cpu"):
+        from transformers import LlavaProcessor
+        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     pictures = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
     return LlavaProcessor(
@@ -90,29 +92,33 @@ def _llava(text: Any) -> Any:
 
 
 def _idefics3(text: Any) -> Any:
-    from transformers import Idefics3Processor
-    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+    with extra("cuda", "cpu"):
+        from transformers import Idefics3Processor
+        from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
     pictures = Idefics3ImageProcessorPil(size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE})
     return Idefics3Processor(pictures, text, image_seq_len=4)
 
 
 def _paddleocr(text: Any) -> Any:
-    from transformers import PaddleOCRVLProcessor
-    from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
+    with extra("cuda", "cpu"):
+        from transformers import PaddleOCRVLProcessor
+        from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 
     return PaddleOCRVLProcessor(PaddleOCRVLImageProcessorPil(size=_PIXELS, patch_size=PATCH), text)
 
 
 def _qwen2_5(text: Any) -> Any:
-    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
+    with extra("cuda", "cpu"):
+        from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
     pictures = Qwen2VLImageProcessor(size=_PIXELS, patch_size=PATCH)
     return Qwen2_5_VLProcessor(pictures, text, Qwen2VLVideoProcessor(size=_PIXELS, patch_size=PATCH))
 
 
 def _qwen3(text: Any) -> Any:
-    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+    with extra("cuda", "cpu"):
+        from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     pictures = Qwen2VLImageProcessor(size=_PIXELS, patch_size=PATCH)
     return Qwen3VLProcessor(pictures, text, Qwen3VLVideoProcessor(size=_PIXELS, patch_size=PATCH))

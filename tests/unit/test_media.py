@@ -50,7 +50,7 @@ def test_a_prompt_without_pictures_is_text() -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ({"prompt": "a", "mm_processor_kwargs": {}}, "no 'multi_modal_data'"),
+        ({"prompt": "a", "mm_processor_kwargs": {}}, "ignored without 'multi_modal_data'"),
         ({"prompt": "a", "multi_modal_data": {"image": 1}, "multi_modal_uuids": {"image": ["x"]}}, "what they show"),
         ({"prompt": "a", "multi_modal_date": {"image": 1}}, "would be ignored"),
     ],
