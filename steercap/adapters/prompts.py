@@ -18,8 +18,12 @@ from steercap.core.media import MediaSpan
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidPrompt
 
-_MEDIA, _MEDIA_OPTIONS, _UUIDS = "multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids"
-_PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "cache_salt", _MEDIA, _MEDIA_OPTIONS)
+_PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
+#: What vLLM takes beside pictures, and why it is not taken here.
+_REFUSED: Final = {
+    "mm_processor_kwargs": "vLLM ignores names that its processor does not know; give it to SteerModel for all prompts",
+    "multi_modal_uuids": "vLLM takes pictures of one name for one picture; leave it out, and what they show decides",
+}
 #: Of vLLM's other kinds of prompt, which it refuses itself, with its reason.
 _FOREIGN: Final = ("prompt_embeds",)
 
@@ -74,21 +78,17 @@ def prompt_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
     """A prompt dict as vLLM takes it, its token ids plain ints of its own.
 
     Raises:
-        InvalidPrompt: a key that vLLM would ignore, names for pictures, or values of other types.
+        InvalidPrompt: a key that vLLM would ignore or take on trust, or values of other types.
     """
     found = dict(prompt)
-    if found.get(_UUIDS) is not None:
-        raise InvalidPrompt(
-            f"the prompt dict has {_UUIDS!r}, by which vLLM takes pictures of one name for one picture; leave it out, "
-            "and it tells them apart by what they show"
-        )
+    for key, reason in _REFUSED.items():
+        if found.get(key) is not None:
+            raise InvalidPrompt(f"the prompt dict has {key!r}: {reason}")
     if unknown := [key for key in prompt if key not in _PROMPT_KEYS and key not in _FOREIGN]:
         raise InvalidPrompt(
             f"the prompt dict has {', '.join(map(repr, unknown))}, which would be ignored; "
             f"it may have {', '.join(map(repr, _PROMPT_KEYS))}"
         )
-    if found.get(_MEDIA_OPTIONS) is not None and not found.get(_MEDIA):
-        raise InvalidPrompt(f"the prompt dict has {_MEDIA_OPTIONS!r}, which would be ignored without {_MEDIA!r}")
     salt = found.get("cache_salt")
     if salt is not None and not isinstance(salt, str):
         raise InvalidPrompt(f"cache_salt={shown(salt)}; give a str")

@@ -12,7 +12,6 @@ from steercap.core.spec import CaptureSpec, Layers
 from steercap.core.values import flag_of, index_of, shown
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
 
-
 #: What a part of a message is called that is no text, among other words: "image_url", "input_audio".
 MEDIA: Final = ("image", "audio", "video", "file")
 

@@ -1,8 +1,8 @@
 """Captures on disk: one safetensors file per handle, its labels as tensors, its texts in a JSON header.
 
 The header is the metadata entry `steercap`: format version, model, request id, text, points in order, messages,
-pictures, reduction; of projections the directions' names and marks; how layers weigh keys whose queries and keys it holds; of
-rows in a lossy codec the codec with its parameters, and the schema of each point. Tensors are named
+pictures, reduction; of projections the directions' names and marks; how layers weigh keys whose queries and keys it
+holds; of rows in a lossy codec the codec with its parameters, and the schema of each point. Tensors are named
 `rows.<site>.<layer>`, and in a codec `<part>.<site>.<layer>`: `q`, `scale`, `zero`, `indices`, see `encodings`, each
 with `.shard<number>` behind it where rows were not gathered, but for what all rows of a point have in common, `centre`
 and `reach`; further `positions`, `token_ids`, `prompt_token_ids`, `output_token_ids`.

@@ -68,7 +68,8 @@ def parity(
 ) -> dict[str, Parity]:
     """The worst row of each site, prompt and generated rows apart, e.g. `resid_post prompt`.
 
-    `media` is what transformers' model takes besides the tokens, such as a picture. With `by_layer` the reference's layers get the captured `resid_pre` as their input, so each is compared by itself.
+    With `by_layer` the reference's layers get the captured `resid_pre` as their input, so each is compared by itself.
+    `media` is what transformers' model takes besides the tokens, such as a picture.
     """
     ids = inputs_of(handle)
     given = None

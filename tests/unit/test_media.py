@@ -50,13 +50,13 @@ def test_a_prompt_without_pictures_is_text() -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ({"prompt": "a", "mm_processor_kwargs": {}}, "ignored without 'multi_modal_data'"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}, "mm_processor_kwargs": {}}, "give it to SteerModel"),
         ({"prompt": "a", "multi_modal_data": {"image": 1}, "multi_modal_uuids": {"image": ["x"]}}, "what they show"),
         ({"prompt": "a", "multi_modal_date": {"image": 1}}, "would be ignored"),
     ],
 )
 def test_what_would_be_dropped_is_refused(prompt, message) -> None:
-    """Options of no picture, names for pictures, and keys that are misspelt."""
+    """Options that may come to nothing, names in place of pictures, and keys that are misspelt."""
     with pytest.raises(InvalidPrompt, match=message):
         prompt_dict(prompt)
 
