@@ -6,28 +6,35 @@ or a processor of videos, asks for it.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from steercap.core.extras import extra
+from steercap.core.spec import CaptureSpec
 from steercap.families import FAMILIES
 from steercap.families.base import TINY
 from steercap.requests.handle import CaptureHandle
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.cache import cached
+from steercap.testing.images import picture
 from steercap.testing.parity import Parity
 from steercap.testing.reference import Reference
-from steercap.testing.rows import inputs_of, parity, within, worst
+from steercap.testing.rows import GREEDY, inputs_of, parity, within, worst
 from steercap.testing.tiny import INIT_STD, SEED, SPECIAL, tokenizer, write_model
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
 
 #: The image token, and its id.
 PLACEHOLDER: Final = "<image>"
@@ -249,6 +256,11 @@ _TOWER: Final = re.compile(r"^vision_tower\.(?!vision_model\.)")
 _ON_THE_HUB: Final = "vision_tower.vision_model."
 
 
+def runnable() -> list[str]:
+    """The wrappers whose processors and vLLM's files can be imported here."""
+    return [name for name, one in WRAPPERS.items() if not one.torchvision or find_spec("torchvision")]
+
+
 def wrapper_checkpoint(name: str) -> Path:
     """A random float32 checkpoint of a model that looks at pictures: a language model of 4 layers × 128 within.
 
@@ -284,6 +296,22 @@ def prompt_of(name: str, text: str, *pictures: Any) -> dict[str, Any]:
     return {"prompt": prompt, "multi_modal_data": {"image": list(pictures)}} if pictures else {"prompt": prompt}
 
 
+#: The longest prompt of `prompts_of` has two pictures of five tiles.
+LONGEST: Final = 384
+#: Longer than a block of the cache, and no multiple of it.
+LONG: Final = "The quick brown fox jumps over the lazy dog, and then it sleeps. "
+
+
+def prompts_of(name: str) -> list[dict[str, Any]]:
+    """Short and long, of no picture, one and two, of several shapes; two differ in their pictures alone."""
+    return [
+        prompt_of(name, "no picture at all"),
+        prompt_of(name, "a {} b", picture(1)),
+        prompt_of(name, "a {} b", picture(2)),
+        prompt_of(name, LONG + "{} and {}, " + LONG, picture(3, 70, 56), picture(4, 56, 90)),
+    ]
+
+
 class Looking:
     """What transformers computes of prompts with pictures.
 
@@ -295,6 +323,7 @@ class Looking:
         with extra("cuda", "cpu"):
             from transformers import AutoProcessor
 
+        self.name = name
         self._wrapper, path = WRAPPERS[name], wrapper_checkpoint(name)
         self._processor: Any = AutoProcessor.from_pretrained(path)
         self.reference = Reference(path)
@@ -332,6 +361,22 @@ class Looking:
             if name not in {"attention_mask", *self._wrapper.left_out}
         }
         return parity(handle, self.reference, steering, media=given)
+
+
+async def pictures_agree(model: SteerModel, looking: Looking) -> dict[str, Parity]:
+    """Requests with pictures, with others, with two and with none share a batch, and long prompts are read in chunks
+    that end within a picture: every row at every site is transformers', and those of pictures are labelled as such.
+    """
+    prompts = prompts_of(looking.name)
+    sites = tuple(dict.fromkeys(point.site for point in model.points))
+    _, handles = await model.generate(prompts, {"max_tokens": 8, **GREEDY}, capture=CaptureSpec(sites=sites))
+    await model.fetch_captures_batch(handles)
+    assert handles[1].prompt_token_ids == handles[2].prompt_token_ids
+    assert handles[1].media[0].digest != handles[2].media[0].digest
+    assert {span.index for span in handles[3].media} == {0, 1}
+    found = await asyncio.to_thread(looking.hold, handles, prompts)
+    assert set(found) == {f"{site} {part}" for site in sites for part in ("prompt", "image", "generated")}
+    return found
 
 
 #: What processors give for each token of a prompt, and is 0 for text.

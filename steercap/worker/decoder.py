@@ -104,7 +104,8 @@ def decoder_of(model: nn.Module, num_layers: int, present: range) -> Decoder:
     within = getattr(text, "model", None)
     if len(outer) > 1 and isinstance(within, nn.Module):
         # Round transformers' modules, vLLM's language model still lists the towers beside its `model`.
-        modules, outer = _lists(within, num_layers)
+        inside = _lists(within, num_layers)
+        modules, outer = inside if len(inside[1]) == 1 else (modules, outer)
     if len(outer) != 1:
         found = f"has {', '.join(outer)}" if outer else "has none"
         raise UnsupportedModel(

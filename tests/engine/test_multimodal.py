@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -13,15 +12,22 @@ from steercap import Add, CaptureHandle, CaptureSpec, SteeringSpec, SteerModel
 from steercap.errors import InvalidPrompt
 from steercap.testing.agreement import sites_of
 from steercap.testing.images import picture
-from steercap.testing.multimodal import WRAPPERS, Looking, prompt_of, wrapper_checkpoint
+from steercap.testing.multimodal import (
+    LONG,
+    LONGEST,
+    WRAPPERS,
+    Looking,
+    pictures_agree,
+    prompt_of,
+    runnable,
+    wrapper_checkpoint,
+)
 from steercap.testing.rows import CRAMPED, GREEDY, counter
 from steercap.testing.specs import vector
 
-#: The longest prompt here, which is read in chunks of 64 tokens, and two pictures of five tiles.
-ENGINE = {**CRAMPED, "max_model_len": 384, "kv_cache_memory_bytes": 16 << 20}
+#: Long prompts are read in chunks of 64 tokens.
+ENGINE = {**CRAMPED, "max_model_len": LONGEST, "kv_cache_memory_bytes": 16 << 20}
 EIGHT = {"max_tokens": 8, **GREEDY}
-#: Longer than a block of the cache, and no multiple of it.
-LONG = "The quick brown fox jumps over the lazy dog, and then it sleeps. "
 
 
 @pytest.fixture(
@@ -30,11 +36,11 @@ LONG = "The quick brown fox jumps over the lazy dog, and then it sleeps. "
         pytest.param(
             name,
             marks=pytest.mark.skipif(
-                wrapper.torchvision and find_spec("torchvision") is None,
+                name not in runnable(),
                 reason="vLLM's file of this model imports torchvision, which has no build for this torch on CPU",
             ),
         )
-        for name, wrapper in WRAPPERS.items()
+        for name in WRAPPERS
     ],
 )
 async def served(request) -> AsyncIterator[tuple[str, SteerModel, Looking]]:
@@ -44,31 +50,11 @@ async def served(request) -> AsyncIterator[tuple[str, SteerModel, Looking]]:
         yield request.param, model, Looking(request.param)
 
 
-def prompts_of(name: str) -> list[dict]:
-    """Short and long, of no picture, one and two, of several shapes; two differ in their pictures alone."""
-    return [
-        prompt_of(name, "no picture at all"),
-        prompt_of(name, "a {} b", picture(1)),
-        prompt_of(name, "a {} b", picture(2)),
-        prompt_of(name, LONG + "{} and {}, " + LONG, picture(3, 70, 56), picture(4, 56, 90)),
-    ]
-
-
 async def test_rows_are_those_of_transformers(served, record_property) -> None:
-    """Requests with other pictures and with none share a batch, long prompts are read in chunks that end within a
-    picture; every row at every site is transformers', and rows of pictures are labelled as such.
-    """
+    """At all sites, whatever else is in the batch, and wherever a chunk of the prompt ends."""
     name, model, looking = served
-    prompts = prompts_of(name)
-    _, handles = await model.generate(prompts, EIGHT, capture=CaptureSpec(sites=sites_of(model)))
-    await model.fetch_captures_batch(handles)
-    found = looking.hold(handles, prompts)
-    assert {key.split()[1] for key in found} == {"prompt", "image", "generated"}
-    for key, same in found.items():
+    for key, same in (await pictures_agree(model, looking)).items():
         record_property(f"{name} {key}", f"1-cos {1 - same.cosine:.1e}, error {same.error:.1e}")
-    assert handles[1].prompt_token_ids == handles[2].prompt_token_ids
-    assert handles[1].media[0].digest != handles[2].media[0].digest
-    assert {span.index for span in handles[3].media} == {0, 1}
 
 
 async def test_steering_reaches_the_rows_it_names(served, record_property) -> None:
