@@ -133,4 +133,5 @@ async def test_what_cannot_be_looked_at_is_refused(served) -> None:
     part = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
     with pytest.raises(InvalidPrompt, match=r"give model\.generate"):
         await model.chat([{"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]}])
-    assert await model.generate(prompt_of(name, "a {} b", picture(1)), EIGHT)
+    async with await model.read(prompt_of(name, "a {} b", picture(1)), capture_layers=0) as handle:
+        assert "image" in handle.token_types
