@@ -30,7 +30,7 @@ from steercap.testing.cache import cached
 from steercap.testing.images import picture
 from steercap.testing.parity import Parity
 from steercap.testing.reference import Reference
-from steercap.testing.rows import GREEDY, inputs_of, parity, within, worst
+from steercap.testing.rows import GREEDY, flattened, inputs_of, parity, within, worst
 from steercap.testing.tiny import INIT_STD, SEED, SPECIAL, tokenizer, write_model
 
 if TYPE_CHECKING:
@@ -372,14 +372,15 @@ async def pictures_agree(model: SteerModel, looking: Looking) -> dict[str, Parit
     """
     prompts = prompts_of(looking.name)
     sites = tuple(dict.fromkeys(point.site for point in model.points))
-    _, handles = await model.generate(prompts, {"max_tokens": 8, **GREEDY}, capture=CaptureSpec(sites=sites))
+    _, found = await model.generate(prompts, {"max_tokens": 8, **GREEDY}, capture=CaptureSpec(sites=sites))
+    handles = flattened(found)
     await model.fetch_captures_batch(handles)
     assert handles[1].prompt_token_ids == handles[2].prompt_token_ids
     assert handles[1].media[0].digest != handles[2].media[0].digest
     assert {span.index for span in handles[3].media} == {0, 1}
-    found = await asyncio.to_thread(looking.hold, handles, prompts)
-    assert set(found) == {f"{site} {part}" for site in sites for part in ("prompt", "image", "generated")}
-    return found
+    rows = await asyncio.to_thread(looking.hold, handles, prompts)
+    assert set(rows) == {f"{site} {part}" for site in sites for part in ("prompt", "image", "generated")}
+    return rows
 
 
 #: What processors give for each token of a prompt, and is 0 for text.
