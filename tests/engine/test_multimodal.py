@@ -101,7 +101,7 @@ async def test_the_cache_tells_pictures_apart(served) -> None:
 
 
 async def test_labels_come_through_files_and_streams(served, tmp_path) -> None:
-    """A file has where the pictures were, and so does NumPy's; a stream's rows are those of the whole."""
+    """A file has where the pictures were; the rows of a stream, and what they are of, are those of the whole."""
     name, model, _ = served
     prompt = prompt_of(name, "a {} b", picture(8))
     _, handle = await model.generate(prompt, EIGHT, capture_layers=[1])
@@ -112,6 +112,8 @@ async def test_labels_come_through_files_and_streams(served, tmp_path) -> None:
     chunks = [chunk async for chunk in model.stream(prompt, EIGHT, capture=CaptureSpec(layers=1))]
     rows = torch.cat([chunk.captures[1] for chunk in chunks if chunk.captures is not None])
     torch.testing.assert_close(rows, handle.captures[1])
+    types = [kind for chunk in chunks if chunk.token_types is not None for kind in chunk.token_types.tolist()]
+    assert types == handle.token_types.tolist()
 
 
 async def test_what_cannot_be_looked_at_is_refused(served) -> None:
