@@ -155,7 +155,7 @@ _QWEN_IDS: Final = {
     "vision_end_token_id": IMAGE + 3,
 }
 #: Positions of three axes, as many of the 16 pairs of an element each.
-_AXES: Final = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
+_AXES: Final = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 _QWEN_VISION: Final = {
     "depth": 2,
     "hidden_size": 64,
@@ -217,7 +217,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
     "paddleocr_vl": Wrapper(
         config={
             "model_type": "paddleocr_vl",
-            "text_config": {**TINY, **SPECIAL, **_AXES, "head_dim": 32},
+            "text_config": {**TINY, **SPECIAL, "rope_parameters": _AXES, "head_dim": 32},
             "vision_config": _VISION,
             **_QWEN_IDS,
             "tie_word_embeddings": False,
@@ -230,7 +230,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
     "qwen2_5_vl": Wrapper(
         config={
             "model_type": "qwen2_5_vl",
-            "text_config": {**TINY, **SPECIAL, **_AXES},
+            "text_config": {**TINY, **SPECIAL, "rope_parameters": _AXES},
             "vision_config": {**_QWEN_VISION, "window_size": SIDE, "fullatt_block_indexes": [1]},
             **_QWEN_IDS,
         },
@@ -242,7 +242,12 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
     "qwen3_vl": Wrapper(
         config={
             "model_type": "qwen3_vl",
-            "text_config": {**TINY, **SPECIAL, **_AXES, "head_dim": 32},
+            "text_config": {
+                **TINY,
+                **SPECIAL,
+                "rope_parameters": {**_AXES, "mrope_section": [6, 5, 5], "mrope_interleaved": True},
+                "head_dim": 32,
+            },
             "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
             **_QWEN_IDS,
         },
