@@ -30,6 +30,7 @@ os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's attention on CUDA 
 from steercap.families import FAMILIES
 from steercap.families.proved import PATH, Record, markdown, records
 from steercap.testing.architectures import ARCHITECTURES
+from steercap.testing.multimodal import runnable
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 #: Seconds for one of them; an engine takes 15 on a quiet machine.
@@ -76,7 +77,7 @@ def main(
 
         print(MARK + json.dumps(asyncio.run(prove(only[0]))), flush=True)
         return
-    names = only or [*(name for name, family in FAMILIES.items() if family.tiny), *ARCHITECTURES]
+    names = only or [*(name for name, family in FAMILIES.items() if family.tiny), *ARCHITECTURES, *runnable()]
     refused = 0
     with ThreadPoolExecutor(together) as pool:
         for done in as_completed([pool.submit(in_process, name) for name in names]):

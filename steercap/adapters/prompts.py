@@ -1,6 +1,7 @@
-"""Prompts as vLLM takes them: a text, token ids, or one of its prompt dicts.
+"""Prompts as vLLM takes them: a text, token ids, or one of its prompt dicts, pictures included.
 
-What it relies on: `parse_model_prompt`, `AsyncLLM.renderer` and `AsyncLLM.model_config`.
+What it relies on: `parse_model_prompt`, `AsyncLLM.renderer` and `AsyncLLM.model_config`; that a rendered prompt whose
+pictures were not taken from the renderer's cache (`skip_mm_cache`) can be sent in any order, or never.
 """
 
 from __future__ import annotations
@@ -12,12 +13,19 @@ from typing import Any, Final
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from steercap.adapters.media import media_of
+from steercap.core.media import MediaSpan
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidPrompt
 
-_PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "cache_salt")
+_PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
+#: What vLLM takes beside pictures, and why it is not taken here.
+_REFUSED: Final = {
+    "mm_processor_kwargs": "vLLM ignores names that its processor does not know; give it to SteerModel for all prompts",
+    "multi_modal_uuids": "vLLM takes pictures of one name for one picture; leave it out, and what they show decides",
+}
 #: Of vLLM's other kinds of prompt, which it refuses itself, with its reason.
-_FOREIGN: Final = ("prompt_embeds", "multi_modal_data")
+_FOREIGN: Final = ("prompt_embeds",)
 
 
 @dataclass(frozen=True)
@@ -26,11 +34,13 @@ class Rendered:
 
     Args:
         payload: vLLM's engine input.
-        token_ids: the prompt's token ids.
+        token_ids: the prompt's token ids, with as many tokens for each picture as vLLM makes of it.
+        media: where its pictures are.
     """
 
     payload: Any
     token_ids: tuple[int, ...]
+    media: tuple[MediaSpan, ...] = ()
 
 
 async def render(llm: AsyncLLM, prompt: Any) -> Rendered:
@@ -47,7 +57,8 @@ async def render(llm: AsyncLLM, prompt: Any) -> Rendered:
         prompt = prompt_dict(prompt)
     try:
         parsed = parse_model_prompt(llm.model_config, prompt)
-        (payload,) = await llm.renderer.render_cmpl_async([parsed])
+        # From its cache, a picture is sent without its pixels: the engine has them if every request before was sent.
+        (payload,) = await llm.renderer.render_cmpl_async([parsed], skip_mm_cache=True)
     except Exception as error:  # of any kind: vLLM and tokenizers compare and index before they look at types
         raise InvalidPrompt(f"{shown(prompt)} cannot be a prompt: {error}") from error
     if payload["type"] == "embeds":
@@ -60,21 +71,24 @@ async def render(llm: AsyncLLM, prompt: Any) -> Rendered:
             f"{shown(prompt)} has {len(ids)} tokens, but the context holds {longest}, "
             "one generated token at least included; shorten it or start the engine with a larger max_model_len"
         )
-    return Rendered(payload, ids)
+    return Rendered(payload, ids, media_of(payload))
 
 
 def prompt_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
     """A prompt dict as vLLM takes it, its token ids plain ints of its own.
 
     Raises:
-        InvalidPrompt: a key that vLLM would ignore, or values of other types.
+        InvalidPrompt: a key that vLLM would ignore or take on trust, or values of other types.
     """
+    found = dict(prompt)
+    for key, reason in _REFUSED.items():
+        if found.get(key) is not None:
+            raise InvalidPrompt(f"the prompt dict has {key!r}: {reason}")
     if unknown := [key for key in prompt if key not in _PROMPT_KEYS and key not in _FOREIGN]:
         raise InvalidPrompt(
             f"the prompt dict has {', '.join(map(repr, unknown))}, which would be ignored; "
             f"it may have {', '.join(map(repr, _PROMPT_KEYS))}"
         )
-    found = dict(prompt)
     salt = found.get("cache_salt")
     if salt is not None and not isinstance(salt, str):
         raise InvalidPrompt(f"cache_salt={shown(salt)}; give a str")

@@ -52,7 +52,7 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
         "output_handler",
         "output_processor.propagate_error",
         "renderer.get_tokenizer",
-        "renderer.render_cmpl_async",
+        "renderer.render_cmpl_async(prompts, skip_mm_cache=)",
     ),
     "VllmConfig": (
         "additional_config",
@@ -68,6 +68,7 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
         "model_config.get_layers_start_end_indices",
         "model_config.get_total_num_hidden_layers",
         "model_config.get_total_num_kv_heads",
+        "model_config.hf_config",
         "model_config.hf_text_config",
         "model_config.max_logprobs",
         "model_config.rswa_window",

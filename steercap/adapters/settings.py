@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from steercap.core.coding import REDUCED
 from steercap.core.records import LINE_BYTES
@@ -19,6 +20,7 @@ from steercap.core.spec import Point
 from steercap.encodings import record_of
 from steercap.errors import UnsupportedModel
 from steercap.families import family_of, over_transformers
+from steercap.families.wrappers import architectures_within
 from steercap.worker.taps.base import Installed, TapSizes
 
 if TYPE_CHECKING:
@@ -50,15 +52,24 @@ def armed_points(additional_config: Mapping[str, Any]) -> tuple[Point, ...]:
 
 
 def expected_family(model_config: Any) -> Family | None:
-    """The family that a model's architecture lets expect, as vLLM will run it; None if no family knows it.
+    """The family that a model's architecture lets expect, or that of the language model within it, as vLLM will run it;
+    None if no family knows it.
 
     The layers that are loaded decide; see `families.families_of`.
     """
     try:
-        family = family_of(model_config.architectures)
+        family = family_of((*model_config.architectures, *_within(model_config)))
     except UnsupportedModel:
         return None
     return over_transformers(family) if model_config.using_transformers_backend() else family
+
+
+def _within(model_config: Any) -> tuple[str, ...]:
+    """The architectures that the language model within a wrapper may have; none if the model is no wrapper."""
+    text = model_config.hf_text_config
+    if text is model_config.hf_config:
+        return ()
+    return architectures_within(text, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def candidate_of(additional_config: Mapping[str, Any]) -> int:

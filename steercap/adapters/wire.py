@@ -50,7 +50,8 @@ class Wire:
         except Exception as error:  # of any kind: vLLM compares and indexes before it looks at types
             raise InvalidRequest(f"vLLM refuses this request: {str(error) or type(error).__name__}") from error
         try:
-            self._decoder.decode(self._encoder.encode(request))
+            frames = self._encoder.encode(request)  # several where there are pictures: torch reads what it can write to
+            self._decoder.decode([bytearray(frame) for frame in frames])
         except Exception as error:  # of any kind: it would have ended the input thread
             given = msgspec.structs.asdict(request) | msgspec.structs.asdict(params)
             complaint = named(str(error), given, EngineCoreRequest.__struct_fields__)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from steercap.core.chat import STAND_IN, MessageSpan, content_region, token_span
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.core.values import flag_of, index_of, shown
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
+
+#: What a part of a message is called that is no text, among other words: "image_url", "input_audio".
+MEDIA: Final = ("image", "audio", "video", "file")
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,24 @@ def _is_conversation(messages: Any) -> bool:
     if not isinstance(messages, (list, tuple)) or not messages:
         return False
     return all(isinstance(message, Mapping) and message for message in messages)
+
+
+def without_media(conversation: Sequence[Mapping[str, Any]]) -> None:
+    """Check that no message holds anything but text, which a template writes down as its place alone.
+
+    Raises:
+        InvalidPrompt: one does.
+    """
+    for index, message in enumerate(conversation):
+        content = message.get("content")
+        for part in content if isinstance(content, (list, tuple)) else ():
+            named = [str(part.get("type")), *part] if isinstance(part, Mapping) else []
+            if found := next((name for name in named for kind in MEDIA if kind in str(name)), None):
+                raise InvalidPrompt(
+                    f"message {index} holds {found!r}, and chat takes text alone. Render the conversation with "
+                    "model.tokenizer.apply_chat_template(..., tokenize=True), and give model.generate the prompt dict "
+                    "{'prompt_token_ids': ..., 'multi_modal_data': {'image': [...]}}"
+                )
 
 
 def template_arguments(given: Any) -> dict[str, Any]:

@@ -4,6 +4,6 @@ from steercap.families.base import TINY, Family
 
 MEMBER = Family(
     architectures=("Qwen3ForCausalLM",),
-    classes=("qwen3.Qwen3DecoderLayer",),
+    classes=("qwen3.Qwen3DecoderLayer", "qwen3_vl.Qwen3VLDecoderLayer"),
     tiny={"model_type": "qwen3", **TINY, "head_dim": 32},
 )

@@ -17,6 +17,7 @@ from steercap.core.prompts import (
     listed,
     template_arguments,
     templated,
+    without_media,
 )
 from steercap.core.receipt import SteeringReceipt
 from steercap.core.spec import CaptureSpec
@@ -61,6 +62,8 @@ async def replied(serving: Serving, messages: Any, call: CallArguments, template
     """What `SteerModel.chat` gives."""
     tokenizer = serving.here().vllm.tokenizer
     many, conversations = conversations_in(messages)
+    for conversation in conversations:
+        without_media(conversation)
     spans, arguments = call.spec is not None, template_arguments(template_kwargs)
     rendered = [templated(tokenizer, conversation, arguments, spans=spans) for conversation in conversations]
     return await _answered(serving, [({"prompt_token_ids": ids}, found) for ids, found in rendered], call, many=many)

@@ -141,7 +141,8 @@ class Calls(Generic[Handle]):
         """Generate text, keeping the activations asked for.
 
         Args:
-            prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these.
+            prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these. A dict may hold pictures:
+                `{"prompt": "What is <image>?", "multi_modal_data": {"image": picture}}`.
             sampling_params: vLLM's SamplingParams or a dict of its fields, for all prompts or one each.
             capture_layers: shorthand for `capture=CaptureSpec(layers=capture_layers)`.
             capture: what to keep, for all prompts, or one each (None keeps nothing).
@@ -298,7 +299,8 @@ class Calls(Generic[Handle]):
         """Generate the next message of a conversation, or of each of several.
 
         Args:
-            messages: one conversation, a list of {"role", "content"} dicts, or a list of conversations.
+            messages: one conversation, a list of {"role", "content"} dicts, or a list of conversations; of text alone,
+                pictures are for `generate`.
             sampling_params, capture_layers, capture, steering, raw_output, lora_request, priority: as for `generate`.
             chat_template_kwargs: further arguments of the tokenizer's chat template.
 

@@ -1,8 +1,8 @@
 """Captures on disk: one safetensors file per handle, its labels as tensors, its texts in a JSON header.
 
 The header is the metadata entry `steercap`: format version, model, request id, text, points in order, messages,
-reduction; of projections the directions' names and marks; how layers weigh keys whose queries and keys it holds; of
-rows in a lossy codec the codec with its parameters, and the schema of each point. Tensors are named
+pictures, reduction; of projections the directions' names and marks; how layers weigh keys whose queries and keys it
+holds; of rows in a lossy codec the codec with its parameters, and the schema of each point. Tensors are named
 `rows.<site>.<layer>`, and in a codec `<part>.<site>.<layer>`: `q`, `scale`, `zero`, `indices`, see `encodings`, each
 with `.shard<number>` behind it where rows were not gathered, but for what all rows of a point have in common, `centre`
 and `reach`; further `positions`, `token_ids`, `prompt_token_ids`, `output_token_ids`.
@@ -20,6 +20,7 @@ import torch
 from steercap.core.attention import AttentionRule
 from steercap.core.chat import MessageSpan
 from steercap.core.coding import RAW, Coding
+from steercap.core.media import MediaSpan
 from steercap.core.receipt import SteeringReceipt
 from steercap.core.schema import PointSchema
 from steercap.core.spec import MOST_NUMBERS, MOST_SEED, Point, Reduction
@@ -56,6 +57,7 @@ class Header(msgspec.Struct, frozen=True):
     schemas: tuple[PointSchema, ...] = ()
     attention_rules: dict[int, AttentionRule] = {}
     shards: tuple[int, ...] = ()
+    media: tuple[MediaSpan, ...] = ()
 
     def __post_init__(self) -> None:  # msgspec's decoder makes a complaint about the file of it
         known = {point for point in self.points if 0 <= point.layer < self.num_layers}
@@ -112,6 +114,8 @@ def read(path: Path) -> Saved:
     try:
         with blame(path):
             positions, token_ids, prompt, output = _labels(tensors)
+            if not all(0 <= span.start < span.stop <= len(prompt) for span in header.media):
+                raise ValueError("it has a picture where its prompt has no tokens")
             rows = {point: _rows(header, tensors, number) for number, point in enumerate(header.points)}
     except LookupError as error:
         raise InvalidFile(f"{path} lacks what its header names: {error}; copy or save it again") from error

@@ -9,12 +9,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from steercap.analysis.attention import Attending, AttentionSummary, pattern, summarised
 from steercap.core.attention import AttentionRule
 from steercap.core.chat import MessageSpan
 from steercap.core.coding import RAW
+from steercap.core.media import MediaSpan, types_at
 from steercap.core.ownership import Unshared
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
@@ -55,6 +57,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         output_token_ids: generated token ids; the last one has no row, since it was never an input.
         points: what was captured, layer by layer.
         messages: for `chat`, the span of positions of each message.
+        media: the spans of positions of the prompt that stand for pictures, sound or video.
         directions: with `project=`, the names of what rows were projected on.
         marks: fingerprints of these directions, by layer; empty in files of older versions.
         attention_rules: how layers weigh keys, of those whose queries and keys are captured.
@@ -73,6 +76,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         num_layers: int,
         lifecycle: Lifecycle,
         messages: Sequence[MessageSpan] = (),
+        media: Sequence[MediaSpan] = (),
         directions: Sequence[str] = (),
         marks: Mapping[int, Sequence[Mark]] = MappingProxyType({}),
         attention_rules: Mapping[int, AttentionRule] = MappingProxyType({}),
@@ -84,6 +88,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         self.output_token_ids = tuple(output_token_ids)
         self.points = tuple(points)
         self.messages = tuple(messages)
+        self.media = tuple(media)
         self.num_layers = num_layers
         self.directions = tuple(directions)
         self.marks = {layer: tuple(known) for layer, known in marks.items()}
@@ -94,7 +99,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         """Bring the rows here, and free them in the worker. A second call does nothing.
 
         Returns:
-            This handle, its `captures`, `positions`, `token_ids` and `receipt` readable.
+            This handle, its `captures`, `positions`, `token_ids`, `token_types` and `receipt` readable.
 
         Raises:
             CaptureIncomplete: rows are missing or belong to another token.
@@ -145,6 +150,16 @@ class CaptureHandle(Unshared, instead=INSTEAD):
     def token_ids(self) -> torch.Tensor:
         """Token the model read at each position: int64 [rows], a copy."""
         return torch.from_numpy(self.receipt.token_ids.copy())
+
+    @property
+    def token_types(self) -> npt.NDArray[np.str_]:
+        """What the model read at each position: "text" where the token, "image", "audio" or "video" where an embedding
+        made of one took its place; str [rows].
+
+        `handle.token_types == "image"` is a mask over the rows of this handle, and `handle.positions[mask]` the same
+        tokens in any request. Which picture it is, `handle.media` says.
+        """
+        return types_at(self.media, self.receipt.positions)
 
     def rows_of(self, message: int | str) -> torch.Tensor:
         """Rows that belong to a message of a `chat`: bool [rows].
@@ -289,6 +304,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
             num_layers=self.num_layers,
             points=self.points,
             messages=self.messages,
+            media=self.media,
             reduce=receipt.reduce,
             writes=receipt.writes,
             steering=receipt.steering,
@@ -324,6 +340,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
             num_layers=header.num_layers,
             lifecycle=Lifecycle(header.request_id, found=Found(Captures(rows, header.num_layers), receipt)),
             messages=header.messages,
+            media=header.media,
             directions=header.directions,
             marks=header.marks,
             attention_rules=header.attention_rules,

@@ -337,6 +337,7 @@ def _handles(
             num_layers=engine.vllm.num_layers,
             lifecycle=Lifecycle(expected.name, source=Source(engine, Owner(plan.key, sample.index), own, expected)),
             messages=job.spans + reply,
+            media=job.prompt.media,
             directions=job.projected.names if job.projected else (),
             marks=job.projected.marks if job.projected else {},
             attention_rules=_rules_of(job),

@@ -1,8 +1,9 @@
 """Captures as NumPy's `.npz`, for people with readers of their own: plain arrays and one JSON text, nothing pickled.
 
 Arrays: rows by point, `<site>.<layer>` (shards `<site>.<layer>.shard<number>`), of rows in a codec its parts,
-`<site>.<layer>.q`, `.scale`, ...; `positions`, `token_ids`, `prompt_token_ids`, `output_token_ids`; and `about`, a text
-of JSON: model, request, texts, and of each point the codec with its parameters, the formula and the dtypes of the rows.
+`<site>.<layer>.q`, `.scale`, ...; `positions`, `token_ids`, `token_types` ("text" or "image", ...), `prompt_token_ids`,
+`output_token_ids`; and `about`, a text of JSON: model, request, texts, and of each point the codec with its parameters,
+the formula and the dtypes of the rows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
+from steercap.core.media import types_at
 from steercap.encodings.coded import CodedRows
 from steercap.encodings.random_projection import FAMILY
 from steercap.files.base import check_extension, write_whole
@@ -47,6 +49,7 @@ def write(saved: Saved, path: Path) -> Path:
     for name in ("positions", "token_ids", "prompt_token_ids", "output_token_ids"):
         arrays[name] = np.asarray(getattr(saved, name), dtype=np.int64)
     header = saved.header
+    arrays["token_types"] = types_at(header.media, arrays["positions"])
     about = {
         "version": VERSION,
         "model": header.model,

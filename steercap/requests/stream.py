@@ -7,9 +7,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from steercap.core.budget import Ticket
+from steercap.core.media import types_at
 from steercap.core.messages import Owner, Wanted
 from steercap.core.receipt import SteeringReceipt
 from steercap.requests.captures import Captures
@@ -28,6 +31,8 @@ class Chunk:
         positions: position of each new row, int64 [rows]; None where nothing is captured.
         finished: whether this is the last chunk.
         steering: with the last chunk, what was edited; None where nothing was to be.
+        token_types: what the model read at each new row, str [rows], see `CaptureHandle.token_types`; None where
+            nothing is captured.
     """
 
     text: str
@@ -36,6 +41,7 @@ class Chunk:
     positions: torch.Tensor | None
     finished: bool
     steering: SteeringReceipt | None = None
+    token_types: npt.NDArray[np.str_] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,7 @@ async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
                 positions,
                 grown.finished,
                 grown.receipt if grown.finished else None,
+                None if positions is None else types_at(job.prompt.media, positions.numpy()),
             )
             last = grown
         await running

@@ -12,10 +12,13 @@ from steercap.requests import handle as handles
 from steercap.sync.loop import LoopThread
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from steercap.core.attention import AttentionRule
     from steercap.core.chat import MessageSpan
+    from steercap.core.media import MediaSpan
     from steercap.core.receipt import Receipt
     from steercap.requests.captures import Captures, Coded
     from steercap.requests.lifecycle import Lifecycle
@@ -38,6 +41,7 @@ class CaptureHandle(Unshared, instead=handles.INSTEAD):
     output_token_ids: tuple[int, ...]
     points: tuple[Point, ...]
     messages: tuple[MessageSpan, ...]
+    media: tuple[MediaSpan, ...]
     num_layers: int
     directions: tuple[str, ...]
     marks: dict[int, tuple[Mark, ...]]
@@ -49,6 +53,7 @@ class CaptureHandle(Unshared, instead=handles.INSTEAD):
     receipt: Receipt
     positions: torch.Tensor
     token_ids: torch.Tensor
+    token_types: npt.NDArray[np.str_]
 
     def __init__(self, awaited: handles.CaptureHandle, thread: LoopThread | None) -> None:
         awaited.lifecycle.idiom = BLOCKING
@@ -59,7 +64,7 @@ class CaptureHandle(Unshared, instead=handles.INSTEAD):
         """Bring the rows here, and free them in the worker. A second call does nothing.
 
         Returns:
-            This handle, its `captures`, `positions`, `token_ids` and `receipt` readable.
+            This handle, its `captures`, `positions`, `token_ids`, `token_types` and `receipt` readable.
 
         Raises:
             CaptureIncomplete: rows are missing or belong to another token.

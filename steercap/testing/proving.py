@@ -12,6 +12,7 @@ from steercap.errors import ModelNotLoaded, TapsNotInstalled, UnsupportedModel
 from steercap.model import SteerModel
 from steercap.testing.agreement import edits_agree, layers_agree, rows_agree
 from steercap.testing.architectures import ENGINES, ON_CUDA
+from steercap.testing.multimodal import LONGEST, WRAPPERS, Looking, pictures_agree, wrapper_checkpoint
 from steercap.testing.reference import Reference
 from steercap.testing.rows import TINY_ENGINE
 from steercap.testing.tiny import tiny_checkpoint
@@ -26,9 +27,10 @@ async def prove(name: str) -> dict[str, Any]:
 
     In 16 bits rows are compared layer by layer, and edits are not: they cannot be told from what rounding adds up to.
     """
-    path = tiny_checkpoint(name)
+    path = wrapper_checkpoint(name) if name in WRAPPERS else tiny_checkpoint(name)
     arguments = _arguments(name)
-    reference = await asyncio.to_thread(Reference, path)
+    looking = await asyncio.to_thread(Looking, name) if name in WRAPPERS else None
+    reference = looking.reference if looking else await asyncio.to_thread(Reference, path)
     config = reference.model.config
     record = {
         "name": name,
@@ -48,6 +50,7 @@ async def prove(name: str) -> dict[str, Any]:
         try:
             rows = await (rows_agree if exact else layers_agree)(model, reference)
             edits = await edits_agree(model, reference, every=False) if exact else {}
+            rows |= await pictures_agree(model, looking) if looking else {}
         except AssertionError as error:
             return {**record, "refused": f"not proved, not refused: rows differ from transformers': {error}"}
         return {
@@ -65,6 +68,8 @@ async def prove(name: str) -> dict[str, Any]:
 def _arguments(name: str) -> dict[str, Any]:
     """The engine's: eager on CPU; on CUDA with vLLM's defaults, and room for others beside it."""
     found = {**TINY_ENGINE, "max_num_batched_tokens": CHUNK, **ENGINES.get(name, {})}
+    if name in WRAPPERS:
+        found |= {"max_model_len": LONGEST, **WRAPPERS[name].engine}
     if CUDA:
         del found["enforce_eager"]
         found |= {"gpu_memory_utilization": 0.06, "capture_bytes": 512 << 20, **ON_CUDA.get(name, {})}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from steercap.core.spec import Point
 from steercap.errors import UnsupportedModel
 from steercap.families import families_of, family_of
 from steercap.families.base import Family
+from steercap.families.wrappers import architectures_within
 from steercap.sites import SITES
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.edits import edited
@@ -37,14 +39,20 @@ class Reference:
 
     def __init__(self, path: str | Path, dtype: torch.dtype = torch.float32, **loading: Any) -> None:
         with extra("cuda", "cpu"):
-            from transformers import AutoModelForCausalLM
+            from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+            from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         arguments = {"dtype": dtype, "attn_implementation": "eager", **loading}
-        self.model: Any = AutoModelForCausalLM.from_pretrained(str(path), **arguments)
+        config = AutoConfig.from_pretrained(str(path))
+        text = config.get_text_config()
+        kind = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
+        self.model: Any = kind.from_pretrained(str(path), **arguments)
         self.model.eval()
-        count = self.model.config.get_text_config().num_hidden_layers
-        self.layers: Mapping[int, nn.Module] = decoder_of(self.model, count, range(count)).layers
-        self.family: Family = _family(self.model.config.architectures, self.layers)
+        decoder = self.model if text is config else self.model.get_decoder()
+        count = text.num_hidden_layers
+        within = () if text is config else architectures_within(text, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        self.layers: Mapping[int, nn.Module] = decoder_of(decoder, count, range(count)).layers
+        self.family: Family = _family((*config.architectures, *within), self.layers)
         self._hooked = threading.Lock()  # hooks of one thread would see the rows of another
 
     def rows(
@@ -56,6 +64,7 @@ class Reference:
         given: Mapping[Point, torch.Tensor] | None = None,
         steering: SteeringSpec | None = None,
         prompt_len: int = 0,
+        media: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[Point, torch.Tensor]:
         """Rows of every token at every point: [tokens, width], in the model's dtype.
 
@@ -67,6 +76,7 @@ class Reference:
             given: rows [tokens, width] to put in place of those of these points, once they have been read.
             steering: edits to make at their points, in float64, before the rows are read.
             prompt_len: prompt tokens, which the edits' token selections refer to.
+            media: what the model takes besides the tokens, such as a picture.
 
         Threads may call it at once; they take turns.
         """
@@ -79,7 +89,7 @@ class Reference:
                 hooks.callback(_keep(layers[point.layer], self.family, point, found).remove)
             for point, rows in (given or {}).items():
                 hooks.callback(_change(layers[point.layer], self.family, point, partial(_instead, rows)).remove)
-            self.model(torch.tensor([list(token_ids)]), use_cache=False)
+            self.model(torch.tensor([list(token_ids)]), use_cache=False, **media)
         return found
 
     def attention(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from steercap.core.media import TEXT
 from steercap.core.spec import Point
 from steercap.requests.handle import CaptureHandle
 from steercap.steering.spec import SteeringSpec
@@ -57,18 +59,26 @@ def random_prompt(length: int, seed: int, vocabulary: int = 250) -> list[int]:
 
 
 def parity(
-    handle: CaptureHandle, reference: Reference, steering: SteeringSpec | None = None, *, by_layer: bool = False
+    handle: CaptureHandle,
+    reference: Reference,
+    steering: SteeringSpec | None = None,
+    *,
+    by_layer: bool = False,
+    media: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Parity]:
     """The worst row of each site, prompt and generated rows apart, e.g. `resid_post prompt`.
 
     With `by_layer` the reference's layers get the captured `resid_pre` as their input, so each is compared by itself.
+    `media` is what transformers' model takes besides the tokens, such as a picture.
     """
     ids = inputs_of(handle)
     given = None
     if by_layer:
         dtype = reference.model.dtype
         given = {layer: handle.captures[layer, "resid_pre"].to(dtype) for layer in handle.captures.layers}
-    known = reference.rows(ids, handle.points, given, steering=steering, prompt_len=len(handle.prompt_token_ids))
+    known = reference.rows(
+        ids, handle.points, given, steering=steering, prompt_len=len(handle.prompt_token_ids), media=media
+    )
     assert handle.token_ids.tolist() == [ids[position] for position in handle.positions.tolist()]
     selected = {point: rows[handle.positions] for point, rows in known.items()}
     return _reduced(handle, selected) if handle.receipt.reduce else by_part(handle, selected)
@@ -123,11 +133,15 @@ def _reduced(handle: CaptureHandle, known: dict[Point, torch.Tensor]) -> dict[st
 
 
 def by_part(handle: CaptureHandle, known: dict[Point, torch.Tensor]) -> dict[str, Parity]:
-    """The worst row of each site, prompt and generated rows apart, against known rows of the same positions."""
+    """The worst row of each site against known rows of the same positions: those of the prompt's text, of its pictures
+    (or of what it has else), and generated ones, apart.
+    """
     prompt = handle.positions < len(handle.prompt_token_ids)
+    parts = {"prompt": prompt & torch.from_numpy(handle.token_types == TEXT), "generated": ~prompt}
+    parts |= {kind: torch.from_numpy(handle.token_types == kind) for kind in {span.kind for span in handle.media}}
     found: dict[str, Parity] = {}
     for point in handle.points:
-        for part, chosen in (("prompt", prompt), ("generated", ~prompt)):
+        for part, chosen in parts.items():
             if chosen.any():
                 name = f"{point.site} {part}"
                 same = compare_rows(handle.captures[point].flatten(1)[chosen], known[point].flatten(1)[chosen])

@@ -17,6 +17,8 @@ from steercap.testing.cache import cached
 #: Weights wide enough that rows differ between tokens, positions and layers, and attention is not uniform.
 INIT_STD: Final = 0.15
 SEED: Final = 20260
+#: Ids of the tokens that every tokenizer here has besides bytes.
+SPECIAL: Final = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
 
 
 def tiny_checkpoint(family: str, **changes: Any) -> Path:
@@ -44,15 +46,26 @@ def tiny_config(name: str) -> Mapping[str, Any]:
 
 
 def _write(settings: dict[str, Any], folder: Path) -> None:
-    import torch
-
     with extra("cuda", "cpu"):
         from transformers import AutoConfig, AutoModelForCausalLM
 
-    special = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
-    config = AutoConfig.for_model(**settings, **special)
+    config = AutoConfig.for_model(**settings, **SPECIAL)
+    write_model(AutoModelForCausalLM, config, folder)
+    tokenizer().save_pretrained(folder)
+
+
+def write_model(kind: Any, config: Any, folder: Path) -> None:
+    """Write a model of random weights.
+
+    Args:
+        kind: transformers' class that makes it.
+        config: transformers' configuration of it.
+        folder: where.
+    """
+    import torch
+
     torch.manual_seed(SEED)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, weights in model.named_parameters():
             norm = weights.dim() == 1 and ("norm" in name or "ln_" in name)
@@ -62,10 +75,14 @@ def _write(settings: dict[str, Any], folder: Path) -> None:
             if name.endswith("layer_scalar"):  # Gemma 4's, which would be 1
                 weights.copy_(weights + torch.randn_like(weights) * INIT_STD)
     model.save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
 
 
-def _tokenizer() -> Any:
+def tokenizer(**special: str) -> Any:
+    """A byte-level tokenizer: a token for each byte, then the special ones, those of `SPECIAL` first.
+
+    Args:
+        **special: further tokens by transformers' names for them, such as `image_token`.
+    """
     with extra("cuda", "cpu"):
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
@@ -73,7 +90,8 @@ def _tokenizer() -> Any:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     roles = {f"{role}_token": f"<{role}>" for role in ("bos", "eos", "pad")}
     vocabulary = {token: index for index, token in enumerate([*alphabet, *roles.values()])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **roles)
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    further = {"extra_special_tokens": special} if special else {}
+    return PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=512, **roles, **further)

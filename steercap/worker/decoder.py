@@ -99,21 +99,32 @@ def decoder_of(model: nn.Module, num_layers: int, present: range) -> Decoder:
     """
     inner: Any = getattr(model, "get_language_model", None)
     text: nn.Module = model if inner is None else inner()
-    lists = {
-        name: module
-        for name, module in text.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers
-    }
-    # Gemma 4 has a second list of the same layers, in a module within.
-    same: dict[tuple[int, ...], str] = {}
-    for name in sorted(lists, key=lambda path: path.count(".")):
-        same.setdefault(tuple(map(id, lists[name])), name)
-    outer = [name for name in same.values() if not any(name.startswith(f"{other}.") for other in lists)]
+    modules, outer = _lists(text, num_layers)
+    within = getattr(text, "model", None)
+    if len(outer) > 1 and isinstance(within, nn.Module):
+        # Round transformers' modules, vLLM's language model still lists the towers beside its `model`.
+        inside = _lists(within, num_layers)
+        modules, outer = inside if len(inside[1]) == 1 else (modules, outer)
     if len(outer) != 1:
         found = f"has {', '.join(outer)}" if outer else "has none"
         raise UnsupportedModel(
             f"steercap looks for one list of {num_layers} decoder layers, and {type(text).__name__} {found}"
         )
     (path,) = outer
-    layers: Sequence[nn.Module] = lists[path]  # type: ignore[assignment]  # mypy knows no ModuleList as a sequence
-    return Decoder(model, text.get_submodule(path.rpartition(".")[0]), {index: layers[index] for index in present})
+    layers: Sequence[nn.Module] = modules[path]  # type: ignore[assignment]  # mypy knows no ModuleList as a sequence
+    return Decoder(model, modules[path.rpartition(".")[0]], {index: layers[index] for index in present})
+
+
+def _lists(text: nn.Module, num_layers: int) -> tuple[dict[str, nn.Module], list[str]]:
+    """All modules of a language model, and the names of its lists of so many layers that are in no other of them."""
+    modules = dict(text.named_modules())
+    lists = {
+        name: module
+        for name, module in modules.items()
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers
+    }
+    # Gemma 4 has a second list of the same layers, in a module within.
+    same: dict[tuple[int, ...], str] = {}
+    for name in sorted(lists, key=lambda path: path.count(".")):
+        same.setdefault(tuple(map(id, lists[name])), name)
+    return modules, [name for name in same.values() if not any(name.startswith(f"{other}.") for other in lists)]

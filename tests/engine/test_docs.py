@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 from steercap import CaptureRun, SteerModel
 from steercap.cli.app import app
 from steercap.testing import smollm2
+from steercap.testing.multimodal import wrapper_checkpoint
+from steercap.testing.rows import TINY_ENGINE
 from steercap.vectors import extract
 
 PAGES = [page for page in pages() if model_of(page)]
@@ -55,6 +57,19 @@ async def heads() -> AsyncIterator[SteerModel]:
 async def test_the_blocks_of_a_page_about_attention_run(page: Path, heads: SteerModel, tmp_path, monkeypatch) -> None:
     """The same with one that has queries and keys."""
     await read(page, heads, tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+async def seeing() -> AsyncIterator[SteerModel]:
+    """A tiny model that looks at pictures."""
+    async with opened(wrapper_checkpoint("idefics3"), **TINY_ENGINE) as model:
+        yield model
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if model_of(page) == "seeing"], ids=lambda page: page.name)
+async def test_the_blocks_of_a_page_about_images_run(page: Path, seeing: SteerModel, tmp_path, monkeypatch) -> None:
+    """The same with one that looks at pictures."""
+    await read(page, seeing, tmp_path, monkeypatch)
 
 
 async def read(page: Path, model: SteerModel, folder: Path, monkeypatch) -> None:

@@ -21,11 +21,12 @@ from steercap.families.base import Family, located
 from steercap.families.code import fingerprint_of, is_transformers, name_of, same_code
 from steercap.sites import SITES
 from steercap.testing.architectures import ARCHITECTURES, ENGINES
+from steercap.testing.multimodal import WRAPPERS
 from steercap.worker.decoder import decoder_of
 
 FOLDER = Path(base.__file__).parent
 #: What else is in the folder.
-AXIS = {"__init__", "base", "code", "derived", "proved"}
+AXIS = {"__init__", "base", "code", "derived", "proved", "wrappers"}
 
 
 class Pair(nn.Module):
@@ -83,7 +84,8 @@ def test_a_family_is_a_short_file() -> None:
 
 def test_a_tiny_model_has_one_name() -> None:
     """What is not tested in CI by its family's own model is among the architectures that `prove_models.py` tries."""
-    assert not {name for name, family in FAMILIES.items() if family.tiny} & set(ARCHITECTURES)
+    assert not {name for name, family in FAMILIES.items() if family.tiny} & (set(ARCHITECTURES) | set(WRAPPERS))
+    assert not set(ARCHITECTURES) & set(WRAPPERS)
     assert set(ENGINES) <= set(ARCHITECTURES)
 
 
@@ -316,6 +318,41 @@ def test_layers_listed_twice_are_found_once() -> None:
         decoder_of(model, 4, range(4))
 
 
+class Standing(nn.Module):
+    """What vLLM's transformers backend gives for a wrapper's language model: `model` of the wrapper's modules is the
+    wrapper's, and by its name the language model.
+    """
+
+    def __init__(self, wrapper: nn.Module) -> None:
+        self.__dict__.update(wrapper.__dict__)
+
+
+class Seeing(nn.Module):
+    """A vision tower and a language model of as many layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.vision_tower = nn.Module()
+        self.model.vision_tower.layers = nn.ModuleList(Whole() for _ in range(3))
+        self.model.language_model = nn.Module()
+        self.model.language_model.layers = nn.ModuleList(Whole() for _ in range(3))
+
+    def get_language_model(self) -> nn.Module:
+        """As vLLM does."""
+        return type("LanguageModel", (Standing,), {"model": self.model.language_model})(self)
+
+
+def test_layers_within_a_wrapper_are_those_of_its_language_model() -> None:
+    """Also where its vision tower has as many, and its modules have another name than the one they are reached by."""
+    wrapper = Seeing()
+    found = decoder_of(wrapper, 3, range(3))
+    assert found.parent is wrapper.model.language_model
+    assert list(found.layers.values()) == list(wrapper.model.language_model.layers)
+    wrapper.model.vision_tower.layers.append(Whole())
+    assert decoder_of(wrapper, 3, range(3)).parent is wrapper.model.language_model
+
+
 def test_a_family_multiplies_by_one_unless_it_says_otherwise() -> None:
     """What blocks give, and logits."""
     assert (Family().factor(None), Family().logits(None)) == (1.0, 1.0)
@@ -332,7 +369,7 @@ def test_forty_architectures_are_proved_by_a_family_that_is_there() -> None:
     served = [one for one in proved.records() if not one.refused]
     assert len({one.architecture for one in served}) >= 40
     for one in served:
-        assert one.name in ARCHITECTURES or FAMILIES[one.name].tiny
+        assert one.name in ARCHITECTURES or one.name in WRAPPERS or FAMILIES[one.name].tiny
         assert one.code
         assert all(len(digest) == 12 for digest in one.code.values())
         assert one.family == "" or set(one.code) <= set(FAMILIES[one.family].classes)

@@ -1,0 +1,32 @@
+"""Models that hold a language model, and make its tokens of pictures, sound or video: which one is within.
+
+vLLM and transformers name a wrapper for itself, and the layers are those of the language model. Which sites these have
+must be known before any is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+#: By the `model_type` of a language model that is published within a wrapper alone, the architecture of the same layers
+#: by themselves.
+_WITHIN: Final[Mapping[str, str]] = {
+    "granite4_vision_text": "GraniteForCausalLM",
+    "paddleocr_vl_text": "Ernie4_5ForCausalLM",
+    "qwen2_vl_text": "Qwen2ForCausalLM",
+    "qwen2_5_vl_text": "Qwen2ForCausalLM",
+    "qwen3_vl_text": "Qwen3ForCausalLM",
+    "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
+}
+
+
+def architectures_within(text: Any, by_type: Mapping[str, str]) -> tuple[str, ...]:
+    """The architectures that a language model within a wrapper may have, the likelier first.
+
+    Args:
+        text: its configuration.
+        by_type: transformers' names of architectures by `model_type`.
+    """
+    kind = text.model_type
+    return (*(text.architectures or ()), *filter(None, (by_type.get(kind), _WITHIN.get(kind))))
