@@ -373,7 +373,8 @@ def test_forty_architectures_are_proved_by_a_family_that_is_there() -> None:
         assert one.code
         assert all(len(digest) == 12 for digest in one.code.values())
         assert one.family == "" or set(one.code) <= set(FAMILIES[one.family].classes)
-        assert {f"{site} {part}" for site in one.sites for part in ("prompt", "generated")} == set(one.rows)
+        parts = ("prompt", "generated", *(["image"] if one.name in WRAPPERS else []))
+        assert {f"{site} {part}" for site in one.sites for part in parts} == set(one.rows)
         if one.dtype == "float32":
             assert one.worst.cosine > 0.99999
             assert max(one.worst.error, *one.edits.values()) < 1e-4
