@@ -297,11 +297,14 @@ def test_the_changelog_begins_with_this_version() -> None:
     assert set(re.findall(r"^### (.*)$", text, re.MULTILINE)) <= kinds
 
 
-def test_the_two_commands_of_tests_leave_nothing_out_and_do_nothing_twice() -> None:
-    """`make test` runs what is not slow, `make test-all` that and then what is; CI runs the latter."""
+def test_the_commands_of_tests_leave_nothing_out_and_do_nothing_twice() -> None:
+    """`make test` runs what is not slow, `make test-all` that and then what is, but for extended tests, which are slow
+    and have a command of their own; CI runs the second.
+    """
     makefile = (ROOT.parent / "Makefile").read_text()
-    assert re.findall(r"^(\S+): (\S+)\n\t\$\(BIN\)/python -m pytest (-m \S+(?: slow\")?)", makefile, re.MULTILINE) == [
-        ("test", "lint", '-m "not slow"'),
-        ("test-all", "test", "-m slow"),
+    assert re.findall(r"^(\S+): (\S+)\n\t\$\(BIN\)/python -m pytest -m (\"[^\"]+\"|\S+)", makefile, re.MULTILINE) == [
+        ("test", "lint", '"not slow"'),
+        ("test-all", "test", '"slow and not extended"'),
+        ("test-extended", "setup", "extended"),
     ]
     assert "exec make test-all" in (ROOT.parent / ".ci" / "run").read_text()
