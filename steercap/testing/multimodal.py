@@ -224,7 +224,7 @@ WRAPPERS: Final[Mapping[str, Wrapper]] = {
         },
         tokens=_QWEN,
         processor=_paddleocr,
-        tall=(56, 56),  # between patches that were learned, vLLM 0.32 interpolates to other corners than transformers
+        tall=(56, 56),  # between patches that were learned, vLLM interpolates to other corners than transformers
         stands=f"<begin>{PLACEHOLDER}<end>",
     ),
     "qwen2_5_vl": Wrapper(

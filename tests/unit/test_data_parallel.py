@@ -67,7 +67,7 @@ class Cluster:
         return SimpleNamespace(n=1, stop=None)
 
     async def render(self, prompt: Any) -> Any:
-        return SimpleNamespace(token_ids=tuple(prompt))
+        return SimpleNamespace(token_ids=tuple(prompt), media=())
 
     async def checked(self, _prompt: Any, _params: Any, options: dict[str, Any]) -> dict[str, Any]:
         return options

@@ -716,7 +716,7 @@ def test_a_kill_leaves_each_request_as_a_whole_or_not_at_all(tmp_path) -> None:
         found = json.loads(done.stdout)
         assert found["kills"] >= 40
         assert found["journals left"] > 0
-        assert how != ["each"] or found["halves of records"] > 20
+        assert how != ["each"] or found["halves of records"] >= 10
 
 
 # The command
