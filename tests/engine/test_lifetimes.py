@@ -208,11 +208,16 @@ def test_an_interrupted_cell_leaves_the_model_usable_and_an_unclosed_one_ends_wi
 @pytest.mark.parametrize(
     "kill",
     [
-        Kill(command=False, phase="starts", delay=8.0, signals=(signal.SIGKILL,), everybody=False),
         Kill(command=False, phase="generates", delay=0.5, signals=(signal.SIGKILL,), everybody=False),
-        Kill(command=False, phase="generates", delay=0.5, signals=(signal.SIGINT,), everybody=True),
-        Kill(command=False, phase="starts", delay=4.0, signals=(signal.SIGINT,), everybody=True),
         Kill(command=True, phase="starts", delay=8.0, signals=(signal.SIGINT,), everybody=True),
+        *(
+            pytest.param(kill, marks=pytest.mark.extended)
+            for kill in (
+                Kill(command=False, phase="starts", delay=8.0, signals=(signal.SIGKILL,), everybody=False),
+                Kill(command=False, phase="generates", delay=0.5, signals=(signal.SIGINT,), everybody=True),
+                Kill(command=False, phase="starts", delay=4.0, signals=(signal.SIGINT,), everybody=True),
+            )
+        ),
     ],
     ids=str,
 )
@@ -223,6 +228,7 @@ def test_nothing_is_left_of_a_client_that_is_killed(kill) -> None:
     assert sum(report.ends.values()) == 1
 
 
+@pytest.mark.extended
 def test_random_kills_leave_nothing() -> None:
     """Three more, at random moments; `python -m steercap.testing.kills 1000` goes on."""
     assert sum(kills(random.Random(seed()), 3, bound=PATIENT).ends.values()) == 3
