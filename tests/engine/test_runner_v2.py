@@ -49,7 +49,7 @@ def with_triton_on_cpu(folder: Path) -> dict[str, str]:
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
-    "file", [name if name != "test_stress.py" else pytest.param(name, marks=pytest.mark.extended) for name in FILES]
+    "file", [name if name == "test_capture.py" else pytest.param(name, marks=pytest.mark.extended) for name in FILES]
 )
 def test_what_holds_on_v1_holds_on_v2(tmp_path, record_property, file) -> None:
     """Rows, labels, samples, edits, receipts and scopes, through chunks, prefix hits and preemption, against
