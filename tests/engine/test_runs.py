@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from steercap import Add, CaptureSpec, Manifest, SteeringSpec, save_run
@@ -75,6 +76,8 @@ async def test_the_codec_of_the_environment_is_that_of_captures_that_name_none(t
     torch.testing.assert_close(again.values, means.values, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.extended
+@pytest.mark.timeout(1500)
 def test_a_command_that_is_killed_goes_on(tmp_path) -> None:
     """SIGKILL while it writes, twice, at random moments: what is listed is whole, the rest is asked for when it goes on,
     and the end is the run of a command that was not killed. Another question is refused.
