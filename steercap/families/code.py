@@ -7,6 +7,7 @@ family is known by the class of the layers that were loaded, and how well it is 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import inspect
 import textwrap
@@ -44,7 +45,7 @@ def fingerprint_of(layer: Any) -> str:
         layer: a layer, which may have a `forward` of its own, or a class of layers.
     """
     try:
-        written = [_written(_tree_of(function)) for function in _around(layer.forward)]
+        written = [_code_of(function) for function in _around(layer.forward)]
     except (AttributeError, OSError, TypeError, ValueError, SyntaxError):
         return ""
     return hashlib.sha256("".join(written).encode()).hexdigest()[:12]
@@ -74,11 +75,13 @@ def _around(forward: Any) -> Iterator[Any]:
         forward = forward.__wrapped__
 
 
-def _tree_of(function: Any) -> ast.AST:
+@functools.cache
+def _code_of(function: Any) -> str:
+    """Read once: a model's layers have it in common."""
     if not inspect.isfunction(function):  # of a class or module that is called there is a source, and not of the call
         raise TypeError(function)
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    return tree
+    return _written(tree)
 
 
 def _written(node: Any) -> str:

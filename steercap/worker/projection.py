@@ -11,6 +11,7 @@ from torch import nn
 from steercap.core.messages import NotCapturing, Project, Projected
 from steercap.families.base import Family, located
 from steercap.sites.base import part_of
+from steercap.worker.unembedding import rows_of
 
 #: Gives what a layer's block makes of rows, [n, width], of all ranks; None where the layer is on another stage.
 Projecting: TypeAlias = "Callable[[int, str, torch.Tensor], torch.Tensor | None]"
@@ -50,9 +51,8 @@ def _called(module: Any, rows: torch.Tensor) -> torch.Tensor:
 
 def projected(project: Projecting | None, asked: Project, device: torch.device) -> Projected | NotCapturing:
     """Answer of one rank; rows go one by one, see `worker.unembedding`."""
-    rows = torch.frombuffer(bytearray(asked.rows), dtype=getattr(torch, asked.dtype)).view(asked.count, -1).to(device)
     if project is None:
         return NotCapturing()
-    found = [project(asked.layer, asked.site, row[None]) for row in rows]
+    found = [project(asked.layer, asked.site, row[None]) for row in rows_of(asked, device)]
     made = [one.float().cpu() for one in found if one is not None]
     return Projected(torch.cat(made).numpy().tobytes()) if made else NotCapturing()

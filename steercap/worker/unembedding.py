@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from steercap.core.messages import NotCapturing, Unembed, Unembedded
+from steercap.core.messages import NotCapturing, Project, Unembed, Unembedded
 
 
 def unembedded(
@@ -25,7 +25,7 @@ def unembedded(
     """
     if unembed is None:
         return NotCapturing()
-    rows = torch.frombuffer(bytearray(asked.rows), dtype=getattr(torch, asked.dtype)).view(asked.count, -1).to(device)
+    rows = rows_of(asked, device)
     found = [logits.float().flatten() for row in rows if (logits := unembed(row[None])) is not None]
     if not found:
         return NotCapturing()
@@ -34,3 +34,9 @@ def unembedded(
     least, most = (tuple(edge.tolist()) for edge in logits.aminmax(dim=1))
     spread, total = (tuple(of_all.tolist()) for of_all in (logits.std(dim=1), logits.logsumexp(dim=1)))
     return Unembedded(chosen.tobytes(), least, most, spread, total)
+
+
+def rows_of(asked: Unembed | Project, device: torch.device) -> torch.Tensor:
+    """The rows of a question, [count, width]."""
+    found = torch.frombuffer(bytearray(asked.rows), dtype=getattr(torch, asked.dtype))
+    return found.view(asked.count, -1).to(device)
