@@ -75,7 +75,7 @@ def attach(runner: Any) -> None:
     # The layers of another pipeline stage may leave more to try.
     family = families[min(candidate_of(config.additional_config), len(families) - 1)]
     installed = install_taps(
-        decoder.layers,
+        decoder,
         family,
         armed,
         Sizes(

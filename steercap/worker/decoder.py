@@ -13,9 +13,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from steercap.core.spec import Point
 from steercap.errors import UnsupportedModel
 from steercap.families.base import Family
 from steercap.families.code import fingerprint_of, name_of, same_code
+from steercap.sites import SITES
 
 #: What models call the norm between the last layer and the unembedding.
 _NORMS: Final = (
@@ -44,6 +46,10 @@ class Decoder:
     model: Any
     parent: nn.Module
     layers: Mapping[int, nn.Module]
+
+    def holder(self, point: Point) -> nn.Module:
+        """The module that a point's site is in: a layer, or what holds the layers."""
+        return self.parent if SITES[point.site].behind else self.layers[point.layer]
 
     @property
     def code(self) -> dict[str, str]:
