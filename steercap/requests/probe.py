@@ -25,6 +25,7 @@ from steercap.errors import InvalidSetting, ModelNotProved, SteeringNotApplied, 
 from steercap.requests.claims import of_projections, of_rows
 from steercap.requests.fetching import fetch_all
 from steercap.requests.job import Done, Job, prepare, run_all
+from steercap.requests.mixing import STREAMS
 from steercap.requests.proof import ATTENTION, STREAM, Claim, closes, edited, worst
 from steercap.sites import SITES
 from steercap.steering.spec import SteeringSpec
@@ -91,7 +92,7 @@ def _overflowed(engine: Engine, clean: _Probed, position: int, index: int) -> No
     """
     point = engine.vllm.points[index]
     named = f"the row of position {position} of the start-up probe at {point} holds NaN or infinity"
-    if bool(clean.rows[Point(engine.vllm.num_layers - 1, "resid_post")][position].isfinite().all()):
+    if bool(clean.rows[engine.end][position].isfinite().all()):
         raise TapsNotInstalled(f"{named}, and the last row of the stream, which depends on it, does not")
     warnings.warn(
         f"{named}, so neither its rows nor what edits do could be proved; look at it with "
@@ -167,7 +168,7 @@ def _check(engine: Engine, delivery: Delivery) -> None:
 async def _lens(engine: Engine, number: int, probed: _Probed, named: str) -> list[Claim]:
     """Whether the last rows of the stream give the logits that the engine reported: of each token that was sampled."""
     said = probed.output.outputs[0].logprobs or ()
-    rows = probed.rows[Point(engine.vllm.num_layers - 1, "resid_post")][_PROMPT - 1 :][: len(said)]
+    rows = probed.rows[engine.end][_PROMPT - 1 :][: len(said)]
     claims = []
     for row, reported in zip(rows, said, strict=True):
         found = await engine.unembed(row[None], list(reported), number)
@@ -221,8 +222,7 @@ async def _probe_editing(engine: Engine, number: int, clean: _Probed) -> list[Cl
             f"the start-up probe changed the rows at {', '.join(map(str, silent))}, and the model's output did not "
             "change; the tap there reads, but what it writes is lost"
         )
-    last = Point(engine.vllm.num_layers - 1, "resid_post")
-    ((_, probed),) = await _run(engine, number, [(last, edits[last])])  # by itself, see `worker.unembedding`
+    ((_, probed),) = await _run(engine, number, [(engine.end, edits[engine.end])])  # by itself, see `worker.unembedding`
     return claims + _require(engine, await _lens(engine, number, probed, "of a row that was edited"))
 
 
@@ -234,7 +234,7 @@ async def _try(
     """
     (_, plain), *others = await _run(engine, number, [(None, None), *edits.items()])
     claims: list[Claim] = []
-    dtype = clean.rows[Point(engine.vllm.num_layers - 1, "resid_post")].dtype
+    dtype = clean.rows[engine.end].dtype
     for point, probed in others:
         if point is not None:
             before, after = clean.rows[point][:_PROMPT], probed.rows[point]
@@ -297,7 +297,7 @@ async def _taken(done: Done) -> _Probed:
 
 def _beside(engine: Engine, point: Point) -> tuple[Point, ...]:
     """A point, the stream of its layer and of the next, and its layer's attention, as far as it is armed."""
-    stream = {Point(layer, site) for layer in (point.layer, point.layer + 1) for site in STREAM}
+    stream = {Point(layer, site) for layer in (point.layer, point.layer + 1) for site in (*STREAM, *STREAMS)}
     near = stream | {Point(point.layer, site) for site in ATTENTION} | {point}
     return tuple(one for one in engine.armed if one in near)
 

@@ -18,6 +18,7 @@ from steercap.errors import UnsupportedModel
 from steercap.families.base import Family
 from steercap.families.code import fingerprint_of, name_of, same_code
 from steercap.sites import SITES
+from steercap.sites.streams import collapsed
 
 #: What models call the norm between the last layer and the unembedding.
 _NORMS: Final = (
@@ -82,7 +83,7 @@ class Decoder:
         divisor = float(getattr(model, family.divisor)) if family.divisor else 1.0
 
         def unembed(rows: torch.Tensor) -> torch.Tensor | None:
-            hidden: Any = rows
+            hidden: Any = collapsed(self.parent, rows) if family.mhc else rows
             for module in tail:
                 hidden = module(hidden)
                 hidden = hidden[0] if isinstance(hidden, tuple) else hidden
