@@ -56,7 +56,9 @@ LAYER_END: Final = "resid_post"
 
 
 #: What is said of a model that has no such stream as was asked for.
-_SEVERAL: Final = "; it carries several streams, see sites='mhc_streams_pre_attn', 'mhc_streams_pre_mlp' and 'mhc_streams_final'"
+_SEVERAL: Final = (
+    "; it carries several streams, see sites='mhc_streams_pre_attn', 'mhc_streams_pre_mlp' and 'mhc_streams_final'"
+)
 
 #: Mean and covariance of the rows of 32 points of an 8B model; taken when a sketch is begun.
 DEFAULT_SKETCH_BYTES: Final = 4 << 30

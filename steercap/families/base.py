@@ -76,8 +76,8 @@ class Family:
             None where a layer does more than add them to what it takes, so that the proof at start checks no sum.
         single: whether a layer is one block, so that it has `attn_out` or `mlp_out`, and adds nothing else.
         logits: of transformers' configuration, what logits are multiplied by, before any soft-capping.
-        mhc: whether layers carry several streams and mix them as DeepSeek-V4 does, see `sites.streams`; there is then no
-            one residual stream.
+        mhc: whether layers carry several streams and mix them as DeepSeek-V4 does, see `sites.streams`; there is no one
+            residual stream then.
         varied: whether layers differ, so that some lack a module that others have.
         derived: whether nobody wrote this family down: it is a guess at what layers take and give, to be proved.
         tiny: keyword arguments of transformers' `AutoConfig.for_model` for the smallest model that exercises

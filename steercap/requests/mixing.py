@@ -3,7 +3,7 @@
 What the operators take and give is read one by one; these equations bind it together:
 
 - behind a block each stream is the streams before it, mixed by the residual mix, and the block's output times its post
-  mix; behind the last block of a layer these are the streams before the next layer, behind the last layer the final ones;
+  mix; behind a layer these are the streams before the next, behind the last the final ones;
 - the residual mix is from one stream to another, so that what is sent to each adds up to 1 (the last Sinkhorn step).
 
 That a block reads what its operator makes of the streams is not among them: by what streams are collapsed is no point.

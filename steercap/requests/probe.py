@@ -222,7 +222,9 @@ async def _probe_editing(engine: Engine, number: int, clean: _Probed) -> list[Cl
             f"the start-up probe changed the rows at {', '.join(map(str, silent))}, and the model's output did not "
             "change; the tap there reads, but what it writes is lost"
         )
-    ((_, probed),) = await _run(engine, number, [(engine.end, edits[engine.end])])  # by itself, see `worker.unembedding`
+    ((_, probed),) = await _run(
+        engine, number, [(engine.end, edits[engine.end])]
+    )  # by itself, see `worker.unembedding`
     return claims + _require(engine, await _lens(engine, number, probed, "of a row that was edited"))
 
 

@@ -1,4 +1,4 @@
-"""The streams as a layer's attention block finds them: [streams, hidden]. Those of layer 0 are the embedding, repeated."""
+"""The streams as a layer's attention block finds them, [streams, hidden]; in layer 0 the embedding, repeated."""
 
 from typing import ClassVar
 

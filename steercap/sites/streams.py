@@ -73,13 +73,16 @@ def operators(module: nn.Module, names: Sequence[str]) -> list[Operator]:
     Raises:
         AttributeError: it calls none of them.
     """
-    own = {name: found for name in names if isinstance(found := getattr(module, name, None), nn.Module)}
-    found: Mapping[str, Any] = own or {name: one for name, one in _functions(module).items() if name in names}
-    if not found:
+    called: Mapping[str, Any] = {
+        name: one for name in names if isinstance(one := getattr(module, name, None), nn.Module)
+    } or {name: one for name, one in _functions(module).items() if name in names}
+    if not called:
         raise AttributeError(f"its forward calls neither {' nor '.join(names)}")
     # vLLM's dispatch by platform hides what modules call their arguments.
-    written = {name: getattr(one, "forward_native", None) or one.function for name, one in found.items()}
-    return [Operator(one, tuple(inspect.signature(written[name]).parameters), name in FUSED) for name, one in found.items()]
+    written = {name: getattr(one, "forward_native", None) or one.function for name, one in called.items()}
+    return [
+        Operator(one, tuple(inspect.signature(written[name]).parameters), name in FUSED) for name, one in called.items()
+    ]
 
 
 def _functions(module: nn.Module) -> dict[str, Function]:
@@ -244,13 +247,13 @@ class Coefficients(OfBlock):
         self.output = output
         self.axes = axes
 
-    def shape(self, streams: int, sizes: Sizes) -> RowShape:  # noqa: ARG002 -- it is of the streams alone
+    def shape(self, streams: int, sizes: Sizes) -> RowShape:
         return RowShape((streams,) * self.axes, dtype="float32")
 
     def hook(
         self,
         operator: Operator,
-        pre: Operator,  # noqa: ARG002 -- nothing is computed again
+        pre: Operator,
         weights: torch.Tensor,
         see: Callable[[torch.Tensor], None],
     ) -> Removable:
