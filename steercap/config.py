@@ -12,7 +12,7 @@ from steercap.core.values import index_of, number_of, shown
 from steercap.encodings import codec_of
 from steercap.errors import InvalidSetting, UnsupportedModel
 from steercap.families.derived import SITES as DERIVED_SITES
-from steercap.sites import SITES
+from steercap.sites import SITES, placed
 
 Overflow = Literal["wait", "error"]
 Transport = Literal["auto", "shared", "wire"]
@@ -152,7 +152,8 @@ class Settings:
             UnsupportedModel: a site that none of these layers has.
         """
         layers = resolve_layers(self.layers, num_layers)
-        points = [point for layer in layers for site in self.sites if exists(point := Point(layer, site))]
+        asked = placed((Point(layer, site) for layer in layers for site in self.sites), num_layers)
+        points = list(filter(exists, asked))
         missing = set(self.sites) - {point.site for point in points}
         if missing and not self.every_site:
             raise UnsupportedModel(

@@ -18,6 +18,7 @@ from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import flag_of, index_of, number_of, shown
 from steercap.edits.inputs import Vector, float32_copy
 from steercap.errors import InvalidEdit, InvalidVector
+from steercap.sites import placed
 
 __all__ = ["Edit", "RankOne", "Vector", "unit"]
 
@@ -116,10 +117,11 @@ class Edit(ABC):
 
         Raises:
             LayerOutOfRange: an index outside the model.
+            UnknownName: a site that does not exist.
         """
         layers = self.layers if self.layer is None else self.layer
         assert layers is not None
-        return tuple(Point(layer, self.site) for layer in resolve_layers(layers, num_layers))
+        return placed((Point(layer, self.site) for layer in resolve_layers(layers, num_layers)), num_layers)
 
     def __repr__(self) -> str:
         scope = [field.name for field in fields(Edit)]

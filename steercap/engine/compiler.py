@@ -18,7 +18,7 @@ from steercap.encodings import ENCODINGS, codec_of, record_of
 from steercap.encodings.calibrated8 import CALIBRATED
 from steercap.engine.ranks import Rank
 from steercap.errors import InvalidSpec
-from steercap.sites import SITES
+from steercap.sites import SITES, placed
 from steercap.steering.calibration import Calibrated, calibration_of, compile_calibration
 from steercap.steering.lowering import Lowered, lower
 from steercap.steering.projection import Projected, compile_projection, points_of
@@ -91,7 +91,7 @@ class Compiler:
         """
         if self._captured is None or self._captured[0] is not spec:
             asked = spec.points(self._num_layers) if spec.project is None else points_of(spec, self._num_layers)
-            points = existing(asked, spec.layers, self._exists)
+            points = existing(placed(asked, self._num_layers), spec.layers, self._exists)
             check_armed(points, self._armed, SITES, self._exists)
             self._captured = spec, points, tuple(sorted(self._armed[point] for point in points))
         return self._captured[1:]

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+#: What models call the norm between the last layer and the unembedding.
+NORMS: Final = (
+    "norm",
+    "final_layernorm",
+    "final_layer_norm",
+    "ln_f",
+    "norm_f",
+    "final_norm",
+    "embedding_norm",
+    "ln_out",
+    "output_norm",
+)
 
 
 def rows_of(tensor: Any) -> Any:
@@ -37,6 +51,11 @@ class Family:
         layers: dotted path from transformers' model to its list of decoder layers.
         attn_out: module whose output the attention block adds to the stream.
         mlp_out: the same for the feed-forward block.
+        attn_in: module that reads what the attention block reads, normed where norms come first; None for that of
+            `attn_out`.
+        mlp_in: the same for the feed-forward block, and `mlp_out`.
+        resid_mid: module that reads the stream first once the attention block has added to it; "" where both blocks
+            read the stream as the layer takes it, or a layer is one block.
         final_norm: the norm between the last layer and the unembedding, as transformers names it.
         after_norm: names, beside the norm, of modules that follow it in vLLM.
         divisor: name of an attribute of vLLM's model, by which it divides what these give, before it makes logits of
@@ -68,6 +87,9 @@ class Family:
     layers: str = "model.layers"
     attn_out: str = "self_attn"
     mlp_out: str = "mlp"
+    attn_in: str | None = None
+    mlp_in: str | None = None
+    resid_mid: str = "post_attention_layernorm"
     final_norm: str = "model.norm"
     after_norm: tuple[str, ...] = ()
     divisor: str = ""
@@ -87,6 +109,21 @@ class Family:
     varied: bool = False
     derived: bool = False
     tiny: Mapping[str, Any] = field(repr=False, default_factory=dict)
+
+    @property
+    def attention_input(self) -> str:
+        """Module that reads what the attention block reads."""
+        return self.attn_out if self.attn_in is None else self.attn_in
+
+    @property
+    def mlp_input(self) -> str:
+        """Module that reads what the feed-forward block reads."""
+        return self.mlp_out if self.mlp_in is None else self.mlp_in
+
+    @property
+    def norm(self) -> str:
+        """The norm behind the layers, in the module that holds these."""
+        return "|".join(NORMS) if self.derived else self.final_norm.rpartition(".")[2]
 
     @property
     def projections(self) -> dict[str, tuple[str, str]]:

@@ -13,6 +13,7 @@ def logit_scale(config: Any) -> float:
 MEMBER = Family(
     architectures=("CohereForCausalLM", "Cohere2ForCausalLM"),
     classes=("commandr.CohereDecoderLayer", "cohere.CohereDecoderLayer", "cohere2.Cohere2DecoderLayer"),
+    resid_mid="",
     residual_output=None,
     residual_input="",
     logits=logit_scale,

@@ -6,6 +6,7 @@ from steercap.families.cohere import logit_scale
 MEMBER = Family(
     architectures=("Cohere2MoeForCausalLM",),
     classes=("cohere2_moe.Cohere2MoeDecoderLayer",),
+    resid_mid="",
     residual_output=None,
     residual_input="",
     router="mlp.gate",

@@ -45,6 +45,7 @@ def candidates(layers: Sequence[nn.Module], *, transformers: bool) -> tuple[Fami
     whole = Family(
         attn_out="",
         mlp_out="",
+        resid_mid="",
         attn_proj="",
         attention="",
         mlp_proj="",

@@ -7,6 +7,9 @@ MEMBER = Family(
     classes=("exaone4.Exaone4DecoderLayer",),
     attn_out="post_attention_layernorm",
     mlp_out="post_feedforward_layernorm",
+    attn_in="self_attn",
+    mlp_in="mlp",
+    resid_mid="mlp",
     residual_output=None,
     residual_input="",
 )

@@ -10,6 +10,7 @@ MEMBER = Family(
     classes=("falcon.FalconDecoderLayer",),
     layers="transformer.h",
     attn_out="self_attention",
+    resid_mid="",
     final_norm="transformer.ln_f",
     residual_output=None,
     residual_input="",

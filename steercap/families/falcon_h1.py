@@ -18,6 +18,7 @@ MEMBER = Family(
     classes=("falcon_h1.FalconH1ParallelHybrid", "falcon_h1.FalconH1DecoderLayer"),
     attn_out="",
     mlp_out="feed_forward",
+    resid_mid="pre_ff_layernorm",
     final_norm="model.final_layernorm",
     residual_output=None,
     residual_input="",

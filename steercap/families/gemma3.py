@@ -7,6 +7,9 @@ MEMBER = Family(
     classes=("gemma3.Gemma3DecoderLayer",),
     attn_out="post_attention_layernorm",
     mlp_out="post_feedforward_layernorm",
+    attn_in="self_attn",
+    mlp_in="mlp",
+    resid_mid="pre_feedforward_layernorm",
     tiny={
         "model_type": "gemma3_text",
         **TINY,

@@ -7,4 +7,6 @@ MEMBER = Family(
     classes=("glm4.Glm4DecoderLayer",),
     attn_out="post_self_attn_layernorm",
     mlp_out="post_mlp_layernorm",
+    attn_in="self_attn",
+    mlp_in="mlp",
 )

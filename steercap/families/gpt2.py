@@ -7,6 +7,7 @@ MEMBER = Family(
     classes=("gpt2.GPT2Block",),
     layers="transformer.h",
     attn_out="attn",
+    resid_mid="ln_2",
     final_norm="transformer.ln_f",
     residual_output=None,
     residual_input="",

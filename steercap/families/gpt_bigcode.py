@@ -7,6 +7,7 @@ MEMBER = Family(
     classes=("gpt_bigcode.GPTBigCodeBlock",),
     layers="transformer.h",
     attn_out="attn",
+    resid_mid="ln_2",
     final_norm="transformer.ln_f",
     attn_proj="attn.c_proj",
     attention="attn.attn",

@@ -7,6 +7,7 @@ MEMBER = Family(
     classes=("gpt_neox.GPTNeoXLayer",),
     layers="gpt_neox.layers",
     attn_out="attention",
+    resid_mid="",
     final_norm="gpt_neox.final_layer_norm",
     attn_proj="attention.dense",
     attention="attention.attn",

@@ -10,6 +10,7 @@ MEMBER = Family(
     classes=("gpt_j.GPTJBlock", "gptj.GPTJBlock"),
     layers="transformer.h",
     attn_out="attn",
+    resid_mid="",
     final_norm="transformer.ln_f",
     residual_output=None,
     residual_input="",

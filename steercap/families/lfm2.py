@@ -13,6 +13,7 @@ MEMBER = Family(
         "lfm2_moe.Lfm2MoeDecoderLayer",
     ),
     mlp_out="feed_forward",
+    resid_mid="ffn_norm",
     final_norm="model.embedding_norm",
     attn_proj="self_attn.out_proj",
     mlp_proj="feed_forward.w2",

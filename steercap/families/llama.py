@@ -39,5 +39,6 @@ MEMBER = Family(
         "smollm3.SmolLM3DecoderLayer",
         "vaultgemma.VaultGemmaDecoderLayer",
     ),
+    resid_mid="post_attention_layernorm|feedforward_layernorm|pre_feedforward_layernorm",
     tiny={"model_type": "llama", **TINY},
 )

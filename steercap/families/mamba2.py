@@ -8,6 +8,7 @@ MEMBER = Family(
     layers="backbone.layers",
     attn_out="mixer",
     mlp_out="",
+    resid_mid="",
     final_norm="backbone.norm_f",
     attn_proj="",
     attention="",

@@ -5,6 +5,7 @@ from steercap.families.base import Family
 MEMBER = Family(
     architectures=("PhiForCausalLM",),
     classes=("phi.PhiDecoderLayer",),
+    resid_mid="",
     final_norm="model.final_layernorm",
     attn_proj="self_attn.dense",
     mlp_proj="mlp.fc2",

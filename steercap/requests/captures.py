@@ -11,6 +11,7 @@ from steercap.core.spec import Point
 from steercap.core.values import index_of, shown
 from steercap.encodings.coded import CodedRows
 from steercap.errors import InvalidSpec, LayerOutOfRange, SteercapError
+from steercap.sites import SITES
 
 #: Rows of one point: whole, or the shards of them that each tensor-parallel rank had; as tensors, or in a codec.
 Whole: TypeAlias = "torch.Tensor | CodedRows"
@@ -108,7 +109,8 @@ class Captures(Mapping[Point, torch.Tensor]):
                 f"captures[layer, 'resid_post']; captured: {self._points()}"
             )
         index = layer + self._num_layers if layer < 0 else layer
-        point = Point(index, self._only_site() if site is None else site)
+        named = self._only_site() if site is None else site
+        point = Point(SITES[named].placed(index, self._num_layers) if named in SITES else index, named)
         if point not in self._rows:
             raise LayerOutOfRange(f"{point} was not captured; captured: {self._points()}")
         return point

@@ -1,4 +1,5 @@
-"""What a site is: a place in a decoder layer, what its rows are, and how its tap gets there.
+"""What a site is: a place in a decoder layer, or in the model around them, what its rows are, and how its tap gets
+there.
 
 Taps are PyTorch forward hooks, put in before vLLM first traces the model: torch.compile inlines them, CUDA
 graphs record them, and vLLM's own code stays untouched. Each tapped module carries the tap's point as a
@@ -8,9 +9,11 @@ buffer, so that layers trace to the same code. transformers' layers have the sam
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+
+from torch import Tensor, contiguous_format
 
 from steercap.families.base import located, rows_of
 
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 
     from steercap.families.base import Family
 
+#: Of a module's arguments, the stream and what is to be added to it, or None.
+Terms: TypeAlias = "Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]"
 #: Sees the rows of a point in a layer of transformers, [..., width], and may change them in place.
 Visit: TypeAlias = "Callable[[torch.Tensor], None]"
 
@@ -78,14 +83,28 @@ class Tap:
 
 
 class Site(ABC):
-    """A place in a layer where rows can be read and changed."""
+    """A place where rows can be read and changed: in every layer, or one of the model.
 
+    Methods take a decoder layer; those of a site `behind` the layers take the module that holds them.
+    """
+
+    #: The layer whose number a site has that the model has one of: 0, or -1 for the last; None for one in each layer.
+    of_model: ClassVar[int | None] = None
+    #: Whether it is in the module that holds the layers, behind the last of them.
+    behind: ClassVar[bool] = False
+
+    #: Whether its rows are what others on the same module begin with, so that its tap comes before theirs.
+    first: ClassVar[bool] = False
     #: Whether the keys and values of its own layer depend on its rows; those of later layers always do.
     before_keys: ClassVar[bool] = False
     #: Whether its rows can be changed.
     writable: ClassVar[bool] = True
     #: Whether a row has a part for each head of keys, of which there may be fewer than tensor-parallel ranks.
     per_key_head: ClassVar[bool] = False
+
+    def placed(self, layer: int, num_layers: int) -> int:
+        """The layer whose number a point has, of one that was asked for at `layer`."""
+        return layer if self.of_model is None else self.of_model % num_layers
 
     def exists(self, family: Family, config: Any, layer: int) -> bool:
         """Whether a layer has it, as far as it can be told before the model is loaded.
@@ -141,6 +160,63 @@ def output_tap(layer: nn.Module, path: str, name: str, tap: Tap, stream: int | N
     return module.register_forward_hook(hook)
 
 
+def stream_tap(module: nn.Module, name: str, tap: Tap, terms: Terms, *, first: bool = False) -> RemovableHandle:
+    """Tap the stream where a module takes it.
+
+    Args:
+        module: which.
+        name: name of the site, which names the buffer.
+        tap: what it carries.
+        terms: of the module's arguments, the stream and what is still to be added to it, or None.
+        first: whether it comes before all other taps on the module.
+    """
+    from steercap.kernels.tap import tap as operator
+
+    buffer = f"steercap_{name}"
+    module.register_buffer(buffer, tap.point, persistent=False)
+    kind = tap.kind
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden, residual = terms(args, kwargs)
+        operator(rows_of(hidden), None if residual is None else rows_of(residual), getattr(module, buffer), kind)
+
+    return module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True)
+
+
+def read_tap(layer: nn.Module, path: str, name: str, tap: Tap) -> RemovableHandle:
+    """Tap what the submodule `path` of `layer` reads, and nothing else does: edits are made to a copy.
+
+    What a block reads may be what the other reads beside it, or the stream itself. The rest as for `output_tap`.
+    """
+    from steercap.kernels.tap import tap as operator
+
+    module = layer.get_submodule(located(layer, path))
+    buffer = f"steercap_{name}"
+    module.register_buffer(buffer, tap.point, persistent=False)
+    kind = tap.kind
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [*args, *kwargs.values()]
+        read = _floating(given)[0]
+        given[read] = given[read].clone(memory_format=contiguous_format)
+        operator(rows_of(given[read]), None, getattr(module, buffer), kind)
+        return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def first_terms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The stream as a norm, or a block, takes it: its first tensor, and the second to be added, if it is given one."""
+    given = [*args, *kwargs.values()]
+    first, *others = _floating(given)
+    return given[first], given[others[0]] if others else None
+
+
+def _floating(given: Sequence[Any]) -> list[int]:
+    """Which of some arguments are tensors of floating point."""
+    return [place for place, one in enumerate(given) if isinstance(one, Tensor) and one.is_floating_point()]
+
+
 def input_tap(layer: nn.Module, path: str, name: str, tap: Tap, argument: int = 0) -> RemovableHandle:
     """Tap an argument of the submodule `path` of `layer`, the first unless said; the rest as for `output_tap`."""
     from steercap.kernels.tap import tap as operator
@@ -184,6 +260,19 @@ def visit_input(module: nn.Module, visit: Visit) -> RemovableHandle:
 
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         visit(args[0] if args else kwargs["hidden_states"])
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def visit_read(module: nn.Module, visit: Visit) -> RemovableHandle:
+    """Visit a copy of what a module of transformers reads, which it goes on with."""
+
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [*args, *kwargs.values()]
+        read = _floating(given)[0]
+        given[read] = given[read].clone()
+        visit(given[read])
+        return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
     return module.register_forward_pre_hook(hook, with_kwargs=True)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from steercap.families.base import rows_of
-from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, visit_input
+from steercap.sites.base import RowShape, Site, Sizes, Tap, Terms, Visit, stream_tap, visit_input
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,25 +26,24 @@ class ResidPre(Site):
         return RowShape((sizes.hidden,))
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
-        from steercap.kernels.tap import tap as operator
-
-        buffer = "steercap_resid_pre"
-        layer.register_buffer(buffer, tap.point, persistent=False)
-        names = list(inspect.signature(layer.forward).parameters)
-        hidden_name, residual_name = family.hidden_input, family.residual_input
-        hidden_at = names.index(hidden_name)
-        residual_at = names.index(residual_name) if residual_name else len(names)
-        kind = tap.kind
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden = args[hidden_at] if hidden_at < len(args) else kwargs[hidden_name]
-            residual = args[residual_at] if residual_at < len(args) else kwargs.get(residual_name)
-            operator(rows_of(hidden), None if residual is None else rows_of(residual), getattr(module, buffer), kind)
-
-        return layer.register_forward_pre_hook(hook, with_kwargs=True)
+        return stream_tap(layer, "resid_pre", tap, taken_by(layer, family))
 
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
         return visit_input(layer, visit)
+
+
+def taken_by(layer: nn.Module, family: Family) -> Terms:
+    """Of one of vLLM's decoder layers' arguments, the stream and its deferred part."""
+    names = list(inspect.signature(layer.forward).parameters)
+    hidden_name, residual_name = family.hidden_input, family.residual_input
+    hidden_at = names.index(hidden_name)
+    residual_at = names.index(residual_name) if residual_name else len(names)
+
+    def terms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        hidden = args[hidden_at] if hidden_at < len(args) else kwargs[hidden_name]
+        return hidden, args[residual_at] if residual_at < len(args) else kwargs.get(residual_name)
+
+    return terms
 
 
 MEMBER = ResidPre()

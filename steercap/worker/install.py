@@ -5,7 +5,7 @@ It happens once, after the weights are loaded and before vLLM traces the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -16,11 +16,12 @@ from steercap.errors import UnsupportedModel
 from steercap.families.base import Family
 from steercap.sites import SITES
 from steercap.sites.base import Sizes, Tap
+from steercap.worker.decoder import Decoder
 from steercap.worker.taps.base import Installed
 
 
 def install_taps(
-    layers: Mapping[int, nn.Module],
+    decoder: Decoder,
     family: Family,
     armed: Sequence[Point],
     sizes: Sizes,
@@ -33,7 +34,7 @@ def install_taps(
     """Attach the taps of the layers that this rank holds.
 
     Args:
-        layers: the loaded layers, by their indices in the whole model.
+        decoder: the loaded layers.
         family: how they are written.
         armed: every point of the engine, layer by layer; those that a layer does not have are left out.
         sizes: what the model's rows are.
@@ -48,8 +49,8 @@ def install_taps(
     found = {
         index: schema
         for index, point in enumerate(armed)
-        if point.layer in layers
-        if (schema := schema_of(layers[point.layer], family, point, sizes, dtype, num_layers))
+        if point.layer in decoder.layers
+        if (schema := schema_of(decoder.holder(point), family, point, sizes, dtype, num_layers))
     }
     local, schemas = tuple(found), tuple(found.values())
     kept = tuple(schema.shards > 1 or shard == 0 for schema in schemas)
@@ -57,12 +58,12 @@ def install_taps(
     kinds = {kind: number for number, kind in enumerate(installed.kinds)}
     for number, (index, schema) in enumerate(zip(local, schemas, strict=True)):
         tap = Tap(torch.tensor([number], dtype=torch.int32, device=device), kinds[installed.kind_of(schema)])
-        SITES[armed[index].site].attach(layers[armed[index].layer], family, tap)
+        SITES[armed[index].site].attach(decoder.holder(armed[index]), family, tap)
     return installed
 
 
-def schema_of(  # noqa: PLR0917 -- a layer, and where it is in its model
-    layer: nn.Module, family: Family, point: Point, sizes: Sizes, dtype: torch.dtype, num_layers: int
+def schema_of(  # noqa: PLR0917 -- a module, and where it is in its model
+    module: nn.Module, family: Family, point: Point, sizes: Sizes, dtype: torch.dtype, num_layers: int
 ) -> PointSchema | None:
     """What the tensor at a point is; None where the family has no such site, or some of its layers have not.
 
@@ -73,11 +74,11 @@ def schema_of(  # noqa: PLR0917 -- a layer, and where it is in its model
     if not site.known(family):
         return None
     try:
-        rows = site.rows(layer, family, sizes)
+        rows = site.rows(module, family, sizes)
     except AttributeError as error:
-        if family.varied or family.sparse is not None:
+        if family.varied or family.sparse is not None or site.of_model is not None:
             return None
-        raise UnsupportedModel(f"{point} is not in this model, a {type(layer).__name__}: {error}") from error
+        raise UnsupportedModel(f"{point} is not in this model, a {type(module).__name__}: {error}") from error
     return PointSchema(
         shape=rows.shape,
         dtype=rows.dtype or str(dtype).removeprefix("torch."),
