@@ -36,6 +36,8 @@ _HOOKED: Final = "__steercap_hook__"
 _OUTPUT_STREAMS: Final = ("output_copy_stream", "async_output_copy_stream")
 #: A pass may be padded to the largest CUDA graph, beyond the most tokens a step can schedule.
 _PADDING: Final = 1024
+#: Rows that are unembedded at once.
+_UNEMBEDDED: Final = 64
 
 
 def wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
@@ -124,7 +126,9 @@ def attach(runner: Any) -> None:
     rules = attention_rules(decoder.layers, family, [armed[point] for point in installed.points], model_config)
     known = "" if family.derived else next(name for name, one in FAMILIES.items() if one.classes == family.classes)
     loaded = Loaded(known, decoder.code, len(families))
-    unembed = decoder.unembedding(family) if get_pp_group().is_last_rank else None
+    # What LoRA's kernels keep of the last pass, of which they read how many rows there are, fits one row.
+    together = _UNEMBEDDED if config.lora_config is None else 1
+    unembed = decoder.unembedding(family, together) if get_pp_group().is_last_rank else None
     project = projecting(decoder.layers, family, installed.shard)
     runtime = Runtime(taps, names, runner.device, loaded=loaded, unembed=unembed, project=project, attention=rules)
     setattr(runner, RUNTIME_ATTRIBUTE, runtime)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from steercap.steering.spec import SteeringSpec
 
 #: Sites whose rows are as wide as the residual stream, which config.json says.
-STREAM = ("resid_pre", "resid_post", "attn_out", "mlp_out")
+STREAM = ("embed", "resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "final_norm")
 #: Arguments of vLLM that change what config.json says.
 OVERRIDES = ("hf_overrides", "hf_config_path")
 
@@ -58,12 +58,12 @@ class Foreseen:
         if self.model.layers:
             from steercap.core.spec import check_armed
             from steercap.engine.compiler import codec_for
-            from steercap.sites import SITES
+            from steercap.sites import SITES, placed
             from steercap.steering.projection import points_of
 
             wanted = spec.points if spec.project is None else partial(points_of, spec)
             codec_for(spec, self.settings)
-            check_armed(wanted(self.model.layers), self.points, SITES)
+            check_armed(placed(wanted(self.model.layers), self.model.layers), self.points, SITES)
             if spec.project is not None and spec.project.site in STREAM:
                 self.check_width(spec.project.width, "--project")
 

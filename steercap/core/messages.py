@@ -124,19 +124,23 @@ class Collect(Message, frozen=True):
 
 
 class Unembed(Message, frozen=True):
-    """Say what logits rows of the last layer give.
+    """Say what logits rows of the stream give.
 
     Args:
         rows: the bytes of [count, hidden].
         count: how many.
         dtype: of the rows, torch's name of it.
-        tokens: whose logits are asked for.
+        tokens: whose logits are asked for; None for all tokens'.
+        top: how many of the greatest are asked for.
+        normed: whether the final norm is behind the rows.
     """
 
     rows: bytes
     count: int
     dtype: str
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] | None
+    top: int = 0
+    normed: bool = False
 
 
 class Project(Message, frozen=True):
@@ -286,6 +290,8 @@ class Unembedded(Message, frozen=True):
         most: of each row, the greatest.
         spread: of each row, the standard deviation of the logits of all tokens.
         total: of each row, the logarithm of the sum of their exponentials.
+        top: of each row, the tokens of the greatest logits, int64 [n, top], greatest first, as bytes.
+        best: their logits, float32 [n, top], as bytes.
     """
 
     logits: bytes
@@ -293,6 +299,8 @@ class Unembedded(Message, frozen=True):
     most: tuple[float, ...]
     spread: tuple[float, ...]
     total: tuple[float, ...]
+    top: bytes
+    best: bytes
 
 
 class Projected(Message, frozen=True):

@@ -316,18 +316,29 @@ class Engine:
         """Bytes of a row of the vector bank, on the worker with the widest."""
         return max(rank.attached.bank_width for rank in self._all_ranks) * _FLOAT_BYTES
 
-    async def unembed(self, rows: torch.Tensor, tokens: Sequence[int], engine: int = 0) -> Unembedded:
-        """What logits rows of the last layer give, as the model computes them.
+    async def unembed(
+        self,
+        rows: torch.Tensor,
+        tokens: Sequence[int] | None,
+        engine: int = 0,
+        *,
+        top: int = 0,
+        normed: bool = False,
+    ) -> Unembedded:
+        """What logits rows of the stream give, as the model computes them.
 
         Args:
             rows: [n, hidden], in the model's dtype.
-            tokens: whose logits to give.
+            tokens: whose logits to give; None for all.
             engine: which of the engines is to say it.
+            top: how many of the greatest to give.
+            normed: whether the final norm is behind the rows.
 
         Raises:
             EngineFailure: the engine has died, or a worker cannot answer.
         """
-        return await self._workers.unembed(rows, tokens, engine)
+        chosen = None if tokens is None else tuple(tokens)
+        return await self._workers.unembed(rows, engine, tokens=chosen, top=top, normed=normed)
 
     async def project(self, layer: int, site: str, rows: torch.Tensor, engine: int = 0) -> torch.Tensor:
         """What a block makes of what its last projection reads, as the model computes it: float32 [n, hidden].

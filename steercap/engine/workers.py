@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -156,10 +156,15 @@ class Workers:
         """Send vectors, and what slots hold."""
         return [answer for answers in await self.ask(question, Configured) for answer in answers]
 
-    async def unembed(self, rows: torch.Tensor, tokens: Sequence[int], engine: int) -> Unembedded:
-        """What logits rows of the last layer give, as an engine's model computes them."""
-        asked = Unembed(*_sent(rows), tuple(tokens))
-        answers = (await self.ask(asked, Unembedded))[engine]
+    async def unembed(self, rows: torch.Tensor, engine: int, **asked: Any) -> Unembedded:
+        """What logits rows of the stream give, as an engine's model computes them.
+
+        Args:
+            rows: [n, hidden].
+            engine: which.
+            **asked: of `Unembed`.
+        """
+        answers = (await self.ask(Unembed(*_sent(rows), **asked), Unembedded))[engine]
         if not answers:
             raise WorkerFailure(f"no worker of engine {engine} has the end of the model")
         return answers[0]

@@ -77,7 +77,7 @@ async def probe(engine: Engine) -> tuple[Claim, ...]:
         if strange is None:
             claims += _require(engine, of_rows(engine, clean.rows))
             claims += _require(engine, [claim async for claim in of_projections(engine, number, clean.rows)])
-            claims += _require(engine, await _lens(engine, number, clean, "of the rows that were read"))
+            claims += _require(engine, await _lens(engine, number, clean))
             claims += await _probe_editing(engine, number, clean)
         else:
             _overflowed(engine, clean, *strange)
@@ -165,29 +165,36 @@ def _check(engine: Engine, delivery: Delivery) -> None:
         raise TapsNotInstalled(f"the start-up probe got no rows of {', '.join(missing)}")
 
 
-async def _lens(engine: Engine, number: int, probed: _Probed, named: str) -> list[Claim]:
-    """Whether the last rows of the stream give the logits that the engine reported: of each token that was sampled."""
+async def _lens(engine: Engine, number: int, probed: _Probed, edit: Point | None = None) -> list[Claim]:
+    """Whether the last rows of the stream, and those behind the final norm, give the logits that the engine reported:
+    of each token that was sampled.
+
+    Args:
+        engine: the engine.
+        number: which of its engines.
+        probed: a request.
+        edit: where its rows were edited; those before cannot know of it.
+    """
     said = probed.output.outputs[0].logprobs or ()
-    rows = probed.rows[engine.end][_PROMPT - 1 :][: len(said)]
+    last, behind = _ends(engine)
     claims = []
-    for row, reported in zip(rows, said, strict=True):
-        found = await engine.unembed(row[None], list(reported), number)
-        logits = torch.frombuffer(bytearray(found.logits), dtype=torch.float32).tolist()
-        size = max(abs(found.least[0]), abs(found.most[0]))
-        log = [one.logprob for one in reported.values()]
-        claims.append(
-            closes(
-                named,
-                log,
-                logits,
-                most=found.most[0],
-                spread=found.spread[0],
-                total=found.total[0],
-                size=size,
-                dtype=row.dtype,
-            )
-        )
+    for point in (last, behind) if edit in {None, last} else (behind,):
+        if point not in probed.rows:
+            continue
+        named = f"at {point}" + (f", with an edit at {edit}" if edit else "")
+        for row, reported in zip(probed.rows[point][_PROMPT - 1 :][: len(said)], said, strict=True):
+            found = await engine.unembed(row[None], list(reported), number, normed=point == behind)
+            logits = torch.frombuffer(bytearray(found.logits), dtype=torch.float32).tolist()
+            size = max(abs(found.least[0]), abs(found.most[0]))
+            log = [one.logprob for one in reported.values()]
+            edges = {"most": found.most[0], "spread": found.spread[0], "total": found.total[0], "size": size}
+            claims.append(closes(named, log, logits, **edges, dtype=row.dtype))
     return claims
+
+
+def _ends(engine: Engine) -> tuple[Point, Point]:
+    """Where logits are made of rows: before the final norm, and behind it, where that may be armed."""
+    return engine.end, Point(engine.vllm.num_layers - 1, "final_norm")
 
 
 async def _probe_editing(engine: Engine, number: int, clean: _Probed) -> list[Claim]:
@@ -222,10 +229,13 @@ async def _probe_editing(engine: Engine, number: int, clean: _Probed) -> list[Cl
             f"the start-up probe changed the rows at {', '.join(map(str, silent))}, and the model's output did not "
             "change; the tap there reads, but what it writes is lost"
         )
-    ((_, probed),) = await _run(
-        engine, number, [(engine.end, edits[engine.end])]
-    )  # by itself, see `worker.unembedding`
-    return claims + _require(engine, await _lens(engine, number, probed, "of a row that was edited"))
+    for point in _ends(engine):
+        if point in edits:
+            ((_, probed),) = await _run(
+                engine, number, [(point, edits[point])]
+            )  # by itself, see `Unembedding.together`
+            claims += _require(engine, await _lens(engine, number, probed, point))
+    return claims
 
 
 async def _try(
@@ -299,7 +309,8 @@ async def _taken(done: Done) -> _Probed:
 
 def _beside(engine: Engine, point: Point) -> tuple[Point, ...]:
     """A point, the stream of its layer and of the next, and its layer's attention, as far as it is armed."""
-    stream = {Point(layer, site) for layer in (point.layer, point.layer + 1) for site in (*STREAM, *STREAMS)}
+    sites = (*STREAM, *STREAMS, "embed", "final_norm")
+    stream = {Point(layer, site) for layer in (point.layer, point.layer + 1) for site in sites}
     near = stream | {Point(point.layer, site) for site in ATTENTION} | {point}
     return tuple(one for one in engine.armed if one in near)
 

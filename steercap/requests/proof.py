@@ -4,12 +4,14 @@ A tap that fires once a pass and reads finite rows may still read something else
 twice, a part of a sum, a norm's input for its output. These equations need no second implementation of the model:
 
 - the end of a layer is the beginning of the next;
-- what a layer's blocks add is what the stream grows by, times the family's factor if it has one;
+- what a layer's blocks add is what the stream grows by, times the family's factor if it has one, each by itself where
+  there is a row between them;
 - what the heads give is the values weighed by attention, of the queries and keys that were read;
 - what a block adds is what its last projection makes of what the heads, or the neurons, give it;
 - an edit changes the row of its own point by exactly what was added, and both equations hold of the edited rows;
 - the lens closes: the model's own final norm and unembedding, given the last row of the stream, give the logits that
-  the engine reports, with an edit of that row as well as without. Without, a norm would hide any factor.
+  the engine reports, with an edit of that row as well as without. Without, a norm would hide any factor. So does the
+  unembedding alone, given the row behind the norm.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from steercap.core.attention import AttentionRule
 from steercap.core.spec import Point
 
 #: Where blocks read the stream and add to it.
-STREAM: Final = ("resid_pre", "attn_out", "mlp_out", "resid_post")
+STREAM: Final = ("resid_pre", "attn_out", "resid_mid", "mlp_out", "resid_post")
 #: What attention reads, and what it gives.
 ATTENTION: Final = ("q", "k", "v", "z")
 #: Where what the last projection of a block reads is read, and where what it adds.
@@ -88,20 +90,30 @@ def equations(
         allowed = rounded * torch.finfo(rows[at].dtype).eps
         return Claim(name + named, relative([rows[at]], [*terms, *added]), allowed)
 
+    def total(at: Point, before: str, blocks: Sequence[Point]) -> Iterator[Claim]:
+        terms = [Point(at.layer, before), *(block for block in blocks if block not in absent)]
+        if factor is None or len(terms) == 1 or not all(term in rows for term in terms):
+            return
+        times = "" if factor == 1 else f"{factor:.4g} × "
+        added = " + ".join(block.site for block in terms[1:])
+        name = f"{at} is {before} + {times}{f'({added})' if len(terms) > 2 else added}"
+        whole = (before, at.site) == ("resid_pre", "resid_post")
+        between = [edit[1]] if whole and edit and edit[0] == Point(at.layer, "resid_mid") else []
+        yield claim(name, at, [rows[terms[0]], *(factor * rows[block].double() for block in terms[1:]), *between], _SUM)
+
     for point in rows:
+        attention, feed_forward = Point(point.layer, "attn_out"), Point(point.layer, "mlp_out")
+        if point.site == "resid_mid":
+            yield from total(point, "resid_pre", [attention])
         if point.site != "resid_post":
             continue
-        here, following = point.layer, Point(point.layer + 1, "resid_pre")
+        following = Point(point.layer + 1, "resid_pre")
         if following in rows:
-            name = f"resid_pre[{here + 1}] is resid_post[{here}]"
-            yield claim(name, following, [rows[point]], _ROW)
-        before, *either = (Point(here, site) for site in STREAM[:3])
-        blocks = [block for block in either if block not in absent]
-        if factor is not None and blocks and before in rows and all(block in rows for block in blocks):
-            times = "" if factor == 1 else f"{factor:.4g} × "
-            added = " + ".join(block.site for block in blocks)
-            name = f"resid_post[{here}] is resid_pre + {times}{f'({added})' if len(blocks) > 1 else added}"
-            yield claim(name, point, [rows[before], *(factor * rows[block].double() for block in blocks)], _SUM)
+            yield claim(f"{following} is {point}", following, [rows[point]], _ROW)
+        yield from total(point, "resid_pre", [attention, feed_forward])
+        yield from total(point, "resid_mid", [feed_forward])
+    if (embedded := Point(0, "embed")) in rows and (first := Point(0, "resid_pre")) in rows:
+        yield claim(f"{first} is {embedded}", first, [rows[embedded]], _ROW)
 
 
 def attends(
@@ -174,7 +186,7 @@ def closes(
     """The lens closes at one row.
 
     Args:
-        named: what the row is of.
+        named: where the row is read.
         reported: what the engine says of the most probable tokens: logits, or log probabilities.
         found: logits that the row gives for them.
         most: the greatest logit of all tokens that the row gives.

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from torch import nn, where
 
+from steercap.errors import UnsupportedModel
 from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit
 
 if TYPE_CHECKING:
@@ -71,13 +72,13 @@ def operators(module: nn.Module, names: Sequence[str]) -> list[Operator]:
     """The operators that a module's `forward` may call by these names.
 
     Raises:
-        AttributeError: it calls none of them.
+        UnsupportedModel: it calls none of them.
     """
     called: Mapping[str, Any] = {
         name: one for name in names if isinstance(one := getattr(module, name, None), nn.Module)
     } or {name: one for name, one in _functions(module).items() if name in names}
     if not called:
-        raise AttributeError(f"its forward calls neither {' nor '.join(names)}")
+        raise UnsupportedModel(f"forward of {type(module).__name__} calls neither {' nor '.join(names)}")
     # vLLM's dispatch by platform hides what modules call their arguments.
     written = {name: getattr(one, "forward_native", None) or one.function for name, one in called.items()}
     return [

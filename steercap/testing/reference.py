@@ -6,12 +6,12 @@ Teacher-forced: the finished sequence goes through the model in one pass, and ho
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -25,7 +25,10 @@ from steercap.families.wrappers import architectures_within
 from steercap.sites import SITES
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.edits import edited
-from steercap.worker.decoder import decoder_of
+from steercap.worker.decoder import Decoder, decoder_of
+
+#: A point, and what is done to its rows.
+Visited: TypeAlias = "tuple[Point, Callable[[torch.Tensor], None]]"
 
 
 class Reference:
@@ -51,7 +54,8 @@ class Reference:
         decoder = self.model if text is config else self.model.get_decoder()
         count = text.num_hidden_layers
         within = () if text is config else architectures_within(text, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        self.layers: Mapping[int, nn.Module] = decoder_of(decoder, count, range(count)).layers
+        self.decoder: Decoder = decoder_of(decoder, count, range(count))
+        self.layers: Mapping[int, nn.Module] = self.decoder.layers
         self.family: Family = _family((*config.architectures, *within), self.layers)
         self._hooked = threading.Lock()  # hooks of one thread would see the rows of another
 
@@ -81,14 +85,17 @@ class Reference:
         Threads may call it at once; they take turns.
         """
         found: dict[Point, torch.Tensor] = {}
-        layers = self.layers
-        with self._changed(steering, prompt_len) as hooks:
+        edits = self._edits(steering, prompt_len)
+        keeps: list[Visited] = [(point, partial(_keep, point, found)) for point in points]
+        instead = [(point, partial(_change, partial(_instead, rows))) for point, rows in (given or {}).items()]
+        with self._hooked, ExitStack() as hooks, torch.inference_mode():
+            # Hooks of a module run in the order in which they are put in.
+            self._visit(hooks, [one for one in [*edits, *keeps] if SITES[one[0].site].first])
+            self._visit(hooks, [one for one in edits if not SITES[one[0].site].first])
             for layer, rows in (inputs or {}).items():
-                hooks.callback(layers[layer].register_forward_pre_hook(_replace(rows), with_kwargs=True).remove)
-            for point in points:
-                hooks.callback(_keep(layers[point.layer], self.family, point, found).remove)
-            for point, rows in (given or {}).items():
-                hooks.callback(_change(layers[point.layer], self.family, point, partial(_instead, rows)).remove)
+                hooks.callback(self.layers[layer].register_forward_pre_hook(_replace(rows), with_kwargs=True).remove)
+            self._visit(hooks, [one for one in keeps if not SITES[one[0].site].first])
+            self._visit(hooks, instead)
             self.model(torch.tensor([list(token_ids)]), use_cache=False, **media)
         return found
 
@@ -100,18 +107,27 @@ class Reference:
         Args:
             token_ids, steering, prompt_len: as for `rows`.
         """
-        with self._changed(steering, prompt_len):
+        with self._hooked, ExitStack() as hooks, torch.inference_mode():
+            edits = self._edits(steering, prompt_len)
+            self._visit(hooks, sorted(edits, key=lambda one: not SITES[one[0].site].first))
             found = self.model(torch.tensor([list(token_ids)]), use_cache=False, output_attentions=True).attentions
         return [weights[0].float() for weights in found]
 
-    @contextmanager
-    def _changed(self, steering: SteeringSpec | None, prompt_len: int) -> Iterator[ExitStack]:
-        """Make edits in every pass within, and remove the hooks that the caller enters."""
-        layers = self.layers
-        with self._hooked, ExitStack() as hooks, torch.inference_mode():
-            for point, change in _changes(steering, prompt_len, len(layers)):
-                hooks.callback(_change(layers[point.layer], self.family, point, change).remove)
-            yield hooks
+    def _edits(self, spec: SteeringSpec | None, prompt_len: int) -> list[Visited]:
+        """What is done to the rows of each point that the spec edits."""
+        if spec is None:
+            return []
+        count = len(self.layers)
+        points = dict.fromkeys(point for edit in spec.flat() for point in edit.points(count))
+        return [
+            (point, partial(_change, partial(edited, spec, point, prompt_len=prompt_len, num_layers=count)))
+            for point in points
+        ]
+
+    def _visit(self, hooks: ExitStack, visits: Iterable[Visited]) -> None:
+        """Visit rows of points, which may be changed in place, in each pass, until the hooks are removed."""
+        for point, visit in visits:
+            hooks.callback(SITES[point.site].visit(self.decoder.holder(point), self.family, visit).remove)
 
 
 def _family(architectures: Sequence[str], layers: Mapping[int, nn.Module]) -> Family:
@@ -122,37 +138,17 @@ def _family(architectures: Sequence[str], layers: Mapping[int, nn.Module]) -> Fa
         return families_of(list(layers.values()))[0]
 
 
-def _changes(
-    spec: SteeringSpec | None, prompt_len: int, num_layers: int
-) -> Iterator[tuple[Point, Callable[[torch.Tensor], torch.Tensor]]]:
-    """What to do to the rows of each point that the spec edits."""
-    if spec is not None:
-        for point in {point for edit in spec.flat() for point in edit.points(num_layers)}:
-            yield point, partial(edited, spec, point, prompt_len=prompt_len, num_layers=num_layers)
+def _keep(point: Point, found: dict[Point, torch.Tensor], hidden: torch.Tensor) -> None:
+    found[point] = hidden.reshape(-1, hidden.shape[-1]).clone()
 
 
-def _keep(layer: nn.Module, family: Family, point: Point, found: dict[Point, torch.Tensor]) -> Any:
-    def keep(hidden: torch.Tensor) -> None:
-        found[point] = hidden.reshape(-1, hidden.shape[-1]).clone()
-
-    return _at(layer, family, point, keep)
-
-
-def _change(layer: nn.Module, family: Family, point: Point, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    def edit(hidden: torch.Tensor) -> None:
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        hidden.copy_(change(rows).to(hidden.dtype).reshape(hidden.shape))
-
-    return _at(layer, family, point, edit)
+def _change(change: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> None:
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    hidden.copy_(change(rows).to(hidden.dtype).reshape(hidden.shape))
 
 
 def _instead(rows: torch.Tensor, _own: torch.Tensor) -> torch.Tensor:
     return rows
-
-
-def _at(layer: nn.Module, family: Family, point: Point, visit: Callable[[torch.Tensor], None]) -> Any:
-    """Visit the rows of a point, which may be changed in place, in each pass."""
-    return SITES[point.site].visit(layer, family, visit)
 
 
 def _replace(rows: torch.Tensor) -> Callable[..., Any]:

@@ -20,6 +20,8 @@ from steercap.testing.reference import Reference
 if TYPE_CHECKING:
     from steercap.model import SteerModel
 
+#: Where the stream itself is read.
+STREAM: Final = ("embed", "resid_pre", "resid_mid", "resid_post")
 ALL_SITES: Final = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 
 #: float32 against transformers on the same tokens: the bounds of docs/architecture.md, "What right means".
@@ -98,7 +100,7 @@ def steps(handle: CaptureHandle, reference: Reference, steering: SteeringSpec | 
     """
     rows = {point: handle.captures[point].flatten(1).float() for point in handle.points}
     stream = {layer: _unrounded(handle, layer) for layer in handle.captures.layers}
-    given = {point: kept for point, kept in rows.items() if point.site not in {"resid_pre", "resid_post"}}
+    given = {point: kept for point, kept in rows.items() if point.site not in STREAM}
     for layer, wide in stream.items():  # what the first norm reads is wide, what goes on is rounded
         given[Point(layer, "attn_out")] = given[Point(layer, "attn_out")] + rows[Point(layer, "resid_pre")] - wide
     prompt_len = len(handle.prompt_token_ids)

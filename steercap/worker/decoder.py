@@ -6,9 +6,9 @@ pipeline stage that list has a placeholder for each layer of the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,19 +19,7 @@ from steercap.families.base import Family
 from steercap.families.code import fingerprint_of, name_of, same_code
 from steercap.sites import SITES
 from steercap.sites.streams import collapsed
-
-#: What models call the norm between the last layer and the unembedding.
-_NORMS: Final = (
-    "norm",
-    "final_layernorm",
-    "final_layer_norm",
-    "ln_f",
-    "norm_f",
-    "final_norm",
-    "embedding_norm",
-    "ln_out",
-    "output_norm",
-)
+from steercap.worker.unembedding import Unembedding
 
 
 @dataclass(frozen=True)
@@ -57,40 +45,47 @@ class Decoder:
         """The classes of its layers, as families name them, and the fingerprint of `forward`, see `same_code`."""
         return same_code({name_of(type(layer)): fingerprint_of(layer)} for layer in self.layers.values())
 
-    def unembedding(self, family: Family) -> Callable[[torch.Tensor], torch.Tensor | None]:
-        """What the model does to rows of the last layer, [n, hidden], to get logits [n, vocabulary], or a part of it.
+    def unembedding(self, family: Family, together: int) -> Unembedding:
+        """What the model makes logits by.
 
-        All ranks of a tensor-parallel group must call it together; the logits may be None on others than the first.
+        Args:
+            family: how its layers are written.
+            together: rows that may be given at once.
 
         Raises:
             UnsupportedModel: no norm is to be found behind the layers, where the family names none.
         """
-        named = family.final_norm.rpartition(".")[2]
-        names = _NORMS if family.derived else (named,)
-        norms = [name for name in names if isinstance(getattr(self.parent, name, None), nn.Module)]
+        norms = [name for name in family.norm.split("|") if isinstance(getattr(self.parent, name, None), nn.Module)]
         if not norms and family.derived:
             children = ", ".join(name for name, _ in self.parent.named_children())
             raise UnsupportedModel(
                 f"steercap finds no norm behind the layers of {type(self.parent).__name__}, which holds {children}"
             )
-        tail: list[Any] = [
-            module
-            for name in (*norms[:1], *family.after_norm)
-            if isinstance(module := getattr(self.parent, name, None), nn.Module)
-        ]
-
+        norm, after = (
+            [module for name in names if isinstance(module := getattr(self.parent, name, None), nn.Module)]
+            for names in (norms[:1], family.after_norm)
+        )
         model: Any = self.model
         divisor = float(getattr(model, family.divisor)) if family.divisor else 1.0
 
-        def unembed(rows: torch.Tensor) -> torch.Tensor | None:
-            hidden: Any = collapsed(self.parent, rows) if family.mhc else rows
-            for module in tail:
-                hidden = module(hidden)
-                hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+        def head(rows: torch.Tensor) -> torch.Tensor | None:
+            hidden = _through(after, rows)
             logits: torch.Tensor | None = model.compute_logits(hidden if divisor == 1 else hidden / divisor)
             return logits
 
-        return unembed
+        def normed(rows: torch.Tensor) -> torch.Tensor:
+            return _through(norm, collapsed(self.parent, rows) if family.mhc else rows)
+
+        return Unembedding(normed, head, together)
+
+
+def _through(modules: Sequence[Any], rows: torch.Tensor) -> torch.Tensor:
+    """What modules make of rows, one after the other, past the taps on them, which wait for tokens of a request."""
+    hidden: Any = rows
+    for module in modules:
+        found = module.forward(hidden)
+        hidden = found[0] if isinstance(found, tuple) else found
+    return hidden  # type: ignore[no-any-return]
 
 
 def decoder_of(model: nn.Module, num_layers: int, present: range) -> Decoder:

@@ -6,7 +6,7 @@ A runner adapter drives it; it knows nothing of vLLM.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -65,7 +65,7 @@ from steercap.worker.sketching import Sketches
 from steercap.worker.steering import Steering
 from steercap.worker.step import Step, Witness
 from steercap.worker.taps.base import Taps
-from steercap.worker.unembedding import unembedded
+from steercap.worker.unembedding import Unembedding, unembedded
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Runtime:
         armed: names of the points that the whole engine arms.
         device: where the model computes.
         loaded: the layers of this rank.
-        unembed: what the model does to rows of the last layer to get logits; None where it is not on this rank.
+        unembed: what the model makes logits by; None where that is not on this rank.
         project: what its layers' blocks make of what their last projections read.
         attention: how the layers whose queries and keys are armed weigh keys.
     """
@@ -90,7 +90,7 @@ class Runtime:
         device: torch.device,
         *,
         loaded: Loaded = Loaded(),  # noqa: B008 -- it cannot change
-        unembed: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
+        unembed: Unembedding | None = None,
         project: Projecting | None = None,
         attention: Mapping[int, AttentionRule] = MappingProxyType({}),
     ) -> None:

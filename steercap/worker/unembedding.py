@@ -1,39 +1,69 @@
-"""From rows of the last layer to logits, by the model's own final norm and unembedding, on its own ranks."""
+"""From rows of the stream to logits, by the model's own final norm and unembedding, on its own ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from steercap.core.messages import NotCapturing, Project, Unembed, Unembedded
 
 
-def unembedded(
-    unembed: Callable[[torch.Tensor], torch.Tensor | None] | None, asked: Unembed, device: torch.device
-) -> Unembedded | NotCapturing:
-    """Answer of one rank; the ranks of a tensor-parallel group compute it together.
+@dataclass(frozen=True)
+class Unembedding:
+    """What a model does to rows of its last layer, [n, hidden], to get logits, [n, vocabulary], or a part of it.
 
-    Rows go one by one, as those of a decode pass with one request: what is kept of the last pass, of which LoRA's
-    kernels read how many rows there are, fits that.
+    All ranks of a tensor-parallel group must call it together; the logits may be None on others than the first.
 
     Args:
-        unembed: see `worker.decoder.Decoder.unembedding`; None where the model's end is on another pipeline stage.
+        norm: the final norm.
+        head: the rest.
+        together: rows that these may be given at once.
+    """
+
+    norm: Callable[[torch.Tensor], torch.Tensor]
+    head: Callable[[torch.Tensor], torch.Tensor | None]
+    together: int = 1
+
+    def logits(self, rows: torch.Tensor, *, normed: bool) -> Iterator[torch.Tensor]:
+        """Logits of some rows after the other, float32 [n, vocabulary].
+
+        Args:
+            rows: [n, hidden].
+            normed: whether the final norm is behind them.
+        """
+        for some in rows.split(self.together):
+            found = self.head(some if normed else self.norm(some))
+            if found is not None:
+                yield found.float().view(len(some), -1)
+
+
+def unembedded(model: Unembedding | None, asked: Unembed, device: torch.device) -> Unembedded | NotCapturing:
+    """Answer of one rank.
+
+    Args:
+        model: None where the model's end is on another pipeline stage.
         asked: what to answer.
         device: where the model computes.
     """
-    if unembed is None:
+    if model is None:
         return NotCapturing()
-    rows = rows_of(asked, device)
-    found = [logits.float().flatten() for row in rows if (logits := unembed(row[None])) is not None]
+    tokens = slice(None) if asked.tokens is None else list(asked.tokens)
+    found: list[tuple[torch.Tensor, ...]] = []
+    for logits in model.logits(rows_of(asked, device), normed=asked.normed):
+        best = logits.topk(min(asked.top, logits.shape[1]))
+        edges = (*logits.aminmax(dim=1), logits.std(dim=1), logits.logsumexp(dim=1))
+        found.append((logits[:, tokens], best.indices, best.values, *edges))
     if not found:
         return NotCapturing()
-    logits = torch.stack(found)
-    chosen = logits[:, list(asked.tokens)].cpu().numpy().astype(np.float32, copy=False)
-    least, most = (tuple(edge.tolist()) for edge in logits.aminmax(dim=1))
-    spread, total = (tuple(of_all.tolist()) for of_all in (logits.std(dim=1), logits.logsumexp(dim=1)))
-    return Unembedded(chosen.tobytes(), least, most, spread, total)
+    chosen, top, values, *of_all = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
+    least, most, spread, total = (tuple(one.tolist()) for one in of_all)
+    return Unembedded(_bytes(chosen), least, most, spread, total, _bytes(top), _bytes(values))
+
+
+def _bytes(found: torch.Tensor) -> bytes:
+    return found.contiguous().numpy().tobytes()
 
 
 def rows_of(asked: Unembed | Project, device: torch.device) -> torch.Tensor:

@@ -32,7 +32,7 @@ MISTAKES = {
         "qwen3 residual_output=None residual_input=",
         "qwen3",
         ("resid_post",),
-        r"the lens closes of the rows that were read: off by",
+        r"the lens closes at resid_post\[3\]: off by",
     ),
     "the residual forgotten where layers begin": (
         "qwen3 residual_input=",

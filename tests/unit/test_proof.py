@@ -23,9 +23,11 @@ def pass_of(seed: int, factor: float = 1.0, dtype: torch.dtype = torch.float32) 
 
     stream, rows = drawn(), {}
     for layer in range(LAYERS):
-        added = [drawn(), drawn()]
-        after = stream + factor * (added[0] + added[1])
-        rows |= {Point(layer, site): one for site, one in zip(STREAM, (stream, *added, after), strict=True)}
+        attention, feed_forward = drawn(), drawn()
+        middle = stream + factor * attention
+        after = middle + factor * feed_forward
+        kept = (stream, attention, middle, feed_forward, after)
+        rows |= {Point(layer, site): one for site, one in zip(STREAM, kept, strict=True)}
         stream = after
     return {point: one.to(dtype) for point, one in rows.items()}
 
@@ -33,8 +35,18 @@ def pass_of(seed: int, factor: float = 1.0, dtype: torch.dtype = torch.float32) 
 @given(st.integers(0, 1000), st.sampled_from([1.0, 0.22]), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_a_stream_that_grows_by_what_blocks_add_is_proved(seed, factor, dtype) -> None:
     claims = list(equations(pass_of(seed, factor, dtype), factor))
-    assert len(claims) == 2 * LAYERS - 1
+    assert len(claims) == 4 * LAYERS - 1
     assert worst(claims) is None
+
+
+def test_the_stream_begins_with_what_is_embedded() -> None:
+    rows = pass_of(6)
+    rows[Point(0, "embed")] = rows[Point(0, "resid_pre")].clone()
+    assert worst(equations(rows, 1.0)) is None
+    added = torch.randn(ROWS, WIDTH)
+    rows[Point(0, "embed")] += added
+    assert worst(equations(rows, 1.0)).name == "resid_pre[0] is embed[0]"
+    assert worst(equations(rows, 1.0, (Point(0, "embed"), added))) is not None  # what is embedded is the edited row
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -57,12 +69,12 @@ def test_a_forgotten_factor_is_seen() -> None:
 
 def test_a_layer_of_one_block_grows_by_that_block() -> None:
     """Of Mamba, and of hybrids whose layers are one block each: what the layer has not adds nothing."""
-    rows = pass_of(2)
+    rows = {point: one for point, one in pass_of(2).items() if point.site != "resid_mid"}
     absent = {Point(layer, "mlp_out") for layer in range(LAYERS)}
     for layer in range(LAYERS):
         lacking = rows.pop(Point(layer, "mlp_out"))
         for point in rows:
-            if (point.layer, STREAM.index(point.site)) >= (layer, 3):
+            if (point.layer, STREAM.index(point.site)) > (layer, STREAM.index("mlp_out")):
                 rows[point] = rows[point] - lacking if point.site.startswith("resid") else rows[point]
     assert len(list(equations(rows, 1.0))) == LAYERS - 1  # of a layer that may have another block, nothing is known
     claims = list(equations(rows, 1.0, absent=absent))
@@ -90,10 +102,21 @@ def test_an_edit_moves_both_equations_by_what_it_added() -> None:
     assert worst(equations(rows, 1.0, (after, vector))) is not None  # the next layer did not begin with it
     for site in STREAM:
         following = Point(2, site)
-        if site in {"resid_pre", "resid_post"}:
+        if site.startswith("resid"):
             rows[following] = rows[following] + vector
     assert worst(equations(rows, 1.0, (after, vector))) is None
     assert worst(equations(rows, 1.0)) is not None
+
+
+def test_an_edit_between_the_blocks_is_part_of_the_sum() -> None:
+    vector = torch.randn(ROWS, WIDTH)
+    rows, edit = pass_of(8), (Point(1, "resid_mid"), vector)
+    for point in rows:
+        if point.site.startswith("resid") and (point.layer, STREAM.index(point.site)) >= (1, STREAM.index("resid_mid")):
+            rows[point] = rows[point] + vector
+    assert worst(equations(rows, 1.0, edit)) is None
+    assert len(list(equations(rows, 1.0, edit))) == 4 * LAYERS - 1
+    assert "resid_mid[1]" in worst(equations(pass_of(8), 1.0, edit)).name
 
 
 def test_what_is_not_armed_is_not_claimed() -> None:
