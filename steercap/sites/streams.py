@@ -74,9 +74,9 @@ def operators(module: nn.Module, names: Sequence[str]) -> list[Operator]:
     Raises:
         UnsupportedModel: it calls none of them.
     """
-    called: Mapping[str, Any] = {
+    called: Mapping[str, Any] = {name: one for name, one in _functions(module).items() if name in names} or {
         name: one for name in names if isinstance(one := getattr(module, name, None), nn.Module)
-    } or {name: one for name, one in _functions(module).items() if name in names}
+    }
     if not called:
         raise UnsupportedModel(f"forward of {type(module).__name__} calls neither {' nor '.join(names)}")
     # vLLM's dispatch by platform hides what modules call their arguments.
