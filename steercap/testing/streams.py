@@ -1,12 +1,12 @@
 """DeepSeek-V4 without a hub: a tiny random checkpoint, and the published equations of its streams in float64.
 
-The equations are those of arXiv:2512.24880 with the gates of DeepSeek-V4: per block, of the streams X [streams, hidden],
+They are those of arXiv:2512.24880, with DeepSeek-V4's gates. For each block, of the streams X [streams, hidden],
 
     x = X / rms(X), all of it as one row;  pre, post, res = split(fn x) · scale + base
-    pre = sigmoid(pre) + eps,  post = 2 sigmoid(post),  res = sinkhorn(softmax(res, rows) + eps)
+    pre = sigmoid(pre) + eps,  post = 2 sigmoid(post),  res = sinkhorn(softmax(res) + eps)
     the block reads norm(Σ_i pre_i X_i);  behind it X'_j = Σ_i res_ij X_i + post_j block
 
-and at the end the final norm takes Σ_i (sigmoid(scale · fn x + base) + eps)_i X_i. They know nothing of vLLM or torch modules.
+and the final norm reads Σ_i (sigmoid(scale · fn x + base) + eps)_i X_i. Nothing of vLLM, or of a module, is used.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ def _write(settings: Mapping[str, Any], folder: Path) -> None:
     with torch.no_grad():
         for name, weights in model.named_parameters():
             noise = torch.randn_like(weights) * INIT_STD
-            if "_hc." in name or "hc_head" in name:  # coefficients that differ from token to token, and stream to stream
+            if (
+                "_hc." in name or "hc_head" in name
+            ):  # coefficients that differ from token to token, and stream to stream
                 weights.copy_(noise / 3 if weights.dim() == 2 else 1 + noise if "scale" in name else 4 * noise)
             else:
                 weights.copy_(weights + noise if weights.dim() == 1 and "norm" in name else noise)

@@ -60,11 +60,15 @@ def over_kernels(forward: Any) -> FunctionType:
         "hc_head_fused_kernel_tilelang": hc_head_fused_cpu,
     }
     return FunctionType(
-        forward.__code__, {**forward.__globals__, **kernels}, forward.__name__, forward.__defaults__, forward.__closure__
+        forward.__code__,
+        {**forward.__globals__, **kernels},
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
     )
 
 
-def pre(
+def pre(  # noqa: PLR0917 -- as TileLang's function
     residual: torch.Tensor,
     fn: torch.Tensor,
     hc_scale: torch.Tensor,
@@ -87,7 +91,7 @@ def pre(
     return post, res, read if norm_weight is None else ir.ops.rms_norm(read, norm_weight, norm_eps)
 
 
-def pre_broadcast(
+def pre_broadcast(  # noqa: PLR0917 -- likewise
     residual: torch.Tensor,
     fn: torch.Tensor,
     hc_scale: torch.Tensor,
@@ -109,7 +113,7 @@ def pre_broadcast(
     return (streams, *pre(streams, fn, hc_scale, hc_base, *numbers, n_splits, norm_weight, norm_eps))
 
 
-def fused_post_pre(
+def fused_post_pre(  # noqa: PLR0917 -- likewise
     x: torch.Tensor,
     residual: torch.Tensor,
     post_layer_mix: torch.Tensor,
