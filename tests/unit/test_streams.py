@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,7 @@ def mixed(x: torch.Tensor, residual: torch.Tensor, post: torch.Tensor, res: torc
     return torch.einsum("nij,nih->njh", res, residual) + post * x[:, None]
 
 
-def pre(residual: torch.Tensor, fn: torch.Tensor, *_: Any, norm_weight: Any = None, norm_eps: float = 0.0) -> Any:  # noqa: ARG001 -- as TileLang's
+def pre(residual: torch.Tensor, fn: torch.Tensor, *_: Any, **__: Any) -> Any:
     """What an operator makes of streams, in float32: enough that all of it depends on all of them."""
     logits = residual.flatten(1) @ fn.T
     post, res = torch.sigmoid(logits[:, S : 2 * S])[..., None], torch.softmax(logits[:, 2 * S :].view(-1, S, S), 1)
@@ -52,7 +53,7 @@ def broadcast(residual: Any, fn: Any, *_: Any, **__: Any) -> Any:
     return (streams, *(part * (1 + 2**-20) for part in pre(streams, fn)))
 
 
-KERNELS = {"mhc_pre_tilelang": pre, "mhc_fused_post_pre_tilelang": fused, "mhc_pre_broadcast_tilelang": broadcast}
+KERNELS: Any = {"mhc_pre_tilelang": pre, "mhc_fused_post_pre_tilelang": fused, "mhc_pre_broadcast_tilelang": broadcast}
 
 
 def nvidia_layer(seed: int) -> nn.Module:
@@ -73,11 +74,12 @@ def nvidia_layer(seed: int) -> nn.Module:
     layer.attn = lambda _positions, x, _cache: torch.tanh(x)
     layer.ffn = lambda x, _ids, _routing: torch.sin(x)
     written: Any = nvidia.DeepseekV4DecoderLayer.forward
+    for name, kernel in KERNELS.items():
+        kernel.__signature__ = inspect.signature(getattr(nvidia, name))  # taps go by vLLM's names of arguments
     scope = {**written.__globals__, **KERNELS}
-    type(layer)  # each layer is of a class of its own, whose forward it has
-    kind = type("Layer", (nn.Module,), {"forward": FunctionType(written.__code__, scope, "forward", written.__defaults__)})
-    layer.__class__ = kind
-    return layer
+    forward = FunctionType(written.__code__, scope, "forward", written.__defaults__)
+    layer.__class__ = type("Layer", (nn.Module,), {"forward": forward})
+    return layer  # type: ignore[no-any-return]
 
 
 class Seen:
@@ -259,7 +261,9 @@ def test_models_with_one_stream_have_none_of_these_sites(site) -> None:
 
 def test_a_model_with_several_streams_has_no_single_one() -> None:
     """The message says what it has."""
-    with pytest.raises(UnsupportedModel, match=r"no resid_post at any .* it carries several streams, see .*mhc_streams_final"):
+    with pytest.raises(
+        UnsupportedModel, match=r"no resid_post at any .* it carries several streams, see .*mhc_streams_final"
+    ):
         armed(V4, "resid_post")
 
 
