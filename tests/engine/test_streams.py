@@ -9,9 +9,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import pytest
-from test_runner_v2 import HERE, with_triton_on_cpu
+from interpreted import with_triton_on_cpu
+
+HERE = Path(__file__).parent
 
 #: How many tests `streams_on_cpu.py` has at least.
 TESTS = 16
