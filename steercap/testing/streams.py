@@ -13,20 +13,40 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from jaxtyping import Float
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from steercap.core.extras import extra
+from steercap.core.spec import Point
 from steercap.testing.cache import cached
 from steercap.testing.tiny import INIT_STD, SEED, SPECIAL, tokenizer
 
+if TYPE_CHECKING:
+    from steercap.requests.handle import CaptureHandle
+
+#: By a layer's blocks, the sites before it, of what it is mixed by, reads and adds.
+BLOCKS: Final = {
+    "attn": ("mhc_streams_pre_attn", "mhc_attn_post_mix", "mhc_attn_res_mix", "attn_in", "attn_out"),
+    "ffn": ("mhc_streams_pre_mlp", "mhc_ffn_post_mix", "mhc_ffn_res_mix", "mlp_in", "mlp_out"),
+}
+#: All of them, and the last streams.
+ARMED: Final = (*BLOCKS["attn"], *BLOCKS["ffn"], "mhc_streams_final")
+#: The error of an element, over the norm of its row or its stream: of float32 that kernels sum in other orders over
+#: 1,024 products (found: 3e-7), and of a row of bfloat16 that is rounded up to three times, by half of 2^-8 each (found:
+#: 2e-3).
+COEFFICIENTS: Final = 1e-5
+ROWS: Final = 3 * 2**-9
+#: By how much the engine's choice may miss the greatest logit, in standard deviations, which bfloat16 rounds.
+LOGITS: Final = 0.02
 #: Of config.json. Kernels fix head_dim, index_head_dim and, on CPU, 256 experts; each kind of attention is there once.
 TINY_V4: Final[Mapping[str, Any]] = {
     "model_type": "deepseek_v4",
@@ -117,6 +137,15 @@ def _original(name: str, weights: torch.Tensor) -> tuple[str, torch.Tensor]:
     return name, weights.float() if any(part in name for part in _WIDE) else weights
 
 
+def _mixing(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint, of one file or several, that the equations need, float64."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 -- it is no dict
+                if "hc_" in name or name.endswith("norm.weight") or name in {"embed.weight", "head.weight"}:
+                    yield name, tensors.get_tensor(name).double()
+
+
 @dataclass(frozen=True)
 class Mix:
     """What a block's operator makes of streams.
@@ -141,7 +170,7 @@ class Equations:
 
     def __init__(self, folder: Path) -> None:
         self.config: Any = json.loads((folder / "config.json").read_text())
-        self.weights = {name: one.double() for name, one in load_file(folder / "model.safetensors").items()}
+        self.weights = dict(_mixing(folder))
 
     def embedded(self, token_ids: torch.Tensor) -> Float[torch.Tensor, "n streams hidden"]:
         """What the streams begin with."""
@@ -183,12 +212,59 @@ class Equations:
         return rows / self._rms(rows) * self.weights[weights]
 
     def _rms(self, rows: torch.Tensor) -> torch.Tensor:
-        return (rows.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt()
+        found: torch.Tensor = (rows.square().mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt()
+        return found
 
     def _sinkhorn(self, squares: torch.Tensor) -> torch.Tensor:
-        eps, found = self.config["hc_eps"], torch.softmax(squares, dim=-1) + self.config["hc_eps"]
+        eps = float(self.config["hc_eps"])
+        found = torch.softmax(squares, dim=-1) + eps
         found = found / (found.sum(-2, keepdim=True) + eps)
         for _ in range(self.config["hc_sinkhorn_iters"] - 1):
             found = found / (found.sum(-1, keepdim=True) + eps)
             found = found / (found.sum(-2, keepdim=True) + eps)
         return found
+
+
+def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The greatest error of an element over the norm of its row, which is the last axis."""
+    unit = expected.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+    return float(((found.double() - expected) / unit).abs().max())
+
+
+def agrees(
+    handle: CaptureHandle, equations: Equations, added: Mapping[Point, torch.Tensor] = MappingProxyType({})
+) -> dict[str, float]:
+    """How far rows are from the published equations, by site, each given the captured rows before it.
+
+    Args:
+        handle: rows of all tokens of a request, at all layers and at all of `ARMED`.
+        equations: of its model.
+        added: what an edit adds to the streams of points, [streams, hidden].
+
+    Raises:
+        AssertionError: further than rounding explains.
+    """
+    rows, last, worst = handle.captures, handle.num_layers - 1, dict[str, float]()
+
+    def hold(site: str, found: torch.Tensor, expected: torch.Tensor, most: float) -> None:
+        worst[site] = max(worst.get(site, 0.0), apart(found, expected))
+        assert worst[site] < most, (site, worst[site])
+
+    def behind(point: Point, expected: torch.Tensor) -> None:
+        hold(point.site, rows[point], expected + added.get(point, torch.zeros(1)).double(), ROWS)
+
+    behind(Point(0, "mhc_streams_pre_attn"), equations.embedded(handle.token_ids))
+    for layer in range(last + 1):
+        end = Point(layer, "mhc_streams_final") if layer == last else Point(layer + 1, "mhc_streams_pre_attn")
+        for block, following in (("attn", Point(layer, "mhc_streams_pre_mlp")), ("ffn", end)):
+            streams, post, res, read, adds = (rows[Point(layer, site)] for site in BLOCKS[block])
+            said = equations.mix(layer, block, streams)
+            expected = ((post, said.post, COEFFICIENTS), (res, said.res, COEFFICIENTS), (read, said.read, ROWS))
+            for site, (found, wanted, most) in zip(BLOCKS[block][1:4], expected, strict=True):
+                hold(site, found, wanted, most)
+            behind(following, equations.behind(streams, adds, Mix(said.read, post.double(), res.double())))
+    logits = equations.logits(rows[Point(last, "mhc_streams_final")][len(handle.prompt_token_ids) - 1 :])
+    chosen = logits.gather(1, torch.tensor(handle.output_token_ids)[:, None])[:, 0]
+    worst["logits"] = float(((logits.amax(1) - chosen) / logits.std(1)).max())
+    assert worst["logits"] < LOGITS, worst
+    return worst

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import os
+from collections.abc import AsyncIterator
 
 import pytest
 import torch
@@ -11,30 +12,20 @@ from conftest import opened
 from steercap import Ablate, Add, CaptureSpec, SteeringSpec, SteerModel
 from steercap.core.spec import Point
 from steercap.errors import InvalidSpec, InvalidVector
+from steercap.families.code import fingerprint_of
 from steercap.requests.handle import CaptureHandle
-from steercap.sites import SITES
 from steercap.testing.rows import random_prompt
-from steercap.testing.streams import Equations, Mix, streams_checkpoint
+from steercap.testing.streams import ARMED, Equations, agrees, apart, streams_checkpoint
 
-STREAMS = tuple(site for site in SITES if site.startswith("mhc_"))
-BLOCKS = ("attn_in", "attn_out", "mlp_in", "mlp_out")
 LAYERS, PROMPT = 3, 140  # beyond the window, and one chunk of what is compressed to a 128th
 GREEDY = {"max_tokens": 6, "temperature": 0.0}
-#: By a layer's blocks, the sites before it, of what it is mixed by, reads and adds.
-SITES_OF = {
-    "attn": ("mhc_streams_pre_attn", "mhc_attn_post_mix", "mhc_attn_res_mix", "attn_in", "attn_out"),
-    "ffn": ("mhc_streams_pre_mlp", "mhc_ffn_post_mix", "mhc_ffn_res_mix", "mlp_in", "mlp_out"),
-}
-#: Of float32 that kernels sum in other orders over 1,024 products, and of a row of bfloat16 that is rounded up to three
-#: times, by half of 2^-8 each: the error of an element, over the norm of its row or of its stream.
-COEFFICIENTS, ROWS = 2e-4, 3 * 2**-9
 
 
 @pytest.fixture(scope="session")
 async def v4() -> AsyncIterator[SteerModel]:
     """The tiny DeepSeek-V4, all that it has armed."""
     engine = {"max_model_len": 256, "kv_cache_memory_bytes": 64 << 20, "tokenizer_mode": "hf", "max_num_seqs": 8}
-    async with opened(streams_checkpoint(), sites=[*STREAMS, *BLOCKS], enforce_eager=True, **engine) as model:
+    async with opened(streams_checkpoint(), sites=ARMED, enforce_eager=True, **engine) as model:
         yield model
 
 
@@ -46,53 +37,20 @@ def equations() -> Equations:
 
 async def captured(model: SteerModel, steering: SteeringSpec | None = None, **spec: object) -> CaptureHandle:
     """All rows of one request."""
-    asked = CaptureSpec(layers="all", sites=[*STREAMS, *BLOCKS], **spec)  # type: ignore[arg-type]
+    asked = CaptureSpec(layers="all", sites=ARMED, **spec)  # type: ignore[arg-type]
     _, handle = await model.generate(random_prompt(PROMPT, 1), GREEDY, capture=asked, steering=steering)
     await handle.fetch()
     return handle
 
 
-def apart(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The greatest error of an element over the norm of its row, which is the last axis."""
-    unit = expected.norm(dim=-1, keepdim=True).clamp(min=1e-30)
-    return float(((found.double() - expected) / unit).abs().max())
+async def test_the_layers_run_the_forward_that_was_asked_for(v4) -> None:
+    """That for NVIDIA is another code than that for CPU, and what runs is named by its fingerprint."""
+    from vllm.models.deepseek_v4.cpu.model import DeepseekV4DecoderLayer as OnCPU
+    from vllm.models.deepseek_v4.nvidia.model import DeepseekV4DecoderLayer as OnNvidia
 
-
-def agrees(
-    handle: CaptureHandle, equations: Equations, added: Mapping[Point, torch.Tensor] | None = None
-) -> dict[str, float]:
-    """How far rows are from the published equations, each given the captured rows before it; and whether they hold.
-
-    Args:
-        handle: all rows of a request.
-        equations: of its model.
-        added: what an edit adds to the streams of points, [streams, hidden].
-    """
-    rows, added, worst = handle.captures, added or {}, dict[str, float]()
-
-    def hold(site: str, found: torch.Tensor, expected: torch.Tensor, most: float) -> None:
-        worst[site] = max(worst.get(site, 0.0), apart(found, expected))
-        assert worst[site] < most, (site, worst[site])
-
-    def behind(point: Point, expected: torch.Tensor) -> None:
-        hold(point.site, rows[point], expected + added.get(point, torch.zeros(1)).double(), ROWS)
-
-    behind(Point(0, "mhc_streams_pre_attn"), equations.embedded(handle.token_ids))
-    for layer in range(LAYERS):
-        last = layer == LAYERS - 1
-        following = Point(layer, "mhc_streams_final") if last else Point(layer + 1, "mhc_streams_pre_attn")
-        for block, to in (("attn", Point(layer, "mhc_streams_pre_mlp")), ("ffn", following)):
-            streams, post, res, read, block_adds = (rows[Point(layer, site)] for site in SITES_OF[block])
-            said = equations.mix(layer, block, streams)
-            hold(SITES_OF[block][1], post, said.post, COEFFICIENTS)
-            hold(SITES_OF[block][2], res, said.res, COEFFICIENTS)
-            hold(SITES_OF[block][3], read, said.read, ROWS)
-            behind(to, equations.behind(streams, block_adds, Mix(said.read, post.double(), res.double())))
-    logits = equations.logits(rows[Point(LAYERS - 1, "mhc_streams_final")][PROMPT - 1 :])
-    chosen = logits.gather(1, torch.tensor(handle.output_token_ids)[:, None])[:, 0]
-    worst["logits"] = float(((logits.amax(1) - chosen) / logits.std(1)).max())
-    assert worst["logits"] < 0.02  # the engine's choice is the greatest, but for roundings of logits to bfloat16
-    return worst
+    on_nvidia = os.environ.get("DEEPSEEK_V4_FORWARD") == "nvidia"
+    (found,) = v4.serving.opened().loaded.code.values()
+    assert found == fingerprint_of(OnNvidia if on_nvidia else OnCPU)
 
 
 async def test_rows_are_those_of_the_published_equations(v4, equations, record_property) -> None:

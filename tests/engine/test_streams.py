@@ -17,7 +17,7 @@ from interpreted import with_triton_on_cpu
 HERE = Path(__file__).parent
 
 #: How many tests `streams_on_cpu.py` has at least.
-TESTS = 16
+TESTS = 17
 
 
 @pytest.mark.timeout(900)
