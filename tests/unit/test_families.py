@@ -170,7 +170,12 @@ def test_unknown_layers_are_derived_from_what_they_take() -> None:
     assert (whole.hidden_input, whole.residual_input, whole.residual_output) == ("x", "", None)
     for family in (first, second, whole):
         assert family.derived
-        assert {name for name, site in SITES.items() if site.known(family)} == {"embed", "resid_pre", "resid_post", "final_norm"}
+        assert {name for name, site in SITES.items() if site.known(family)} == {
+            "embed",
+            "resid_pre",
+            "resid_post",
+            "final_norm",
+        }
 
 
 def test_what_cannot_be_derived_is_refused() -> None:
