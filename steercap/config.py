@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal, get_args
 
-from steercap.core.spec import MOST_NUMBERS, MOST_SEED, Layers, Point, parse_layers, parse_sites, resolve_layers
+from steercap.core.names import Name
+from steercap.core.spec import (
+    MOST_NUMBERS,
+    MOST_SEED,
+    Layers,
+    Point,
+    parse_layers,
+    parse_names,
+    points_of,
+    resolve_layers,
+)
 from steercap.core.values import index_of, number_of, shown
 from steercap.encodings import codec_of
 from steercap.errors import InvalidSetting, UnsupportedModel
@@ -69,7 +79,10 @@ class Settings:
     """How an engine captures and steers.
 
     Args:
-        sites: sites to arm, or "all" that the model has. Each armed point costs a little time in every pass.
+        sites: sites to arm, or "all" that the model has. Each armed point costs a little time in every pass. What a
+            module reads or gives is a site too, by its path: "model.layers.*.mlp.down_proj.input" at `layers`,
+            "model.layers.5.input_layernorm.output" at one layer, "model.norm.output". TransformerLens's names are names
+            here as well.
         layers: layers to arm them at. `resid_post` of the last layer is always armed (`mhc_streams_final`, where the
             model carries several streams): the proof at start reads it, and the other terms of its sum where
             `attn_out` or `mlp_out` is armed anywhere. In float16, `resid_post` of
@@ -117,7 +130,8 @@ class Settings:
     def __post_init__(self) -> None:
         keep = object.__setattr__
         keep(self, "_every_site", isinstance(self.sites, str) and self.sites == ALL)
-        keep(self, "sites", tuple(SITES) if self.every_site else parse_sites(self.sites))
+        keep(self, "_named", tuple(map(Name, SITES)) if self.every_site else parse_names(self.sites))
+        keep(self, "sites", tuple(dict.fromkeys(name.site for name in self.named)))
         keep(self, "layers", parse_layers(self.layers))
         for site in self.sites:
             SITES[site]
@@ -145,6 +159,12 @@ class Settings:
         """Whether `sites` was "all", of which a model may lack some."""
         return bool(self.__dict__["_every_site"])
 
+    @property
+    def named(self) -> tuple[Name, ...]:
+        """What to arm, by names, of which some say their layer."""
+        found: tuple[Name, ...] = self.__dict__["_named"]
+        return found
+
     def armed(
         self,
         num_layers: int,
@@ -169,8 +189,8 @@ class Settings:
             UnsupportedModel: a site that none of these layers has.
         """
         layers = resolve_layers(self.layers, num_layers)
-        asked = placed((Point(layer, site) for layer in layers for site in self.sites), num_layers)
-        points = list(filter(exists, asked))
+        asked = [point for name in self.named for point in points_of(name, self.layers, num_layers)]
+        points = list(filter(exists, placed(asked, num_layers)))
         missing = set(self.sites) - {point.site for point in points}
         if missing and not self.every_site:
             raise UnsupportedModel(

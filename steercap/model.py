@@ -19,6 +19,7 @@ from steercap.requests.calls import Calls
 from steercap.requests.context import joining, steered
 from steercap.requests.fetching import fetch_all
 from steercap.requests.handle import CaptureHandle, flat
+from steercap.requests.lens import MOST_BYTES, Lens, unembed
 from steercap.requests.proof import Claim
 from steercap.requests.serving import Serving
 from steercap.requests.sketching import RunningSketch, begun
@@ -27,6 +28,8 @@ from steercap.vectors.calibration import Calibration, calibrate
 from steercap.vectors.extraction import BUT_THE_FIRST, Text
 
 if TYPE_CHECKING:
+    import torch
+
     from steercap.adapters.types import AsyncLLM
     from steercap.edits.base import Edit
 
@@ -227,6 +230,33 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         See `steercap.vectors.calibrate`.
         """
         return await calibrate(self, texts, layers=layers, sites=sites, tokens=tokens, progress=progress)
+
+    async def unembed(
+        self,
+        rows: torch.Tensor,
+        *,
+        normed: bool = False,
+        top: int = 10,
+        ids: Sequence[int] = (),
+        full: bool = False,
+        max_bytes: int = MOST_BYTES,
+    ) -> Lens:
+        """What rows of the stream would say next, by the model's own final norm and unembedding, on its workers.
+
+        Args:
+            rows: [rows, hidden], of any floating-point dtype; they are rounded to the model's.
+            normed: whether the final norm is behind them already, as for rows of "final_norm".
+            top: how many tokens to name.
+            ids: tokens whose log probabilities are wanted.
+            full: whether the logits of all tokens are.
+            max_bytes: the most that these may take.
+
+        Raises:
+            InvalidRequest: something that is not such rows, numbers or tokens, or logits beyond `max_bytes`.
+            EngineFailure: the engine has died or was closed.
+        """
+        engine = self.serving.here()
+        return await unembed(engine, rows, normed=normed, top=top, ids=ids, full=full, max_bytes=max_bytes)
 
     async def fetch_captures_batch(self, handles: Sequence[Any]) -> None:
         """Fetch many handles with one RPC. Nested lists and None are allowed; handles already fetched are left alone.

@@ -77,6 +77,7 @@ class VllmEngine:
         self.num_layers: int = config.get_total_num_hidden_layers()
         self.max_model_len: int = config.max_model_len
         self.hidden_size: int = config.get_hidden_size()
+        self.vocabulary: int = config.get_vocab_size()
         self.config: Final = config.hf_text_config
         self.max_logprobs: int = config.max_logprobs
         #: Tokens that a request may be computed beyond its end, which the scheduler learns of too late.

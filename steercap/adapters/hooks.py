@@ -17,6 +17,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
 from steercap.adapters.attention import attention_rules
+from steercap.adapters.observing import Observations
 from steercap.adapters.releases import require
 from steercap.adapters.settings import armed_points, candidate_of, tap_sizes
 from steercap.core.messages import Loaded
@@ -102,6 +103,7 @@ def attach(runner: Any) -> None:
             getattr(model_config.hf_text_config, "v_head_dim", None) or model_config.get_head_size(),
             model_config.get_total_num_kv_heads(),
             config.parallel_config.tensor_parallel_size,
+            Observations(runner, decoder, armed),
         ),
         runner.dtype,
         shard=get_tensor_model_parallel_rank(),

@@ -130,6 +130,7 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
         "req_ids",
     ),
     "Model Runner V2 with its model": ("device", "dtype", "get_model", "max_num_tokens", "vllm_config"),
+    "forward_context": ("set_forward_context(attn_metadata, vllm_config, num_tokens=, skip_compiled=)",),
     "SchedulerOutput": ("finished_req_ids", "num_scheduled_tokens", "scheduled_new_reqs"),
     "NewRequestData": ("req_id", "sampling_params"),
     "lora_ops": (

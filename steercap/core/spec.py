@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast
 
+from steercap.core.names import EVERY, Name, is_module, read_name
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import Mask, flag_of, index_of, mask_of, parts_of, plain, shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, PointNotArmed, UnknownName
 
 #: Layers as a user writes them; negative indices count from the last layer, and a mask has a truth value for each.
 Layers: TypeAlias = "int | slice | range | Sequence[int] | Sequence[bool] | Mask | Literal['all']"
+#: A point as a user writes it: a name, or a layer and a site.
+At: TypeAlias = "str | tuple[int, str]"
 Reduction: TypeAlias = Literal["mean", "sum", "max", "last"]
 
 #: Limits of `k` and `seed`.
@@ -28,6 +31,8 @@ class Point(NamedTuple):
     site: str
 
     def __str__(self) -> str:
+        if is_module(self.site):
+            return self.site.replace(EVERY, str(self.layer))
         return f"{self.site}[{self.layer}]"
 
 
@@ -59,7 +64,11 @@ class CaptureSpec:
         layers: an index, a slice, a range, a sequence of indices, a mask with a truth value for each layer of the
             model, or "all"; negative counts from the last layer. Layer `i` of `resid_post` is transformers'
             `hidden_states[i + 1]`, before the final norm for the last layer.
-        sites: places in the layer, one name or several.
+        sites: places in the layer, one name or several; TransformerLens's names ("hook_resid_post", "attn.hook_z") and
+            the paths of modules that the engine was opened with ("model.layers.*.mlp.input") are names too.
+        at: points, instead of layers and sites: a name with its layer ("resid_post[5]", "blocks.5.attn.hook_z",
+            "model.layers.5.mlp.input"), a pair of layer and site, or several of these in a list. A name without a layer
+            stands for all layers.
         tokens: "all", "prompt", "generated", "last_prompt", a slice, positions (negative counts from the end of the
             prompt), a mask with a truth value for each prompt token or for each of prompt + `max_tokens` - 1 positions,
             or a list of these. Prompt + generated - 1 tokens exist: the last sampled one is never an input.
@@ -85,12 +94,15 @@ class CaptureSpec:
             they are, see `Captures.shards`.
 
     Raises:
-        InvalidSpec: no site, an unknown reduction, something of another type, or `project` beside `reduce`.
+        InvalidSpec: no site, an unknown reduction, something of another type, `project` beside `reduce`, or `at` beside
+            `layers` or `sites`.
+        UnknownName: a name of TransformerLens's for rows that are other ones here.
         InvalidSelection: a malformed `tokens`.
     """
 
     layers: Layers = "all"
     sites: str | Sequence[str] = ("resid_post",)
+    at: At | Sequence[At] | None = None
     tokens: Tokens | TokenSelection = "all"
     reduce: Reduction | None = None
     codec: str | None = None
@@ -121,6 +133,10 @@ class CaptureSpec:
         object.__setattr__(self, "sites", parse_sites(self.sites))
         object.__setattr__(self, "tokens", TokenSelection.parse(self.tokens))
         object.__setattr__(self, "layers", parse_layers(self.layers))
+        if self.at is not None:
+            if self.layers != "all" or self.sites != ("resid_post",) or self.project is not None:
+                raise InvalidSpec("at= says which points are meant; leave layers=, sites= and project= out beside it")
+            object.__setattr__(self, "at", parse_points(self.at))
         if self.project is not None and self.reduce is not None:
             raise InvalidSpec(
                 f"project= gives a few numbers per token, reduce={self.reduce!r} one row per request; give only one"
@@ -142,7 +158,7 @@ class CaptureSpec:
                 raise InvalidSpec(f"{asked} gives float32 numbers, which {name}={given!r} cannot hold; leave it out")
 
     def __hash__(self) -> int:
-        parts = repr(self.layers), self.sites, self.tokens, self.reduce, self.codec, self.k, self.seed
+        parts = repr(self.layers), self.sites, self.at, self.tokens, self.reduce, self.codec, self.k, self.seed
         return hash((*parts, self.before_edits))
 
     @property
@@ -170,22 +186,94 @@ class CaptureSpec:
             LayerOutOfRange: an index outside the model.
             InvalidSpec: a selection of layers that holds none, or a mask of another length than the model has layers.
         """
+        if self.at is not None:
+            names = cast("tuple[Name, ...]", self.at)
+            return tuple(dict.fromkeys(point for name in names for point in points_of(name, "all", num_layers)))
         layers = resolve_layers(self.layers, num_layers)
         return tuple(Point(layer, site) for layer in layers for site in self.sites)
+
+    def is_open(self, point: Point, num_layers: int) -> bool:
+        """Whether a point is meant where the model has it: at "all" layers, not every one of which has a router."""
+        if self.at is None:
+            return isinstance(self.layers, str)
+        names = cast("tuple[Name, ...]", self.at)
+        own = {point.layer, point.layer - num_layers}
+        return not any(name.site == point.site and name.layer in own for name in names)
+
+
+def points_of(name: Name, layers: Layers, num_layers: int) -> tuple[Point, ...]:
+    """The points of a name, at its own layer, or at `layers` where it leaves that open.
+
+    Raises:
+        LayerOutOfRange, InvalidSpec: see `resolve_layers`.
+    """
+    found = resolve_layers(layers if name.layer is None else name.layer, num_layers)
+    return tuple(Point(layer, name.site) for layer in found)
+
+
+def parse_points(at: Any) -> tuple[Name, ...]:
+    """Points by name, or by layer and site, each once, in the order given; whether they exist is not looked at.
+
+    Raises:
+        InvalidSpec: none, or something else than points.
+        UnknownName: see `read_name`.
+    """
+    alone = isinstance(at, str) or (isinstance(at, tuple) and len(at) == 2 and index_of(at[0]) is not None)
+    found = [at] if alone else parts_of(at, "at")
+    if not found:
+        raise InvalidSpec(f"at={shown(at)}; give a point, such as 'resid_post[5]' or (5, 'z'), or several in a list")
+    return tuple(dict.fromkeys(map(_named_point, found)))
+
+
+def _named_point(given: Any) -> Name:
+    if isinstance(given, str):
+        return read_name(given)
+    pair = parts_of(given, "at")
+    if pair is None or len(pair) != 2 or index_of(pair[0]) is None or not isinstance(pair[1], str):
+        raise InvalidSpec(f"at={shown(given)} is not a point; give 'resid_post[5]', or a layer and a site, (5, 'z')")
+    return Name(name_of_site(pair[1]), index_of(pair[0]))
+
+
+def name_of_site(site: str) -> str:
+    """The name of a site, of one of its names.
+
+    Raises:
+        InvalidSpec: it names a layer too.
+        UnknownName: see `read_name`.
+    """
+    found = read_name(site)
+    if found.layer is not None:
+        raise InvalidSpec(f"{shown(site)} names a layer, and a site is asked for; capture it by at={site!r}")
+    return found.site
 
 
 def parse_sites(sites: Any) -> tuple[str, ...]:
     """Names of sites, each once, in the order given; whether they exist is not looked at.
 
     Raises:
-        InvalidSpec: none, or something else than names.
+        InvalidSpec: none, something else than names, or one that names a layer.
+        UnknownName: see `read_name`.
     """
+    return tuple(dict.fromkeys(map(name_of_site, _texts(sites))))
+
+
+def parse_names(sites: Any) -> tuple[Name, ...]:
+    """The same of names that may say a layer.
+
+    Raises:
+        InvalidSpec: none, or something else than names.
+        UnknownName: see `read_name`.
+    """
+    return tuple(dict.fromkeys(map(read_name, _texts(sites))))
+
+
+def _texts(sites: Any) -> tuple[str, ...]:
     found = [sites] if isinstance(sites, str) else parts_of(sites, "sites")
     if found is None or not all(isinstance(site, str) for site in found):
         raise InvalidSpec(f"sites={shown(sites)}; give the name of a site, or several in a list")
     if not found:
         raise InvalidSpec("sites=() captures nothing; name at least one site")
-    return tuple(dict.fromkeys(found))
+    return tuple(found)
 
 
 def parse_layers(layers: Any) -> Layers:
@@ -227,22 +315,24 @@ def resolve_layers(layers: Layers, num_layers: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def existing(points: tuple[Point, ...], layers: Layers | None, exists: Callable[[Point], bool]) -> tuple[Point, ...]:
+def existing(
+    points: tuple[Point, ...], is_open: Callable[[Point], bool], exists: Callable[[Point], bool]
+) -> tuple[Point, ...]:
     """The points that are meant: at named layers each of them; at "all" layers those that the model has, since not
     every layer has a router. If it has none of them, all, so that `check_armed` refuses one by its name.
 
     Args:
         points: what was asked for.
-        layers: the layers as they were asked for, parsed; None where one alone was.
+        is_open: whether a point is meant only where the model has it.
         exists: whether the model has a point; raises `UnknownName` for a site that does not exist.
     """
-    return (tuple(filter(exists, points)) or points) if layers == "all" else points
+    return tuple(point for point in points if not is_open(point) or exists(point)) or points
 
 
 def check_armed(
     points: Iterable[Point],
     armed: Iterable[Point],
-    known_sites: Iterable[str],
+    known_sites: Collection[str],
     exists: Callable[[Point], bool] = lambda _: True,
 ) -> None:
     """Check that every point has a tap.
@@ -257,10 +347,10 @@ def check_armed(
         UnknownName: a site that does not exist.
         PointNotArmed: a point without a tap in this engine.
     """
-    taps, sites = set(armed), tuple(known_sites)
+    taps = set(armed)
     for point in points:
-        if point.site not in sites:
-            raise UnknownName(f"unknown site {point.site!r}; known: {', '.join(map(repr, sites))}")
+        if point.site not in known_sites:
+            raise UnknownName(f"unknown site {point.site!r}; known: {', '.join(map(repr, known_sites))}")
         if point not in taps:
             armed_sites = sorted({tap.site for tap in taps})
             armed_layers = sorted({tap.layer for tap in taps if tap.site == point.site})

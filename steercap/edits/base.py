@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 import torch
 from jaxtyping import Float
 
+from steercap.core.names import read_name
 from steercap.core.program import Response
 from steercap.core.spec import Layers, Point, parse_layers, resolve_layers
 from steercap.core.tokens import Tokens, TokenSelection
@@ -52,7 +53,8 @@ class Edit(ABC):
         layer: one layer; negative counts from the last.
         layers: several: a slice, a range, a sequence, a mask with a truth value for each layer of the model, or "all".
             Give one of the two.
-        site: place in the layer, a name in `steercap.sites`.
+        site: place in the layer: a name in `steercap.sites`, TransformerLens's name for it, or the path of a module
+            that the engine was opened with. A name with its layer, such as "blocks.5.attn.hook_z", says both.
         tokens: "all", "prompt", "generated", "last_prompt", a slice, positions (negative counts from the end of the
             prompt), a mask with a truth value for each prompt token or for each of prompt + `max_tokens` - 1 positions,
             or a list of these. The last sampled token is never an input to the model, so it is never edited.
@@ -73,6 +75,9 @@ class Edit(ABC):
     part: int | Literal["each"] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.site, str):
+            raise InvalidEdit(f"{self.name}: site={shown(self.site)}; an edit has one site, so give one name")
+        self._read_site()
         if (self.layer is None) == (self.layers is None):
             raise InvalidEdit(f"{self.name}: give layer= for one layer, or layers= for several (and not both)")
         if self.layer is not None:
@@ -82,8 +87,6 @@ class Edit(ABC):
             object.__setattr__(self, "layer", layer)
         else:
             object.__setattr__(self, "layers", parse_layers(self.layers))
-        if not isinstance(self.site, str):
-            raise InvalidEdit(f"{self.name}: site={shown(self.site)}; an edit has one site, so give one name")
         object.__setattr__(self, "tokens", TokenSelection.parse(self.tokens))
         if self.part is not None and not (isinstance(self.part, str) and self.part == "each"):
             part = index_of(self.part)
@@ -91,6 +94,15 @@ class Edit(ABC):
                 raise InvalidEdit(f"{self.name}: part={shown(self.part)}; give the index of a part, or 'each'")
             object.__setattr__(self, "part", part)
         self._check()
+
+    def _read_site(self) -> None:
+        """Take the layer out of a name that has it."""
+        found = read_name(self.site)
+        object.__setattr__(self, "site", found.site)
+        if found.layer is not None:
+            if not (self.layer is None and self.layers is None):
+                raise InvalidEdit(f"{self.name}: site={found.site!r} was given with its layer; leave layer= out")
+            object.__setattr__(self, "layer", found.layer)
 
     if not TYPE_CHECKING:  # mypy would take any attribute for one of an edit
 

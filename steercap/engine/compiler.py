@@ -7,6 +7,7 @@ as long as the request; so what was compiled is kept as long as the spec lives.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
@@ -91,7 +92,9 @@ class Compiler:
         """
         if self._captured is None or self._captured[0] is not spec:
             asked = spec.points(self._num_layers) if spec.project is None else points_of(spec, self._num_layers)
-            points = existing(placed(asked, self._num_layers), spec.layers, self._exists)
+            points = existing(
+                placed(asked, self._num_layers), partial(spec.is_open, num_layers=self._num_layers), self._exists
+            )
             check_armed(points, self._armed, SITES, self._exists)
             self._captured = spec, points, tuple(sorted(self._armed[point] for point in points))
         return self._captured[1:]

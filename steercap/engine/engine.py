@@ -19,6 +19,7 @@ from steercap.core.messages import Counted, Owner, Parcel, Unembedded, Unknown, 
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point
+from steercap.encodings.base import dtype_of
 from steercap.engine.admission import Admission
 from steercap.engine.compiler import Compiler
 from steercap.engine.configurations import Configurations
@@ -315,6 +316,11 @@ class Engine:
     def bank_row_bytes(self) -> int:
         """Bytes of a row of the vector bank, on the worker with the widest."""
         return max(rank.attached.bank_width for rank in self._all_ranks) * _FLOAT_BYTES
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's, of rows of the stream."""
+        return dtype_of(self.schemas[Point(self.vllm.num_layers - 1, "resid_post")])
 
     async def unembed(
         self,

@@ -5,8 +5,10 @@ from steercap.formats.capping import load_capping
 from steercap.formats.control_vector import load_control_vector, save_control_vector
 from steercap.formats.layers_pt import load_layers_pt, save_layers_pt
 from steercap.formats.ours import load_steering, load_vectors, save_steering, save_vectors
+from steercap.formats.tuned_lens import TunedLens
 
 __all__ = [
+    "TunedLens",
     "load_capping",
     "load_control_vector",
     "load_layers_pt",

@@ -7,7 +7,8 @@ from typing import TypeAlias
 
 import torch
 
-from steercap.core.spec import Point
+from steercap.core.names import read_name
+from steercap.core.spec import Point, name_of_site
 from steercap.core.values import index_of, shown
 from steercap.encodings.coded import CodedRows
 from steercap.errors import InvalidSpec, LayerOutOfRange, SteercapError
@@ -16,10 +17,13 @@ from steercap.sites import SITES
 #: Rows of one point: whole, or the shards of them that each tensor-parallel rank had; as tensors, or in a codec.
 Whole: TypeAlias = "torch.Tensor | CodedRows"
 Rows: TypeAlias = "Whole | tuple[Whole, ...]"
+#: What rows are looked up by: a layer, a layer and a site, or a point's name.
+Key: TypeAlias = "int | tuple[int, str] | str"
 
 
 class Captures(Mapping[Point, torch.Tensor]):
-    """Rows by point: `captures[layer]` where one site was captured, `captures[layer, site]` always.
+    """Rows by point: `captures[layer]` where one site was captured, `captures[layer, site]` always, and so by names of
+    points: `captures["blocks.5.attn.hook_z"]`, `captures["final_norm"]`.
 
     Values are tensors [rows, *shape of the point] in the point's dtype, see `model.points`: [rows, hidden] for the
     residual stream, [rows, heads, head_dim] for `z`. Rows in a lossy codec are decoded at every access, to float32 of
@@ -37,7 +41,7 @@ class Captures(Mapping[Point, torch.Tensor]):
         self._num_layers = num_layers
         self._sites = tuple(dict.fromkeys(point.site for point in self._rows))
 
-    def __getitem__(self, key: int | tuple[int, str]) -> torch.Tensor:
+    def __getitem__(self, key: Key) -> torch.Tensor:
         """The rows of one point.
 
         Raises:
@@ -47,7 +51,7 @@ class Captures(Mapping[Point, torch.Tensor]):
         """
         return _decoded(self.whole(key))
 
-    def whole(self, key: int | tuple[int, str]) -> Whole:
+    def whole(self, key: Key) -> Whole:
         """The rows of one point as they are kept: a tensor, or `CodedRows`.
 
         Raises:
@@ -62,7 +66,7 @@ class Captures(Mapping[Point, torch.Tensor]):
             )
         return rows
 
-    def elements(self, key: int | tuple[int, str]) -> torch.Tensor:
+    def elements(self, key: Key) -> torch.Tensor:
         """The rows of one point, where it is their elements that count: for a lens, or products with vectors.
 
         Raises:
@@ -92,7 +96,7 @@ class Captures(Mapping[Point, torch.Tensor]):
         rows = self._rows[self._point(layer if site is None else (layer, site))]
         return tuple(map(_decoded, rows if isinstance(rows, tuple) else (rows,)))
 
-    def as_kept(self, key: int | tuple[int, str]) -> Rows:
+    def as_kept(self, key: Key) -> Rows:
         """The rows of one point as they are kept: a tensor, `CodedRows`, or shards of either.
 
         Raises:
@@ -100,8 +104,10 @@ class Captures(Mapping[Point, torch.Tensor]):
         """
         return self._rows[self._point(key)]
 
-    def _point(self, key: int | tuple[int, str]) -> Point:
-        given, site = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
+    def _point(self, key: Key) -> Point:
+        given, site = self._named(key) if isinstance(key, str) else (key, None)
+        if isinstance(key, tuple) and len(key) == 2:
+            given, site = key
         layer = index_of(given)
         if layer is None or not (site is None or isinstance(site, str)):
             raise InvalidSpec(
@@ -109,11 +115,19 @@ class Captures(Mapping[Point, torch.Tensor]):
                 f"captures[layer, 'resid_post']; captured: {self._points()}"
             )
         index = layer + self._num_layers if layer < 0 else layer
-        named = self._only_site() if site is None else site
+        named = self._only_site() if site is None else name_of_site(site)
         point = Point(SITES[named].placed(index, self._num_layers) if named in SITES else index, named)
         if point not in self._rows:
             raise LayerOutOfRange(f"{point} was not captured; captured: {self._points()}")
         return point
+
+    @staticmethod
+    def _named(key: str) -> tuple[int | str, str]:
+        """Layer and site of a point's name; of a site that the model has one of, any layer."""
+        site, layer = read_name(key)
+        if layer is None and site in SITES and SITES[site].of_model is not None:
+            return 0, site
+        return key if layer is None else layer, site
 
     def __contains__(self, key: object) -> bool:
         try:
@@ -160,7 +174,7 @@ class Coded(Mapping[Point, CodedRows]):
     def __init__(self, captures: Captures) -> None:
         self._captures = captures
 
-    def __getitem__(self, key: int | tuple[int, str]) -> CodedRows:
+    def __getitem__(self, key: Key) -> CodedRows:
         """The rows of one point.
 
         Raises:

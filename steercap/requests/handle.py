@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -27,9 +28,11 @@ from steercap.errors import InvalidRequest, InvalidSelection, InvalidSpec
 from steercap.requests import files, npz
 from steercap.requests.captures import Captures, Coded
 from steercap.requests.fetching import fetch_all
+from steercap.requests.lens import BEHIND, MOST_BYTES, Lens, point_of, unembed
 from steercap.requests.lifecycle import Found, Lifecycle, Stage
 
 if TYPE_CHECKING:
+    from steercap.formats.tuned_lens import TunedLens
     from steercap.vectors.directions import Mark
 
 
@@ -240,11 +243,11 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         index = operator.index(layer) % self.num_layers
         rule = self.attention_rules.get(index, AttentionRule(0.0, unknown="this handle was made without its rule"))
         rule.understood(index)
-        at = slice(None) if tokens is None else self._rows(tokens)
+        at = slice(None) if tokens is None else self._rows_at(tokens)
         return Attending(rule, queries[at], keys, self.positions[at], self.positions)
 
-    def _rows(self, tokens: Tokens | TokenSelection) -> torch.Tensor:
-        """Which of its rows a selection names: int64."""
+    def _rows_at(self, tokens: Tokens | TokenSelection) -> torch.Tensor:
+        """Which of its rows a selection names: indices, int64."""
         selection, total = (
             TokenSelection.parse(tokens),
             len(self.prompt_token_ids) + max(len(self.output_token_ids) - 1, 0),
@@ -254,6 +257,55 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         if len(lacking):
             raise InvalidSelection(f"tokens={selection}: no row of position {int(lacking[0])} was captured")
         return torch.searchsorted(self.positions, wanted)
+
+    async def lens(
+        self,
+        layer: int | None = None,
+        *,
+        site: str | None = None,
+        tokens: Tokens | TokenSelection | None = None,
+        translator: TunedLens | None = None,
+        top: int = 10,
+        ids: Sequence[int] = (),
+        full: bool = False,
+        max_bytes: int = MOST_BYTES,
+    ) -> Lens:
+        """What rows of the stream would say next, by the model's own final norm and unembedding, on its workers.
+
+        Without `layer` it is what the model says: the logits that it samples from, whose log probabilities are vLLM's.
+
+        Args:
+            layer: whose rows; left out, those behind the final norm, or of the last layer's end.
+            site: "resid_post" by default; "resid_pre", "resid_mid", "embed" or "final_norm".
+            tokens: which of the rows, as for `CaptureSpec`; left out, all that were captured.
+            translator: a tuned lens, which takes rows to what the last layer's would be.
+            top: how many tokens to name.
+            ids: tokens whose log probabilities are wanted.
+            full: whether the logits of all tokens are.
+            max_bytes: the most that these may take.
+
+        Raises:
+            CaptureNotFetched, CaptureReleased: as for `captures`.
+            InvalidRequest: rows that were not captured or are not of the stream, a handle from a file (`model.unembed`
+                takes its rows), or numbers that do not fit.
+            InvalidSelection: tokens of which no row was captured.
+            EngineFailure: the engine has died or was closed.
+        """
+        source = self.lifecycle.source
+        if source is None:
+            raise InvalidRequest("lens: the handle is from a file; give its rows to unembed() of an open model")
+        if self.directions or self.receipt.reduce:
+            held = "projections" if self.directions else f"the {self.receipt.reduce} of its tokens"
+            raise InvalidRequest(f"lens: the handle holds {held}; capture rows, without project= or reduce=")
+        point = point_of(self.points, self.num_layers, layer, site)
+        at = slice(None) if tokens is None else self._rows_at(tokens)
+        rows = self.captures.elements(point)[at]
+        if translator is not None:
+            rows = translator.translate(rows, point)
+        found = await unembed(
+            source.engine, rows, normed=point.site == BEHIND, top=top, ids=ids, full=full, max_bytes=max_bytes
+        )
+        return replace(found, positions=self.positions[at])
 
     def to_numpy(self) -> dict[Point, np.ndarray[Any, Any]]:
         """The rows as NumPy arrays; bfloat16, which NumPy lacks, becomes float32."""

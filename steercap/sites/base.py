@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
 from torch import Tensor, contiguous_format
 
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
     from steercap.families.base import Family
 
+#: What a site is in.
+Within: TypeAlias = Literal["layer", "decoder", "model"]
+#: What a hook does with a module's tensor, which it may change in place.
+Act: TypeAlias = "Callable[[nn.Module, Tensor], None]"
 #: Of a module's arguments, the stream and what is to be added to it, or None.
 Terms: TypeAlias = "Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]"
 #: Sees the rows of a point in a layer of transformers, [..., width], and may change them in place.
@@ -46,12 +50,15 @@ class Sizes:
         head_dim: elements of what an attention head gives, where its attention module does not say it.
         kv_heads: heads of keys and values, on all ranks together.
         ranks: of a tensor-parallel group.
+        observed: what a module reads ("input") or gives ("output"), as a pass has shown it. Raises `UnsupportedModel`
+            where that is not a row for each token.
     """
 
     hidden: int
     head_dim: int
     kv_heads: int
     ranks: int
+    observed: Callable[[nn.Module, str], RowShape]
 
 
 @dataclass(frozen=True)
@@ -76,22 +83,24 @@ class Tap:
     Args:
         point: its number, int32 [1], on the model's device.
         kind: what its rows are, see `kernels.tap.tap`.
+        dims: dimensions of a row.
     """
 
     point: torch.Tensor
     kind: int
+    dims: int = 1
 
 
 class Site(ABC):
     """A place where rows can be read and changed: in every layer, or one of the model.
 
-    Methods take a decoder layer; those of a site `behind` the layers take the module that holds them.
+    Methods take the module that the site is `within`.
     """
 
     #: The layer whose number a site has that the model has one of: 0, or -1 for the last; None for one in each layer.
-    of_model: ClassVar[int | None] = None
-    #: Whether it is in the module that holds the layers, behind the last of them.
-    behind: ClassVar[bool] = False
+    of_model: int | None = None
+    #: What it is in: a decoder layer, the module that holds the layers, or the model.
+    within: Within = "layer"
 
     #: Whether its rows are what others on the same module begin with, so that its tap comes before theirs.
     first: ClassVar[bool] = False
@@ -188,31 +197,58 @@ def read_tap(layer: nn.Module, path: str, name: str, tap: Tap) -> RemovableHandl
 
     What a block reads may be what the other reads beside it, or the stream itself. The rest as for `output_tap`.
     """
+    module = layer.get_submodule(located(layer, path))
+    return module.register_forward_pre_hook(of_input(tapping(module, name, tap)), with_kwargs=True)
+
+
+def tapping(module: nn.Module, name: str, tap: Tap) -> Act:
+    """Give a module a tap, which reads and changes the rows in the tensor that it is called with, [n, *row]."""
     from steercap.kernels.tap import tap as operator
 
-    module = layer.get_submodule(located(layer, path))
     buffer = f"steercap_{name}"
     module.register_buffer(buffer, tap.point, persistent=False)
-    kind = tap.kind
+    kind, dims = tap.kind, tap.dims
+
+    def act(module: nn.Module, tensor: Tensor) -> None:
+        rows = tensor if tensor.dim() == dims + 1 else tensor.squeeze(0)  # transformers' modules carry [1, n, *row]
+        operator(rows.flatten(1), None, getattr(module, buffer), kind)
+
+    return act
+
+
+def of_input(act: Act) -> Callable[..., Any]:
+    """A hook that acts on a copy of the first tensor that a module reads, which it goes on with."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [*args, *kwargs.values()]
-        read = _floating(given)[0]
+        read = floating(given)[0]
         given[read] = given[read].clone(memory_format=contiguous_format)
-        operator(rows_of(given[read]), None, getattr(module, buffer), kind)
+        act(module, given[read])
         return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
-    return module.register_forward_pre_hook(hook, with_kwargs=True)
+    return hook
+
+
+def of_output(act: Act) -> Callable[..., Any]:
+    """A hook that acts on a copy of what a module gives first, which stands in its place."""
+
+    def hook(module: nn.Module, _args: Any, output: Any) -> Any:
+        many = isinstance(output, tuple)
+        first = (output[0] if many else output).clone(memory_format=contiguous_format)
+        act(module, first)
+        return (first, *output[1:]) if many else first
+
+    return hook
 
 
 def first_terms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """The stream as a norm, or a block, takes it: its first tensor, and the second to be added, if it is given one."""
     given = [*args, *kwargs.values()]
-    first, *others = _floating(given)
+    first, *others = floating(given)
     return given[first], given[others[0]] if others else None
 
 
-def _floating(given: Sequence[Any]) -> list[int]:
+def floating(given: Sequence[Any]) -> list[int]:
     """Which of some arguments are tensors of floating point."""
     return [place for place, one in enumerate(given) if isinstance(one, Tensor) and one.is_floating_point()]
 
@@ -266,15 +302,7 @@ def visit_input(module: nn.Module, visit: Visit) -> RemovableHandle:
 
 def visit_read(module: nn.Module, visit: Visit) -> RemovableHandle:
     """Visit a copy of what a module of transformers reads, which it goes on with."""
-
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = [*args, *kwargs.values()]
-        read = _floating(given)[0]
-        given[read] = given[read].clone()
-        visit(given[read])
-        return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
-
-    return module.register_forward_pre_hook(hook, with_kwargs=True)
+    return module.register_forward_pre_hook(of_input(lambda _, rows: visit(rows)), with_kwargs=True)
 
 
 def part_of(module: nn.Module) -> tuple[int, int]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Embed(Site):
     """Tap on the first layer's input, before that of `resid_pre`; on the first pipeline stage."""
 
-    of_model: ClassVar[int | None] = 0
+    of_model = 0
     first: ClassVar[bool] = True
     before_keys: ClassVar[bool] = True
 

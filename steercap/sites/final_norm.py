@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from steercap.families.base import located
 from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, output_tap, visit_output
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class FinalNorm(Site):
     """Tap on the output of the norm behind the layers; a model has one, and on the last pipeline stage."""
 
-    of_model: ClassVar[int | None] = -1
-    behind: ClassVar[bool] = True
+    of_model = -1
+    within = "decoder"
 
     def known(self, family: Family) -> bool:
         return bool(family.norm)

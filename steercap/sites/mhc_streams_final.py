@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class FinalStreams(Site):
     """Tap on what the model's last operator takes; a model has one, on the last pipeline stage."""
 
-    of_model: ClassVar[int | None] = -1
+    of_model = -1
     behind: ClassVar[bool] = True
 
     def known(self, family: Family) -> bool:

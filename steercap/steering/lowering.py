@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -69,7 +70,7 @@ def lower(
     lowering = _Lowering()
     changes_kv = False
     for number, (edit, keeper) in enumerate(spec.segments()):
-        points = existing(edit.points(num_layers), edit.layers, exists)
+        points = existing(edit.points(num_layers), partial(_is_open, edit), exists)
         check_armed(points, armed, SITES, exists)
         changes_kv |= any(schemas[point].changes_kv for point in points)
         for part in _parts(edit, points, schemas, keeps_norm=keeper is not None):
@@ -86,6 +87,11 @@ def lower(
         replaced=tuple(lowering.replaced),
         changes_kv=changes_kv,
     )
+
+
+def _is_open(edit: Edit, _point: Point) -> bool:
+    """Whether an edit is meant where the model has its site."""
+    return isinstance(edit.layers, str)
 
 
 class _Lowering:

@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Any, Self
 from steercap.core.idiom import BLOCKING
 from steercap.core.ownership import Unshared
 from steercap.core.spec import Point
+from steercap.errors import InvalidRequest
 from steercap.requests import handle as handles
+from steercap.requests.lens import MOST_BYTES, Lens
 from steercap.sync.loop import LoopThread
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     import numpy.typing as npt
     import torch
@@ -20,6 +24,8 @@ if TYPE_CHECKING:
     from steercap.core.chat import MessageSpan
     from steercap.core.media import MediaSpan
     from steercap.core.receipt import Receipt
+    from steercap.core.tokens import Tokens, TokenSelection
+    from steercap.formats.tuned_lens import TunedLens
     from steercap.requests.captures import Captures, Coded
     from steercap.requests.lifecycle import Lifecycle
     from steercap.vectors.directions import Mark
@@ -74,6 +80,40 @@ class CaptureHandle(Unshared, instead=handles.INSTEAD):
         if self._thread is not None and not self.awaited.fetched:
             self._thread.run(self.awaited.fetch())
         return self
+
+    def lens(
+        self,
+        layer: int | None = None,
+        *,
+        site: str | None = None,
+        tokens: Tokens | TokenSelection | None = None,
+        translator: TunedLens | None = None,
+        top: int = 10,
+        ids: Sequence[int] = (),
+        full: bool = False,
+        max_bytes: int = MOST_BYTES,
+    ) -> Lens:
+        """What rows of the stream would say next; see `steercap.CaptureHandle.lens`.
+
+        Args:
+            layer, site, tokens, translator, top, ids, full, max_bytes: as there.
+
+        Raises:
+            The errors of `steercap.CaptureHandle.lens`.
+        """
+        if self._thread is None:
+            raise InvalidRequest("lens: the handle is from a file; give its rows to unembed() of an open model")
+        asked = self.awaited.lens(
+            layer,
+            site=site,
+            tokens=tokens,
+            translator=translator,
+            top=top,
+            ids=ids,
+            full=full,
+            max_bytes=max_bytes,
+        )
+        return self._thread.run(asked)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -138,6 +138,7 @@ class SteerModel(Unshared, instead=_model.INSTEAD):
     stream = iterating(_model.SteerModel.stream)
     calibrate = blocking(_model.SteerModel.calibrate)
     fetch_captures_batch = blocking(_model.SteerModel.fetch_captures_batch)
+    unembed = blocking(_model.SteerModel.unembed)
     stats: Callable[[SteerModel], Stats] = blocking(_model.SteerModel.stats)
 
     @contextmanager

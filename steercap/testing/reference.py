@@ -139,12 +139,16 @@ def _family(architectures: Sequence[str], layers: Mapping[int, nn.Module]) -> Fa
 
 
 def _keep(point: Point, found: dict[Point, torch.Tensor], hidden: torch.Tensor) -> None:
-    found[point] = hidden.reshape(-1, hidden.shape[-1]).clone()
+    found[point] = _rows(hidden).clone()
+
+
+def _rows(hidden: torch.Tensor) -> torch.Tensor:
+    """Of one sequence, [tokens, width]."""
+    return (hidden[0] if hidden.dim() > 2 and hidden.shape[0] == 1 else hidden).flatten(1)
 
 
 def _change(change: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> None:
-    rows = hidden.reshape(-1, hidden.shape[-1])
-    hidden.copy_(change(rows).to(hidden.dtype).reshape(hidden.shape))
+    hidden.copy_(change(_rows(hidden)).to(hidden.dtype).reshape(hidden.shape))
 
 
 def _instead(rows: torch.Tensor, _own: torch.Tensor) -> torch.Tensor:

@@ -41,7 +41,7 @@ BLOCKS: Final = {
 #: All of them, and the last streams.
 ARMED: Final = (*BLOCKS["attn"], *BLOCKS["ffn"], "mhc_streams_final")
 #: The error of an element, over the norm of its row or its stream: of float32 that kernels sum in other orders over
-#: 1,024 products (found: 3e-7), and of a row of bfloat16 that is rounded up to three times, by half of 2^-8 each (found:
+#: 1,024 products (found: 3e-7), and of a row of bfloat16 rounded up to three times, by half of 2^-8 each (found:
 #: 2e-3).
 COEFFICIENTS: Final = 1e-5
 ROWS: Final = 3 * 2**-9

@@ -17,6 +17,7 @@ from typing import Any, Final, Generic, TypeVar
 import torch
 from jaxtyping import Float
 
+from steercap.core.spec import name_of_site
 from steercap.core.values import FAR, index_of, number_of, shown
 from steercap.edits.inputs import Vector, float32_copy
 from steercap.errors import InvalidSpec, InvalidVector, LayerOutOfRange
@@ -85,6 +86,7 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         for label in ("name", "model", "site"):
             if not isinstance(getattr(self, label), str):
                 raise InvalidSpec(f"LayerVectors: {label}={shown(getattr(self, label))}; give text")
+        object.__setattr__(self, "site", name_of_site(self.site))
         _ = SITES[self.site]
         if not isinstance(self.vectors, Mapping) or not self.vectors:
             raise InvalidSpec("LayerVectors: no vectors; give a mapping from layer to [hidden], one layer at least")

@@ -28,17 +28,26 @@ class Decoder:
 
     Args:
         model: the model that vLLM runs.
+        path: of the list of layers, in the model.
         parent: the module that holds the list of layers.
         layers: the layers, by their indices in the whole model.
     """
 
     model: Any
+    path: str
     parent: nn.Module
     layers: Mapping[int, nn.Module]
 
     def holder(self, point: Point) -> nn.Module:
-        """The module that a point's site is in: a layer, or what holds the layers."""
-        return self.parent if SITES[point.site].behind else self.layers[point.layer]
+        """The module that a point's site is in: a layer, what holds the layers, or the model."""
+        match SITES[point.site].within:
+            case "model":
+                model: nn.Module = self.model
+                return model
+            case "decoder":
+                return self.parent
+            case _:
+                return self.layers[point.layer]
 
     @property
     def code(self) -> dict[str, str]:
@@ -114,7 +123,9 @@ def decoder_of(model: nn.Module, num_layers: int, present: range) -> Decoder:
         )
     (path,) = outer
     layers: Sequence[nn.Module] = modules[path]  # type: ignore[assignment]  # mypy knows no ModuleList as a sequence
-    return Decoder(model, modules[path.rpartition(".")[0]], {index: layers[index] for index in present})
+    named = next((name for name, module in model.named_modules() if module is modules[path]), path)
+    parent = modules[path.rpartition(".")[0]]
+    return Decoder(model, named, parent, {index: layers[index] for index in present})
 
 
 def _lists(text: nn.Module, num_layers: int) -> tuple[dict[str, nn.Module], list[str]]:

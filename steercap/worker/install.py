@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from steercap.core.names import is_module
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.errors import UnsupportedModel
@@ -57,7 +58,8 @@ def install_taps(
     installed = Installed(local, schemas, kept, shard)
     kinds = {kind: number for number, kind in enumerate(installed.kinds)}
     for number, (index, schema) in enumerate(zip(local, schemas, strict=True)):
-        tap = Tap(torch.tensor([number], dtype=torch.int32, device=device), kinds[installed.kind_of(schema)])
+        at = torch.tensor([number], dtype=torch.int32, device=device)
+        tap = Tap(at, kinds[installed.kind_of(schema)], len(schema.shape))
         SITES[armed[index].site].attach(decoder.holder(armed[index]), family, tap)
     return installed
 
@@ -76,9 +78,11 @@ def schema_of(  # noqa: PLR0917 -- a module, and where it is in its model
     try:
         rows = site.rows(module, family, sizes)
     except AttributeError as error:
-        if family.varied or family.sparse is not None or site.of_model is not None:
+        if not is_module(point.site) and (family.varied or family.sparse is not None or site.of_model is not None):
             return None
         raise UnsupportedModel(f"{point} is not in this model, a {type(module).__name__}: {error}") from error
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{point} cannot be a site: {error}") from error
     return PointSchema(
         shape=rows.shape,
         dtype=rows.dtype or str(dtype).removeprefix("torch."),

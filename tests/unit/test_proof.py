@@ -73,9 +73,9 @@ def test_a_layer_of_one_block_grows_by_that_block() -> None:
     absent = {Point(layer, "mlp_out") for layer in range(LAYERS)}
     for layer in range(LAYERS):
         lacking = rows.pop(Point(layer, "mlp_out"))
-        for point in rows:
-            if (point.layer, STREAM.index(point.site)) > (layer, STREAM.index("mlp_out")):
-                rows[point] = rows[point] - lacking if point.site.startswith("resid") else rows[point]
+        later = [point for point in rows if (point.layer, STREAM.index(point.site)) > (layer, STREAM.index("mlp_out"))]
+        for point in later:
+            rows[point] = rows[point] - lacking if point.site.startswith("resid") else rows[point]
     assert len(list(equations(rows, 1.0))) == LAYERS - 1  # of a layer that may have another block, nothing is known
     claims = list(equations(rows, 1.0, absent=absent))
     assert len(claims) == 2 * LAYERS - 1

@@ -1,0 +1,155 @@
+"""What modules read and give in a pass of vLLM's, seen before any tap is put in: what rows a path stands for.
+
+One pass of a few tokens runs as vLLM's own profiling does, without attention's metadata, and nothing of it is compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import nn
+from vllm import forward_context
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+from steercap.adapters.releases import require
+from steercap.core.spec import Point
+from steercap.errors import UnsupportedModel
+from steercap.sites import SITES
+from steercap.sites.base import RowShape, floating
+from steercap.sites.modules import ModuleSite
+from steercap.worker.decoder import Decoder
+
+#: Tokens of the pass: a number that no dimension of a model's has, so that it is seen which one they are along.
+_TOKENS: Final = 7
+_End: TypeAlias = "tuple[nn.Module, str]"
+
+
+class Observations:
+    """What the modules of armed points read and give.
+
+    Args:
+        runner: vLLM's model runner, with its model.
+        decoder: its layers.
+        armed: every armed point of the engine.
+
+    Raises:
+        UnsupportedModel: a path is that of another list of layers.
+    """
+
+    def __init__(self, runner: Any, decoder: Decoder, armed: Iterable[Point]) -> None:
+        self._ranks = get_tp_group().world_size
+        self._seen: dict[_End, list[Any]] = {}  # of each call
+        for point in armed:
+            site = SITES[point.site]
+            if not isinstance(site, ModuleSite) or point.layer not in decoder.layers:
+                continue
+            if site.layers and site.layers != decoder.path:
+                raise UnsupportedModel(f"{point} is not in this model, whose layers are {decoder.path}")
+            module = _found(point, decoder.holder(point), site.path)
+            self._seen[module, site.end] = []
+        if self._seen:
+            self._run(runner, decoder)
+
+    def __call__(self, module: nn.Module, end: str) -> RowShape:
+        """What a module reads or gives.
+
+        Raises:
+            UnsupportedModel: that is not one row for each token.
+        """
+        tensors = self._seen[module, end]
+        verb = "reads" if end == "input" else "gives"
+        if not tensors:
+            raise UnsupportedModel("no pass calls the module; only what is called with all tokens can be one")
+        if len(tensors) > 1:
+            raise UnsupportedModel(f"a pass calls the module {len(tensors)} times")
+        tensor = tensors[0]
+        if not (isinstance(tensor, torch.Tensor) and tensor.is_floating_point()):
+            raise UnsupportedModel(f"it {verb} {type(tensor).__name__}, and no floating-point tensor first")
+        whole = tuple(tensor.shape)
+        shape = whole[2:] if whole[:2] == (1, _TOKENS) else whole[1:] if whole[:1] == (_TOKENS,) else ()
+        if not shape:
+            raise UnsupportedModel(f"it {verb} a tensor of shape {list(whole)} for {_TOKENS} tokens, not a row each")
+        shards = self._shards(module, end, tensor)
+        return RowShape((shape[0] * shards, *shape[1:]), shards, str(tensor.dtype).removeprefix("torch."))
+
+    def _shards(self, module: nn.Module, end: str, tensor: torch.Tensor) -> int:
+        """Over how many ranks rows are split: none, if all of them saw the same."""
+        if self._ranks == 1:
+            return 1
+        parts = get_tp_group().all_gather(tensor.reshape(1, -1).contiguous(), dim=0)
+        if bool((parts == parts[:1]).all()) and bool(parts.any()):  # what is zero on all of them says nothing
+            return 1
+        linear: Any = getattr(module, "base_layer", module)
+        whole, part = (getattr(linear, name, None) for name in (f"{end}_size", f"{end}_size_per_partition"))
+        fused = end == "output" and len(getattr(linear, "output_partition_sizes", [0])) > 1
+        if whole is None or part is None or whole != part * self._ranks or fused:
+            raise UnsupportedModel(
+                f"{self._ranks} ranks have other rows there, of a {type(linear).__name__} that does not say how "
+                "they are parts of whole ones"
+            )
+        return int(self._ranks)
+
+    def _run(self, runner: Any, decoder: Decoder) -> None:
+        """Run the pass."""
+        require("forward_context", forward_context)
+        config, model = runner.vllm_config, decoder.model
+        ids = torch.ones(_TOKENS, dtype=torch.int32, device=runner.device)
+        positions = torch.arange(_TOKENS, device=runner.device)
+        if config.model_config.uses_mrope:
+            positions = positions.expand(3, -1).contiguous()
+        first = get_pp_group().is_first_rank
+        carried = None if first else model.make_empty_intermediate_tensors(_TOKENS, runner.dtype, runner.device)
+        generator = torch.Generator().manual_seed(get_tp_group().rank_in_group)
+        with ExitStack() as hooks, torch.inference_mode():
+            for module in model.modules():
+                if all(hasattr(module, name) for name in ("impl", "kv_cache_dtype")):
+                    hooks.callback(module.register_forward_hook(partial(_drawn, generator)).remove)
+            for (module, end), seen in self._seen.items():
+                hooks.callback(_watch(module, end, seen).remove)
+            with forward_context.set_forward_context(None, config, num_tokens=_TOKENS, skip_compiled=True):
+                model(input_ids=ids if first else None, positions=positions, intermediate_tensors=carried)
+
+
+def _found(point: Point, within: nn.Module, path: str) -> nn.Module:
+    """The module of a point.
+
+    Raises:
+        UnsupportedModel: there is none; the message says how far the path leads, and what is there.
+    """
+    module = within
+    for name in path.split("."):
+        children = dict(module.named_children())
+        if name not in children:
+            known = f"which holds {', '.join(children)}" if children else "which holds none"
+            raise UnsupportedModel(f"{point} is not in this model: no {name!r} in a {type(module).__name__}, {known}")
+        module = children[name]
+    return module
+
+
+def _drawn(generator: torch.Generator, _module: nn.Module, _args: Any, output: torch.Tensor) -> torch.Tensor:
+    """Numbers in place of what attention gives without metadata, which is memory as it was found: heads of a rank."""
+    return torch.randn(output.shape, generator=generator).to(output)
+
+
+def _copy(tensor: Any) -> Any:
+    return tensor.clone() if isinstance(tensor, torch.Tensor) else tensor
+
+
+def _watch(module: nn.Module, end: str, tensors: list[Any]) -> Any:
+    if end == "output":
+
+        def gave(_module: nn.Module, _args: Any, output: Any) -> None:
+            tensors.append(_copy(output[0] if isinstance(output, tuple) and output else output))
+
+        return module.register_forward_hook(gave)
+
+    def read(_module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        given = [*args, *kwargs.values()]
+        places = floating(given)
+        tensors.append(_copy(given[places[0]]) if places else None)
+
+    return module.register_forward_pre_hook(read, with_kwargs=True)

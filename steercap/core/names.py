@@ -1,0 +1,97 @@
+"""Points by the names that people know them by: our own, TransformerLens's, and modules' paths.
+
+A small grammar, matched and never evaluated:
+
+- `resid_post[5]`, as points are shown;
+- `blocks.5.hook_resid_post`, `blocks.5.attn.hook_z`: TransformerLens's, of tensors that are the same here;
+- `model.layers.5.mlp.down_proj.input`, `model.norm.output`: what a module reads or gives. A `*` stands for all layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from steercap.core.values import shown
+from steercap.errors import UnknownName
+
+#: TransformerLens's names within a block, and the sites whose rows are the same.
+TRANSFORMER_LENS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "hook_resid_pre": "resid_pre",
+        "hook_resid_mid": "resid_mid",
+        "hook_resid_post": "resid_post",
+        "hook_attn_out": "attn_out",
+        "hook_mlp_out": "mlp_out",
+        "attn.hook_rot_q": "q",
+        "attn.hook_rot_k": "k",
+        "attn.hook_v": "v",
+        "attn.hook_z": "z",
+        "mlp.hook_post": "neurons",
+    }
+)
+#: Names whose rows are other ones here, and why.
+_OTHERS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "hook_embed": "it leaves out what is added for positions, which 'embed' holds",
+        "hook_pos_embed": "'embed' holds it, and the token's embedding with it",
+        "attn.hook_q": "it comes before rotary embedding, and 'q' (attn.hook_rot_q) after it",
+        "attn.hook_k": "it comes before rotary embedding, and 'k' (attn.hook_rot_k) after it",
+        "hook_attn_in": "it comes before the norm, for each head, and 'attn_in' after it; 'resid_pre' comes before it",
+        "hook_mlp_in": "it comes before the norm, and 'mlp_in' after it; 'resid_mid' comes before it",
+        "ln1.hook_normalized": "it leaves out the norm's weights, which 'attn_in' holds",
+        "ln2.hook_normalized": "it leaves out the norm's weights, which 'mlp_in' holds",
+        "ln_final.hook_normalized": "it leaves out the norm's weights, which 'final_norm' holds",
+    }
+)
+_BLOCK: Final = re.compile(r"blocks\.(\d+|\*)\.(.+)")
+_SHOWN: Final = re.compile(r"(.+)\[(-?\d+)\]")
+_MODULE: Final = re.compile(r"(?:[A-Za-z_]\w*|\d+|\*)(?:\.(?:[A-Za-z_]\w*|\d+|\*))*\.(?:input|output)", re.ASCII)
+_LAYER: Final = re.compile(r"\.(\d+|\*)\.")
+#: What stands for every layer in a module's path.
+EVERY: Final = "*"
+
+
+class Name(NamedTuple):
+    """What a name says.
+
+    Args:
+        site: name of the site; of a module, its path with a `*` for the layer.
+        layer: index of the layer; None where the name leaves it open.
+    """
+
+    site: str
+    layer: int | None = None
+
+
+def is_module(site: str) -> bool:
+    """Whether the name of a site is the path of a module, and what it reads or gives."""
+    return _MODULE.fullmatch(site) is not None
+
+
+def read_name(name: str) -> Name:
+    """What a name says; whether there is such a site is not looked at.
+
+    Raises:
+        UnknownName: a name of TransformerLens's for rows that are other ones here, or a path with several layers.
+    """
+    if found := _SHOWN.fullmatch(name):
+        return read_name(found[1])._replace(layer=int(found[2]))
+    block = _BLOCK.fullmatch(name)
+    layer, within = (block[1], block[2]) if block else (EVERY, name)
+    if within in _OTHERS:
+        raise UnknownName(f"{shown(name)} is not the same here: {_OTHERS[within]}")
+    if block and within not in TRANSFORMER_LENS:
+        raise UnknownName(f"unknown name {shown(name)}; known: {', '.join(TRANSFORMER_LENS)}, behind 'blocks.<layer>.'")
+    if within in TRANSFORMER_LENS:
+        return Name(TRANSFORMER_LENS[within], None if layer == EVERY else int(layer))
+    if not is_module(name):
+        return Name(name)
+    layers = _LAYER.findall(name)
+    if name.count(EVERY) > 1 or (EVERY in name and layers[:1] != [EVERY]):
+        raise UnknownName(f"{shown(name)}: the first number in a path is that of the layer, which alone may be '*'")
+    if not layers:
+        return Name(name)
+    return Name(_LAYER.sub(f".{EVERY}.", name, count=1), None if layers[0] == EVERY else int(layers[0]))

@@ -1,0 +1,105 @@
+"""What rows say next, by the model's own end, against transformers and vLLM's log probabilities."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from steercap import CaptureHandle, CaptureSpec, errors
+from steercap.formats import TunedLens
+from steercap.testing.rows import GREEDY, inputs_of, random_prompt
+
+ASKED = {"max_tokens": 5, "logprobs": 8, "prompt_logprobs": 3, **GREEDY}
+BOTH = CaptureSpec(sites=["resid_pre", "resid_post"])
+
+
+def logits_of(reference, rows: torch.Tensor) -> torch.Tensor:
+    """transformers' own final norm and unembedding."""
+    with torch.inference_mode():
+        found: torch.Tensor = reference.model.lm_head(reference.model.model.norm(rows))
+    return found
+
+
+async def test_the_last_row_says_what_vllm_says(tiny) -> None:
+    """Of generated tokens and of those of the prompt."""
+    output, handle = await tiny.generate(random_prompt(30, 1), ASKED, capture=BOTH, raw_output=True)
+    async with handle:
+        found = await handle.lens(tokens=["last_prompt", "generated"], top=8)
+        assert found.positions.tolist() == [29, 30, 31, 32, 33]
+        for row, said in enumerate(output.output.outputs[0].logprobs):
+            ours = dict(zip(found.token_ids[row].tolist(), found.log_probs[row].tolist(), strict=True))
+            assert ours.keys() == said.keys()
+            assert max(abs(ours[token] - said[token].logprob) for token in said) < 1e-4
+        for position, said in enumerate(output.output.prompt_logprobs[1:]):
+            one = await handle.lens(tokens=[position], ids=list(said), top=0)
+            known = torch.tensor([entry.logprob for entry in said.values()])
+            assert (one.chosen[0] - known).abs().max() < 1e-4
+
+
+async def test_any_row_says_what_transformers_makes_of_it(tiny, tiny_reference) -> None:
+    _, handle = await tiny.generate(random_prompt(70, 2), ASKED, capture=BOTH)
+    async with handle:
+        states = tiny_reference.rows(inputs_of(handle), handle.points)
+        for layer, site in ((0, "resid_pre"), (1, "resid_post"), (3, None)):
+            found = await handle.lens(layer, site=site, full=True, top=4, ids=[5, 7])
+            known = logits_of(tiny_reference, states[layer, site or "resid_post"])
+            assert found.logits.shape == known.shape
+            assert (found.logits - known).abs().max() < 1e-4
+            likely = known.log_softmax(-1)
+            assert (found.log_probs - likely.gather(1, found.token_ids)).abs().max() < 1e-4
+            assert (found.log_probs - likely.topk(4).values).abs().max() < 1e-4
+            assert (found.chosen - likely[:, [5, 7]]).abs().max() < 1e-4
+        loose = await tiny.unembed(handle.captures[3, "resid_post"], full=True)
+        assert torch.equal(loose.logits, (await handle.lens(full=True)).logits)
+
+
+async def test_a_tuned_lens_comes_before_the_norm(tiny, tiny_reference) -> None:
+    width = tiny.hidden_size
+    weights = {layer: (torch.randn(width, width) / 20, torch.randn(width)) for layer in range(4)}
+    tuned = TunedLens(weights, model="", width=width)
+    _, handle = await tiny.generate(random_prompt(9, 3), ASKED, capture=BOTH)
+    async with handle:
+        rows = tiny_reference.rows(inputs_of(handle), handle.points)[1, "resid_post"]
+        found = await handle.lens(1, translator=tuned, full=True)
+        weight, bias = weights[2]
+        assert (found.logits - logits_of(tiny_reference, rows + rows @ weight.T + bias)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "says"),
+    [
+        ({"layer": 99}, errors.InvalidRequest, "layer=99; the model has layers 0 to 3"),
+        ({"layer": 1, "site": "resid_mid"}, errors.InvalidRequest, r"resid_mid\[1\] was not captured"),
+        ({"site": "z"}, errors.InvalidRequest, "rows of the stream are at embed"),
+        ({"site": "final_norm"}, errors.InvalidRequest, r"final_norm\[3\] was not captured"),
+        ({"top": -1}, errors.InvalidRequest, "top=-1"),
+        ({"ids": [10**9]}, errors.InvalidRequest, "ids="),
+        ({"full": True, "max_bytes": 100}, errors.InvalidRequest, "more than max_bytes=100"),
+        ({"tokens": [400]}, errors.SteercapError, "400|no row"),
+    ],
+)
+async def test_what_no_lens_can_show_is_refused(tiny, asked, error, says) -> None:
+    _, handle = await tiny.generate(random_prompt(4, 4), ASKED, capture=BOTH)
+    async with handle:
+        with pytest.raises(error, match=says):
+            await handle.lens(**asked)
+
+
+async def test_rows_that_are_gone_or_from_a_file_have_no_lens(tiny, tmp_path) -> None:
+    _, handle = await tiny.generate(random_prompt(4, 5), ASKED, capture=BOTH)
+    with pytest.raises(errors.CaptureNotFetched):
+        await handle.lens()
+    async with handle:
+        saved = handle.save(tmp_path / "handle.safetensors")
+        _, mean = await tiny.generate(random_prompt(4, 5), ASKED, capture=CaptureSpec(reduce="mean"))
+        async with mean:
+            with pytest.raises(errors.InvalidRequest, match="the handle holds the mean"):
+                await mean.lens()
+    with pytest.raises(errors.CaptureReleased):
+        await handle.lens()
+    loaded = CaptureHandle.load(saved)
+    with pytest.raises(errors.InvalidRequest, match="from a file"):
+        await loaded.lens()
+    with pytest.raises(errors.InvalidRequest, match="give a floating-point tensor"):
+        await tiny.unembed(torch.ones(3, 5))
+    assert len(await tiny.unembed(torch.ones(0, tiny.hidden_size))) == 0

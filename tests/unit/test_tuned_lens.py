@@ -1,0 +1,84 @@
+"""Tuned lenses from files as the package tuned-lens writes them, against its published formula; damaged ones."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from steercap import Point
+from steercap.errors import InvalidFile, InvalidRequest
+from steercap.formats import TunedLens
+
+LAYERS, WIDTH = 3, 8
+CONFIG = {"base_model_name_or_path": "some/model", "d_model": WIDTH, "num_hidden_layers": LAYERS, "bias": True}
+
+
+def folder(path: Path, *, safe: bool = False, **changes: object) -> tuple[Path, nn.ModuleList]:
+    torch.manual_seed(0)
+    translators = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
+    (path / "config.json").write_text(json.dumps({**CONFIG, "lens_type": "linear_tuned_lens", **changes}))
+    state = translators.state_dict()
+    save_file(state, path / "params.safetensors") if safe else torch.save(state, path / "params.pt")
+    return path, translators
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_a_row_is_moved_by_the_translator_of_the_layer_that_reads_it(tmp_path, safe) -> None:
+    """tuned-lens: `h + translator[i](h)` of hidden_states[i]; the model's last ones are what they are."""
+    path, translators = folder(tmp_path, safe=safe)
+    lens = TunedLens.load(path)
+    assert (len(lens), lens.model, lens.width) == (LAYERS, "some/model", WIDTH)
+    rows = torch.randn(5, WIDTH)
+    places = {Point(0, "embed"): 0, Point(1, "resid_pre"): 1, Point(0, "resid_post"): 1, Point(1, "resid_post"): 2}
+    for point, index in places.items():
+        assert torch.allclose(lens.translate(rows, point), rows + translators[index](rows), atol=1e-6), point
+    assert torch.equal(lens.translate(rows, Point(LAYERS - 1, "resid_post")), rows)
+
+
+@pytest.mark.parametrize("point", [Point(1, "final_norm"), Point(1, "resid_mid"), Point(7, "resid_pre")])
+def test_rows_of_other_places_are_refused(tmp_path, point) -> None:
+    lens = TunedLens.load(folder(tmp_path)[0])
+    with pytest.raises(InvalidRequest, match="tuned lens"):
+        lens.translate(torch.randn(2, WIDTH), point)
+    with pytest.raises(InvalidRequest, match="width 9"):
+        lens.translate(torch.randn(2, 9), Point(0, "resid_pre"))
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (exec, ("raise SystemError('unpickled')",))
+
+
+def test_what_is_no_tuned_lens_is_refused(tmp_path) -> None:
+    """A file is read as tensors or not at all."""
+    with pytest.raises(InvalidFile, match=r"config\.json does not describe"):
+        TunedLens.load(tmp_path)
+    path, _ = folder(tmp_path, lens_type="another")
+    with pytest.raises(InvalidFile, match="lens_type='another'"):
+        TunedLens.load(path)
+    path, _ = folder(tmp_path, d_model=WIDTH + 1)
+    with pytest.raises(InvalidFile, match=r"0\.weight is \[8, 8\], and must be finite, \[9, 9\]"):
+        TunedLens.load(path)
+    path, _ = folder(tmp_path, num_hidden_layers=LAYERS + 1)
+    with pytest.raises(InvalidFile, match=r"3\.weight is no tensor"):
+        TunedLens.load(path)
+    path, translators = folder(tmp_path)
+    translators[1].weight.data[0, 0] = torch.nan
+    torch.save(translators.state_dict(), path / "params.pt")
+    with pytest.raises(InvalidFile, match=r"1\.weight .* must be finite"):
+        TunedLens.load(path)
+    torch.save({"0.weight": Evil()}, path / "params.pt")
+    with pytest.raises(InvalidFile, match=r"params\.pt"):
+        TunedLens.load(path)
+    (path / "params.pt").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(InvalidFile, match=r"params\.pt"):
+        TunedLens.load(path)
+    (path / "params.pt").unlink()
+    with pytest.raises(InvalidFile, match=r"neither params\.safetensors nor params\.pt"):
+        TunedLens.load(path)
