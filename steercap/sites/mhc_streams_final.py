@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, visit_input
 from steercap.sites.streams import HEAD, operators, tapped
@@ -18,7 +18,7 @@ class FinalStreams(Site):
     """Tap on what the model's last operator takes; a model has one, on the last pipeline stage."""
 
     of_model = -1
-    behind: ClassVar[bool] = True
+    within = "decoder"
 
     def known(self, family: Family) -> bool:
         return family.mhc

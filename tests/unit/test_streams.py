@@ -19,12 +19,12 @@ from steercap.families.base import Family
 from steercap.kernels import tap as taps
 from steercap.requests.mixing import STREAMS, mixes
 from steercap.sites import SITES
-from steercap.sites.base import Sizes, Tap
+from steercap.sites.base import RowShape, Sizes, Tap
 from steercap.sites.streams import operators
 
 N, S, HIDDEN = 5, 4, 16
 V4 = FAMILIES["deepseek_v4"]
-SIZES = Sizes(HIDDEN, 512, 1, 1)
+SIZES = Sizes(HIDDEN, 512, 1, 1, lambda _module, _what: RowShape((HIDDEN,)))
 #: The order in which a layer's points come in a pass.
 ORDER = STREAMS[:3] + STREAMS[4:7]
 
