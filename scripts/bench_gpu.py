@@ -84,7 +84,7 @@ def engine_args(args: argparse.Namespace, shape: Shape, workloads: Sequence[Work
 def steercap_settings(args: argparse.Namespace, shape: Shape, workloads: Sequence[Workload]) -> dict[str, Any]:
     """steercap's own settings; whatever finds no room is an error rather than a wait that looks like slowness."""
     rows = max(load.requests * load.rows for load in workloads)
-    sites = sites_for([*args.modes, *(name for name, _ in args.profile)])
+    sites = sites_for([*args.modes, *(name for name, _ in args.profile)], args.arm)
     row_bytes = max(map(shape.row_bytes, sites))
     capture = int(args.capture_gib * 2**30) if args.capture_gib else int(1.1 * rows * row_bytes) + (256 << 20)
     count = most_specs(args, workloads)
@@ -382,6 +382,7 @@ def arguments() -> argparse.Namespace:
         default=",".join(MODES),
         help=f"steer-K for any K; steer-each is one each; capture- and a codec; {', '.join(NEURONS)}",
     )
+    add("--arm", type=listed(str), default=[], help="sites to arm beside those of the modes")
     add("--rounds", type=int, default=3, help="after the warm-up; 0 for a profile alone")
     add("--base-every", type=int, default=1, help="modes between two base runs; 0: before and after all")
     add("--seconds", type=float, default=float("inf"), help="no pass begins that would end later than this")

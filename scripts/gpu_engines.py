@@ -26,7 +26,7 @@ class NotReal(RuntimeError):
 
 
 #: Captures of every row at every layer as it is, some of which are fetched.
-WHOLE = ("all", "neurons")
+WHOLE = ("all", "z", "neurons")
 #: Directions that rows are projected on.
 DIRECTIONS = 4
 

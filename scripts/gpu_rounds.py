@@ -27,6 +27,8 @@ MODES = (
 )
 #: Run where they are asked for alone: their site is armed then, and costs every other mode a little.
 NEURONS = ("capture-neurons", "capture-neurons-topk8")
+#: The same, of what heads give.
+HEADS = "capture-z"
 #: Codecs of the stream that a mode may name.
 CODECS = ("full8", "fp8", "int4", "rp8", "rp16")
 #: Per cent above plain vLLM that we allow ourselves on one H200 with the shapes of Qwen3-8B.
@@ -78,7 +80,7 @@ class Mode:
 
     Args:
         capture: rows of "one" layer or of "all", at all layers their "mean", what they are along directions
-            ("project"), in a codec, or the "neurons", whole or in "topk8"; None for none.
+            ("project"), in a codec, or "z" or the "neurons", these whole or in "topk8"; None for none.
         specs: how many different specs steer.
     """
 
@@ -92,10 +94,10 @@ class Mode:
         Raises:
             ValueError: another name.
         """
-        captures = "|".join(("one", "all", "mean", "project", "neurons", "neurons-topk8", *CODECS))
+        captures = "|".join(("one", "all", "mean", "project", "z", "neurons", "neurons-topk8", *CODECS))
         found = re.fullmatch(rf"idle|capture-({captures})|steer-([1-9]\d*)", name)
         if found is None:
-            known = ", ".join(dict.fromkeys((*MODES, *NEURONS, *(f"capture-{codec}" for codec in CODECS))))
+            known = ", ".join(dict.fromkeys((*MODES, *NEURONS, HEADS, *(f"capture-{codec}" for codec in CODECS))))
             raise ValueError(f"no mode {name!r}; modes: {known}, and steer-K for any K")
         return cls(found[1], int(found[2] or 0))
 
@@ -104,6 +106,8 @@ class Mode:
         """The site it captures or steers at."""
         if self.capture and self.capture.startswith("neurons"):
             return "neurons"
+        if self.capture == "z":
+            return "z"
         return "resid_post" if self.capture or self.specs else None
 
 
@@ -117,10 +121,10 @@ def modes_for(names: Iterable[str], workload: Workload) -> list[str]:
     return [name for name in resolved if name == CONTROL or Mode.parse(name).specs <= workload.requests]
 
 
-def sites_for(names: Iterable[str]) -> list[str]:
-    """The sites that these modes need armed; the residual stream where they need none."""
+def sites_for(names: Iterable[str], beside: Iterable[str] = ()) -> list[str]:
+    """The sites that these modes need armed, and others; the residual stream where they need none."""
     found = dict.fromkeys(Mode.parse(name).site for name in names if name not in (CONTROL, "steer-each"))
-    return sorted(site for site in found if site) or ["resid_post"]
+    return sorted({*beside, *(site for site in found if site)}) or ["resid_post"]
 
 
 def sequence(names: Sequence[str], number: int, base_every: int) -> list[str]:

@@ -42,7 +42,9 @@ class Shape:
 
     def width(self, site: str) -> int:
         """Elements of a row at a site."""
-        return self.intermediate_size if site == "neurons" else self.hidden_size
+        heads, key_heads = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        widths = {"neurons": self.intermediate_size, "q": heads, "z": heads, "k": key_heads, "v": key_heads}
+        return widths.get(site, self.hidden_size)
 
     def row_bytes(self, site: str) -> int:
         """Bytes of one token's rows at one site of all layers."""

@@ -120,6 +120,9 @@ def test_neurons_are_armed_where_they_are_asked_for_alone() -> None:
     assert sites_for(MODES) == sites_for([CONTROL, "idle"]) == ["resid_post"]
     assert sites_for(["idle", *NEURONS]) == ["neurons"]
     assert sites_for([*MODES, *NEURONS]) == ["neurons", "resid_post"]
+    assert sites_for(["idle", "capture-z"]) == ["z"]
+    assert sites_for(["idle"], ["q", "embed"]) == ["embed", "q"]
+    assert SHAPES["qwen3-8b"].row_bytes("z") == SHAPES["qwen3-8b"].row_bytes("resid_post")
     assert (SHAPES["qwen3-8b"].row_bytes("neurons"), SHAPES["qwen3-8b"].row_bytes("resid_post")) == (884_736, 294_912)
 
 

@@ -6,6 +6,7 @@ import copy
 import itertools
 import pickle
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -555,10 +556,13 @@ def test_all_layers_are_those_that_have_the_site() -> None:
     def odd(point: Point) -> bool:
         return point.layer % 2 == 1
 
-    assert existing(points, "all", odd) == points[1::2]
-    assert existing(points, "all", lambda _: False) == points
-    for named in (slice(None), range(LAYERS), (0, 1), None):
-        assert existing(points, named, odd) == points
+    def opened(layers: Any) -> Callable[[Point], bool]:
+        return partial(CaptureSpec(layers=layers, sites="router").is_open, num_layers=LAYERS)
+
+    assert existing(points, opened("all"), odd) == points[1::2]
+    assert existing(points, opened("all"), lambda _: False) == points
+    for named in (slice(None), range(LAYERS), (0, 1)):
+        assert existing(points, opened(named), odd) == points
 
 
 def test_a_point_that_the_model_lacks_is_said_to_be_lacking() -> None:
