@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from steercap.analysis.attention import AttentionSummary
     from steercap.config import Settings
     from steercap.core.receipt import Receipt, SteeringReceipt
+    from steercap.core.rows import latest_per_position
     from steercap.core.spec import CaptureSpec, Point
     from steercap.edits.ablate import Ablate
     from steercap.edits.add import Add
@@ -68,6 +69,7 @@ _HOMES = {
     "SteerModel": "steercap.model",
     "SteeringReceipt": "steercap.core.receipt",
     "SteeringSpec": "steercap.steering.spec",
+    "latest_per_position": "steercap.core.rows",
     "save_run": "steercap.requests.saving",
     "stack": "steercap.requests.stacking",
 }
@@ -99,6 +101,7 @@ __all__ = [
     "SteerModel",
     "SteeringReceipt",
     "SteeringSpec",
+    "latest_per_position",
     "save_run",
     "stack",
 ]

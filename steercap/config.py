@@ -50,11 +50,25 @@ DEFAULT_VECTOR_BYTES: Final = 256 << 20
 
 #: What blocks add to the stream.
 ADDED: Final = frozenset({"attn_out", "mlp_out"})
+#: What streams are mixed of in a layer that carries several.
+MIXED: Final = ADDED | {
+    "mhc_streams_pre_attn",
+    "mhc_attn_post_mix",
+    "mhc_attn_res_mix",
+    "mhc_streams_pre_mlp",
+    "mhc_ffn_post_mix",
+    "mhc_ffn_res_mix",
+}
 #: What stands for all sites that a model has.
 ALL: Final = "all"
 #: The site where a layer has done all that it does to the stream.
 LAYER_END: Final = "resid_post"
 
+
+#: What is said of a model that has no such stream as was asked for.
+_SEVERAL: Final = (
+    "; it carries several streams, see sites='mhc_streams_pre_attn', 'mhc_streams_pre_mlp' and 'mhc_streams_final'"
+)
 
 #: Mean and covariance of the rows of 32 points of an 8B model; taken when a sketch is begun.
 DEFAULT_SKETCH_BYTES: Final = 4 << 30
@@ -69,8 +83,9 @@ class Settings:
             module reads or gives is a site too, by its path: "model.layers.*.mlp.down_proj.input" at `layers`,
             "model.layers.5.input_layernorm.output" at one layer, "model.norm.output". TransformerLens's names are names
             here as well.
-        layers: layers to arm them at. `resid_post` of the last layer is always armed: the proof at start reads it, and
-            the other terms of its sum where `attn_out` or `mlp_out` is armed anywhere. In float16, `resid_post` of
+        layers: layers to arm them at. `resid_post` of the last layer is always armed (`mhc_streams_final`, where the
+            model carries several streams): the proof at start reads it, and the other terms of its sum where
+            `attn_out` or `mlp_out` is armed anywhere. In float16, `resid_post` of
             every layer from the first of them on is armed too: edited rows can overflow there.
         codec: how rows are stored where a `CaptureSpec` does not say; see there.
         codec_k, codec_seed: its `k` and `seed`, for codecs that have them, where a `CaptureSpec` does not say; None for
@@ -157,6 +172,7 @@ class Settings:
         overflows_later: bool = False,
         exists: Callable[[Point], bool] = lambda _: True,
         derived: bool = False,
+        end: str = LAYER_END,
     ) -> tuple[Point, ...]:
         """Every point to arm, layer by layer.
 
@@ -165,6 +181,7 @@ class Settings:
             overflows_later: whether an edited row can overflow layers later, as in float16. Then the end of every layer
                 from the first armed one on is armed too, so that no key or value is computed from such a row.
             exists: whether the model has a point: a layer with experts has no neurons, one without has no router.
+            end: the site of the last layer from which the model makes its logits.
             derived: whether what layers take and give may have to be derived, for which the stream is armed everywhere.
 
         Raises:
@@ -178,13 +195,14 @@ class Settings:
         if missing and not self.every_site:
             raise UnsupportedModel(
                 f"this model has no {', '.join(sorted(missing))} at any of the layers {list(layers)}; leave it out of "
-                "SteerModel(..., sites=)"
+                "SteerModel(..., sites=)" + ("" if end == LAYER_END else _SEVERAL)
             )
         if overflows_later:
             points += [Point(layer, LAYER_END) for layer in range(layers[0], num_layers)]
-        points.append(Point(num_layers - 1, LAYER_END))  # what the proof at start reads
-        if not ADDED.isdisjoint(self.sites):
-            points += filter(exists, (Point(num_layers - 1, site) for site in ("resid_pre", *sorted(ADDED))))
+        points.append(Point(num_layers - 1, end))  # what the proof at start reads
+        if not (ADDED if end == LAYER_END else MIXED).isdisjoint(self.sites):
+            terms = ("resid_pre", *sorted(ADDED)) if end == LAYER_END else sorted(MIXED)
+            points += filter(exists, (Point(num_layers - 1, site) for site in terms))
         if derived:
             points += [Point(layer, site) for layer in range(num_layers) for site in DERIVED_SITES]
         return tuple(sorted(dict.fromkeys(points), key=lambda point: point.layer))

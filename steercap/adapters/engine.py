@@ -28,7 +28,7 @@ from steercap.adapters.releases import require
 from steercap.adapters.sampling import read_params
 from steercap.adapters.settings import CONFIG_KEY, expected_family, overshoot, worker_config
 from steercap.adapters.wire import Wire
-from steercap.config import Settings
+from steercap.config import LAYER_END, Settings
 from steercap.core.plan import EXTRA_ARGS_KEY, Plan
 from steercap.core.spec import Point
 from steercap.errors import EngineFailure, InvalidRequest, ModelNotLoaded, SteercapError
@@ -122,6 +122,7 @@ class VllmEngine:
             overflows_later=overflows_later(config.model_config.dtype),
             exists=exists,
             derived=expected is None,
+            end=LAYER_END if expected is None else expected.end,
         )
         check_heads(config, points)
         config.additional_config[CONFIG_KEY] = worker_config(points, settings, candidate)

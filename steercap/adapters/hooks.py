@@ -7,7 +7,7 @@ What it relies on, the same in both runners and besides the names in `releases`:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from steercap.adapters.releases import require
 from steercap.adapters.settings import armed_points, candidate_of, tap_sizes
 from steercap.core.messages import Loaded
 from steercap.core.plan import EXTRA_ARGS_KEY
+from steercap.errors import UnsupportedRunner
 from steercap.families import FAMILIES, families_of
 from steercap.kernels.tap import bind
 from steercap.sites.base import Sizes
@@ -64,6 +65,20 @@ def require_requests() -> None:
     require("NewRequestData", NewRequestData)
 
 
+def require_whole_batches(layers: Iterable[Any]) -> None:
+    """Check that every rank computes all tokens of a batch.
+
+    Raises:
+        UnsupportedRunner: layers shard them over the tensor-parallel ranks, as DeepSeek-V4's do for some experts.
+    """
+    if any(getattr(layer, "use_sequence_parallel", False) for layer in layers):
+        raise UnsupportedRunner(
+            "these layers are sequence-parallel: each rank has other tokens than the batch's between blocks; switch "
+            "enable_expert_parallel off, or choose a moe_backend that is not a mega kernel, with one engine "
+            "(data_parallel_size=1)"
+        )
+
+
 def attach(runner: Any) -> None:
     """Put the taps into a runner's model, and their runtime beside it."""
     if getattr(runner, RUNTIME_ATTRIBUTE, None) is not None:  # a subclass called its parent's load_model
@@ -74,6 +89,7 @@ def attach(runner: Any) -> None:
     num_layers = model_config.get_total_num_hidden_layers()
     start, stop = model_config.get_layers_start_end_indices(config.parallel_config)
     decoder = decoder_of(runner.get_model(), num_layers, range(start, stop))
+    require_whole_batches(decoder.layers.values())
     families = families_of(list(decoder.layers.values()))
     # The layers of another pipeline stage may leave more to try.
     family = families[min(candidate_of(config.additional_config), len(families) - 1)]

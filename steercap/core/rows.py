@@ -22,6 +22,7 @@ import numpy.typing as npt
 from steercap.core.messages import LineRange
 from steercap.core.records import LINE_BYTES, PAGE_BYTES
 from steercap.core.tokens import Range, selected
+from steercap.errors import InvalidSpec
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -59,6 +60,23 @@ def ends_of_runs(values: npt.NDArray[np.integer]) -> Ints:
 def rows_selected(ranges: tuple[Range, ...], limit: int, total: int) -> Ints:
     """Positions of the rows of a sequence of `total` inputs, ascending: int64 [rows]."""
     return np.flatnonzero(ranks(ranges, limit)[:total] >= 0)
+
+
+def latest_per_position(positions: npt.NDArray[np.integer]) -> Ints:
+    """Which of some rows to keep where positions repeat: the latest of each, positions ascending; int64 [kept].
+
+    steercap's own files never repeat one. Other programs write down what an engine computes as it computes it, and what
+    is preempted, or drafted and rejected, is computed again: of two rows of a position the later one counts.
+
+    Args:
+        positions: of the rows of one sequence, in the order in which they were written, int [rows].
+    """
+    flat = np.asarray(positions)
+    if flat.ndim != 1 or flat.dtype.kind not in "iu":
+        raise InvalidSpec(f"positions are {flat.dtype} of shape {flat.shape}; give one whole number a row")
+    _, from_the_end = np.unique(flat[::-1], return_index=True)
+    kept: Ints = len(flat) - 1 - from_the_end.astype(np.int64)
+    return kept
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import torch
 from jaxtyping import Float
@@ -58,6 +58,9 @@ class Edit(ABC):
         tokens: "all", "prompt", "generated", "last_prompt", a slice, positions (negative counts from the end of the
             prompt), a mask with a truth value for each prompt token or for each of prompt + `max_tokens` - 1 positions,
             or a list of these. The last sampled token is never an input to the model, so it is never edited.
+        part: of rows with several axes, the part that vectors are of, [width of a part]: its index on the first axis,
+            such as a head of `z` or a stream of `mhc_streams_pre_mlp`, negative counting from the last; "each" for all
+            of them, one after the other. None for vectors of whole rows, flat.
 
     Raises:
         InvalidEdit, InvalidSpec: a number that does not fit, something of another type, or no layer.
@@ -69,6 +72,7 @@ class Edit(ABC):
     layers: Layers | None = None
     site: str = "resid_post"
     tokens: Tokens | TokenSelection = "all"
+    part: int | Literal["each"] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.site, str):
@@ -84,6 +88,11 @@ class Edit(ABC):
         else:
             object.__setattr__(self, "layers", parse_layers(self.layers))
         object.__setattr__(self, "tokens", TokenSelection.parse(self.tokens))
+        if self.part is not None and not (isinstance(self.part, str) and self.part == "each"):
+            part = index_of(self.part)
+            if part is None:
+                raise InvalidEdit(f"{self.name}: part={shown(self.part)}; give the index of a part, or 'each'")
+            object.__setattr__(self, "part", part)
         self._check()
 
     def _read_site(self) -> None:

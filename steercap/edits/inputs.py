@@ -46,7 +46,7 @@ def float32_copy(value: Any, what: str, *shapes: str) -> Float[torch.Tensor, " .
             f"not {shown(value)}"
         ) from error
     if kept.dim() not in {len(shape.split()) for shape in shapes} or not kept.numel():
-        flat = "; give heads flat, as .flatten(-2) makes them" if kept.dim() > 1 else ""
+        flat = "; give heads and streams flat, as .flatten(-2) makes them, or one and part=" if kept.dim() > 1 else ""
         raise InvalidVector(f"{what} has shape {tuple(kept.shape)}; expected [{'] or ['.join(shapes)}]{flat}")
     if wrong:
         raise InvalidVector(

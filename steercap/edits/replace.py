@@ -25,7 +25,7 @@ class Replace(Edit):
         positions: one position or several, all different; negative counts from the end of the prompt. Or a mask, with a
             truth value for each prompt token or for each of prompt + `max_tokens` - 1 positions: the first row goes to
             the first that is true.
-        layer, layers, site: see `Edit`.
+        layer, layers, site, part: see `Edit`.
         tokens: left out, since `positions` says it.
     """
 

@@ -21,7 +21,7 @@ class SAEFeature(Edit):
         value: its activation afterwards; 0 switches it off.
         bias: its encoder bias.
         decoder_bias: [hidden]; what the SAE subtracts from a row before encoding it, if it does.
-        layer, layers, site, tokens: see `Edit`.
+        layer, layers, site, tokens, part: see `Edit`.
     """
 
     encoder: Vector

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
 from steercap.concurrency.loops import finished, on_thread, over
-from steercap.config import Settings
+from steercap.config import LAYER_END, Settings
 from steercap.core.budget import Ticket
 from steercap.core.coding import Coding
 from steercap.core.messages import Counted, Owner, Parcel, Unembedded, Unknown, Wanted
@@ -364,6 +364,11 @@ class Engine:
     def family(self) -> Family | None:
         """The family of the layers that were loaded; None where what they take and give was derived."""
         return FAMILIES[self.loaded.family] if self.loaded.family else None
+
+    @property
+    def end(self) -> Point:
+        """Where the last rows are from which the model makes its logits."""
+        return Point(self.vllm.num_layers - 1, LAYER_END if self.family is None else self.family.end)
 
     def exists(self, point: Point) -> bool:
         """Whether the model has a point: as it turned out, or as its configuration says where it was not armed."""

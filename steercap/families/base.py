@@ -76,6 +76,8 @@ class Family:
             None where a layer does more than add them to what it takes, so that the proof at start checks no sum.
         single: whether a layer is one block, so that it has `attn_out` or `mlp_out`, and adds nothing else.
         logits: of transformers' configuration, what logits are multiplied by, before any soft-capping.
+        mhc: whether layers carry several streams and mix them as DeepSeek-V4 does, see `sites.streams`; there is no one
+            residual stream then.
         varied: whether layers differ, so that some lack a module that others have.
         derived: whether nobody wrote this family down: it is a guess at what layers take and give, to be proved.
         tiny: keyword arguments of transformers' `AutoConfig.for_model` for the smallest model that exercises
@@ -106,6 +108,7 @@ class Family:
     factor: Callable[[Any], float | None] = one
     single: bool = False
     logits: Callable[[Any], float] = one
+    mhc: bool = False
     varied: bool = False
     derived: bool = False
     tiny: Mapping[str, Any] = field(repr=False, default_factory=dict)
@@ -124,6 +127,11 @@ class Family:
     def norm(self) -> str:
         """The norm behind the layers, in the module that holds these."""
         return "|".join(NORMS) if self.derived else self.final_norm.rpartition(".")[2]
+
+    @property
+    def end(self) -> str:
+        """The site of the last layer from which the model makes its logits."""
+        return "mhc_streams_final" if self.mhc else "resid_post"
 
     @property
     def projections(self) -> dict[str, tuple[str, str]]:

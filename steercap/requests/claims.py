@@ -9,6 +9,7 @@ import torch
 
 from steercap.config import ADDED
 from steercap.core.spec import Point
+from steercap.requests.mixing import mixes
 from steercap.requests.proof import PROJECTED, Claim, attends, equations, projected
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ def of_rows(
     if family is None:  # its layers have the stream alone
         yield from equations(rows, None, edit)
         return
+    if family.mhc:
+        yield from mixes(rows, engine.end, edit)
     blocks = {Point(layer, site) for layer in range(engine.vllm.num_layers) for site in ADDED}
     absent = {point for point in blocks if family.single and not engine.exists(point)}
     yield from equations(rows, family.factor(engine.vllm.config), edit, absent)

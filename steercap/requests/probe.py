@@ -25,6 +25,7 @@ from steercap.errors import InvalidSetting, ModelNotProved, SteeringNotApplied, 
 from steercap.requests.claims import of_projections, of_rows
 from steercap.requests.fetching import fetch_all
 from steercap.requests.job import Done, Job, prepare, run_all
+from steercap.requests.mixing import STREAMS
 from steercap.requests.proof import ATTENTION, STREAM, Claim, closes, edited, worst
 from steercap.sites import SITES
 from steercap.steering.spec import SteeringSpec
@@ -91,7 +92,7 @@ def _overflowed(engine: Engine, clean: _Probed, position: int, index: int) -> No
     """
     point = engine.vllm.points[index]
     named = f"the row of position {position} of the start-up probe at {point} holds NaN or infinity"
-    if bool(clean.rows[Point(engine.vllm.num_layers - 1, "resid_post")][position].isfinite().all()):
+    if bool(clean.rows[engine.end][position].isfinite().all()):
         raise TapsNotInstalled(f"{named}, and the last row of the stream, which depends on it, does not")
     warnings.warn(
         f"{named}, so neither its rows nor what edits do could be proved; look at it with "
@@ -193,8 +194,7 @@ async def _lens(engine: Engine, number: int, probed: _Probed, edit: Point | None
 
 def _ends(engine: Engine) -> tuple[Point, Point]:
     """Where logits are made of rows: before the final norm, and behind it, where that may be armed."""
-    last = engine.vllm.num_layers - 1
-    return Point(last, "resid_post"), Point(last, "final_norm")
+    return engine.end, Point(engine.vllm.num_layers - 1, "final_norm")
 
 
 async def _probe_editing(engine: Engine, number: int, clean: _Probed) -> list[Claim]:
@@ -246,7 +246,7 @@ async def _try(
     """
     (_, plain), *others = await _run(engine, number, [(None, None), *edits.items()])
     claims: list[Claim] = []
-    dtype = clean.rows[Point(engine.vllm.num_layers - 1, "resid_post")].dtype
+    dtype = clean.rows[engine.end].dtype
     for point, probed in others:
         if point is not None:
             before, after = clean.rows[point][:_PROMPT], probed.rows[point]
@@ -309,9 +309,8 @@ async def _taken(done: Done) -> _Probed:
 
 def _beside(engine: Engine, point: Point) -> tuple[Point, ...]:
     """A point, the stream of its layer and of the next, and its layer's attention, as far as it is armed."""
-    stream = {
-        Point(layer, site) for layer in (point.layer, point.layer + 1) for site in (*STREAM, "embed", "final_norm")
-    }
+    sites = (*STREAM, *STREAMS, "embed", "final_norm")
+    stream = {Point(layer, site) for layer in (point.layer, point.layer + 1) for site in sites}
     near = stream | {Point(point.layer, site) for site in ATTENTION} | {point}
     return tuple(one for one in engine.armed if one in near)
 

@@ -88,7 +88,7 @@ def equations(
     def claim(name: str, at: Point, terms: Sequence[torch.Tensor], rounded: float) -> Claim:
         added = [edit[1]] if edit and edit[0] == at else []  # the row of a point is the edited one
         allowed = rounded * torch.finfo(rows[at].dtype).eps
-        return Claim(name + named, _relative([rows[at]], [*terms, *added]), allowed)
+        return Claim(name + named, relative([rows[at]], [*terms, *added]), allowed)
 
     def total(at: Point, before: str, blocks: Sequence[Point]) -> Iterator[Claim]:
         terms = [Point(at.layer, before), *(block for block in blocks if block not in absent)]
@@ -144,7 +144,7 @@ def attends(
     weighed = torch.einsum("hqk,khd->qhd", found.weights.double(), heads)
     added = [edit[1].view_as(z)] if edit and edit[0] == Point(layer, "z") else []
     sharp = float(found.logits.where(found.logits > -torch.inf, 0.0).abs().max())
-    yield Claim(name, _relative([z], [weighed, *added]), computed(z.dtype) + _PRODUCT * sharp)
+    yield Claim(name, relative([z], [weighed, *added]), computed(z.dtype) + _PRODUCT * sharp)
 
 
 def projected(point: Point, block: Point, found: torch.Tensor, made: torch.Tensor) -> Claim:
@@ -156,7 +156,7 @@ def projected(point: Point, block: Point, found: torch.Tensor, made: torch.Tenso
         found: its rows, [n, hidden].
         made: what the model makes of the rows at `point`, [n, hidden].
     """
-    return Claim(f"{block} is what is projected of {point}", _relative([found], [made]), computed(found.dtype))
+    return Claim(f"{block} is what is projected of {point}", relative([found], [made]), computed(found.dtype))
 
 
 def edited(point: Point, clean: torch.Tensor, found: torch.Tensor, added: torch.Tensor, dtype: torch.dtype) -> Claim:
@@ -169,7 +169,7 @@ def edited(point: Point, clean: torch.Tensor, found: torch.Tensor, added: torch.
         added: what was added to each.
         dtype: the model's, in which rows of a router are computed too, though they are float32.
     """
-    return Claim(f"{point} grows by what is added there", _relative([found], [clean, added]), computed(dtype))
+    return Claim(f"{point} grows by what is added there", relative([found], [clean, added]), computed(dtype))
 
 
 def closes(
@@ -219,7 +219,7 @@ def _named(edit: tuple[Point, torch.Tensor] | None) -> str:
     return f", with an edit at {edit[0]}" if edit else ""
 
 
-def _relative(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
+def relative(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
     """How far the sums of terms, [n, width] each, are apart: the worst row, relative to its greatest term."""
     terms = torch.stack([term.double().flatten(1) for term in (*left, *right)])
     apart = terms[: len(left)].sum(0) - terms[len(left) :].sum(0)

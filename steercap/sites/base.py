@@ -134,7 +134,7 @@ class Site(ABC):
         """What its rows are in one of vLLM's decoder layers."""
 
     @abstractmethod
-    def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
+    def attach(self, layer: nn.Module, family: Family, tap: Tap) -> Removable:
         """Put a tap into one of vLLM's decoder layers."""
 
     @abstractmethod

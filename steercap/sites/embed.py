@@ -25,7 +25,7 @@ class Embed(Site):
     before_keys: ClassVar[bool] = True
 
     def known(self, family: Family) -> bool:
-        return True
+        return not family.mhc
 
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
         return RowShape((sizes.hidden,))

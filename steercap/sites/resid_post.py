@@ -17,7 +17,7 @@ class ResidPost(Site):
     """Tap on the layer's output, the deferred residual added where the family has one."""
 
     def known(self, family: Family) -> bool:
-        return True
+        return not family.mhc
 
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
         return RowShape((sizes.hidden,))

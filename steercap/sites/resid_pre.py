@@ -20,7 +20,7 @@ class ResidPre(Site):
     before_keys: ClassVar[bool] = True
 
     def known(self, family: Family) -> bool:
-        return True
+        return not family.mhc
 
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
         return RowShape((sizes.hidden,))

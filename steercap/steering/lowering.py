@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ def lower(
         points = existing(edit.points(num_layers), partial(_is_open, edit), exists)
         check_armed(points, armed, SITES, exists)
         changes_kv |= any(schemas[point].changes_kv for point in points)
-        for part in edit.lower():
+        for part in _parts(edit, points, schemas, keeps_norm=keeper is not None):
             for point in points:
                 _check_fits(edit, part, point, schemas[point], keeps_norm=keeper is not None)
             lowering.add(number, edit, part, tuple(armed[point] for point in points), keeper)
@@ -169,13 +170,63 @@ def scopes_of(
     return scopes, replaced
 
 
+def _parts(
+    edit: Edit, points: Sequence[Point], schemas: Mapping[Point, PointSchema], *, keeps_norm: bool
+) -> Sequence[RankOne]:
+    """What an edit comes down to, of whole rows.
+
+    Raises:
+        InvalidSpec: `part=` where rows have no parts, or no such one, or where the edit needs more than a part.
+        InvalidVector: vectors of another width than a part.
+    """
+    lowered = edit.lower()
+    if edit.part is None or not points:
+        return lowered
+    shapes = sorted({schemas[point].shape for point in points})
+    named, (shape, *others) = f"{edit}: part={edit.part!r}", shapes
+    if others or len(shape) == 1:
+        found = " and ".join("×".join(map(str, one)) for one in shapes)
+        raise InvalidSpec(
+            f"{named} is of rows with several axes, the same at all points; those at {points[0].site} are {found}"
+        )
+    if keeps_norm or any(one.replaces or one.response.relative for one in lowered):
+        raise InvalidSpec(
+            f"{named} leaves other parts alone, and a replacement, relative= and preserve_norm= are of whole rows; "
+            "leave part= out, and give rows or vectors whole, flat"
+        )
+    count, width = shape[0], prod(shape[1:])
+    if edit.part != "each" and not -count <= edit.part < count:
+        raise InvalidSpec(f"{named}; rows at {points[0]} have {count} parts, 0 to {count - 1}, or 'each'")
+    for vector in (vector for one in lowered for vector in (one.write, one.read) if vector is not None):
+        if vector.shape[-1] != width:
+            raise InvalidVector(
+                f"{named}: the vector has width {vector.shape[-1]}, a part of the rows at {points[0]} has {width}"
+            )
+    chosen = range(count) if edit.part == "each" else [edit.part % count]
+    return [_within(one, place * width, count * width) for place in chosen for one in lowered]
+
+
+def _within(one: RankOne, start: int, width: int) -> RankOne:
+    """A rank-one edit of a part, as one of rows of `width` elements of which the part begins with `start`."""
+
+    def whole(vector: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(vector, (start, width - start - vector.shape[-1]))
+
+    return one._replace(write=whole(one.write), read=None if one.read is None else whole(one.read))
+
+
 def _check_fits(edit: Edit, part: RankOne, point: Point, schema: PointSchema, *, keeps_norm: bool) -> None:
     """Check that one part of an edit can be made at a point."""
     for vector in (part.write, part.read):
         if vector is not None and vector.shape[-1] != schema.width:
+            several = len(schema.shape) > 1 and vector.shape[-1] == prod(schema.shape[1:])
             raise InvalidVector(
-                f"{edit}: the vector has width {vector.shape[-1]}, the rows at {point} are {schema}; it was made for "
-                "another model, or another site"
+                f"{edit}: the vector has width {vector.shape[-1]}, the rows at {point} are {schema}; "
+                + (
+                    f"give part=, one of {schema.shape[0]} or 'each'"
+                    if several
+                    else "it was made for another model, or another site"
+                )
             )
     if not schema.writable:
         raise InvalidSpec(f"{edit}: rows at {point} can be read, and not changed")

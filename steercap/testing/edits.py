@@ -47,11 +47,22 @@ def edited(spec: SteeringSpec, point: Point, rows: Rows, prompt_len: int, num_la
         elif point in edit.points(num_layers):
             ranges = edit.selection.ranges(prompt_len, max(len(rows), prompt_len + 1))
             chosen = torch.from_numpy(selected(ranges, len(rows)))[:, None]
-            rows = torch.where(chosen, _one(edit, rows, prompt_len), rows)
+            rows = torch.where(chosen, _parted(edit, rows, prompt_len), rows)
     if spec.preserve_norm:
         now = rows.norm(dim=-1, keepdim=True)
         rows = torch.where(now > 0, rows * before.norm(dim=-1, keepdim=True) / now, rows)
     return rows
+
+
+def _parted(edit: Edit, rows: Rows, prompt_len: int) -> Rows:
+    """The rows after one edit: of the part that its vectors are of, or of each, one after the other."""
+    if edit.part is None:
+        return _one(edit, rows, prompt_len)
+    width = max(len(one.write[0]) for one in edit.lower())
+    parts = list(rows.split(width, dim=-1))
+    for place in range(len(parts)) if edit.part == "each" else [edit.part]:
+        parts[place] = _one(edit, parts[place], prompt_len)
+    return torch.cat(parts, dim=-1)
 
 
 def _one(edit: Edit, rows: Rows, prompt_len: int) -> Rows:  # noqa: PLR0911 -- one formula an operation

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from steercap.errors import UnsupportedModel
 from steercap.families.base import Family
 from steercap.families.code import fingerprint_of, name_of, same_code
 from steercap.sites import SITES
+from steercap.sites.streams import collapsed
 from steercap.worker.unembedding import Unembedding
 
 
@@ -82,7 +82,10 @@ class Decoder:
             logits: torch.Tensor | None = model.compute_logits(hidden if divisor == 1 else hidden / divisor)
             return logits
 
-        return Unembedding(partial(_through, norm), head, together)
+        def normed(rows: torch.Tensor) -> torch.Tensor:
+            return _through(norm, collapsed(self.parent, rows) if family.mhc else rows)
+
+        return Unembedding(normed, head, together)
 
 
 def _through(modules: Sequence[Any], rows: torch.Tensor) -> torch.Tensor:

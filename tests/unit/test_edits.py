@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import Plan
 from steercap.core.program import SteeringPlan, blob_digest
+from steercap.core.schema import PointSchema
 from steercap.core.slots import Slots
 from steercap.core.spec import Point
 from steercap.edits import EDITS
@@ -401,3 +404,113 @@ def test_a_gate_that_cannot_be_read_is_not_closed(kind) -> None:
     probe = vector(WIDTH, seed=3).sign() * 3e38
     with pytest.raises(AssertionError, match="overflows at"):
         one(SteeringSpec([AddIf(V, probe, layer=1)]), vector(9, WIDTH, seed=4) * 10, kind=kind)
+
+
+# Parts of rows
+
+PARTS, PART = 4, WIDTH // 4
+
+
+def schemas(*shape: int, shards: int = 1) -> dict[Point, PointSchema]:
+    """Rows of one shape at all layers."""
+    return {Point(layer, "resid_post"): PointSchema(shape, "float32", shards) for layer in range(LAYERS)}
+
+
+@pytest.fixture
+def parted(monkeypatch) -> None:
+    """Rows in these tests have four parts."""
+    monkeypatch.setitem(globals(), "SCHEMAS", schemas(PARTS, PART))
+
+
+@pytest.mark.usefixtures("parted")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("part", [0, 2, -1, "each"])
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "replace"])
+def test_an_edit_of_a_part_is_the_edit_of_that_part_alone(kind, part, operation) -> None:
+    """By each operation's own formula, over the part; in the kernel of each device."""
+    steering = spec(operation, PART, seed=3, layers=[1], part=part)
+    hold_to_formulas(kind, [steering], 5, True, (4,))
+
+
+@pytest.mark.usefixtures("parted")
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_parts_are_left_bit_for_bit(kind) -> None:
+    """Whatever the edit reads and writes."""
+    rows, added = vector(9, WIDTH, seed=1), vector(PART, seed=2)
+    found = one(SteeringSpec([Add(added, layer=1, part=2), Ablate(added, layer=1, part=2)]), rows.clone(), kind=kind)
+    others = [place for place in range(WIDTH) if place // PART != 2]
+    assert torch.equal(found[:, others], rows[:, others])
+    assert not torch.equal(found, rows)
+
+
+def test_an_edit_that_reads_one_head_runs_on_the_rank_that_has_it() -> None:
+    """Where heads are split over ranks, a vector of the whole row that reads is refused, and one of a head is not."""
+    armed = {point: point.layer for point in schemas(PARTS, PART)}
+    options: Any = {
+        "armed": armed,
+        "schemas": schemas(PARTS, PART, shards=2),
+        "num_layers": LAYERS,
+        "edits_per_point": 8,
+    }
+    lower(SteeringSpec([Ablate(vector(PART, seed=1), layer=1, part=3)]), **options)
+    with pytest.raises(InvalidSpec, match="no rank has all of one"):
+        lower(SteeringSpec([Ablate(vector(WIDTH, seed=1), layer=1)]), **options)
+
+
+@pytest.mark.usefixtures("parted")
+@pytest.mark.parametrize(
+    ("edits", "error", "says"),
+    [
+        ([Add(vector(PART, seed=1), layer=1)], InvalidVector, "give part=, one of 4 or 'each'"),
+        ([Add(vector(WIDTH, seed=1), layer=1, part=0)], InvalidVector, f"a part of the rows at .* has {PART}"),
+        ([Add(vector(PART, seed=1), layer=1, part=4)], InvalidSpec, "have 4 parts, 0 to 3, or 'each'"),
+        ([Add(vector(PART, seed=1), layer=1, part=-5)], InvalidSpec, "have 4 parts"),
+        (
+            [Add(vector(PART, seed=1), layer=1, part=0, relative=True)],
+            InvalidSpec,
+            "relative= and preserve_norm= are of whole",
+        ),
+        ([Replace(vector(1, PART, seed=1), [0], layer=1, part=0)], InvalidSpec, "a replacement"),
+    ],
+)
+def test_what_a_part_cannot_take_is_refused(edits, error, says) -> None:
+    """With what is expected; nothing is broadcast in silence."""
+    with pytest.raises(error, match=says):
+        lowered(SteeringSpec(edits))
+
+
+@pytest.mark.usefixtures("parted")
+def test_a_norm_of_whole_rows_is_not_kept_around_a_part() -> None:
+    """It would change the others."""
+    spec = SteeringSpec(
+        [LowRank(vector(1, PART, seed=1), vector(1, PART, seed=2), layer=1, part=0)], preserve_norm=True
+    )
+    with pytest.raises(InvalidSpec, match="preserve_norm="):
+        lowered(spec)
+
+
+def test_rows_of_one_axis_have_no_parts() -> None:
+    """Nor have points whose rows differ."""
+    with pytest.raises(InvalidSpec, match=f"rows with several axes, .* are {WIDTH}"):
+        lowered(SteeringSpec([Add(vector(WIDTH, seed=1), layer=1, part=0)]))
+    mixed = schemas(PARTS, PART) | {Point(0, "resid_post"): PointSchema((2, WIDTH // 2), "float32")}
+    armed = {point: point.layer for point in mixed}
+    with pytest.raises(InvalidSpec, match="the same at all points"):
+        lower(
+            SteeringSpec([Add(vector(PART, seed=1), layers=[0, 1], part=0)]),
+            armed=armed, schemas=mixed, num_layers=LAYERS, edits_per_point=8,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("part", [True, "all", 1.5, [0]])
+def test_a_part_is_an_index_or_each(part) -> None:
+    """Something else is refused when the edit is made."""
+    with pytest.raises(InvalidEdit, match="give the index of a part, or 'each'"):
+        Add([1.0, 2.0], layer=0, part=part)
+
+
+def test_a_file_keeps_the_part(tmp_path: Path) -> None:
+    """And an edit without one has none when it is read."""
+    spec = SteeringSpec([Add([1.0, 2.0], layer=0, part=3), Add([1.0], layer=0, part="each"), Add([1.0], layer=0)])
+    read = SteeringSpec.load(spec.save(tmp_path / "spec.safetensors"))
+    assert [found.part for found in read.flat()] == [3, "each", None]

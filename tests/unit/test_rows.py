@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from steercap.core.receipt import check_labels, check_points
-from steercap.core.rows import PageAllocator, PageShape, Places, page_shape
+from steercap.core.rows import PageAllocator, PageShape, Places, latest_per_position, page_shape
 from steercap.core.spec import Point
-from steercap.errors import CaptureIncomplete
+from steercap.errors import CaptureIncomplete, InvalidSpec
 
 
 @given(st.integers(1, 400), st.sampled_from([1, 4, 36, 128, 1024]), st.integers(0, 5000), st.data())
@@ -126,3 +126,18 @@ def test_every_point_must_have_come() -> None:
     """A point that no worker captured is named."""
     with pytest.raises(CaptureIncomplete, match=r"no worker captured mlp_out\[3\]"):
         check_points("r", [Point(2, "resid_post"), Point(3, "mlp_out")], [Point(2, "resid_post")])
+
+
+@given(st.lists(st.integers(0, 9), max_size=30))
+def test_of_rows_of_a_position_the_latest_is_kept(positions) -> None:
+    """One of each position, in their order, and none was written later."""
+    kept = latest_per_position(np.array(positions, dtype=np.int64)).tolist()
+    assert [positions[row] for row in kept] == sorted(set(positions))
+    assert all(positions[row] not in positions[row + 1 :] for row in kept)
+
+
+@pytest.mark.parametrize("positions", [np.zeros(2), np.zeros((2, 2), dtype=np.int64), np.array([True])])
+def test_positions_are_one_whole_number_a_row(positions) -> None:
+    """Numbers of another kind, or two axes, are an error."""
+    with pytest.raises(InvalidSpec, match="give one whole number a row"):
+        latest_per_position(positions)

@@ -22,6 +22,7 @@ UNCHECKED = {
     "worker/taps/cuda.py",
     "experiments/operations/base.py",
     "testing/edits.py",
+    "testing/streams.py",
     "testing/parity.py",
     # They read what users pass, tensors of any kind among it, and refuse it in words of their own.
     "vectors/contrast.py",
