@@ -120,8 +120,8 @@ def _check_alike(prompts: Sequence[Sequence[int]]) -> None:
     lengths = sorted({len(one) for one in prompts})
     if len(lengths) > 1:
         raise InvalidPrompt(
-            f"to='position mean': prompts and reference texts have {lengths} tokens, so that a position is not the same "
-            "place in each; make them alike, or give to='mean'"
+            f"to='position mean': prompts and reference texts have {lengths} tokens, so that a position is "
+            "not the same place in each; make them alike, or give to='mean'"
         )
 
 

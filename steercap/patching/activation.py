@@ -81,8 +81,8 @@ def _positions(pair: Pair, grid: Grid) -> list[int]:
     if pair.shift and (held := sorted(ROTATED.intersection(grid.sites))):
         raise InvalidSpec(
             f"pair {pair.number} has prompts of {len(pair.base)} and {len(pair.source)} tokens, and rows of "
-            f"{' and '.join(held)} hold the position that they were computed at; patch other sites, or prompts of equal "
-            "length"
+            f"{' and '.join(held)} hold the position that they were computed at; patch other sites, or prompts "
+            "of equal length"
         )
     found = [position for position in positions_of(grid.selection, len(pair.base)) if position + pair.shift >= 0]
     if not found:

@@ -98,7 +98,7 @@ class Measured(Metric):
     function: Callable[[Any, int], float]
     sampling: Mapping[str, Any]
 
-    def asked(self, tokenizer: Any, pairs: int) -> list[Asked]:
+    def asked(self, tokenizer: Any, pairs: int) -> list[Asked]:  # noqa: ARG002 -- of the contract
         return [Asked(self.sampling, partial(self._read, pair)) for pair in range(pairs)]
 
     def _read(self, pair: int, output: RequestOutput) -> float:

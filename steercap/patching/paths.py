@@ -1,9 +1,9 @@
-"""Path patching of heads: what one head does to others directly, all heads between held as they were (arXiv:2211.00593).
+"""Path patching of heads: what one does to others directly, all heads between held as they were (arXiv:2211.00593).
 
-For each sender, two runs. In the first the sender's `z` comes from the other run and every later head gives what it gave
-without, so that only the paths through the residual stream and the feed-forward blocks carry the change; what reaches the
-receivers is kept. In the second only the receivers get that, and everything after them is computed. Where the logits
-receive, the first run is all.
+For each sender, two runs. In the first the sender's `z` comes from the other run and every later head gives what it
+gave without, so that only the paths through the residual stream and the feed-forward blocks carry the change; what
+reaches the receivers is kept. In the second only the receivers get that, and everything after them is computed. Where
+the logits receive, the first run is all.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class Effects:
             return "effect" if comes_from_a_run else "difference"
         if of not in get_args(Quantity) or (of == "effect" and not comes_from_a_run):
             raise InvalidSpec(
-                f"of={shown(of)}; give one of {', '.join(get_args(Quantity))}; an ablation has no "effect""
+                f"of={shown(of)}; give one of {', '.join(get_args(Quantity))}; an ablation has no 'effect'"
             )
         return of
 
