@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from steercap.model import SteerModel
 
 #: What takes the place of rows: zeros, the mean row of a position, or the mean row of all positions.
-Ablation: TypeAlias = Literal["zero", "position mean", "mean"]
+Ablation: TypeAlias = Literal["zero", "position_mean", "mean"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ async def ablate(
         prompts: one or several: str, token ids, or `Exchange`.
         points: where: a `Grid`, or several.
         metric: the number that runs are compared by, as for `patch`.
-        to: what rows become: "zero"; "position mean", the mean row that the reference texts have at the same position,
+        to: what rows become: "zero"; "position_mean", the mean row that the reference texts have at the same position,
             all of them as long as the prompts; or "mean", the mean row of all their tokens.
         reference: texts that means are taken of; the prompts themselves by default.
         reference_tokens: of "mean", which of their tokens: by default all but the first, whose row in most models is an
@@ -77,7 +77,7 @@ async def ablate(
         The effect of every place, for each prompt; `source` is None.
 
     Raises:
-        InvalidPrompt: "position mean" of texts of different lengths.
+        InvalidPrompt: "position_mean" of texts of different lengths.
         InvalidSpec: a grid, metric or other word that does not fit.
         PointNotArmed: the engine has no tap there.
         The errors of `SteerModel.generate`, SteeringNotApplied among them.
@@ -88,7 +88,7 @@ async def ablate(
         raise InvalidSpec("reference= is for means, and to='zero' takes none; leave it out, or give to='mean'")
     ids = _ids(model, prompts, "prompts")
     others = ids if reference is None else _ids(model, reference, "reference")
-    by_position = to == "position mean"
+    by_position = to == "position_mean"
     if by_position:
         _check_alike([*ids, *others])
     selection = TokenSelection.parse("all" if by_position else reference_tokens)
@@ -120,7 +120,7 @@ def _check_alike(prompts: Sequence[Sequence[int]]) -> None:
     lengths = sorted({len(one) for one in prompts})
     if len(lengths) > 1:
         raise InvalidPrompt(
-            f"to='position mean': prompts and reference texts have {lengths} tokens, so that a position is "
+            f"to='position_mean': prompts and reference texts have {lengths} tokens, so that a position is "
             "not the same place in each; make them alike, or give to='mean'"
         )
 

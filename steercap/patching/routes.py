@@ -87,15 +87,16 @@ class Routes:
         self.receivers = _receivers(receivers)
         self.tokens = TokenSelection.parse(tokens)
         last = max(self._last(one) if isinstance(one, Receiver) else model.num_layers for one in self.receivers)
-        chosen = self._heads(senders, last)
-        self.senders = [(layer, head) for layer, head in chosen if layer < last]
-        if not self.senders:
-            raise InvalidSpec(f"senders={shown(senders)}: none is in a layer before a receiver, so nothing reaches one")
+        self.senders = self._heads(senders, last)
+        for site, heads in (("z", self.senders), *((one.site, one.heads) for one in self._heads_that_receive())):
+            self._check_heads(site, heads)
+        if late := [head for head in self.senders if head[0] >= last]:
+            raise InvalidSpec(f"senders hold {late[0]}, and no receiver is in a later layer, so nothing reaches one")
         first = min(layer for layer, _ in self.senders)
         self._frozen = [Point(layer, "z") for layer in range(first, model.num_layers)]
         if not through:
             self._frozen += [Point(layer, "mlp_out") for layer in range(first, model.num_layers)]
-        self._check_points()
+        self._check_armed(self._frozen)
 
     @property
     def held(self) -> CaptureSpec:
@@ -113,7 +114,7 @@ class Routes:
 
     def check(self, pair: Pair) -> None:
         """Check that all tokens are in a prompt."""
-        for selection in (self.tokens, *(one.tokens for one in self.receivers if isinstance(one, Receiver))):
+        for selection in (self.tokens, *(one.tokens for one in self._heads_that_receive())):
             assert isinstance(selection, TokenSelection)
             positions_of(selection, len(pair.base))
 
@@ -156,20 +157,23 @@ class Routes:
     def _heads(self, senders: Any, last: int) -> list[Head]:
         if isinstance(senders, str) and senders == "all":
             points = [Point(layer, "z") for layer in range(last)]
+            if not points:
+                raise InvalidSpec("no layer is before that of the receivers, so nothing reaches one")
             self._check_armed(points)
             return [(one.layer, head) for one in points for head in range(head_count(one, self._model.points[one]))]
         return list(heads_in(senders, "senders"))
 
-    def _check_points(self) -> None:
-        named = [(one.site, head) for one in self.receivers if isinstance(one, Receiver) for head in one.heads]
-        for site, (layer, head) in [*(("z", sender) for sender in self.senders), *named]:
+    def _heads_that_receive(self) -> list[Receiver]:
+        return [one for one in self.receivers if isinstance(one, Receiver)]
+
+    def _check_heads(self, site: str, heads: Sequence[Head]) -> None:
+        for layer, head in heads:
             if not 0 <= layer < self._model.num_layers:
                 raise InvalidSpec(f"head {layer}.{head}: this model has layers 0 to {self._model.num_layers - 1}")
             point = Point(layer, site)
             self._check_armed([point])
             if not 0 <= head < (count := head_count(point, self._model.points[point])):
                 raise InvalidSpec(f"head {layer}.{head}: rows at {point} have {count} heads, 0 to {count - 1}")
-        self._check_armed(self._frozen)
 
     def _check_armed(self, points: Sequence[Point]) -> None:
         if missing := [point for point in points if point not in self._model.points]:
