@@ -1,4 +1,4 @@
-"""Patching done with hooks on transformers' Llama and Qwen 3, for comparison: it knows nothing of our edits, plans or sites.
+"""Patching with hooks on transformers' Llama and Qwen 3, to compare with: it knows nothing of our edits and sites.
 
 Shape legend: copies = runs of one prompt, all in one pass; tokens = of the prompt; width = heads one after another.
 """
