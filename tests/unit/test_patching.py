@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pyarrow import csv, parquet
+from transformers import AutoTokenizer
 
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
@@ -17,21 +18,14 @@ from steercap.errors import EngineFailure, InvalidFile, InvalidSelection, Invali
 from steercap.patching import Effects, Grid, LogitDifference, LogProbability, Measured, PatchEffect, Receiver
 from steercap.patching.pairs import pairs_of
 from steercap.patching.points import Cell, Places, elements_of, positions_of
+from steercap.testing import tiny_checkpoint
 
 HEADS = PointSchema((3, 8), "float32")
 
 
-class Letters:
-    """A tokenizer of one token a letter, which says what a real one says."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def decode(self, ids: list[int], **_kwargs: Any) -> str:
-        return "".join(map(chr, ids))
-
-    def __len__(self) -> int:
-        return 256
+#: That of tiny checkpoints: a letter is a token.
+TOKENIZER = AutoTokenizer.from_pretrained(tiny_checkpoint("qwen3"))
+A, B, C = (TOKENIZER.encode(letter)[0] for letter in "abc")
 
 
 def places(grid: Grid, *points: Point) -> Places:
@@ -94,11 +88,11 @@ def test_what_makes_no_sense_is_refused(make, error, says) -> None:
 
 def test_the_direction_says_which_prompt_is_changed() -> None:
     """The tokens shown are those of that prompt; prompts of token ids are prompts, and not lists of them."""
-    (clean,) = pairs_of(Letters(), "abc", "axc", direction="noise", align=None)
-    (corrupted,) = pairs_of(Letters(), [97, 98, 99], "axc", direction="denoise", align=None)
+    (clean,) = pairs_of(TOKENIZER, "abc", "axc", direction="noise", align=None)
+    (corrupted,) = pairs_of(TOKENIZER, [A, B, C], "axc", direction="denoise", align=None)
     assert (clean.tokens, corrupted.tokens) == (("a", "b", "c"), ("a", "x", "c"))
     assert (corrupted.base, corrupted.source) == (clean.source, clean.base)
-    assert pairs_of(Letters(), "abcd", "cd", direction="denoise", align="end")[0].shift == 2
+    assert pairs_of(TOKENIZER, "abcd", "cd", direction="denoise", align="end")[0].shift == 2
 
 
 # Metrics
@@ -106,25 +100,25 @@ def test_the_direction_says_which_prompt_is_changed() -> None:
 
 def said(**logprobs: float) -> Any:
     """vLLM's output, as far as a metric reads it."""
-    first = {ord(letter): SimpleNamespace(logprob=value) for letter, value in logprobs.items()}
+    first = {TOKENIZER.encode(letter)[0]: SimpleNamespace(logprob=value) for letter, value in logprobs.items()}
     return SimpleNamespace(outputs=[SimpleNamespace(logprobs=[first])])
 
 
 def test_a_logit_difference_asks_for_both_tokens_of_each_pair() -> None:
     """One answer for all pairs or one each, as text or id; log probabilities are subtracted."""
-    first, second = LogitDifference([("a", "b"), (99, "a")]).asked(Letters(), 2)
-    assert [one.sampling["logprob_token_ids"] for one in (first, second)] == [[97, 98], [99, 97]]
+    first, second = LogitDifference([("a", "b"), (C, "a")]).asked(TOKENIZER, 2)
+    assert [one.sampling["logprob_token_ids"] for one in (first, second)] == [[A, B], [C, A]]
     assert first.read(said(a=-1.0, b=-3.5)) == 2.5
-    assert len(LogitDifference(("a", "b")).asked(Letters(), 3)) == 3
-    (one,) = LogProbability("a").asked(Letters(), 1)
+    assert len(LogitDifference(("a", "b")).asked(TOKENIZER, 3)) == 3
+    (one,) = LogProbability("a").asked(TOKENIZER, 1)
     assert one.read(said(a=-1.0)) == -1.0
-    assert [one.read(said()) for one in Measured(lambda _output, pair: pair, {}).asked(Letters(), 2)] == [0.0, 1.0]
+    assert [one.read(said()) for one in Measured(lambda _output, pair: pair, {}).asked(TOKENIZER, 2)] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("logprobs", [{}, {"a": -1.0}, {"a": -1.0, "b": -math.inf}, {"a": math.nan, "b": -1.0}])
 def test_a_log_probability_that_is_not_there_is_an_error(logprobs) -> None:
     """What another request in the batch can displace is never read as a number."""
-    (asked,) = LogitDifference(("a", "b")).asked(Letters(), 1)
+    (asked,) = LogitDifference(("a", "b")).asked(TOKENIZER, 1)
     with pytest.raises(EngineFailure, match="log probability of token"):
         asked.read(said(**logprobs))
 
@@ -134,7 +128,7 @@ def test_a_log_probability_that_is_not_there_is_an_error(logprobs) -> None:
     [
         (LogitDifference(("ab", "c")), "'ab' is 2 tokens"),
         (LogitDifference(("a", "a")), "the same token"),
-        (LogitDifference(("a", 256)), "256 is no token"),
+        (LogitDifference(("a", 259)), "259 is no token"),
         (LogitDifference([("a", "b"), ("a",)]), "a token each"),
         (LogitDifference([("a", "b")]), "for 2 pairs"),
         (LogProbability(["a"]), "for 2 pairs"),
@@ -144,7 +138,7 @@ def test_a_log_probability_that_is_not_there_is_an_error(logprobs) -> None:
 def test_answers_are_tokens(metric, says) -> None:
     """A text of several tokens would be scored by its first."""
     with pytest.raises(InvalidSpec, match=says):
-        metric.asked(Letters(), 2)
+        metric.asked(TOKENIZER, 2)
 
 
 # Results
