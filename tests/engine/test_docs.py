@@ -49,7 +49,7 @@ async def test_the_blocks_of_a_page_about_sites_run(page: Path, tiny: SteerModel
 @pytest.fixture(scope="module")
 async def heads() -> AsyncIterator[SteerModel]:
     """SmolLM2 with taps where attention reads and writes, and in the stream."""
-    sites = ("q", "k", "z", "resid_pre", "mlp_out")
+    sites = ("q", "k", "v", "z", "resid_pre", "mlp_out")
     async with opened(smollm2(), preset="cpu", sites=sites) as model:
         yield model
 
