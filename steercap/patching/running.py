@@ -58,7 +58,7 @@ class Runs:
         model: an open model.
         metric: the number of a run.
         pairs: how many pairs there are.
-        concurrent: runs under way at once.
+        concurrent: runs under way at once, if there are as many slots.
         progress: called with the number of changed runs that are done, and of all.
 
     Raises:
@@ -82,8 +82,8 @@ class Runs:
         self.model = model
         self.total = 0
         self._asked: list[Asked] = metric.asked(model.tokenizer, pairs)
-        self._limit = limit
-        self._gate = asyncio.Semaphore(limit)
+        self._limit = min(limit, model.settings.steering_slots)
+        self._gate = asyncio.Semaphore(self._limit)
         self._progress = progress
         self._done = 0
 
