@@ -51,7 +51,8 @@ class Metric(ABC):
 class LogitDifference(Metric):
     """How much more likely one token is than another, right after the prompt: the difference of their logits.
 
-    Differences of logits and of log probabilities are the same number, in nats.
+    Differences of logits and of log probabilities are the same number, in nats. Asked by `logprob_token_ids`: see
+    docs/patching.md for what that does to other requests with `logprobs=` in the same batch.
 
     Args:
         answers: (right, wrong) of each pair, or one such tuple for all; token ids, or texts of one token, " Mary".
@@ -158,7 +159,7 @@ def _log_probability(token: int, output: RequestOutput) -> float:
     found = given[token].logprob if token in given else math.nan
     if not math.isfinite(found):
         raise EngineFailure(
-            f"vLLM gave {found} as the log probability of token {token}; requests of other makers in the same batch, "
-            "with `logprobs` of their own, can displace it: run them apart"
+            f"vLLM gave {found} as the log probability of token {token}, which it was asked for by logprob_token_ids; "
+            "use Measured(...) with sampling parameters that it answers"
         )
     return found
