@@ -197,21 +197,44 @@ async def test_what_does_not_fit_is_refused_before_anything_runs(model) -> None:
     before = (await model.stats()).steps
     grid = Grid()
     for call, error, says in (
-        (patch(model, CLEAN[0], CORRUPTED, grid, metric=METRIC), InvalidSpec, "1 clean prompts and 2 corrupted"),
-        (patch(model, CLEAN, CORRUPTED, [], metric=METRIC), InvalidSpec, "patching.Grid"),
-        (patch(model, CLEAN, CORRUPTED, Grid(sites="neurons"), metric=METRIC), PointNotArmed, "has no tap"),
-        (patch(model, CLEAN, CORRUPTED, Grid(heads=0), metric=METRIC), InvalidSpec, "have no heads"),
-        (patch(model, CLEAN, CORRUPTED, Grid(sites="z", heads=[4]), metric=METRIC), InvalidSpec, "have 4 heads"),
-        (patch(model, CLEAN, CORRUPTED, grid, metric=LogitDifference((3, 3))), InvalidSpec, "the same token"),
-        (patch(model, CLEAN, CORRUPTED, grid, metric=LogitDifference([(3, 4)])), InvalidSpec, "for 2 pairs"),
-        (patch(model, CLEAN, CORRUPTED, grid, metric=METRIC, direction="both"), InvalidSpec, "direction='both'"),
-        (ablate(model, CLEAN, grid, metric=METRIC, to="noise"), InvalidSpec, "to='noise'"),
-        (ablate(model, [*CLEAN, [1]], grid, metric=METRIC, to="position_mean"), InvalidPrompt, "not the same place"),
-        (path_patch(model, CLEAN, CORRUPTED, metric=METRIC, senders=[(4, 0)]), InvalidSpec, "layers 0 to 3"),
         (
-            path_patch(model, CLEAN, CORRUPTED, metric=METRIC, receivers=Receiver("q", [(0, 0)])),
+            lambda: patch(model, CLEAN[0], CORRUPTED, grid, metric=METRIC),
+            InvalidSpec,
+            "1 clean prompts and 2 corrupted",
+        ),
+        (lambda: patch(model, CLEAN, CORRUPTED, [], metric=METRIC), InvalidSpec, "patching.Grid"),
+        (lambda: patch(model, CLEAN, CORRUPTED, Grid(sites="neurons"), metric=METRIC), PointNotArmed, "has no tap"),
+        (lambda: patch(model, CLEAN, CORRUPTED, Grid(heads=0), metric=METRIC), InvalidSpec, "have no heads"),
+        (
+            lambda: patch(model, CLEAN, CORRUPTED, Grid(sites="z", heads=[4]), metric=METRIC),
+            InvalidSpec,
+            "have 4 heads",
+        ),
+        (lambda: patch(model, CLEAN, CORRUPTED, grid, metric=LogitDifference((3, 3))), InvalidSpec, "the same token"),
+        (lambda: patch(model, CLEAN, CORRUPTED, grid, metric=LogitDifference([(3, 4)])), InvalidSpec, "for 2 pairs"),
+        (
+            lambda: patch(model, CLEAN, CORRUPTED, grid, metric=METRIC, direction="both"),
+            InvalidSpec,
+            "direction='both'",
+        ),
+        (lambda: ablate(model, CLEAN, grid, metric=METRIC, to="noise"), InvalidSpec, "to='noise'"),
+        (
+            lambda: ablate(model, [*CLEAN, [1]], grid, metric=METRIC, to="position_mean"),
+            InvalidPrompt,
+            "not the same place",
+        ),
+        (lambda: path_patch(model, CLEAN, CORRUPTED, metric=METRIC, senders=[(4, 0)]), InvalidSpec, "layers 0 to 3"),
+        (
+            lambda: path_patch(model, CLEAN, CORRUPTED, metric=METRIC, receivers=Receiver("q", [(0, 0)])),
             InvalidSpec,
             "no layer is before",
+        ),
+        (
+            lambda: path_patch(
+                model, CLEAN, CORRUPTED, metric=METRIC, senders=[(2, 0)], receivers=Receiver("q", [(1, 0)])
+            ),
+            InvalidSpec,
+            "nothing reaches one",
         ),
     ):
         with pytest.raises(error, match=says):
