@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from steercap import errors as errors
     from steercap import experiments as experiments
     from steercap import formats as formats
+    from steercap import patching as patching
     from steercap import persona as persona
     from steercap import sync as sync
     from steercap import testing as testing
@@ -74,7 +75,9 @@ _HOMES = {
     "stack": "steercap.requests.stacking",
 }
 #: Packages that `import steercap` makes reachable, each loaded when it is first named.
-_PACKAGES = frozenset({"edits", "errors", "experiments", "formats", "persona", "sync", "testing", "vectors", "views"})
+_PACKAGES = frozenset(
+    {"edits", "errors", "experiments", "formats", "patching", "persona", "sync", "testing", "vectors", "views"}
+)
 
 __all__ = [
     "Ablate",

@@ -21,6 +21,7 @@ CHECKED: Final = (
     "steercap.edits",
     "steercap.kernels.finite",
     "steercap.kernels.reference",
+    "steercap.patching",
     "steercap.quantisation",
     "steercap.sketches",
     "steercap.testing.quantised",

@@ -28,7 +28,8 @@ class RankOne(NamedTuple):
     """One rank-one edit, `h <- h + f(u·h + b) w`, or one replacement.
 
     Args:
-        write: w, float32 [1, width]; of a replacement the rows put in place, float32 [rows, width].
+        write: w, float32 [1, width]; of a replacement the rows put in place, float32 [rows, width], with `HOLE` for
+            elements that stay.
         response: f and b.
         read: u, float32 [1, width], or None for a response that needs no projection.
         joined: whether it reads the row as it was before the part before it.

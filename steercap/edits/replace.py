@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
@@ -12,6 +14,7 @@ from steercap.core.tokens import TokenSelection
 from steercap.core.values import Mask, index_of, mask_of, parts_of, plain, shown
 from steercap.edits.base import Edit, RankOne, Vector
 from steercap.errors import InvalidEdit, InvalidVector
+from steercap.kernels.bits import HOLE
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -25,12 +28,15 @@ class Replace(Edit):
         positions: one position or several, all different; negative counts from the end of the prompt. Or a mask, with a
             truth value for each prompt token or for each of prompt + `max_tokens` - 1 positions: the first row goes to
             the first that is true.
-        layer, layers, site, part: see `Edit`.
+        elements: which elements of each row are put in place, the others staying as they are: a slice, a range,
+            indices, or a mask with a truth value for each. None for all of them.
+        layer, layers, site, part: see `Edit`; with `part` a row is that of a part, such as a head of `z`.
         tokens: left out, since `positions` says it.
     """
 
     rows: Vector
     positions: int | Sequence[int] | Sequence[bool] | Mask
+    elements: slice | Sequence[int] | Sequence[bool] | Mask | None = None
 
     def _check(self) -> None:
         positions = self._positions()
@@ -46,6 +52,10 @@ class Replace(Edit):
         selection = TokenSelection.parse(positions)
         if self.selection not in {TokenSelection.parse("all"), selection}:
             raise InvalidEdit("Replace: positions says which tokens; do not give tokens= too")
+        if (rows == HOLE).any():
+            raise InvalidVector(f"Replace: rows hold {HOLE:g}, which no row may have; look at where it was computed")
+        if self.elements is not None:
+            object.__setattr__(self, "elements", _elements(self.elements, rows.shape[-1]))
         object.__setattr__(self, "positions", positions)
         object.__setattr__(self, "tokens", selection)
 
@@ -77,7 +87,34 @@ class Replace(Edit):
     def lower(self) -> tuple[RankOne, ...]:
         rows = self.rows
         assert isinstance(rows, torch.Tensor)
+        if self.elements is not None:
+            kept = torch.ones(rows.shape[-1], dtype=torch.bool)
+            kept[list(cast("tuple[int, ...]", self.elements))] = False
+            rows[:, kept] = HOLE
         return (RankOne(rows, replaces=True),)
+
+
+def _elements(given: object, width: int) -> tuple[int, ...]:
+    """The elements that are put in place, ascending."""
+    parts: list[Any] | None = None
+    if isinstance(given, slice):
+        with suppress(TypeError, ValueError):
+            parts = list(range(width)[given])
+    elif isinstance(given, Mask):
+        parts = given.tolist()
+    else:
+        parts = parts_of(given, "Replace: elements", InvalidEdit)
+    mask = mask_of(parts or [])
+    if mask is not None and len(mask) != width:
+        raise InvalidEdit(f"Replace: elements= is a mask of {len(mask)} truth values for rows of {width} elements")
+    found = [index_of(part) for part in parts or ()] if mask is None else list(mask.places)
+    places = [place for place in found if place is not None and -width <= place < width]
+    if not places or len(places) < len(found):
+        raise InvalidEdit(
+            f"Replace: elements={shown(given)} for rows of {width} elements; give a slice, indices, or a mask, of one "
+            "element at least"
+        )
+    return tuple(sorted({place % width for place in places}))
 
 
 MEMBER = Replace

@@ -16,6 +16,10 @@ LEADS: Final = 32  # the entry after it reads the same row
 MEASURES: Final = 64  # the norm of the row is measured before it
 RESTORES: Final = 128  # ... and restored after it
 
+#: An element of a replacement that leaves the row's own as it is: so one head of several is replaced. The greatest
+#: number of float32, which no edited row may hold; finite, since kernels multiply vectors by zero.
+HOLE: Final = float(np.finfo(np.float32).max)
+
 #: How rows are added to a reduction that runs along: their sum, their greatest, or the newest alone.
 SUM, MAX, LAST = range(3)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Int
 
-from steercap.kernels.bits import JOINED, LEADS, MEASURES, READS, RELATIVE, REPLACES, RESTORES
+from steercap.kernels.bits import HOLE, JOINED, LEADS, MEASURES, READS, RELATIVE, REPLACES, RESTORES
 from steercap.kernels.finite import edited_most, stray_rows
 
 
@@ -97,7 +97,8 @@ def edit_rows(
             source = replacements.gather(1, column.replacement.expand(len(rows))[:, None])[:, 0]
             put = source >= 0 if column.replaces is None else (source >= 0) & column.replaces
             active = put if column.replaces is None else _both(active, put | ~column.replaces)
-            rows[put] = bank[source[put]]
+            given = bank[source[put]]
+            rows[put] = torch.where(given == HOLE, rows[put], given)
         length = _length(rows, before, column, bank)
         if active is not None:
             length = torch.where(active, length, 0.0)

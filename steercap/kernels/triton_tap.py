@@ -42,6 +42,7 @@ _STRAY = tl.constexpr(bits.STRAY)
 _SPREAD, _MIX = tl.constexpr(bits.SPREAD), tl.constexpr(bits.MIX)
 _PRIME, _FOLD, _ROUNDS = tl.constexpr(bits.PRIME), tl.constexpr(bits.FOLD), tl.constexpr(bits.ROUNDS)
 _READS, _RELATIVE, _REPLACES = tl.constexpr(bits.READS), tl.constexpr(bits.RELATIVE), tl.constexpr(bits.REPLACES)
+_HOLE = tl.constexpr(bits.HOLE)
 _JOINED, _LEADS = tl.constexpr(bits.JOINED), tl.constexpr(bits.LEADS)
 _MEASURES, _RESTORES = tl.constexpr(bits.MEASURES), tl.constexpr(bits.RESTORES)
 #: The tables stay in the cache that a layer's weights stream through.
@@ -222,7 +223,8 @@ def _edit(  # type: ignore[no-untyped-def]  # noqa: PLR0915 -- one loop, unrolle
             if source < 0:
                 active = active * 0
             if active != 0:
-                row = tl.load(bank + source.to(tl.int64) * BANK + columns, mask=inside, other=0.0)
+                given = tl.load(bank + source.to(tl.int64) * BANK + columns, mask=inside, other=0.0)
+                row = tl.where(given == _HOLE, row, given)
         elif active != 0:
             length = constant
             if (kind & _READS) != 0:

@@ -17,6 +17,7 @@ from steercap.core.spec import Point, check_armed, existing
 from steercap.core.tokens import Range, TokenSelection
 from steercap.edits.base import Edit, RankOne
 from steercap.errors import InvalidSelection, InvalidSpec, InvalidVector, TooManyEdits
+from steercap.kernels.bits import HOLE
 from steercap.sites import SITES
 from steercap.steering.spec import SteeringSpec
 
@@ -189,10 +190,10 @@ def _parts(
         raise InvalidSpec(
             f"{named} is of rows with several axes, the same at all points; those at {points[0].site} are {found}"
         )
-    if keeps_norm or any(one.replaces or one.response.relative for one in lowered):
+    if keeps_norm or any(one.response.relative for one in lowered):
         raise InvalidSpec(
-            f"{named} leaves other parts alone, and a replacement, relative= and preserve_norm= are of whole rows; "
-            "leave part= out, and give rows or vectors whole, flat"
+            f"{named} leaves other parts alone, and relative= and preserve_norm= are of whole rows; leave part= out, "
+            "and give vectors whole, flat"
         )
     count, width = shape[0], prod(shape[1:])
     if edit.part != "each" and not -count <= edit.part < count:
@@ -210,7 +211,8 @@ def _within(one: RankOne, start: int, width: int) -> RankOne:
     """A rank-one edit of a part, as one of rows of `width` elements of which the part begins with `start`."""
 
     def whole(vector: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.pad(vector, (start, width - start - vector.shape[-1]))
+        beside = HOLE if one.replaces else 0.0
+        return torch.nn.functional.pad(vector, (start, width - start - vector.shape[-1]), value=beside)
 
     return one._replace(write=whole(one.write), read=None if one.read is None else whole(one.read))
 

@@ -8,19 +8,21 @@
         rows = handle.fetch().captures[4]
         found = extract(model, ["It was lovely"], ["It was awful"], name="joy", held_out=0)
 
-`steercap.sync.vectors`, `steercap.sync.experiments` and `steercap.sync.persona` hold the functions that take an open
-model; all but `persona.run` are names of `steercap.sync` too. What is not awaited, such as edits and specs, is
-`steercap`'s own. In a notebook `await` works at the top level, and `steercap.SteerModel` is the better choice.
+`steercap.sync.vectors`, `steercap.sync.experiments`, `steercap.sync.patching` and `steercap.sync.persona` hold the
+functions that take an open model; all but `persona.run` are names of `steercap.sync` too. What is not awaited, such as
+edits and specs, is `steercap`'s own. In a notebook `await` works at the top level, and `steercap.SteerModel` is the
+better choice.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from steercap.sync import experiments, persona, vectors
+    from steercap.sync import experiments, patching, persona, vectors
     from steercap.sync.experiments import run_sweep
     from steercap.sync.handle import CaptureHandle
     from steercap.sync.model import SteerModel
+    from steercap.sync.patching import ablate, patch, path_patch
     from steercap.sync.saving import save_run
     from steercap.sync.sketch import RunningSketch
     from steercap.sync.vectors import calibrate, extract, mean_rows
@@ -29,10 +31,14 @@ __all__ = [
     "CaptureHandle",
     "RunningSketch",
     "SteerModel",
+    "ablate",
     "calibrate",
     "experiments",
     "extract",
     "mean_rows",
+    "patch",
+    "patching",
+    "path_patch",
     "persona",
     "run_sweep",
     "save_run",
@@ -43,13 +49,16 @@ _HOMES = {
     "CaptureHandle": "handle",
     "RunningSketch": "sketch",
     "SteerModel": "model",
+    "ablate": "patching",
     "calibrate": "vectors",
     "extract": "vectors",
     "mean_rows": "vectors",
+    "patch": "patching",
+    "path_patch": "patching",
     "run_sweep": "experiments",
     "save_run": "saving",
 }
-_PACKAGES = frozenset({"experiments", "persona", "vectors"})
+_PACKAGES = frozenset({"experiments", "patching", "persona", "vectors"})
 
 
 def __getattr__(name: str) -> object:

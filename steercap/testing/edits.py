@@ -90,8 +90,9 @@ def _one(edit: Edit, rows: Rows, prompt_len: int) -> Rows:  # noqa: PLR0911 -- o
             return rows + edit.scale * (rows @ _wide(edit.read).T + _wide(edit.bias)) @ _wide(edit.write)
         case Replace():
             rows = rows.clone()
+            elements = torch.arange(rows.shape[-1]) if edit.elements is None else torch.tensor(edit.elements)
             for position, row in zip(edit.replaced, _wide(edit.rows), strict=True):
-                rows[position + prompt_len if position < 0 else position] = row
+                rows[position + prompt_len if position < 0 else position, elements] = row[elements]
             return rows
     raise NotImplementedError(f"no reference for {edit.name}")
 

@@ -12,6 +12,7 @@ from itertools import groupby
 import torch
 
 from steercap.core.program import NONE, Entry, Response
+from steercap.kernels.bits import HOLE
 
 
 def formula(
@@ -36,7 +37,8 @@ def formula(
             start = start if entry.joined else h
             if entry.replacement != NONE:
                 chosen = replaced[entry.replacement]
-                h = h if chosen == NONE else blobs[entry.write][chosen].double()
+                given = h if chosen == NONE else blobs[entry.write][chosen].double()
+                h = torch.where(given == HOLE, h, given)
             elif scopes >> entry.scope & 1:
                 read = None if entry.read == NONE else blobs[entry.read][0].double() @ start
                 h = h + _length(entry.response, read, h) * blobs[entry.write][0].double()

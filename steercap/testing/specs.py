@@ -21,7 +21,7 @@ from steercap.steering.spec import SteeringSpec
 
 OPERATIONS = ("add", "add_if", "ablate", "cap", "set_projection", "sae_feature", "low_rank", "replace")
 #: Spellings beyond the plain one.
-VARIANTS = ("relative", "relative_if", "decoder_bias", "preserve_norm")
+VARIANTS = ("relative", "relative_if", "decoder_bias", "preserve_norm", "replace_elements")
 
 
 def vector(*shape: int, seed: int) -> torch.Tensor:
@@ -29,7 +29,7 @@ def vector(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def edit(operation: str, width: int, *, seed: int = 0, **scope: Any) -> Edit:  # noqa: C901, PLR0911 -- one case an operation
+def edit(operation: str, width: int, *, seed: int = 0, **scope: Any) -> Edit:  # noqa: C901, PLR0911 -- a case each
     """One edit by name, strong enough to be seen in every row it touches."""
     first, second, third = (vector(width, seed=1000 * seed + part) for part in range(3))
     match operation:
@@ -54,8 +54,10 @@ def edit(operation: str, width: int, *, seed: int = 0, **scope: Any) -> Edit:  #
         case "low_rank":
             read, write = (vector(3, width, seed=1000 * seed + part) / width**0.5 for part in (3, 4))
             return LowRank(read, write, bias=vector(3, seed=1000 * seed + 5), **scope)
-        case "replace":
+        case "replace" | "replace_elements":
             scope.pop("tokens", None)
+            if operation == "replace_elements":
+                scope["elements"] = slice(width // 4, width // 2)
             positions = [[0, -1], [-1], [0]][seed % 3]
             return Replace(vector(len(positions), width, seed=1000 * seed + 6), positions, **scope)
     raise AssertionError(operation)

@@ -48,8 +48,9 @@ async def test_the_blocks_of_a_page_about_sites_run(page: Path, tiny: SteerModel
 
 @pytest.fixture(scope="module")
 async def heads() -> AsyncIterator[SteerModel]:
-    """SmolLM2 with taps where attention reads."""
-    async with opened(smollm2(), preset="cpu", sites=("q", "k")) as model:
+    """SmolLM2 with taps where attention reads and writes, and in the stream."""
+    sites = ("q", "k", "v", "z", "resid_pre", "mlp_out")
+    async with opened(smollm2(), preset="cpu", sites=sites) as model:
         yield model
 
 

@@ -34,6 +34,7 @@ from steercap.core.slots import Slots
 from steercap.core.spec import Point
 from steercap.edits import EDITS
 from steercap.errors import InvalidEdit, InvalidSelection, InvalidSpec, InvalidVector, SteercapError, TooManyEdits
+from steercap.kernels.bits import HOLE
 from steercap.kernels.finite import EDITED_MOST
 from steercap.steering.lowering import lower, scopes_of
 from steercap.testing.edits import edited
@@ -305,6 +306,11 @@ V = torch.ones(WIDTH)
         (lambda: LowRank(torch.ones(2, WIDTH), torch.ones(3, WIDTH), layer=1), InvalidVector, "must agree"),
         (lambda: Replace(V, [0, 1], layer=1), InvalidVector, "1 rows for 2 positions"),
         (lambda: Replace(torch.ones(2, WIDTH), [1, 1], layer=1), InvalidEdit, "twice"),
+        (lambda: Replace(V, 0, elements=[WIDTH], layer=1), InvalidEdit, f"rows of {WIDTH} elements"),
+        (lambda: Replace(V, 0, elements=slice(9, 9), layer=1), InvalidEdit, "one element at least"),
+        (lambda: Replace(V, 0, elements=[True], layer=1), InvalidEdit, "mask of 1 truth values"),
+        (lambda: Replace(V, 0, elements="z", layer=1), InvalidEdit, "elements='z'"),
+        (lambda: Replace(torch.full((WIDTH,), HOLE), 0, layer=1), InvalidVector, "no row may have"),
         (lambda: Replace(torch.ones(2, WIDTH), [4, -1], layer=1), InvalidSelection, "twice"),
         (lambda: Add(V), InvalidEdit, "layer="),
         (lambda: Add(V, layer=1, layers=[2]), InvalidEdit, "not both"),
@@ -361,6 +367,38 @@ def test_rows_to_replace_come_in_any_form() -> None:
         assert Replace(rows, -1, layer=1).rows.shape == (1, WIDTH)
     for positions in ([0, 1], range(2), np.arange(2), torch.arange(2)):
         assert Replace(torch.ones(2, WIDTH), positions, layer=1).replaced == (0, 1)
+
+
+def test_elements_to_replace_come_in_any_form() -> None:
+    """A slice, a range, indices and a mask of the same elements are the same edit; the others keep the row's own."""
+    mask = [8 <= place < 16 for place in range(WIDTH)]
+    rows = vector(9, WIDTH, seed=1)
+    forms = (
+        slice(8, 16),
+        range(8, 16),
+        list(range(8, 16)),
+        np.arange(8, 16),
+        [*range(-16, -8)],
+        mask,
+        torch.tensor(mask),
+    )
+    edits = [Replace(V, 2, elements=form, layer=1) for form in forms]
+    assert {edit.elements for edit in edits} == {tuple(range(8, 16))}
+    assert len({lowered(SteeringSpec([edit])).digest for edit in edits}) == 1
+    expected = rows.clone()
+    expected[2, 8:16] = V[8:16]
+    for kind in KINDS:
+        assert torch.equal(one(SteeringSpec([edits[0]]), rows, kind=kind), expected)
+
+
+def test_parts_of_a_row_are_replaced_one_after_the_other() -> None:
+    """Two heads of one row, by two edits: both are there, in float32 to the bit."""
+    rows, other = vector(9, WIDTH, seed=1), vector(9, WIDTH, seed=2)
+    heads = [Replace(other[3], 3, elements=slice(8 * head, 8 * head + 8), layer=1) for head in (0, 2)]
+    expected = rows.clone()
+    expected[3, :8], expected[3, 16:] = other[3, :8], other[3, 16:]
+    for kind in KINDS:
+        assert torch.equal(one(SteeringSpec(heads), rows, kind=kind), expected)
 
 
 def test_an_edit_shows_itself_in_one_line() -> None:
@@ -425,7 +463,7 @@ def parted(monkeypatch) -> None:
 @pytest.mark.usefixtures("parted")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("part", [0, 2, -1, "each"])
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name != "replace"])
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_edit_of_a_part_is_the_edit_of_that_part_alone(kind, part, operation) -> None:
     """By each operation's own formula, over the part; in the kernel of each device."""
     steering = spec(operation, PART, seed=3, layers=[1], part=part)
@@ -470,7 +508,7 @@ def test_an_edit_that_reads_one_head_runs_on_the_rank_that_has_it() -> None:
             InvalidSpec,
             "relative= and preserve_norm= are of whole",
         ),
-        ([Replace(vector(1, PART, seed=1), [0], layer=1, part=0)], InvalidSpec, "a replacement"),
+        ([Replace(vector(1, WIDTH, seed=1), [0], layer=1, part=0)], InvalidVector, f"at .* has {PART}"),
     ],
 )
 def test_what_a_part_cannot_take_is_refused(edits, error, says) -> None:

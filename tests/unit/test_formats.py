@@ -45,7 +45,7 @@ from steercap.vectors import LayerVectors
 WIDTH, LAYERS = 8, 6
 SITES = ("resid_pre", "resid_post", "attn_out", "mlp_out")
 #: Arguments that no default fits, by field; a new edit whose fields are vectors and numbers needs none.
-ARGUMENTS: dict[str, Any] = {"low": -0.1, "high": 1 / 3, "positions": (2, -1)}
+ARGUMENTS: dict[str, Any] = {"low": -0.1, "high": 1 / 3, "positions": (2, -1), "elements": slice(1, None, 2)}
 PLACES: list[dict[str, Any]] = [
     {"layer": -1},
     {"layer": np.int64(2), "site": "mlp_out"},

@@ -1,9 +1,9 @@
 """The formula of the tap: every kernel against one row and one entry at a time, whatever an entry says.
 
 Entries are drawn here, and not lowered from operations: `test_edits.py` has those. Axes: responses, reads, joined parts,
-replacements, norms kept over several entries, scopes, several configurations in one pass. Not drawn is what no
-operation lowers to: a response that is bounded or gated, of what reads nothing; one that is more than a gain and a bias,
-of a joined entry; any, of a replacement.
+replacements of whole rows and of some elements, norms kept over several entries, scopes, several configurations in one
+pass. Not drawn is what no operation lowers to: a response that is bounded or gated, of what reads nothing; one that is
+more than a gain and a bias, of a joined entry; any, of a replacement.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from steercap.core.messages import (
 from steercap.core.plan import Plan
 from steercap.core.program import NONE, Blob, Configuration, Entry, Response, SteeringPlan, blob_digest
 from steercap.core.tokens import Range
+from steercap.kernels.bits import HOLE
 from steercap.testing.formula import formula
 from steercap.testing.specs import vector
 
@@ -82,6 +83,7 @@ def hold_to_the_formula(kind: str, many: Sequence[Sequence[Entry]], seed: int) -
     """One pass over a sequence for each program, all in one batch."""
     random = np.random.default_rng(seed)
     blobs = [*vector(VECTORS, 1, WIDTH, seed=seed) / WIDTH**0.5, vector(len(PUT), WIDTH, seed=seed + 1)]
+    blobs[-1][0, :: 1 + seed % 3] = HOLE  # elements that stay, all of them or some
     places = (*((number,) for number in range(VECTORS)), tuple(range(VECTORS, VECTORS + len(PUT))))
     data = [blob.contiguous().numpy().tobytes() for blob in blobs]
     known = tuple(Blob(blob_digest(one, len(blob)), len(blob)) for one, blob in zip(data, blobs, strict=True))

@@ -1,0 +1,165 @@
+"""What a run is worth: one number, of what the engine itself gives."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from steercap.core.values import index_of, shown
+from steercap.errors import EngineFailure, InvalidSpec
+
+if TYPE_CHECKING:
+    from steercap.adapters.types import RequestOutput
+
+#: One token of the vocabulary: its id, or a text that is just this token, such as " Mary".
+Token: TypeAlias = str | int
+
+
+class Asked(NamedTuple):
+    """What one pair's runs are asked, all of them alike, and how their number is read.
+
+    Args:
+        sampling: vLLM's sampling parameters.
+        read: the number, of vLLM's RequestOutput.
+    """
+
+    sampling: Mapping[str, Any]
+    read: Callable[[RequestOutput], float]
+
+
+class Metric(ABC):
+    """A number for a run, by which clean, corrupted and patched runs are compared."""
+
+    @abstractmethod
+    def asked(self, tokenizer: Any, pairs: int) -> list[Asked]:
+        """What the runs of each pair are asked.
+
+        Args:
+            tokenizer: the model's.
+            pairs: how many there are.
+
+        Raises:
+            InvalidSpec: it says something of another number of pairs, or names a token that is none.
+        """
+
+
+@dataclass(frozen=True)
+class LogitDifference(Metric):
+    """How much more likely one token is than another, right after the prompt: the difference of their logits.
+
+    Differences of logits and of log probabilities are the same number, in nats. Asked by `logprob_token_ids`: see
+    docs/patching.md for what that does to other requests with `logprobs=` in the same batch.
+
+    Args:
+        answers: (right, wrong) of each pair, or one such tuple for all; token ids, or texts of one token, " Mary".
+    """
+
+    answers: tuple[Token, Token] | Sequence[tuple[Token, Token]]
+
+    def asked(self, tokenizer: Any, pairs: int) -> list[Asked]:
+        found = []
+        for answer in _each(self.answers, pairs, "LogitDifference: answers", one=_is_tuple_of_tokens):
+            if not _is_tuple_of_tokens(answer):
+                raise InvalidSpec(f"LogitDifference: answers hold {shown(answer)}; give (right, wrong), a token each")
+            right, wrong = (token_id(tokenizer, token) for token in answer)
+            if right == wrong:
+                raise InvalidSpec(f"LogitDifference: {shown(answer)} are the same token, so they never differ")
+            found.append(Asked(_after_prompt(right, wrong), partial(_difference, right, wrong)))
+        return found
+
+
+@dataclass(frozen=True)
+class LogProbability(Metric):
+    """The log probability of a token right after the prompt, in nats.
+
+    Args:
+        answers: the token of each pair, or one for all; token ids, or texts of one token.
+    """
+
+    answers: Token | Sequence[Token]
+
+    def asked(self, tokenizer: Any, pairs: int) -> list[Asked]:
+        ids = [token_id(tokenizer, one) for one in _each(self.answers, pairs, "LogProbability: answers", one=_is_token)]
+        return [Asked(_after_prompt(one), partial(_log_probability, one)) for one in ids]
+
+
+@dataclass(frozen=True)
+class Measured(Metric):
+    """Any function of what vLLM gives.
+
+    Args:
+        function: called with vLLM's RequestOutput and the index of the pair; gives a float.
+        sampling: sampling parameters of every run: `{"max_tokens": 1, "logprobs": 20, "temperature": 0}`.
+    """
+
+    function: Callable[[Any, int], float]
+    sampling: Mapping[str, Any]
+
+    def asked(self, tokenizer: Any, pairs: int) -> list[Asked]:  # noqa: ARG002 -- of the contract
+        return [Asked(self.sampling, partial(self._read, pair)) for pair in range(pairs)]
+
+    def _read(self, pair: int, output: RequestOutput) -> float:
+        return float(self.function(output, pair))
+
+
+def token_id(tokenizer: Any, token: Token) -> int:
+    """The id of one token.
+
+    Raises:
+        InvalidSpec: a text of several tokens, or of none; something that is no token.
+    """
+    if isinstance(token, str):
+        ids = list(tokenizer.encode(token, add_special_tokens=False))
+        if len(ids) != 1:
+            parts = [tokenizer.decode([part]) for part in ids]
+            raise InvalidSpec(
+                f"{token!r} is {len(ids)} tokens, {parts}; give a text of one token (mind the space before a word), "
+                "or a token id"
+            )
+        return int(ids[0])
+    index = index_of(token)
+    if index is None or not 0 <= index < len(tokenizer):
+        raise InvalidSpec(f"{shown(token)} is no token; give a text of one token, or an id below {len(tokenizer)}")
+    return index
+
+
+def _each(given: Any, pairs: int, what: str, *, one: Callable[[Any], bool]) -> list[Any]:
+    """What was given for each pair."""
+    if one(given):
+        return [given] * pairs
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence) or len(given) != pairs:
+        raise InvalidSpec(f"{what}={shown(given)} for {pairs} pairs; give one for all, or a list of {pairs}")
+    return list(given)
+
+
+def _is_token(given: Any) -> bool:
+    return isinstance(given, str) or index_of(given) is not None
+
+
+def _is_tuple_of_tokens(given: Any) -> bool:
+    return isinstance(given, (tuple, list)) and len(given) == 2 and all(map(_is_token, given))
+
+
+def _after_prompt(*tokens: int) -> dict[str, Any]:
+    """Sampling parameters that give the log probabilities of some tokens after the prompt."""
+    return {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "logprob_token_ids": list(tokens)}
+
+
+def _difference(right: int, wrong: int, output: RequestOutput) -> float:
+    return _log_probability(right, output) - _log_probability(wrong, output)
+
+
+def _log_probability(token: int, output: RequestOutput) -> float:
+    (sample,) = output.outputs
+    given = sample.logprobs[0] if sample.logprobs else {}
+    found = given[token].logprob if token in given else math.nan
+    if not math.isfinite(found):
+        raise EngineFailure(
+            f"vLLM gave {found} as the log probability of token {token}, which it was asked for by logprob_token_ids; "
+            "use Measured(...) with sampling parameters that it answers"
+        )
+    return found

@@ -1,0 +1,101 @@
+"""Heat maps of patching: a panel for each site and receiver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from steercap.core.extras import extra
+from steercap.files.base import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Inches of a cell, across and down, and of what stands around a panel; dots per inch.
+CELL: Final = (0.3, 0.17)
+AROUND: Final = (1.9, 1.5)
+DPI: Final = 110
+
+
+class Mapped(Protocol):
+    """What is drawn: `Effects`."""
+
+    @property
+    def records(self) -> Sequence[Any]:
+        """Every changed run."""
+
+    @property
+    def layers(self) -> list[int]:
+        """Rows."""
+
+    @property
+    def axis(self) -> str:
+        """What columns are."""
+
+    def where(self, **columns: Any) -> Mapped:
+        """Some of the runs."""
+
+    def array(self, of: Any = None) -> npt.NDArray[np.float64]:
+        """The numbers."""
+
+    def labels(self) -> list[str]:
+        """The columns in words."""
+
+    def quantity(self, of: Any) -> str:
+        """What a number is."""
+
+
+def plot_effects(effects: Mapped, path: str | Path, *, of: str | None = None) -> Path:
+    """Draw layers × positions, or layers × heads, means over pairs: a panel for each site and receiver.
+
+    Red is more of the metric's way, blue the other way, white none; all panels share the scale. Grey was not run.
+
+    Args:
+        effects: of `patch`, `ablate` or `path_patch`.
+        path: the file; its ending says the format.
+        of: "effect", "difference" or "value"; see `Effects.array`.
+
+    Raises:
+        InvalidSpec: as for `Effects.array`, of a panel.
+    """
+    figure = _figure(effects, of)
+    with write_whole(Path(path)) as scratch:
+        figure.savefig(scratch, dpi=DPI, format=Path(path).suffix[1:] or "png")
+    return Path(path)
+
+
+def _figure(effects: Mapped, of: str | None) -> Figure:
+    with extra("plots"):
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+
+    keys = list(dict.fromkeys((one.site, one.receiver) for one in effects.records))
+    panels = [effects.where(site=site, receiver=receiver) for site, receiver in keys]
+    arrays = [panel.array(of) for panel in panels]
+    wide = [max(CELL[0] * array.shape[1], 1.2) + AROUND[0] for array in arrays]
+    tall = max(CELL[1] * len(array) for array in arrays) + AROUND[1]
+    figure = Figure(figsize=(sum(wide), max(tall, 2.4)), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False, width_ratios=wide)[0]
+    most = max((float(np.nanmax(np.abs(array))) for array in arrays if not np.isnan(array).all()), default=1.0) or 1.0
+    colours = colormaps["RdBu_r"].with_extremes(bad="#cccccc")
+    for one, panel, array, (site, receiver) in zip(axes, panels, arrays, keys, strict=True):
+        image = one.imshow(array, cmap=colours, vmin=-most, vmax=most, aspect="auto", interpolation="nearest")
+        one.set_title(f"{site} → {receiver}" if receiver else site, fontsize=10)
+        _label(one, panel)
+    axes[0].set_ylabel("layer")
+    figure.colorbar(image, ax=axes[-1], label=effects.quantity(of))
+    return figure
+
+
+def _label(axes: Any, panel: Mapped) -> None:
+    """Layers beside, tokens or heads below."""
+    labels = [label.replace("$", r"\$").replace("\n", "↵") for label in panel.labels()]
+    turned = 90 if panel.axis == "position" else 0
+    axes.set_xticks(range(len(labels)), labels, rotation=turned, fontsize=7)
+    axes.set_xlabel(panel.axis)
+    step = max(len(panel.layers) // 15, 1)
+    axes.set_yticks(range(0, len(panel.layers), step), panel.layers[::step], fontsize=7)

@@ -1,0 +1,17 @@
+"""Activation patching, without `await`: the functions of `steercap.patching` that take an open model."""
+
+from steercap.patching import ablation as _ablation
+from steercap.patching import activation as _activation
+from steercap.patching import paths as _paths
+from steercap.sync.model import blocking
+
+__all__ = ["ablate", "patch", "path_patch"]
+
+ablate = blocking(_ablation.ablate)
+patch = blocking(_activation.patch)
+path_patch = blocking(_paths.path_patch)
+
+
+def __dir__() -> list[str]:
+    """The functions, and no more."""
+    return [*__all__, "__doc__", "__file__", "__name__"]

@@ -1,0 +1,229 @@
+"""Patching without an engine: grids and their cells, metrics, and what is made of values."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from pyarrow import csv, parquet
+from transformers import AutoTokenizer
+
+from steercap.core.schema import PointSchema
+from steercap.core.spec import Point
+from steercap.core.tokens import TokenSelection
+from steercap.errors import EngineFailure, InvalidFile, InvalidSelection, InvalidSpec
+from steercap.patching import Effects, Grid, LogitDifference, LogProbability, Measured, PatchEffect, Receiver
+from steercap.patching.pairs import pairs_of
+from steercap.patching.points import Cell, Places, elements_of, positions_of
+from steercap.testing import tiny_checkpoint
+
+HEADS = PointSchema((3, 8), "float32")
+
+
+#: That of tiny checkpoints: a letter is a token.
+TOKENIZER = AutoTokenizer.from_pretrained(tiny_checkpoint("qwen3"))
+A, B, C = (TOKENIZER.encode(letter)[0] for letter in "abc")
+
+
+def places(grid: Grid, *points: Point) -> Places:
+    return Places(grid, points, {point: grid.heads_of(point, HEADS) for point in points})
+
+
+def effect(value: float, *, source: float | None = 4.0, **columns: Any) -> PatchEffect:
+    """A run of a pair whose own value is 2."""
+    known = {"pair": 0, "layer": 0, "site": "z", "head": None, "position": 0, "token": "a"} | columns
+    return PatchEffect(**known, value=value, base=2.0, source=source)
+
+
+# Grids
+
+
+def test_a_grid_has_a_run_for_each_site_layer_head_and_position() -> None:
+    """Site by site, layer by layer, head by head; together, all positions are one run."""
+    points = [Point(layer, site) for layer in (0, 5) for site in ("z", "q")]
+    grid = Grid(sites=["q", "z"], heads=[2, 0], tokens=[0, -1])
+    positions = positions_of(grid.selection, 4)
+    assert positions == [0, 3]
+    cells = list(places(grid, *points).cells(positions))
+    assert cells[:3] == [Cell((0, "q"), 2, (0,)), Cell((0, "q"), 2, (3,)), Cell((0, "q"), 0, (0,))]
+    assert [cell.point for cell in cells[::4]] == [(0, "q"), (5, "q"), (0, "z"), (5, "z")]
+    assert len(cells) == places(grid, *points).count(2) == 16
+    together = places(Grid(sites="z", heads="all", tokens=[0, -1], together=True), points[0])
+    assert list(together.cells(positions)) == [Cell((0, "z"), head, (0, 3)) for head in range(3)]
+    assert together.count(2) == 3
+
+
+def test_elements_of_a_head_are_its_part_of_the_row() -> None:
+    """Whole rows have no part; a negative head counts from the last."""
+    assert elements_of(None, HEADS) is None
+    assert elements_of(2, HEADS) == slice(16, 24)
+    assert places(Grid(sites="z", heads=-1), Point(0, "z")).heads == {(0, "z"): [2]}
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: Grid(heads="some"), InvalidSpec, "heads='some'"),
+        (lambda: Grid(heads=[1, 1]), InvalidSpec, "several that differ"),
+        (lambda: Grid(heads=[True]), InvalidSpec, "heads="),
+        (lambda: Grid(together="yes"), InvalidSpec, "together='yes'"),
+        (lambda: Grid(tokens="last"), InvalidSelection, "unknown tokens"),
+        (lambda: places(Grid(heads=3), Point(0, "z")), InvalidSpec, "3 heads, 0 to 2"),
+        (lambda: Grid(heads=0).heads_of(Point(0, "mlp_out"), PointSchema((24,), "float32")), InvalidSpec, "no heads"),
+        (lambda: positions_of(TokenSelection.parse("generated"), 4), InvalidSelection, "selects none"),
+        (lambda: Receiver("z", [(0, 1)]), InvalidSpec, "site='z'"),
+        (lambda: Receiver("q", [(0, 1, 2)]), InvalidSpec, "(layer, head)"),
+        (lambda: Receiver("q", []), InvalidSpec, "(layer, head)"),
+        (lambda: Receiver("q", [(0, 1), (0, 1)]), InvalidSpec, "a head twice"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make, error, says) -> None:
+    """The message names the value."""
+    with pytest.raises(error, match=says.replace("(", r"\(").replace(")", r"\)")):
+        make()
+
+
+def test_the_direction_says_which_prompt_is_changed() -> None:
+    """The tokens shown are those of that prompt; prompts of token ids are prompts, and not lists of them."""
+    (clean,) = pairs_of(TOKENIZER, "abc", "axc", direction="noise", align=None)
+    (corrupted,) = pairs_of(TOKENIZER, [A, B, C], "axc", direction="denoise", align=None)
+    assert (clean.tokens, corrupted.tokens) == (("a", "b", "c"), ("a", "x", "c"))
+    assert (corrupted.base, corrupted.source) == (clean.source, clean.base)
+    assert pairs_of(TOKENIZER, "abcd", "cd", direction="denoise", align="end")[0].shift == 2
+
+
+# Metrics
+
+
+def said(**logprobs: float) -> Any:
+    """vLLM's output, as far as a metric reads it."""
+    first = {TOKENIZER.encode(letter)[0]: SimpleNamespace(logprob=value) for letter, value in logprobs.items()}
+    return SimpleNamespace(outputs=[SimpleNamespace(logprobs=[first])])
+
+
+def test_a_logit_difference_asks_for_both_tokens_of_each_pair() -> None:
+    """One answer for all pairs or one each, as text or id; log probabilities are subtracted."""
+    first, second = LogitDifference([("a", "b"), (C, "a")]).asked(TOKENIZER, 2)
+    assert [one.sampling["logprob_token_ids"] for one in (first, second)] == [[A, B], [C, A]]
+    assert first.read(said(a=-1.0, b=-3.5)) == 2.5
+    assert len(LogitDifference(("a", "b")).asked(TOKENIZER, 3)) == 3
+    (one,) = LogProbability("a").asked(TOKENIZER, 1)
+    assert one.read(said(a=-1.0)) == -1.0
+    assert [one.read(said()) for one in Measured(lambda _output, pair: pair, {}).asked(TOKENIZER, 2)] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("logprobs", [{}, {"a": -1.0}, {"a": -1.0, "b": -math.inf}, {"a": math.nan, "b": -1.0}])
+def test_a_log_probability_that_is_not_there_is_an_error(logprobs) -> None:
+    """What another request in the batch can displace is never read as a number."""
+    (asked,) = LogitDifference(("a", "b")).asked(TOKENIZER, 1)
+    with pytest.raises(EngineFailure, match="log probability of token"):
+        asked.read(said(**logprobs))
+
+
+@pytest.mark.parametrize(
+    ("metric", "says"),
+    [
+        (LogitDifference(("ab", "c")), "'ab' is 2 tokens"),
+        (LogitDifference(("a", "a")), "the same token"),
+        (LogitDifference(("a", 259)), "259 is no token"),
+        (LogitDifference([("a", "b"), ("a",)]), "a token each"),
+        (LogitDifference([("a", "b")]), "for 2 pairs"),
+        (LogProbability(["a"]), "for 2 pairs"),
+        (LogProbability(-1), "-1 is no token"),
+    ],
+)
+def test_answers_are_tokens(metric, says) -> None:
+    """A text of several tokens would be scored by its first."""
+    with pytest.raises(InvalidSpec, match=says):
+        metric.asked(TOKENIZER, 2)
+
+
+# Results
+
+
+def test_an_effect_is_zero_unchanged_and_one_as_good_as_the_other() -> None:
+    """NaN where there is no other run, or none that differs."""
+    assert [effect(value).effect for value in (2.0, 3.0, 4.0)] == [0.0, 0.5, 1.0]
+    assert math.isnan(effect(3.0, source=None).effect)
+    assert math.isnan(effect(3.0, source=2.0).effect)
+    assert effect(3.0).difference == 1.0
+
+
+def test_a_heat_map_is_the_mean_over_pairs() -> None:
+    """Of effects, the mean difference over the mean distance of both runs; a place that was not run is NaN."""
+    records = [
+        effect(3.0, layer=2, position=0),
+        effect(3.0, layer=2, position=0, pair=1, source=8.0),
+        effect(2.5, layer=5, position=1),
+    ]
+    effects = Effects(records, [["a", "b"], ["a", "c"]])
+    np.testing.assert_allclose(effects.array(), [[2 / 8, math.nan], [math.nan, 0.25]])
+    np.testing.assert_allclose(effects.array("difference"), [[1.0, math.nan], [math.nan, 0.5]])
+    np.testing.assert_allclose(effects.array("value"), [[3.0, math.nan], [math.nan, 2.5]])
+    assert (effects.layers, effects.columns, effects.axis) == ([2, 5], [0, 1], "position")
+    assert effects.labels() == ["a 0", "1"], "a token is shown where all pairs have it"
+    assert effects.where(pair=0).labels() == ["a 0", "b 1"]
+
+
+def test_columns_are_heads_where_positions_are_not() -> None:
+    """Heads at one position, or at several at once; an ablation shows differences."""
+    records = [effect(2.0 + head, head=head, position=None, source=None) for head in range(3)]
+    effects = Effects(records, [["a"]])
+    assert (effects.axis, effects.labels()) == ("head", ["0", "1", "2"])
+    np.testing.assert_allclose(effects.array(), [[0.0, 1.0, 2.0]])
+    with pytest.raises(InvalidSpec, match="an ablation has no 'effect'"):
+        effects.array("effect")
+    whole = Effects([effect(3.0, position=None)], [["a"]])
+    assert (whole.columns, whole.labels()) == ([None], ["several"])
+
+
+@pytest.mark.parametrize(
+    ("records", "says"),
+    [
+        ([effect(1.0), effect(1.0, site="q")], r"several of site"),
+        ([effect(1.0), effect(1.0, receiver="logits")], r"several of receiver"),
+        ([effect(1.0, head=0), effect(1.0, head=1, position=1)], r"heads, \[0, 1\], and positions, \[0, 1\]"),
+        ([effect(1.0), effect(1.0, pair=1, position=1)], r"have \[1, 2\] tokens"),
+    ],
+)
+def test_what_is_no_one_heat_map_is_refused(records, says) -> None:
+    """Means over sites, over positions of prompts of different lengths, or of heads and positions, would mean nothing."""
+    with pytest.raises(InvalidSpec, match=says):
+        Effects(records, [["a"], ["a", "b"]]).array()
+
+
+def test_runs_are_chosen_by_columns() -> None:
+    """None is a value; a column or a run that is not there is an error which says what is."""
+    effects = Effects([effect(1.0), effect(2.0, head=1)], [["a"]])
+    assert [one.value for one in effects.where(head=None).records] == [1.0]
+    assert len(effects.where(site="z", pair=0)) == 2
+    with pytest.raises(InvalidSpec, match=r"no run has \{'head': 2\}; there are \{'head': '\[1, None\]'\}"):
+        effects.where(head=2)
+    with pytest.raises(InvalidSpec, match="is no column"):
+        effects.where(effect=1)
+
+
+def test_the_table_is_the_same_in_a_file(tmp_path) -> None:
+    """Every column of every run, with difference and effect; what is not known is null."""
+    effects = Effects([effect(3.0), effect(1.0, head=1, position=None, token="", source=None)], [["a"]])
+    table = effects.table
+    assert table.column_names[-2:] == ["difference", "effect"]
+    assert table["head"].to_pylist() == [None, 1]
+    assert table["source"].to_pylist() == [4.0, None]
+    assert parquet.read_table(effects.save(tmp_path / "x.parquet")).schema == table.schema
+    again = csv.read_csv(effects.save(tmp_path / "x.csv"))
+    assert again["value"].to_pylist() == [3.0, 1.0]
+    assert again.column_names == table.column_names
+    with pytest.raises(InvalidFile, match=r"\.parquet, \.csv"):
+        effects.save(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("name", ["x.png", "x.svg"])
+def test_a_plot_has_a_panel_for_each_site_and_receiver(name, tmp_path) -> None:
+    """Dollars and line ends in tokens do not spoil it, nor does a panel of runs that all changed nothing."""
+    records = [effect(2.0, site=site, layer=layer) for site in ("z", "q") for layer in range(40)]
+    path = Effects(records, [["$x_\n"]]).plot(tmp_path / name)
+    assert path.stat().st_size > 1000
