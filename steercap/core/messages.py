@@ -77,6 +77,27 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
     candidates: int = 1
 
 
+class EncoderShape(msgspec.Struct, frozen=True, array_like=True):
+    """All of an SAE's encoder but its numbers; see `saes.encoder.Encoder`.
+
+    Args:
+        d_in: elements of a row.
+        d_sae: features.
+        k: the most features of a row that are active, 0 for any number.
+        normalisation: what is done to a row first.
+        centred: whether its mean is subtracted before that.
+        thresholds, shifts: whether it has these.
+    """
+
+    d_in: int
+    d_sae: int
+    k: int
+    normalisation: str
+    centred: bool
+    thresholds: bool
+    shifts: bool
+
+
 class Placed(msgspec.Struct, frozen=True, array_like=True):
     """A configuration, its slot, and the bank rows of each of its blobs."""
 
