@@ -233,6 +233,33 @@ class CloseSketch(Message, frozen=True):
     name: str
 
 
+class OpenSAE(Message, frozen=True):
+    """Load an SAE's encoder, unless it is here; asked again until it is. Ranks without the point have nothing to do.
+
+    Args:
+        digest: see `saes.encoder.Encoder.digest`.
+        point: index of the point that it reads, among the engine's armed ones.
+        shape: of the encoder.
+        path: where a process of the same machine can open the memory that holds it.
+        nonce: first bytes of that memory.
+        most_bytes: what all SAEs of a worker may take.
+    """
+
+    digest: bytes
+    point: int
+    shape: EncoderShape
+    path: str
+    nonce: bytes
+    most_bytes: int
+
+
+class CloseSAE(Message, frozen=True):
+    """Free an SAE once no request that runs reads with it; whether there is one does not matter."""
+
+    digest: bytes
+    point: int
+
+
 Question: TypeAlias = (
     Attach
     | Collect
@@ -247,6 +274,8 @@ Question: TypeAlias = (
     | Fold
     | ReadSketch
     | CloseSketch
+    | OpenSAE
+    | CloseSAE
 )
 
 
@@ -369,7 +398,9 @@ class Lines(Message, frozen=True):
 
 
 class Counted(Message, frozen=True):
-    """Answer to Census: requests whose rows, or record of edits, are held; pages; rows and passes so far; sketches."""
+    """Answer to Census: requests whose rows, or record of edits, are held; pages; rows and passes so far; sketches;
+    SAEs.
+    """
 
     requests: int
     steered: int
@@ -381,6 +412,8 @@ class Counted(Message, frozen=True):
     steps: int
     sketches: int
     sketch_bytes: int
+    saes: int
+    sae_bytes: int
 
 
 class Configured(Message, frozen=True):
@@ -446,6 +479,20 @@ class SketchPart(Message, frozen=True):
     data: bytes
 
 
+class SAEOpened(Message, frozen=True):
+    """Answer to OpenSAE and CloseSAE.
+
+    Args:
+        coming: whether it is on its way, and to be asked for again.
+        full: why there is no room for it, or "".
+        refused: why it cannot be loaded, whatever else is, or "".
+    """
+
+    coming: bool = False
+    full: str = ""
+    refused: str = ""
+
+
 class Failed(Message, frozen=True):
     """The worker could not answer."""
 
@@ -469,6 +516,7 @@ Answer: TypeAlias = (
     | SketchOpened
     | Folded
     | SketchPart
+    | SAEOpened
     | Failed
     | Unembedded
     | Projected

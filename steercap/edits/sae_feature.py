@@ -41,7 +41,9 @@ class SAEFeature(Edit):
         for number in ("value", "bias", "threshold"):
             self._number(number)
         if self.threshold < 0:
-            raise InvalidEdit(f"SAEFeature: threshold={self.threshold}; activations are never below 0, so give 0 or more")
+            raise InvalidEdit(
+                f"SAEFeature: threshold={self.threshold}; activations are never below 0, so give 0 or more"
+            )
         if len({vector.shape for vector in kept}) > 1:
             widths = [len(vector) for vector in kept]
             raise InvalidVector(f"SAEFeature: encoder, decoder and decoder_bias have widths {widths}; they must agree")
@@ -59,7 +61,9 @@ class SAEFeature(Edit):
             response = Response(bias=bias, offset=self.value, minus=1.0, floor=0.0)
             return (RankOne(self.decoder[None], response, self.encoder[None]),)
         # What the feature has is taken away where it is active, and `value` is added everywhere.
-        taken = RankOne(self.decoder[None], Response(bias=bias, minus=1.0, threshold=self.threshold), self.encoder[None])
+        taken = RankOne(
+            self.decoder[None], Response(bias=bias, minus=1.0, threshold=self.threshold), self.encoder[None]
+        )
         return taken, RankOne(self.decoder[None], Response(offset=self.value))
 
 

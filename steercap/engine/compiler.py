@@ -18,6 +18,8 @@ from steercap.encodings import ENCODINGS, codec_of, record_of
 from steercap.encodings.calibrated8 import CALIBRATED
 from steercap.engine.ranks import Rank
 from steercap.errors import InvalidSpec
+from steercap.saes import compiling
+from steercap.saes.compiling import Readers, compile_readers
 from steercap.sites import SITES
 from steercap.steering.calibration import Calibrated, calibration_of, compile_calibration
 from steercap.steering.lowering import Lowered, lower
@@ -59,6 +61,7 @@ class Compiler:
         self._lowered: WeakKeyDictionary[SteeringSpec | Edit, Lowered] = WeakKeyDictionary()
         self._captured: tuple[CaptureSpec, tuple[Point, ...], tuple[int, ...]] | None = None  # the last one
         self._coded: tuple[CaptureSpec, Coding] | None = None  # likewise
+        self._read: tuple[CaptureSpec, Readers] | None = None  # likewise
         # Of directions, what they were compiled to for some of their points.
         self._projected: WeakKeyDictionary[Any, dict[tuple[Point, ...], Projected]] = WeakKeyDictionary()
         self._calibrated: WeakKeyDictionary[Calibration, dict[tuple[Point, ...], Calibrated]] = WeakKeyDictionary()
@@ -90,11 +93,31 @@ class Compiler:
             UnknownName, PointNotArmed: see `check_armed`.
         """
         if self._captured is None or self._captured[0] is not spec:
-            asked = spec.points(self._num_layers) if spec.project is None else points_of(spec, self._num_layers)
+            asked = self._asked(spec)
             points = existing(asked, spec.layers, self._exists)
             check_armed(points, self._armed, SITES, self._exists)
             self._captured = spec, points, tuple(sorted(self._armed[point] for point in points))
         return self._captured[1:]
+
+    def _asked(self, spec: CaptureSpec) -> tuple[Point, ...]:
+        if spec.saes:
+            return compiling.points_of(spec, self._num_layers)
+        return spec.points(self._num_layers) if spec.project is None else points_of(spec, self._num_layers)
+
+    def readers(self, spec: CaptureSpec) -> Readers | None:
+        """What SAEs read of a spec's rows, compiled, once for all requests of a call; None where there are none.
+
+        Raises:
+            InvalidSpec, PointSplit: see `compiling.compile_readers`.
+        """
+        if not spec.saes:
+            return None
+        if self._read is None or self._read[0] is not spec:
+            points, indices = self.captured(spec)
+            found = compile_readers(spec, points, self._armed, self._schemas)
+            self._check_records(indices, found.coding, "sae=")
+            self._read = spec, found
+        return self._read[1]
 
     def projected(self, spec: CaptureSpec) -> Projected | None:
         """What a spec projects rows on, compiled; None for whole rows.
@@ -108,7 +131,8 @@ class Compiler:
         known = self._projected.setdefault(spec.project, {})
         if points not in known:
             found = compile_projection(spec, self._armed, self._schemas, num_layers=self._num_layers, points=points)
-            self._check_records(found)
+            coding = Coding("projected", len(found.names))
+            self._check_records(found.lowered.configuration.reads, coding, "project=")
             known[points] = found
         return known[points]
 
@@ -142,6 +166,8 @@ class Compiler:
         projected = self.projected(spec)
         if projected is not None:
             return Coding("projected", len(projected.names))
+        if (readers := self.readers(spec)) is not None:
+            return readers.coding
         coding = codec_for(spec, self._settings)
         named = f"codec={coding.encoding!r}"
         if coding == RAW:
@@ -168,15 +194,15 @@ class Compiler:
                 )
         return coding
 
-    def _check_records(self, projected: Projected) -> None:
-        """Check that a token's projections fit a page of every arena."""
-        points, directions = projected.lowered.configuration.reads, len(projected.names)
+    def _check_records(self, points: Sequence[int], coding: Coding, asked: str) -> None:
+        """Check that what is computed of a token fits a page of every arena."""
+        numbers = "directions" if coding.encoding == "projected" else "features"
         for rank in self._ranks:
-            wanted = sum(record_of(rank.kept(points), Coding("projected", directions)).sizes)
+            wanted = sum(record_of(rank.kept(points), coding).sizes)
             if wanted > rank.page.page_bytes:
                 raise InvalidSpec(
-                    f"project= asks for {wanted:,} bytes per token ({len(points)} points × {directions} directions), "
-                    f"and a page holds {rank.page.page_bytes:,}; use fewer directions at once"
+                    f"{asked} asks for {wanted:,} bytes per token ({len(points)} points × {coding.k} {numbers}), "
+                    f"and a page holds {rank.page.page_bytes:,}; use fewer {numbers} at once"
                 )
 
 

@@ -80,7 +80,12 @@ def _from_hub(repository: str, name: str, revision: str | None) -> Path | None:
     """
     with extra("cuda", "cpu"):
         from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+        from huggingface_hub.errors import (
+            EntryNotFoundError,
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+        )
 
     try:
         return Path(hf_hub_download(repository, name, revision=revision))

@@ -1,4 +1,4 @@
-"""SAEs and transcoders of Gemma Scope: `params.npz` of the first, `config.json` beside `params.safetensors` of the second.
+"""SAEs and transcoders of Gemma Scope: `params.npz` of the first, `config.json` and `params.safetensors` of the second.
 
 All of them are jumprelu, and subtract nothing from what they read. The first names its point in the path alone:
 `gemma-scope-2b-pt-res/layer_20/width_16k/average_l0_71`.

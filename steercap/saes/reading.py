@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
@@ -135,13 +136,7 @@ def _check_shapes(tensors: Tensors, names: Mapping[str, str], recipe: Recipe) ->
             "would be wrong to leave out"
         )
     shapes = {known: tensors.shapes[names[known]] for known in wanted}
-    if len(shapes["W_enc"]) != 2 or len(shapes["W_dec"]) != 2:
-        raise InvalidFile(f"{path}: weights of shapes {shapes['W_enc']} and {shapes['W_dec']}; they are matrices")
-    (d_in, d_sae), d_out = shapes["W_enc"], shapes["W_dec"][1]
-    if not (0 < d_sae <= MOST_FEATURES and 0 < min(d_in, d_out) and max(d_in, d_out) <= MOST_WIDTH):
-        raise InvalidFile(f"{path}: {d_in} × {d_sae} and {d_sae} × {d_out} numbers are no SAE")
-    if d_out != d_in and not recipe.transcodes:
-        raise InvalidFile(f"{path} reads {d_in} elements and writes {d_out}; only transcoders do")
+    d_in, d_sae, d_out = _sizes(path, shapes["W_enc"], shapes["W_dec"], transcodes=recipe.transcodes)
     exact = {"W_enc": (d_in, d_sae), "W_dec": (d_sae, d_out), "b_dec": (d_out,), "W_skip": (d_out, d_in)}
     for known, shape in shapes.items():
         if shape != exact.get(known, (d_sae,)):
@@ -151,3 +146,19 @@ def _check_shapes(tensors: Tensors, names: Mapping[str, str], recipe: Recipe) ->
             raise InvalidFile(f"{path}: its configuration says {name}={said}, and its weights have {found}")
     if not 0 <= recipe.k <= d_sae or (recipe.architecture == "topk" and not recipe.k):
         raise InvalidFile(f"{path}: k={recipe.k} of {d_sae} features")
+
+
+def _sizes(path: Path, encoder: tuple[int, ...], decoder: tuple[int, ...], *, transcodes: bool) -> tuple[int, int, int]:
+    """d_in, d_sae and d_out.
+
+    Raises:
+        InvalidFile: there are none.
+    """
+    if len(encoder) != 2 or len(decoder) != 2:
+        raise InvalidFile(f"{path}: weights of shapes {encoder} and {decoder}; they are matrices")
+    (d_in, d_sae), d_out = encoder, decoder[1]
+    if not (0 < d_sae <= MOST_FEATURES and 0 < min(d_in, d_out) and max(d_in, d_out) <= MOST_WIDTH):
+        raise InvalidFile(f"{path}: {d_in} × {d_sae} and {d_sae} × {d_out} numbers are no SAE")
+    if d_out != d_in and not transcodes:
+        raise InvalidFile(f"{path} reads {d_in} elements and writes {d_out}; only transcoders do")
+    return d_in, d_sae, d_out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,8 +94,8 @@ class SAE:
         for point, name, hook in zip((reads, writes), ("input", "output"), recipe.hooks, strict=True):
             if point is None:
                 raise InvalidFile(
-                    f"{found.weights}: it is of {shown(hook)}, whose rows no point of steercap is known to have; if one "
-                    f"has them, say so: SAE.load(..., {name}=(layer, site))"
+                    f"{found.weights}: it is of {shown(hook)}, whose rows no point of steercap is known to have; if "
+                    f"one has them, say so: SAE.load(..., {name}=(layer, site))"
                 )
         assert reads is not None
         assert writes is not None

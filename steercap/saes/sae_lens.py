@@ -87,7 +87,8 @@ def _architecture(path: Path, said: Mapping[str, object]) -> tuple[str, int]:
         architecture, response = "topk", "relu"
     if architecture in TRAINED:
         raise InvalidFile(
-            f"{path}: {architecture} is how an SAE is trained; save_inference_model of SAELens writes what it is used as"
+            f"{path}: {architecture} is how an SAE is trained; save_inference_model of SAELens writes what it is used "
+            "as"
         )
     if architecture not in ARCHITECTURES or response != "relu":
         raise InvalidFile(

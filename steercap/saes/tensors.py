@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -94,7 +95,7 @@ def read_npz(path: Path) -> Tensors:
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 return _finite(path, name, torch.from_numpy(np.array(arrays[name])))
-        except (*_DAMAGED, TypeError, zipfile.zlib.error) as error:  # type: ignore[attr-defined]
+        except (*_DAMAGED, TypeError, zlib.error) as error:
             raise InvalidFile(f"{path}: {name} cannot be read: {error}") from error
 
     return Tensors(path, shapes, read)
@@ -107,9 +108,9 @@ def _shape_in(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[int, .
         ValueError: it is of another dtype than floats, or has another size than it says.
     """
     with archive.open(member) as file:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(file)
+        lib: Any = np.lib.format
+        version = lib.read_magic(file)
+        shape, _, dtype = (lib.read_array_header_1_0 if version == (1, 0) else lib.read_array_header_2_0)(file)
         size, header = int(np.prod(shape, dtype=object)) * dtype.itemsize, file.tell()
     if dtype.kind != "f":
         raise ValueError(f"{member.filename} is of {dtype}, and must be floating-point numbers")

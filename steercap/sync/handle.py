@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from steercap.core.chat import MessageSpan
     from steercap.core.media import MediaSpan
     from steercap.core.receipt import Receipt
-    from steercap.requests.captures import Captures, Coded
+    from steercap.requests.captures import Captures, Coded, Featured
     from steercap.requests.lifecycle import Lifecycle
     from steercap.vectors.directions import Mark
 
@@ -50,6 +50,7 @@ class CaptureHandle(Unshared, instead=handles.INSTEAD):
     fetched: bool
     captures: Captures
     coded: Coded
+    features: Featured
     receipt: Receipt
     positions: torch.Tensor
     token_ids: torch.Tensor

@@ -112,6 +112,9 @@ class DeviceEncoder:
         return known[2]
 
     def _find_alike(self, layout: Layout) -> Iterator[tuple[Kind, Alike]]:
+        if layout.form.reads:
+            yield from self._find_read(layout)
+            return
         kinds = [self._installed.kind_of(self._installed.schemas[local]) for local in layout.locals]
         directions = self._programs.projections.get(layout.form.slot)
         raw, stored = np.array(layout.raw.offsets) // LINE_BYTES, np.array(layout.stored.offsets)
@@ -120,6 +123,15 @@ class DeviceEncoder:
             bank_rows = None if directions is None else self._there(directions[np.array(layout.locals)[own]])
             points = self._there(np.stack([raw[own], stored[own]], axis=1))
             yield kind, Alike(kind.schema, layout.form.coding, points, bank_rows)
+
+    def _find_read(self, layout: Layout) -> Iterator[tuple[Kind, Alike]]:
+        """The points of a layout whose rows SAEs read, each by itself."""
+        reads, coding = dict(layout.form.reads), layout.form.coding
+        places = zip(layout.locals, layout.points, layout.raw.offsets, layout.stored.offsets, strict=True)
+        for local, point, raw, stored in places:
+            schema = self._installed.schemas[local]
+            at = self._there(np.array([[raw // LINE_BYTES, stored]], dtype=np.int64))
+            yield self._installed.kind_of(schema), Alike(schema, coding, at, reads=reads[point])
 
     def _there(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
         return self._transfers.there(torch.from_numpy(np.ascontiguousarray(values)))
