@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from steercap.config import Settings
 from steercap.core.coding import RAW, Coding
@@ -61,7 +61,8 @@ class Compiler:
         self._lowered: WeakKeyDictionary[SteeringSpec | Edit, Lowered] = WeakKeyDictionary()
         self._captured: tuple[CaptureSpec, tuple[Point, ...], tuple[int, ...]] | None = None  # the last one
         self._coded: tuple[CaptureSpec, Coding] | None = None  # likewise
-        self._read: tuple[CaptureSpec, Readers] | None = None  # likewise
+        # Likewise, but nothing here keeps an SAE: the workers hold what somebody can still ask for.
+        self._read: tuple[ref[CaptureSpec], ref[Readers]] | None = None
         # Of directions, what they were compiled to for some of their points.
         self._projected: WeakKeyDictionary[Any, dict[tuple[Point, ...], Projected]] = WeakKeyDictionary()
         self._calibrated: WeakKeyDictionary[Calibration, dict[tuple[Point, ...], Calibrated]] = WeakKeyDictionary()
@@ -92,17 +93,16 @@ class Compiler:
             LayerOutOfRange, InvalidSpec: see `CaptureSpec.points`.
             UnknownName, PointNotArmed: see `check_armed`.
         """
+        if spec.saes:
+            return self._armed_points(compiling.points_of(spec, self._num_layers))
         if self._captured is None or self._captured[0] is not spec:
-            asked = self._asked(spec)
-            points = existing(asked, spec.layers, self._exists)
-            check_armed(points, self._armed, SITES, self._exists)
-            self._captured = spec, points, tuple(sorted(self._armed[point] for point in points))
+            asked = spec.points(self._num_layers) if spec.project is None else points_of(spec, self._num_layers)
+            self._captured = spec, *self._armed_points(existing(asked, spec.layers, self._exists))
         return self._captured[1:]
 
-    def _asked(self, spec: CaptureSpec) -> tuple[Point, ...]:
-        if spec.saes:
-            return compiling.points_of(spec, self._num_layers)
-        return spec.points(self._num_layers) if spec.project is None else points_of(spec, self._num_layers)
+    def _armed_points(self, points: tuple[Point, ...]) -> tuple[tuple[Point, ...], tuple[int, ...]]:
+        check_armed(points, self._armed, SITES, self._exists)
+        return points, tuple(sorted(self._armed[point] for point in points))
 
     def readers(self, spec: CaptureSpec) -> Readers | None:
         """What SAEs read of a spec's rows, compiled, once for all requests of a call; None where there are none.
@@ -112,12 +112,14 @@ class Compiler:
         """
         if not spec.saes:
             return None
-        if self._read is None or self._read[0] is not spec:
-            points, indices = self.captured(spec)
-            found = compile_readers(spec, points, self._armed, self._schemas)
-            self._check_records(indices, found.coding, "sae=")
-            self._read = spec, found
-        return self._read[1]
+        known = self._read[1]() if self._read is not None and self._read[0]() is spec else None
+        if known is not None:
+            return known
+        points, indices = self.captured(spec)
+        found = compile_readers(spec, points, self._armed, self._schemas)
+        self._check_records(indices, found.coding, "sae=")
+        self._read = ref(spec), ref(found)
+        return found
 
     def projected(self, spec: CaptureSpec) -> Projected | None:
         """What a spec projects rows on, compiled; None for whole rows.
@@ -158,6 +160,8 @@ class Compiler:
             UnknownName: a codec that does not exist.
             InvalidSpec: parameters that the codec does not have, or with which rows would not be smaller.
         """
+        if (readers := self.readers(spec)) is not None:
+            return readers.coding
         if self._coded is None or self._coded[0] is not spec:
             self._coded = spec, self._coding(spec)
         return self._coded[1]
@@ -166,8 +170,6 @@ class Compiler:
         projected = self.projected(spec)
         if projected is not None:
             return Coding("projected", len(projected.names))
-        if (readers := self.readers(spec)) is not None:
-            return readers.coding
         coding = codec_for(spec, self._settings)
         named = f"codec={coding.encoding!r}"
         if coding == RAW:

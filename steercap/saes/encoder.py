@@ -92,8 +92,8 @@ class Encoder:
             case "layer_norm":
                 return (rows - rows.mean(dim=1, keepdim=True)).std(dim=1)
             case "constant_norm_rescale":
-                norms: torch.Tensor = rows.norm(dim=1)
-                return norms / self.d_in**0.5
+                found: torch.Tensor = rows.norm(dim=1) / self.d_in**0.5
+                return found
             case "none":
                 return rows.new_ones(len(rows))
 
@@ -131,7 +131,7 @@ class Encoder:
         """What it is known by: the SHA-256 of its shape and its numbers."""
         found = hashlib.sha256(msgspec.msgpack.encode(self.shape))
         for tensor in self.tensors:
-            found.update(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+            found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         return found.digest()
 
     def write(self, image: torch.Tensor) -> None:

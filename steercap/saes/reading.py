@@ -157,7 +157,7 @@ def _sizes(path: Path, encoder: tuple[int, ...], decoder: tuple[int, ...], *, tr
     if len(encoder) != 2 or len(decoder) != 2:
         raise InvalidFile(f"{path}: weights of shapes {encoder} and {decoder}; they are matrices")
     (d_in, d_sae), d_out = encoder, decoder[1]
-    if not (0 < d_sae <= MOST_FEATURES and 0 < min(d_in, d_out) and max(d_in, d_out) <= MOST_WIDTH):
+    if not (0 < d_sae <= MOST_FEATURES and min(d_in, d_out) > 0 and max(d_in, d_out) <= MOST_WIDTH):
         raise InvalidFile(f"{path}: {d_in} × {d_sae} and {d_sae} × {d_out} numbers are no SAE")
     if d_out != d_in and not transcodes:
         raise InvalidFile(f"{path} reads {d_in} elements and writes {d_out}; only transcoders do")

@@ -98,7 +98,8 @@ class RandomSAE:
     def write_npz(self, folder: Path) -> Path:
         """Write `params.npz`, as Gemma Scope has it, of a jumprelu SAE; returns the folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        np.savez(folder / "params.npz", **{name.lower(): tensor for name, tensor in self.tensors.items()})
+        arrays: dict[str, Any] = {name.lower(): tensor for name, tensor in self.tensors.items()}
+        np.savez(folder / "params.npz", **arrays)
         return folder
 
     def encode(self, rows: torch.Tensor) -> npt.NDArray[np.float64]:
