@@ -50,10 +50,10 @@ async def test_features_are_those_of_the_rows(architecture, tiny, tmp_path, reco
 
 @pytest.mark.parametrize("normalisation", ["layer_norm", "constant_norm_rescale"])
 async def test_rows_are_normalised_as_the_sae_was_trained(normalisation, tiny, tmp_path) -> None:
-    """Of a point whose rows are split into heads, too."""
+    """Rows are centred and scaled, or scaled to one length, in the worker as in the library; at another point than its own."""
     given = {"normalize_activations": normalisation, "apply_b_dec_to_input": False}
-    own = RandomSAE("standard", tiny.points[Point(2, "z")].width, 700, configuration=tuple(given.items()))
-    await features_agree(tiny, own, SAE.load(own.write(tmp_path), input=(2, "z")), requests=3)
+    own = RandomSAE("standard", WIDTH, 700, configuration=tuple(given.items()))
+    await features_agree(tiny, own, SAE.load(own.write(tmp_path), input=(2, "attn_out")), requests=3)
 
 
 async def test_features_survive_chunks_and_preemption(cramped, tmp_path) -> None:
@@ -77,8 +77,10 @@ async def test_features_come_exactly_as_the_library_reads_the_rows(tiny, tmp_pat
         assert found.width == one.d_sae
         assert torch.equal(found.active, known.active)
         torch.testing.assert_close(found.dense(), known.dense(), rtol=1e-5, atol=1e-5)
-        assert bool(found.complete.all())
-        torch.testing.assert_close(found.dense(), one.encode(whole.captures[one.input]), rtol=1e-5, atol=1e-5)
+        dense = one.encode(whole.captures[one.input])
+        assert torch.equal(found.complete, (dense > 0).sum(dim=1) <= 300)
+        whole_rows = found.complete
+        torch.testing.assert_close(found.dense()[whole_rows], dense[whole_rows], rtol=1e-5, atol=1e-5)
         number = int(found.ids[7, 0])
         assert torch.equal(found.of_feature(number), found.dense()[:, number])
     chunks = [chunk async for chunk in tiny.stream(prompt, params, capture=both)]
@@ -95,7 +97,9 @@ async def test_features_come_exactly_as_the_library_reads_the_rows(tiny, tmp_pat
 async def test_a_steered_feature_is_what_was_asked(tiny, tmp_path) -> None:
     """`set_feature` makes an activation what it says, on rows where it was active and where it was not, for each response."""
     for architecture in ("standard", "jumprelu", "gated"):
-        own = RandomSAE(architecture, WIDTH, FEATURES, configuration=(("apply_b_dec_to_input", architecture != "gated"),))
+        own = RandomSAE(
+            architecture, WIDTH, FEATURES, configuration=(("apply_b_dec_to_input", architecture != "gated"),)
+        )
         sae = SAE.load(own.write(tmp_path / architecture))
         prompt, params = random_prompt(60, 1), {"max_tokens": 5, **GREEDY}
         asked = CaptureSpec(layers=1, before_edits=True), CaptureSpec(layers=1)
@@ -140,7 +144,7 @@ async def test_a_transcoders_feature_is_written_at_its_output(tiny, tmp_path) ->
 async def test_saes_make_room_for_each_other_and_are_refused_where_there_is_none(tiny, tmp_path) -> None:
     """What no request uses is displaced, the least recently used first; what is too large is an error before any token."""
     saes = [SAE.load(RandomSAE("standard", WIDTH, 200, seed=seed).write(tmp_path / f"{seed}")) for seed in range(3)]
-    held = tiny.engine.saes
+    held = tiny.serving.here().saes
     most, held._most_bytes = held._most_bytes, 2 * (WIDTH + 1) * 200 * 4 + 2 * WIDTH * 4 + 1000
     prompt, params = random_prompt(5, 0), {"max_tokens": 2, **GREEDY}
     try:
