@@ -11,6 +11,7 @@ from steercap import SAE, CaptureHandle, CaptureSpec, Point, SteerModel, errors
 from steercap.encodings.coded import CodedRows
 from steercap.testing.rows import GREEDY, random_prompt, settled
 from steercap.testing.saes import OWN, RandomSAE, check_features
+from steercap.views import logit_attribution
 
 WIDTH, FEATURES = 128, 1500
 
@@ -180,3 +181,46 @@ async def test_what_cannot_be_read_is_refused_before_it_runs(tiny, tmp_path) -> 
     ):
         with pytest.raises(error, match=says):
             await tiny.generate(prompt, params, capture=spec)
+
+
+@pytest.mark.parametrize("architecture", ["jumprelu", "transcoder"])
+async def test_a_logit_is_what_features_and_the_rest_give_to_it(architecture, tiny, tmp_path) -> None:
+    """The logits are the engine's own, the parts add up to them, and a feature's part is what it wrote times what is read."""
+    sae = SAE.load(RandomSAE(architecture, WIDTH, 500).write(tmp_path))
+    prompt, params, last = random_prompt(30, 4), {"max_tokens": 5, **GREEDY}, tiny.num_layers - 1
+    _, whole = await tiny.generate(
+        prompt, params, capture=CaptureSpec(layers=[1, last], sites=["resid_pre", "resid_post"])
+    )
+    _, read = await tiny.generate(prompt, params, capture=CaptureSpec(sae=sae, k=500))
+    await tiny.fetch_captures_batch([whole, read])
+    table = logit_attribution(whole, tiny, sae, top=500)
+    rows = whole.captures[last, "resid_post"]
+    sequence = [*whole.prompt_token_ids, *whole.output_token_ids]
+    assert table.token_ids.tolist() == sequence[1:]
+    engine = tiny.serving.here()
+    own = await engine.unembed(rows, tuple(sequence[1:]))
+    logits = torch.frombuffer(bytearray(own.logits), dtype=torch.float32).view(len(rows), -1).diagonal()
+    torch.testing.assert_close(table.logits, logits, rtol=1e-4, atol=1e-4)
+    parts = table.contributions.sum(dim=1) + table.others + table.bias + table.rest + table.constants
+    torch.testing.assert_close(parts, logits, rtol=1e-3, atol=1e-3)
+    row, at = 9, 3
+    feature = int(table.ids[row, at])
+    wrote = sae.encode(whole.captures[sae.input])[row, feature] * sae.decoder[feature]
+    # The engine's own norm and unembedding, with the scale of the whole row: norm(row + small) - norm(row) moves it by little.
+    step = 1e-2
+    moved = await engine.unembed(
+        torch.stack([rows[row] + step * wrote, rows[row] - step * wrote]), (sequence[row + 1],)
+    )
+    up, down = torch.frombuffer(bytearray(moved.logits), dtype=torch.float32).tolist()
+    along = float(rows[row] @ wrote / rows[row].square().sum())
+    frozen = (up - down) / (2 * step) + along * float(table.logits[row])
+    assert float(table.contributions[row, at]) == pytest.approx(frozen, rel=2e-2, abs=2e-3)
+    sparse = logit_attribution(whole, tiny, sae, top=500, features=read.features[sae.input])
+    torch.testing.assert_close(sparse.contributions, table.contributions, rtol=1e-3, atol=1e-3)
+    assert bool(sparse.complete.all())
+    for token in ("b", 65):
+        records = logit_attribution(whole, tiny, sae, token=token, top=2).records()
+        assert {record["token"] for record in records} == {"b"}
+    assert len(str(table).splitlines()) == len(rows)
+    with pytest.raises(errors.InvalidRequest, match="has no rows of"):
+        logit_attribution(read, tiny, sae)
