@@ -22,6 +22,7 @@ CHECKED: Final = (
     "steercap.kernels.finite",
     "steercap.kernels.reference",
     "steercap.quantisation",
+    "steercap.saes",
     "steercap.sketches",
     "steercap.testing.quantised",
     "steercap.vectors.calibration",
