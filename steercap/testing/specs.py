@@ -51,6 +51,8 @@ def edit(operation: str, width: int, *, seed: int = 0, **scope: Any) -> Edit:  #
             return SAEFeature(first / width**0.5, second, 1.5, bias=0.1, **scope)
         case "decoder_bias":
             return SAEFeature(first / width**0.5, second, 1.5, decoder_bias=third, **scope)
+        case "jumprelu":
+            return SAEFeature(first / width**0.5, second, 1.5, bias=0.1, threshold=0.5, **scope)
         case "low_rank":
             read, write = (vector(3, width, seed=1000 * seed + part) / width**0.5 for part in (3, 4))
             return LowRank(read, write, bias=vector(3, seed=1000 * seed + 5), **scope)
