@@ -485,11 +485,13 @@ class SAEOpened(Message, frozen=True):
     Args:
         coming: whether it is on its way, and to be asked for again.
         full: why there is no room for it, or "".
-        refused: why it cannot be loaded, whatever else is, or "".
+        unreachable: why this worker cannot read the client's memory, or "".
+        refused: why what lies there cannot be loaded, or "".
     """
 
     coming: bool = False
     full: str = ""
+    unreachable: str = ""
     refused: str = ""
 
 

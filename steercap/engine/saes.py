@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from steercap.core.messages import CloseSAE, OpenSAE, SAEOpened
-from steercap.errors import EngineFailure, MemoryNotShared, SAEMemoryFull
+from steercap.errors import EngineFailure, MemoryNotShared, SAEMemoryFull, WorkerFailure
 from steercap.saes.encoder import image_bytes
 from steercap.transport.shared import HEADER_BYTES, SharedSegment
 
@@ -70,6 +70,7 @@ class Dictionaries:
         Raises:
             SAEMemoryFull: there is no room for one, beside those that other requests use.
             MemoryNotShared: a worker runs where this process's memory cannot be reached.
+        WorkerFailure: one cannot load it for another reason.
         """
         if readers is None:
             yield ()
@@ -126,8 +127,7 @@ class Dictionaries:
         try:
             while True:
                 answers = [one for ranks in await self._workers.ask(asked, SAEOpened) for one in ranks]
-                if refused := next((one.refused for one in answers if one.refused), None):
-                    raise MemoryNotShared(f"the SAE cannot be loaded: {refused}")
+                _check(answers)
                 full = next((one.full for one in answers if one.full), None)
                 if full and not await self._displace():
                     raise SAEMemoryFull(_no_room(encoder, full))
@@ -183,6 +183,22 @@ class Dictionaries:
                 except EngineFailure:  # a dead engine holds nothing; its next caller is told
                     return
             self._entries.pop(key, None)
+
+
+def _check(answers: Sequence[SAEOpened]) -> None:
+    """Check that nothing stands in the way but room.
+
+    Raises:
+        MemoryNotShared, WorkerFailure: a worker says that something does.
+    """
+    for one in answers:
+        if one.unreachable:
+            raise MemoryNotShared(
+                "a worker cannot read an SAE out of this process's memory, as it is on another machine or in another "
+                f"container: {one.unreachable}; capture rows, and read them with SAE.strongest"
+            )
+        if one.refused:
+            raise WorkerFailure(f"a worker cannot load an SAE: {one.refused}")
 
 
 def _no_room(encoder: Encoder, reason: str) -> str:

@@ -92,7 +92,7 @@ class SAEs:
         try:
             segment = SharedSegment.open(asked.path, asked.nonce)
         except MemoryNotShared as error:
-            return SAEOpened(refused=f"this worker cannot reach the client's memory: {error}")
+            return SAEOpened(unreachable=str(error))
         if len(segment.memory) < HEADER_BYTES + wanted:
             return SAEOpened(refused=f"it needs {wanted:,} bytes, and the client shares {len(segment.memory):,}")
         image = torch.frombuffer(segment.memory, dtype=torch.uint8, count=wanted, offset=HEADER_BYTES)

@@ -147,7 +147,7 @@ def test_the_kernel_of_a_device_does_too(many, seed, deferred, cuts) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("repeated", (*OPERATIONS, "jumprelu"))
+@pytest.mark.parametrize("repeated", [*OPERATIONS, "jumprelu"])
 def test_several_of_one_operation_reach_every_pass(kind, repeated) -> None:
     """Three of each operation and one of another, also in passes none of whose tokens is replaced."""
     edits = [edit for seed in (1, 2, 3) for edit in spec(repeated, WIDTH, seed=seed, layers=[1]).flat()]

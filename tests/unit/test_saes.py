@@ -408,7 +408,7 @@ def test_a_worker_refuses_what_it_cannot_vouch_for(kind, tmp_path) -> None:
     assert "are in use" in worker.open(encoder, most=1000).full
     assert "is not the SAE" in worker.open(encoder, digest=b"x" * 32).refused
     asked = OpenSAE(encoder.digest(), 1, encoder.shape, "/proc/self/fd/9999", b"n" * 16, 1 << 30)
-    assert "cannot reach" in worker.ask(asked).refused
+    assert "cannot open" in worker.ask(asked).unreachable
     assert worker.open(encoder, point=7) == SAEOpened()
     counted = worker.ask(Census())
     assert (counted.saes, counted.sae_bytes) == (0, 0)
