@@ -84,7 +84,7 @@ class Dictionaries:
                 keys.append(key)
                 if encoder not in entry.wanted:
                     entry.wanted.add(encoder)
-                    weakref.finalize(encoder, self._gone, key)
+                    weakref.finalize(encoder, _gone, weakref.ref(self), key).atexit = False
                 await self._ensure(key, entry, encoder)
             yield tuple(digest for digest, _ in keys)
         finally:
@@ -158,7 +158,7 @@ class Dictionaries:
         if not entry.users and not entry.there:
             self._entries.pop(key, None)
 
-    def _gone(self, key: Key) -> None:
+    def gone(self, key: Key) -> None:
         """An encoder is collected, in any thread, at any moment."""
         if not self._workers.closed:
             self._workers.home.call(partial(self._let_go, key))
@@ -183,6 +183,12 @@ class Dictionaries:
                 except EngineFailure:  # a dead engine holds nothing; its next caller is told
                     return
             self._entries.pop(key, None)
+
+
+def _gone(held: weakref.ref[Dictionaries], key: Key) -> None:
+    """An encoder is collected, which must keep no engine alive until then."""
+    if (dictionaries := held()) is not None:
+        dictionaries.gone(key)
 
 
 def _check(answers: Sequence[SAEOpened]) -> None:

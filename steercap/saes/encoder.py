@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float
 
 from steercap.core.messages import EncoderShape
+from steercap.kernels.exact import exact_products
 
 #: What is done to a row before it is encoded, by SAELens's names.
 Normalisation: TypeAlias = Literal["none", "layer_norm", "constant_norm_rescale"]
@@ -76,7 +77,8 @@ class Encoder:
 
     def activations(self, rows: Float[torch.Tensor, "rows d_in"]) -> Float[torch.Tensor, "rows d_sae"]:
         """What each feature has of each row, float32; of a row that is not finite, NaN or infinity somewhere."""
-        pre = self._read(rows) @ self.weight
+        with exact_products():
+            pre = self._read(rows) @ self.weight
         pre += self.bias
         if self.k:
             kept = pre.topk(self.k, dim=1)

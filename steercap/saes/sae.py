@@ -246,7 +246,9 @@ class SAE:
     def __repr__(self) -> str:
         to = f" to {self.output}" if self.transcodes else ""
         known = f"{self.name}: " if self.name else ""
-        return f"SAE({known}{self.architecture}, {self.d_sae:,} features of {self.input}{to}, {self.d_in} wide)"
+        read = "" if self.encoder.normalisation == "none" else f", rows by {self.encoder.normalisation}"
+        read += ", rows centred" if self.encoder.centred else ""
+        return f"SAE({known}{self.architecture}, {self.d_sae:,} features of {self.input}{to}, {self.d_in} wide{read})"
 
     def _feature(self, feature: int) -> int:
         index = index_of(feature)
