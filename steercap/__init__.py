@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from steercap import formats as formats
     from steercap import patching as patching
     from steercap import persona as persona
+    from steercap import saes as saes
     from steercap import sync as sync
     from steercap import testing as testing
     from steercap import vectors as vectors
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from steercap.requests.sketching import RunningSketch
     from steercap.requests.stacking import stack
     from steercap.requests.stream import Chunk
+    from steercap.saes.features import Features
+    from steercap.saes.sae import SAE
     from steercap.sketches.sketch import Sketch
     from steercap.steering.spec import SteeringSpec
     from steercap.vectors.calibration import Calibration
@@ -56,6 +59,7 @@ _HOMES = {
     "CaptureRun": "steercap.requests.saving",
     "CaptureSpec": "steercap.core.spec",
     "Chunk": "steercap.requests.stream",
+    "Features": "steercap.saes.features",
     "LowRank": "steercap.edits.low_rank",
     "Manifest": "steercap.requests.manifest",
     "Point": "steercap.core.spec",
@@ -63,6 +67,7 @@ _HOMES = {
     "Receipt": "steercap.core.receipt",
     "Replace": "steercap.edits.replace",
     "RunningSketch": "steercap.requests.sketching",
+    "SAE": "steercap.saes.sae",
     "SAEFeature": "steercap.edits.sae_feature",
     "SetProjection": "steercap.edits.set_projection",
     "Settings": "steercap.config",
@@ -76,10 +81,11 @@ _HOMES = {
 }
 #: Packages that `import steercap` makes reachable, each loaded when it is first named.
 _PACKAGES = frozenset(
-    {"edits", "errors", "experiments", "formats", "patching", "persona", "sync", "testing", "vectors", "views"}
+    {"edits", "errors", "experiments", "formats", "patching", "persona", "saes", "sync", "testing", "vectors", "views"}
 )
 
 __all__ = [
+    "SAE",
     "Ablate",
     "Add",
     "AddIf",
@@ -90,6 +96,7 @@ __all__ = [
     "CaptureRun",
     "CaptureSpec",
     "Chunk",
+    "Features",
     "LowRank",
     "Manifest",
     "Point",

@@ -73,6 +73,9 @@ _SEVERAL: Final = (
 #: Mean and covariance of the rows of 32 points of an 8B model; taken when a sketch is begun.
 DEFAULT_SKETCH_BYTES: Final = 4 << 30
 
+#: Encoders of six SAEs of 65,536 features of a 2B model; taken when a request first needs one.
+DEFAULT_SAE_BYTES: Final = 4 << 30
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -105,6 +108,8 @@ class Settings:
             in bytes; requests beyond wait, whatever `overflow` says. 0: rows are kept until their request ends, and
             reduced then.
         sketch_bytes: most memory on each capturing worker's device for sketches, in bytes. 0: there can be none.
+        sae_bytes: most memory on each capturing worker's device for SAEs that read rows, in bytes. 0: there can be
+            none.
 
     Raises:
         InvalidSetting, InvalidSpec: a value that does not fit, or is of another type.
@@ -126,6 +131,7 @@ class Settings:
     arena_bytes: int | None = None
     reduce_bytes: int = DEFAULT_REDUCE_BYTES
     sketch_bytes: int = DEFAULT_SKETCH_BYTES
+    sae_bytes: int = DEFAULT_SAE_BYTES
 
     def __post_init__(self) -> None:
         keep = object.__setattr__
@@ -145,7 +151,7 @@ class Settings:
                 raise InvalidSetting(f"{name}={shown(value)}; use one of {', '.join(map(repr, allowed))}")
         for name in ("capture_bytes", "steering_slots", "vector_bytes", "edits_per_point"):
             keep(self, name, _whole(name, getattr(self, name), least=1))
-        for name in ("reduce_bytes", "sketch_bytes"):
+        for name in ("reduce_bytes", "sketch_bytes", "sae_bytes"):
             keep(self, name, _whole(name, getattr(self, name), least=0))
         if self.arena_bytes is not None:
             keep(self, "arena_bytes", _whole("arena_bytes", self.arena_bytes, least=1, otherwise=", or None"))

@@ -67,6 +67,7 @@ SETTINGS: Final[Mapping[str, Variable]] = {
     ),
     "reduce_bytes": Variable("most device memory of running reductions, bytes a worker", int, flag=True),
     "sketch_bytes": Variable("most memory of sketches, bytes a worker", int),
+    "sae_bytes": Variable("most memory of SAEs, bytes a worker", int),
     "overflow": Variable("what a request without room does: `wait` or `error`", str, flag=True),
     "overflow_timeout": Variable("seconds that it waits while nothing runs", float, flag=True),
     "transport": Variable("how rows reach the client: `auto`, `shared` or `wire`", str, flag=True),

@@ -9,7 +9,7 @@ SteercapError
 │   ├── InvalidSpec                 a malformed CaptureSpec or SteeringSpec
 │   │   ├── LayerOutOfRange         a layer this model does not have
 │   │   ├── UnknownName             a site, family, codec or edit that is not registered
-│   │   ├── PointSplit              a sketch of whole rows at a point that is split over ranks
+│   │   ├── PointSplit              a sketch or an SAE of whole rows at a point that is split over ranks
 │   │   ├── TooManyEdits            more edits than the engine's tables or vectors than its bank can hold
 │   │   └── InvalidEdit             an edit whose numbers do not fit
 │   │       └── InvalidVector       ... or whose vector is of another width, NaN, inf or zero
@@ -24,12 +24,13 @@ SteercapError
 │   ├── MainGuardMissing            a script starts an engine while it is being imported
 │   ├── ModelClosed                 the model was closed, or never opened
 │   ├── WrongEventLoop              a model used in another event loop than the one it was started in
-│   ├── MemoryNotShared             transport="shared", but the arena lies on another machine
+│   ├── MemoryNotShared             transport="shared", or an SAE, but a worker is on another machine
 │   └── WorkerFailure               a worker answered a call with an error
 ├── CaptureError (RuntimeError)     rows that were asked for cannot be returned
 │   ├── CaptureIncomplete           rows are missing or carry another token's label
 │   ├── CaptureNotFinite            rows hold NaN or infinity, and that was not asked for
 │   ├── CaptureMemoryFull           no room for the rows, and none is coming
+│   ├── SAEMemoryFull               no room on the workers for an SAE that is to read rows
 │   ├── CaptureNotFetched           `captures` read before `fetch()`
 │   └── CaptureReleased             a handle used after its rows were released
 ├── SketchError (RuntimeError)      a sketch cannot be made, or can no longer be trusted
@@ -76,7 +77,7 @@ class InvalidSpec(InvalidRequest):
 
 
 class PointSplit(InvalidSpec):
-    """A sketch that needs whole rows, at a point whose rows are split over tensor-parallel ranks."""
+    """A sketch or an SAE that needs whole rows, at a point whose rows are split over tensor-parallel ranks."""
 
 
 class TooManyEdits(InvalidSpec):
@@ -148,7 +149,7 @@ class WrongEventLoop(EngineFailure):
 
 
 class MemoryNotShared(EngineFailure):
-    """A worker's arena cannot be mapped here: it lies on another machine or in another container."""
+    """A worker's arena cannot be mapped here, or an SAE there: it is on another machine or in another container."""
 
 
 class WorkerFailure(EngineFailure):
@@ -169,6 +170,10 @@ class CaptureNotFinite(CaptureError):
 
 class CaptureMemoryFull(CaptureError):
     """The capture memory cannot hold the rows of this request."""
+
+
+class SAEMemoryFull(CaptureError):
+    """The workers have no room for an SAE that a request's rows are to be read by."""
 
 
 class CaptureNotFetched(CaptureError):

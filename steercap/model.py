@@ -64,6 +64,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         reduce_bytes: most device memory on each capturing worker for reductions that run along with their requests,
             in bytes; see `Settings`.
         sketch_bytes: most device memory on each capturing worker for sketches, in bytes; see `Settings`.
+        sae_bytes: most device memory on each capturing worker for SAEs, in bytes; see `Settings`.
         **engine_args: vLLM's `AsyncEngineArgs`.
 
     Raises:
@@ -93,6 +94,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         arena_bytes: int | None = None,
         reduce_bytes: int | None = None,
         sketch_bytes: int | None = None,
+        sae_bytes: int | None = None,
         **engine_args: Any,
     ) -> None:
         self.model = str(model)
@@ -112,6 +114,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             arena_bytes=arena_bytes,
             reduce_bytes=reduce_bytes,
             sketch_bytes=sketch_bytes,
+            sae_bytes=sae_bytes,
         )
         arguments, own = with_preset(preset, engine_args), "max_model_len" in engine_args
         self.serving = Serving(self.model, self.settings, arguments, cut=not own)

@@ -23,6 +23,7 @@ CHECKED: Final = (
     "steercap.kernels.reference",
     "steercap.patching",
     "steercap.quantisation",
+    "steercap.saes",
     "steercap.sketches",
     "steercap.testing.quantised",
     "steercap.vectors.calibration",

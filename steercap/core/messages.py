@@ -77,6 +77,27 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
     candidates: int = 1
 
 
+class EncoderShape(msgspec.Struct, frozen=True, array_like=True):
+    """All of an SAE's encoder but its numbers; see `saes.encoder.Encoder`.
+
+    Args:
+        d_in: elements of a row.
+        d_sae: features.
+        k: the most features of a row that are active, 0 for any number.
+        normalisation: what is done to a row first.
+        centred: whether its mean is subtracted before that.
+        thresholds, shifts: whether it has these.
+    """
+
+    d_in: int
+    d_sae: int
+    k: int
+    normalisation: str
+    centred: bool
+    thresholds: bool
+    shifts: bool
+
+
 class Placed(msgspec.Struct, frozen=True, array_like=True):
     """A configuration, its slot, and the bank rows of each of its blobs."""
 
@@ -216,6 +237,33 @@ class CloseSketch(Message, frozen=True):
     name: str
 
 
+class OpenSAE(Message, frozen=True):
+    """Load an SAE's encoder, unless it is here; asked again until it is. Ranks without the point have nothing to do.
+
+    Args:
+        digest: see `saes.encoder.Encoder.digest`.
+        point: index of the point that it reads, among the engine's armed ones.
+        shape: of the encoder.
+        path: where a process of the same machine can open the memory that holds it.
+        nonce: first bytes of that memory.
+        most_bytes: what all SAEs of a worker may take.
+    """
+
+    digest: bytes
+    point: int
+    shape: EncoderShape
+    path: str
+    nonce: bytes
+    most_bytes: int
+
+
+class CloseSAE(Message, frozen=True):
+    """Free an SAE once no request that runs reads with it; whether there is one does not matter."""
+
+    digest: bytes
+    point: int
+
+
 Question: TypeAlias = (
     Attach
     | Collect
@@ -230,6 +278,8 @@ Question: TypeAlias = (
     | Fold
     | ReadSketch
     | CloseSketch
+    | OpenSAE
+    | CloseSAE
 )
 
 
@@ -356,7 +406,9 @@ class Lines(Message, frozen=True):
 
 
 class Counted(Message, frozen=True):
-    """Answer to Census: requests whose rows, or record of edits, are held; pages; rows and passes so far; sketches."""
+    """Answer to Census: requests whose rows, or record of edits, are held; pages; rows and passes so far; sketches;
+    SAEs.
+    """
 
     requests: int
     steered: int
@@ -368,6 +420,8 @@ class Counted(Message, frozen=True):
     steps: int
     sketches: int
     sketch_bytes: int
+    saes: int
+    sae_bytes: int
 
 
 class Configured(Message, frozen=True):
@@ -433,6 +487,22 @@ class SketchPart(Message, frozen=True):
     data: bytes
 
 
+class SAEOpened(Message, frozen=True):
+    """Answer to OpenSAE and CloseSAE.
+
+    Args:
+        coming: whether it is on its way, and to be asked for again.
+        full: why there is no room for it, or "".
+        unreachable: why this worker cannot read the client's memory, or "".
+        refused: why what lies there cannot be loaded, or "".
+    """
+
+    coming: bool = False
+    full: str = ""
+    unreachable: str = ""
+    refused: str = ""
+
+
 class Failed(Message, frozen=True):
     """The worker could not answer."""
 
@@ -456,6 +526,7 @@ Answer: TypeAlias = (
     | SketchOpened
     | Folded
     | SketchPart
+    | SAEOpened
     | Failed
     | Unembedded
     | Projected

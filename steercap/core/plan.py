@@ -45,6 +45,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
         vectors: what the encoding needs besides the rows, or None.
         allow_nonfinite: whether rows that are not finite are handed over.
         gather: whether the client joins shards.
+        saes: digests of the encoders that read the rows of each point, or ().
     """
 
     points: tuple[int, ...]
@@ -56,6 +57,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
     vectors: InSlot | None = None
     allow_nonfinite: bool = False
     gather: bool = True
+    saes: tuple[bytes, ...] = ()
 
     def placed(self, slots: Mapping[bytes, int]) -> CapturePlan:
         """The plan with the slot of its vectors, if it has some.

@@ -56,6 +56,14 @@ class Calibrating(Protocol):
         """The points that it knows."""
 
 
+class Reader(Protocol):
+    """What reads rows: an `SAE`."""
+
+    @property
+    def input(self) -> Point:
+        """The point whose rows it reads."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class CaptureSpec:
     """Which activations a request keeps.
@@ -79,7 +87,8 @@ class CaptureSpec:
             "topk8" the `k` elements of greatest magnitude, "rp8" and "rp16" `k` random projections. How far an element
             is off at most follows from the scales that are kept with the rows; see `CaptureHandle.coded`. Left out, it
             is that of `SteerModel(codec=)` or `STEERCAP_CODEC`, else "raw"; what is reduced or projected has none.
-        k: how many numbers stand for a row: with "topk8" (64 by default), "rp8" and "rp16" (512).
+        k: how many numbers stand for a row: with "topk8" (64 by default), "rp8" and "rp16" (512); with `sae`, how many
+            features (32).
         seed: of the matrix of "rp8" and "rp16", 0 by default. Rows that are to be compared need the same.
         calibration: of "full8", what `SteerModel.calibrate` gives: each element then has a step of its own, which
             follows its spread, and rows keep several times more for the same bytes.
@@ -88,14 +97,16 @@ class CaptureSpec:
         project: a DirectionSet, or LayerVectors for one direction: instead of each row, its scalar products with
             the unit vectors of its layer, float32 [rows, directions], computed in the worker. `layers="all"` then
             means all layers that the directions have, and the site is theirs.
+        sae: an SAE, or several of different points: instead of each row, its `k` most active features, which the worker
+            reads; see `CaptureHandle.features`. The points are those that they read.
         allow_nonfinite: hand over rows that hold NaN or infinity, as a model that overflows has them; by default
             fetching them raises CaptureNotFinite.
         gather: join the shards of points that are split over tensor-parallel ranks; otherwise they are handed over as
             they are, see `Captures.shards`.
 
     Raises:
-        InvalidSpec: no site, an unknown reduction, something of another type, `project` beside `reduce`, or `at` beside
-            `layers` or `sites`.
+        InvalidSpec: no site, an unknown reduction, something of another type, two of `project`, `reduce` and `sae`, or
+            `layers`, `sites` or `at` beside what says the points.
         UnknownName: a name of TransformerLens's for rows that are other ones here.
         InvalidSelection: a malformed `tokens`.
     """
@@ -111,6 +122,7 @@ class CaptureSpec:
     calibration: Calibrating | None = None
     before_edits: bool = False
     project: Projectable | None = None
+    sae: Reader | Sequence[Reader] | None = None
     allow_nonfinite: bool = False
     gather: bool = True
 
@@ -141,7 +153,21 @@ class CaptureSpec:
             raise InvalidSpec(
                 f"project= gives a few numbers per token, reduce={self.reduce!r} one row per request; give only one"
             )
+        self._check_reading()
         self._check_storing()
+
+    def _check_reading(self) -> None:
+        """SAEs say which points they read, and nothing else is made of rows."""
+        if isinstance(self.sae, (list, tuple)):
+            object.__setattr__(self, "sae", tuple(self.sae))
+            if not self.sae:
+                raise InvalidSpec("sae=[] reads nothing; give an SAE, or leave it out")
+        if self.sae is None:
+            return
+        if self.project is not None or self.reduce is not None:
+            raise InvalidSpec("sae= gives features of each token, project= and reduce= something else; give only one")
+        if self.layers != "all" or self.sites != ("resid_post",) or self.at is not None:
+            raise InvalidSpec("sae= reads the points that its SAEs are of; leave layers=, sites= and at= out")
 
     def _check_storing(self) -> None:
         """What is computed of rows is stored as it is."""
@@ -150,9 +176,9 @@ class CaptureSpec:
         if self.keeps_rows:
             return
         if self.calibration is not None:
-            raise InvalidSpec("calibration= is for rows, and reduce= or project= keeps none; leave it out")
-        asked = "project=" if self.reduce is None else f"reduce={self.reduce!r}"
-        for name in ("codec", "k", "seed"):
+            raise InvalidSpec("calibration= is for rows, and reduce=, project= or sae= keeps none; leave it out")
+        asked = "sae=" if self.sae is not None else "project=" if self.reduce is None else f"reduce={self.reduce!r}"
+        for name in ("codec", "seed") if self.sae is not None else ("codec", "k", "seed"):
             given = getattr(self, name)
             if given not in {None, "raw"}:
                 raise InvalidSpec(f"{asked} gives float32 numbers, which {name}={given!r} cannot hold; leave it out")
@@ -164,7 +190,14 @@ class CaptureSpec:
     @property
     def keeps_rows(self) -> bool:
         """Whether rows are kept, rather than what is computed of them."""
-        return self.project is None and self.reduce is None
+        return self.project is None and self.reduce is None and self.sae is None
+
+    @property
+    def saes(self) -> tuple[Any, ...]:
+        """What reads rows, () where nothing does."""
+        if self.sae is None:
+            return ()
+        return self.sae if isinstance(self.sae, tuple) else (self.sae,)
 
     def codec_or(self, default: str) -> str:
         """How rows are stored, where `default` holds for specs that do not say."""

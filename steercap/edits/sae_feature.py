@@ -8,12 +8,14 @@ import torch
 
 from steercap.core.program import Response
 from steercap.edits.base import Edit, RankOne, Vector
-from steercap.errors import InvalidVector
+from steercap.errors import InvalidEdit, InvalidVector
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SAEFeature(Edit):
-    """h <- h + (value - relu(h·encoder + bias)) decoder: the feature becomes `value`; what it does not explain stays.
+    """h <- h + (value - f(h·encoder + bias)) decoder: the feature becomes `value`; what it does not explain stays.
+
+    f(p) is p above `threshold`, else 0: relu, or with a threshold jumprelu.
 
     Args:
         encoder: the feature's encoder weights, [hidden], used as they are.
@@ -21,6 +23,7 @@ class SAEFeature(Edit):
         value: its activation afterwards; 0 switches it off.
         bias: its encoder bias.
         decoder_bias: [hidden]; what the SAE subtracts from a row before encoding it, if it does.
+        threshold: that of a jumprelu SAE, 0 or above.
         layer, layers, site, tokens, part: see `Edit`.
     """
 
@@ -29,13 +32,18 @@ class SAEFeature(Edit):
     value: float
     bias: float = 0.0
     decoder_bias: Vector | None = None
+    threshold: float = 0.0
 
     def _check(self) -> None:
         kept = [self._keep("encoder"), self._keep("decoder")]
         if self.decoder_bias is not None:
             kept.append(self._keep("decoder_bias"))
-        for number in ("value", "bias"):
+        for number in ("value", "bias", "threshold"):
             self._number(number)
+        if self.threshold < 0:
+            raise InvalidEdit(
+                f"SAEFeature: threshold={self.threshold}; activations are never below 0, so give 0 or more"
+            )
         if len({vector.shape for vector in kept}) > 1:
             widths = [len(vector) for vector in kept]
             raise InvalidVector(f"SAEFeature: encoder, decoder and decoder_bias have widths {widths}; they must agree")
@@ -49,8 +57,14 @@ class SAEFeature(Edit):
         bias = self.bias
         if isinstance(self.decoder_bias, torch.Tensor):
             bias -= float(self.encoder.double() @ self.decoder_bias.double())
-        response = Response(bias=bias, offset=self.value, minus=1.0, floor=0.0)
-        return (RankOne(self.decoder[None], response, self.encoder[None]),)
+        if not self.threshold:
+            response = Response(bias=bias, offset=self.value, minus=1.0, floor=0.0)
+            return (RankOne(self.decoder[None], response, self.encoder[None]),)
+        # What the feature has is taken away where it is active, and `value` is added everywhere.
+        taken = RankOne(
+            self.decoder[None], Response(bias=bias, minus=1.0, threshold=self.threshold), self.encoder[None]
+        )
+        return taken, RankOne(self.decoder[None], Response(offset=self.value))
 
 
 MEMBER = SAEFeature

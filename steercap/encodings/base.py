@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from steercap.core.coding import Coding
 from steercap.core.records import LINE_BYTES, RecordShape, record_shape
@@ -17,6 +17,17 @@ if TYPE_CHECKING:
     import torch
 
     from steercap.core.schema import PointSchema
+
+
+class Reading(Protocol):
+    """What rows are read by before they are stored: the encoder of an SAE."""
+
+    @property
+    def d_sae(self) -> int:
+        """Numbers that it makes of a row."""
+
+    def activations(self, rows: torch.Tensor) -> torch.Tensor:
+        """What it makes of rows, [rows, width] of any floating dtype: float32 [rows, d_sae]."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +39,14 @@ class Alike:
         coding: how their rows are stored.
         points: line of each one's row in a record as it is computed, and its byte in what is stored: int64 [points, 2].
         directions: rows of the bank of the vectors of each, int64 [points, vectors]; None where there are none.
+        reads: what their rows are read by first, or None.
     """
 
     schema: PointSchema
     coding: Coding
     points: torch.Tensor
     directions: torch.Tensor | None = None
+    reads: Reading | None = None
 
 
 class Encoding(ABC):
@@ -145,6 +158,11 @@ class Codec(Encoding):
 
         Of codecs that project, from what a whole product is.
         """
+
+    def damage(self, parts: Mapping[str, torch.Tensor], schema: PointSchema) -> str:
+        """Why parts of the right shapes and dtypes cannot be the codec's, as files may be damaged; "" if they can."""
+        del parts, schema
+        return ""
 
     def decode(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> torch.Tensor:
         return self.decoded(self.parts(stored, schema, coding), schema, coding)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from steercap.core.values import shown
 from steercap.encodings import ENCODINGS
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
     from steercap.core.coding import Coding
     from steercap.core.schema import PointSchema
+
+#: The encoding of rows that an SAE has read.
+FEATURES: Final = "features"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -47,6 +50,11 @@ class CodedRows:
     def is_projected(self) -> bool:
         """Whether random projections are kept, and no elements."""
         return self._codec.seeded
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the features of an SAE are kept, and no elements of the model's rows."""
+        return self.codec == FEATURES
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +144,7 @@ class CodedRows:
                 return f"{name!r} must be {self.schema.width} numbers of float32"
             if not bool(constant.isfinite().all()):
                 return f"{name!r} holds NaN or infinity"
-        return ""
+        return codec.damage(self.parts, self.schema)
 
     @staticmethod
     def joined(shards: Sequence[CodedRows]) -> CodedRows:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from steercap.config import Settings
 from steercap.core.coding import RAW, Coding
@@ -19,6 +19,8 @@ from steercap.encodings import ENCODINGS, codec_of, record_of
 from steercap.encodings.calibrated8 import CALIBRATED
 from steercap.engine.ranks import Rank
 from steercap.errors import InvalidSpec
+from steercap.saes import compiling
+from steercap.saes.compiling import Readers, compile_readers
 from steercap.sites import SITES, placed
 from steercap.steering.calibration import Calibrated, calibration_of, compile_calibration
 from steercap.steering.lowering import Lowered, lower
@@ -60,6 +62,8 @@ class Compiler:
         self._lowered: WeakKeyDictionary[SteeringSpec | Edit, Lowered] = WeakKeyDictionary()
         self._captured: tuple[CaptureSpec, tuple[Point, ...], tuple[int, ...]] | None = None  # the last one
         self._coded: tuple[CaptureSpec, Coding] | None = None  # likewise
+        # Likewise, but nothing here keeps an SAE: the workers hold what somebody can still ask for.
+        self._read: tuple[ref[CaptureSpec], ref[Readers]] | None = None
         # Of directions, what they were compiled to for some of their points.
         self._projected: WeakKeyDictionary[Any, dict[tuple[Point, ...], Projected]] = WeakKeyDictionary()
         self._calibrated: WeakKeyDictionary[Calibration, dict[tuple[Point, ...], Calibrated]] = WeakKeyDictionary()
@@ -90,14 +94,35 @@ class Compiler:
             LayerOutOfRange, InvalidSpec: see `CaptureSpec.points`.
             UnknownName, PointNotArmed: see `check_armed`.
         """
+        if spec.saes:
+            return self._armed_points(compiling.points_of(spec, self._num_layers))
         if self._captured is None or self._captured[0] is not spec:
             asked = spec.points(self._num_layers) if spec.project is None else points_of(spec, self._num_layers)
-            points = existing(
-                placed(asked, self._num_layers), partial(spec.is_open, num_layers=self._num_layers), self._exists
-            )
-            check_armed(points, self._armed, SITES, self._exists)
-            self._captured = spec, points, tuple(sorted(self._armed[point] for point in points))
+            is_open = partial(spec.is_open, num_layers=self._num_layers)
+            points = existing(placed(asked, self._num_layers), is_open, self._exists)
+            self._captured = spec, *self._armed_points(points)
         return self._captured[1:]
+
+    def _armed_points(self, points: tuple[Point, ...]) -> tuple[tuple[Point, ...], tuple[int, ...]]:
+        check_armed(points, self._armed, SITES, self._exists)
+        return points, tuple(sorted(self._armed[point] for point in points))
+
+    def readers(self, spec: CaptureSpec) -> Readers | None:
+        """What SAEs read of a spec's rows, compiled, once for all requests of a call; None where there are none.
+
+        Raises:
+            InvalidSpec, PointSplit: see `compiling.compile_readers`.
+        """
+        if not spec.saes:
+            return None
+        known = self._read[1]() if self._read is not None and self._read[0]() is spec else None
+        if known is not None:
+            return known
+        points, indices = self.captured(spec)
+        found = compile_readers(spec, points, self._armed, self._schemas)
+        self._check_records(indices, found.coding, "sae=")
+        self._read = ref(spec), ref(found)
+        return found
 
     def projected(self, spec: CaptureSpec) -> Projected | None:
         """What a spec projects rows on, compiled; None for whole rows.
@@ -111,7 +136,8 @@ class Compiler:
         known = self._projected.setdefault(spec.project, {})
         if points not in known:
             found = compile_projection(spec, self._armed, self._schemas, num_layers=self._num_layers, points=points)
-            self._check_records(found)
+            coding = Coding("projected", len(found.names))
+            self._check_records(found.lowered.configuration.reads, coding, "project=")
             known[points] = found
         return known[points]
 
@@ -137,6 +163,8 @@ class Compiler:
             UnknownName: a codec that does not exist.
             InvalidSpec: parameters that the codec does not have, or with which rows would not be smaller.
         """
+        if (readers := self.readers(spec)) is not None:
+            return readers.coding
         if self._coded is None or self._coded[0] is not spec:
             self._coded = spec, self._coding(spec)
         return self._coded[1]
@@ -171,15 +199,15 @@ class Compiler:
                 )
         return coding
 
-    def _check_records(self, projected: Projected) -> None:
-        """Check that a token's projections fit a page of every arena."""
-        points, directions = projected.lowered.configuration.reads, len(projected.names)
+    def _check_records(self, points: Sequence[int], coding: Coding, asked: str) -> None:
+        """Check that what is computed of a token fits a page of every arena."""
+        numbers = "directions" if coding.encoding == "projected" else "features"
         for rank in self._ranks:
-            wanted = sum(record_of(rank.kept(points), Coding("projected", directions)).sizes)
+            wanted = sum(record_of(rank.kept(points), coding).sizes)
             if wanted > rank.page.page_bytes:
                 raise InvalidSpec(
-                    f"project= asks for {wanted:,} bytes per token ({len(points)} points × {directions} directions), "
-                    f"and a page holds {rank.page.page_bytes:,}; use fewer directions at once"
+                    f"{asked} asks for {wanted:,} bytes per token ({len(points)} points × {coding.k} {numbers}), "
+                    f"and a page holds {rank.page.page_bytes:,}; use fewer {numbers} at once"
                 )
 
 

@@ -25,12 +25,14 @@ from steercap.engine.compiler import Compiler
 from steercap.engine.configurations import Configurations
 from steercap.engine.fetching import Delivery, Fetcher
 from steercap.engine.ranks import Rank, Ranks, attention_of, loaded_of
+from steercap.engine.saes import Dictionaries
 from steercap.engine.sketching import Sketching
 from steercap.engine.workers import Records, Workers
 from steercap.errors import UnsupportedModel
 from steercap.families import FAMILIES
 from steercap.families.base import Family
 from steercap.families.proved import verified
+from steercap.saes.compiling import Readers
 from steercap.steering.calibration import Calibrated
 from steercap.steering.lowering import Lowered
 from steercap.steering.projection import Projected
@@ -70,6 +72,7 @@ class Engine:
         admission: who may capture.
         configurations: what the slots hold.
         sketching: the statistics that workers hold.
+        saes: the SAEs that workers hold.
     """
 
     def __init__(self, vllm: VllmEngine, settings: Settings, workers: Workers, ranks: Ranks) -> None:
@@ -106,6 +109,7 @@ class Engine:
             settings.steering_slots, min(one.bank_rows for one in attached), settings, workers.configure
         )
         self.sketching: Final = Sketching(workers, ranks, settings.sketch_bytes)
+        self.saes: Final = Dictionaries(workers, settings.sae_bytes)
         self._fetcher = Fetcher()
         self._ending: Future[None] | None = None
         self._one_ends: Final = threading.Lock()
@@ -169,6 +173,7 @@ class Engine:
         self.admission.close()
         await self.configurations.aclose()
         await self.sketching.aclose()
+        await self.saes.aclose()
         await self._workers.aclose()
         await self.vllm.quiesce()
 
@@ -202,6 +207,10 @@ class Engine:
     def calibrated(self, spec: CaptureSpec) -> Calibrated | None:
         """See `Compiler.calibrated`."""
         return self._compiler.calibrated(spec)
+
+    def readers(self, spec: CaptureSpec) -> Readers | None:
+        """See `Compiler.readers`."""
+        return self._compiler.readers(spec)
 
     def coding(self, spec: CaptureSpec) -> Coding:
         """See `Compiler.coding`."""

@@ -31,6 +31,9 @@ class Stats:
         sketches: sketches that the workers hold.
         sketch_bytes: most memory that sketches may take on each capturing worker.
         sketch_bytes_in_use: of that, taken, on the fullest worker.
+        saes: SAEs that the workers hold.
+        sae_bytes: most memory that SAEs may take on each capturing worker.
+        sae_bytes_in_use: of that, taken, on the fullest worker.
     """
 
     capture_bytes: int
@@ -50,6 +53,9 @@ class Stats:
     sketches: int
     sketch_bytes: int
     sketch_bytes_in_use: int
+    saes: int
+    sae_bytes: int
+    sae_bytes_in_use: int
 
 
 async def stats_of(engine: Engine) -> Stats:
@@ -76,4 +82,7 @@ async def stats_of(engine: Engine) -> Stats:
         sketches=max(count.sketches for count in counts),
         sketch_bytes=engine.settings.sketch_bytes,
         sketch_bytes_in_use=max(count.sketch_bytes for count in counts),
+        saes=max(count.saes for count in counts),
+        sae_bytes=engine.settings.sae_bytes,
+        sae_bytes_in_use=max(count.sae_bytes for count in counts),
     )

@@ -12,6 +12,7 @@ from steercap.core.spec import Point, name_of_site
 from steercap.core.values import index_of, shown
 from steercap.encodings.coded import CodedRows
 from steercap.errors import InvalidSpec, LayerOutOfRange, SteercapError
+from steercap.saes.features import Features
 from steercap.sites import SITES
 
 #: Rows of one point: whole, or the shards of them that each tensor-parallel rank had; as tensors, or in a codec.
@@ -29,7 +30,8 @@ class Captures(Mapping[Point, torch.Tensor]):
     residual stream, [rows, heads, head_dim] for `z`. Rows in a lossy codec are decoded at every access, to float32 of
     that shape, with "rp8" and "rp16" to their [rows, k] projections; `coded` has them as they are kept. After a
     reduction rows are [1, *shape] in float32 ([0, *shape] if no token was there to reduce), and with `project=`
-    [rows, directions] in float32. Negative layers count from the model's last.
+    [rows, directions] in float32. With `sae=` they are the activations of all features, float32 [rows, features], those
+    that were not kept as 0; `features` has them as they are kept. Negative layers count from the model's last.
 
     Args:
         rows: the tensors, or the shards of what is split over ranks and was not gathered.
@@ -74,6 +76,8 @@ class Captures(Mapping[Point, torch.Tensor]):
             LayerOutOfRange: as for `captures[layer, site]`.
         """
         rows = self.whole(key)
+        if isinstance(rows, CodedRows) and rows.is_read:
+            raise InvalidSpec(f"{rows} are features of an SAE, and no rows of the model; capture without sae=")
         if isinstance(rows, CodedRows) and rows.is_projected:
             raise InvalidSpec(
                 f"{rows} have no elements of the rows; capture with another codec, or take coded[...].inner(vectors)"
@@ -84,6 +88,11 @@ class Captures(Mapping[Point, torch.Tensor]):
     def coded(self) -> Coded:
         """Rows in a lossy codec as they are kept."""
         return Coded(self)
+
+    @property
+    def features(self) -> Featured:
+        """With `sae=`, the features of each row."""
+        return Featured(self)
 
     def shards(self, layer: int, site: str | None = None) -> tuple[torch.Tensor, ...]:
         """The rows of one point as the tensor-parallel ranks had them, in their order; one where each had all of them.
@@ -188,6 +197,35 @@ class Coded(Mapping[Point, CodedRows]):
 
     def __iter__(self) -> Iterator[Point]:
         return (point for point in self._captures if isinstance(self._captures.as_kept(point), CodedRows))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class Featured(Mapping[Point, Features]):
+    """Features by point: `features[layer]` where one site was read, `features[layer, site]` always.
+
+    Args:
+        captures: all rows.
+    """
+
+    def __init__(self, captures: Captures) -> None:
+        self._captures = captures
+
+    def __getitem__(self, key: int | tuple[int, str]) -> Features:
+        """The features of the rows of one point.
+
+        Raises:
+            LayerOutOfRange: it was not captured; a KeyError too.
+            InvalidSpec: no SAE read its rows, or as for `captures[layer, site]`.
+        """
+        rows = self._captures.whole(key)
+        if not isinstance(rows, CodedRows) or not rows.is_read:
+            raise InvalidSpec(f"no SAE read the rows of {key}; capture with CaptureSpec(sae=)")
+        return Features.of(rows)
+
+    def __iter__(self) -> Iterator[Point]:
+        return (point for point in self._captures.coded if self._captures.coded[point].is_read)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -13,6 +13,7 @@ from steercap.core.messages import Parcel
 from steercap.core.plan import Plan
 from steercap.core.receipt import Receipt, SteeringReceipt, check_labels, check_points
 from steercap.core.rows import Ints, rows_selected
+from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.encodings.coded import CodedRows
 from steercap.errors import CaptureIncomplete, CaptureNotFinite
@@ -34,6 +35,7 @@ class Expected:
         first: rows that have come before.
         steering: what is known to have been edited.
         constants: by point, what the codec needs besides what comes; see `CodedRows`.
+        read: by point, what SAEs make of its rows.
         verified: see `Receipt`.
     """
 
@@ -44,6 +46,7 @@ class Expected:
     first: int = 0
     steering: SteeringReceipt | None = None
     constants: Mapping[Point, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    read: Mapping[Point, PointSchema] = field(default_factory=dict)
     verified: bool | None = None
 
 
@@ -65,7 +68,7 @@ def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> 
     known = check_labelled(expected, delivery.parcels)
     writes = sum(parcel.writes for parcel in delivery.parcels)
     shards = {
-        armed[index]: tuple(_with_constants(rows, expected.constants.get(armed[index])) for rows in found)
+        armed[index]: tuple(_completed(rows, expected, armed[index]) for rows in found)
         for index, found in delivery.shards.items()
     }
     check_points(expected.name, expected.points, list(shards))
@@ -80,10 +83,12 @@ def received(expected: Expected, delivery: Delivery, armed: Sequence[Point]) -> 
     return rows, receipt
 
 
-def _with_constants(
-    rows: torch.Tensor | CodedRows, constants: Mapping[str, torch.Tensor] | None
-) -> torch.Tensor | CodedRows:
-    return replace(rows, constants=constants) if constants and isinstance(rows, CodedRows) else rows
+def _completed(rows: torch.Tensor | CodedRows, expected: Expected, point: Point) -> torch.Tensor | CodedRows:
+    """Rows with what is known of them here alone."""
+    if not isinstance(rows, CodedRows):
+        return rows
+    constants = expected.constants.get(point) or rows.constants
+    return replace(rows, constants=constants, schema=expected.read.get(point, rows.schema))
 
 
 def check_labelled(expected: Expected, parcels: Sequence[Parcel]) -> Ints:
@@ -124,7 +129,7 @@ def check_finite(
         )
     for at, values in rows.items():  # rows that are finite may have sums that are not
         for shard in values:
-            numbers = shard.parts.get("scale") if isinstance(shard, CodedRows) else shard
+            numbers = shard.parts.get("scale", shard.parts.get("rest")) if isinstance(shard, CodedRows) else shard
             computed = isinstance(shard, CodedRows) or capture.reduce or capture.vectors
             if computed and numbers is not None and not numbers.isfinite().all():
                 raise CaptureNotFinite(f"{expected.name}: what was computed of rows at {at} overflows; {remedy}")

@@ -26,7 +26,7 @@ from steercap.core.values import index_of, shown
 from steercap.encodings.coded import CodedRows
 from steercap.errors import InvalidRequest, InvalidSelection, InvalidSpec
 from steercap.requests import files, npz
-from steercap.requests.captures import Captures, Coded
+from steercap.requests.captures import Captures, Coded, Featured
 from steercap.requests.fetching import fetch_all
 from steercap.requests.lens import BEHIND, MOST_BYTES, Lens, point_of, unembed
 from steercap.requests.lifecycle import Found, Lifecycle, Stage
@@ -138,6 +138,16 @@ class CaptureHandle(Unshared, instead=INSTEAD):
             CaptureReleased: after `release()`.
         """
         return self.captures.coded
+
+    @property
+    def features(self) -> Featured:
+        """With `sae=`, the most active features of each row, by layer or by (layer, site): `Features`.
+
+        Raises:
+            CaptureNotFetched: before `fetch()`.
+            CaptureReleased: after `release()`.
+        """
+        return self.captures.features
 
     @property
     def receipt(self) -> Receipt:

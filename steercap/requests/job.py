@@ -25,6 +25,7 @@ from steercap.requests.checks import Expected
 from steercap.requests.handle import CaptureHandle
 from steercap.requests.lifecycle import Lifecycle, Source
 from steercap.requests.sketching import RunningSketch, enter, joint_capture
+from steercap.saes.compiling import Readers
 from steercap.steering.calibration import Calibrated
 from steercap.steering.lowering import scopes_of
 from steercap.steering.projection import Projected
@@ -64,6 +65,7 @@ class Job:
         points: the points that are kept.
         projected: what rows are projected on, or None.
         calibrated: what they are coded by, or None.
+        readers: the SAEs that read them, or None.
         change: what is changed, or None.
         spans: positions of the messages, for `chat`.
         reading: whether the prompt alone counts; the token that vLLM must sample is kept from the user.
@@ -79,6 +81,7 @@ class Job:
     points: tuple[Point, ...]
     projected: Projected | None = None
     calibrated: Calibrated | None = None
+    readers: Readers | None = None
     change: Change | None = None
     spans: tuple[MessageSpan, ...] = ()
     reading: bool = False
@@ -106,7 +109,7 @@ async def prepare(
     vllm = engine.vllm
     points: tuple[Point, ...] = ()
     indices: tuple[int, ...] = ()
-    projected, calibrated, coding = None, None, RAW
+    projected, calibrated, readers, coding = None, None, None, RAW
     hands_over = spec is not None
     if spec is not None and not isinstance(spec, CaptureSpec):
         raise InvalidSpec(f"capture={spec!r}; give a CaptureSpec, or capture_layers= for layers alone")
@@ -116,7 +119,7 @@ async def prepare(
         points, indices = engine.captured(spec)
     if spec is not None:
         projected, calibrated = engine.projected(spec), engine.calibrated(spec)
-        coding = engine.coding(spec)
+        readers, coding = engine.readers(spec), engine.coding(spec)
     lowered = None if steering is None else engine.lowered(steering)
     sampling = vllm.sampling(params)
     rendered = await vllm.render(prompt)
@@ -148,6 +151,7 @@ async def prepare(
         points,
         projected,
         calibrated,
+        readers,
         change,
         tuple(spans),
         reading=reading,
@@ -236,7 +240,16 @@ def expected_of(
     name = plan.key if plan.samples == 1 else f"{plan.key}/{index}"
     constants = job.calibrated.constants if job.calibrated else {}
     tokens = (*job.prompt.token_ids, *generated)
-    return Expected(name, plan, job.points, tokens, steering=receipt, constants=constants, verified=job.engine.verified)
+    return Expected(
+        name,
+        plan,
+        job.points,
+        tokens,
+        steering=receipt,
+        constants=constants,
+        read=job.readers.schemas if job.readers else {},
+        verified=job.engine.verified,
+    )
 
 
 async def memory_for(job: Job, call: object) -> Ticket | None:
@@ -256,7 +269,17 @@ async def memory_for(job: Job, call: object) -> Ticket | None:
 
 @asynccontextmanager
 async def planned(job: Job) -> AsyncIterator[Planned]:
-    """Hold the slots that a request needs, if it needs any, and complete its plan with them."""
+    """Hold the slots and the SAEs that a request needs, if it needs any, and complete its plan with them."""
+    async with job.engine.saes.holding(job.readers) as saes, _placed(job) as found:
+        if found.plan is None or found.plan.capture is None or not saes:
+            yield found
+            return
+        capture = msgspec.structs.replace(found.plan.capture, saes=saes)
+        yield found._replace(plan=msgspec.structs.replace(found.plan, capture=capture))
+
+
+@asynccontextmanager
+async def _placed(job: Job) -> AsyncIterator[Planned]:
     wanted = [one.lowered for one in (job.change, job.projected, job.calibrated) if one is not None]
     if job.plan is None or not wanted:
         yield Planned(job.plan, "")

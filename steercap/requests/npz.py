@@ -31,6 +31,8 @@ FORMULAS: Final = {
     "fp8": "scale * q, scale of each row; q was float8 e4m3 and is float32 here, exactly",
     "int4": "zero + scale * q in groups of 128 elements; two q share a byte, the earlier in the lower half",
     "topk8": "row[indices] = zero + scale * q; the other elements are at most rest, and count as 0",
+    "features": "activations[indices] = q; an index of -1 stands for none; the other activations are at most rest, and "
+    "count as 0; active says how many are above 0",
     "rp8": "scale * q in groups of 128: row @ signs.T / sqrt(k), signs from the seed: see `family`",
     "rp16": "scale * q in groups of 128: row @ signs.T / sqrt(k), signs from the seed: see `family`",
 }

@@ -8,12 +8,12 @@ are products of the size of the result.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import ClassVar, Final
 
 import torch
 from jaxtyping import Float
 
+from steercap.kernels.exact import exact_products
 from steercap.sketches.base import Kind, State, move_mean, signed
 
 #: Bytes of the part of a covariance that is added to at once: a few times as much is needed beside it.
@@ -74,17 +74,6 @@ def add_compensated(total: torch.Tensor, lost: torch.Tensor, term: torch.Tensor)
     added.neg_().add_(total)
     before -= added  # ... and of the sum
     lost += term.add_(before)
-
-
-@contextmanager
-def exact_products() -> Iterator[None]:
-    """Products of matrices in float32 proper, and not in TF32 or bfloat16, whatever the process has set."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _parts(width: int) -> Iterator[slice]:

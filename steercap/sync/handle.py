@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from steercap.core.receipt import Receipt
     from steercap.core.tokens import Tokens, TokenSelection
     from steercap.formats.tuned_lens import TunedLens
-    from steercap.requests.captures import Captures, Coded
+    from steercap.requests.captures import Captures, Coded, Featured
     from steercap.requests.lifecycle import Lifecycle
     from steercap.vectors.directions import Mark
 
@@ -56,6 +56,7 @@ class CaptureHandle(Unshared, instead=handles.INSTEAD):
     fetched: bool
     captures: Captures
     coded: Coded
+    features: Featured
     receipt: Receipt
     positions: torch.Tensor
     token_ids: torch.Tensor

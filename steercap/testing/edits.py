@@ -85,6 +85,7 @@ def _one(edit: Edit, rows: Rows, prompt_len: int) -> Rows:  # noqa: PLR0911 -- o
         case SAEFeature():
             centred = rows if edit.decoder_bias is None else rows - _wide(edit.decoder_bias)
             activation = (centred @ _wide(edit.encoder) + edit.bias).relu()
+            activation = activation * (activation > edit.threshold)
             return rows + (edit.value - activation)[:, None] * _wide(edit.decoder)
         case LowRank():
             return rows + edit.scale * (rows @ _wide(edit.read).T + _wide(edit.bias)) @ _wide(edit.write)

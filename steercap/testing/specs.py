@@ -29,7 +29,7 @@ def vector(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def edit(operation: str, width: int, *, seed: int = 0, **scope: Any) -> Edit:  # noqa: C901, PLR0911 -- a case each
+def edit(operation: str, width: int, *, seed: int = 0, **scope: Any) -> Edit:  # noqa: C901, PLR0911, PLR0912 -- a case each
     """One edit by name, strong enough to be seen in every row it touches."""
     first, second, third = (vector(width, seed=1000 * seed + part) for part in range(3))
     match operation:
@@ -51,6 +51,8 @@ def edit(operation: str, width: int, *, seed: int = 0, **scope: Any) -> Edit:  #
             return SAEFeature(first / width**0.5, second, 1.5, bias=0.1, **scope)
         case "decoder_bias":
             return SAEFeature(first / width**0.5, second, 1.5, decoder_bias=third, **scope)
+        case "jumprelu":
+            return SAEFeature(first / width**0.5, second, 1.5, bias=0.1, threshold=0.5, **scope)
         case "low_rank":
             read, write = (vector(3, width, seed=1000 * seed + part) / width**0.5 for part in (3, 4))
             return LowRank(read, write, bias=vector(3, seed=1000 * seed + 5), **scope)

@@ -1,7 +1,17 @@
 """Views: numbers by token, in notebooks, terminals and files."""
 
+from steercap.views.attribution import LogitAttribution, logit_attribution
 from steercap.views.heatmap import TokenHeatmap, heatmap_of, heatmap_of_layers
 from steercap.views.lens import LogitLens, logit_lens
 from steercap.views.unembedding import Unembedding
 
-__all__ = ["LogitLens", "TokenHeatmap", "Unembedding", "heatmap_of", "heatmap_of_layers", "logit_lens"]
+__all__ = [
+    "LogitAttribution",
+    "LogitLens",
+    "TokenHeatmap",
+    "Unembedding",
+    "heatmap_of",
+    "heatmap_of_layers",
+    "logit_attribution",
+    "logit_lens",
+]

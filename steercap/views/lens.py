@@ -193,9 +193,9 @@ def logit_lens(
         CaptureNotFetched: the handle was not fetched.
     """
     layers, captures = _layers(handle, site), handle.captures
-    checkpoint, revision = _checkpoint(model)
+    checkpoint, revision = checkpoint_of(model, "logit_lens")
     unembedding = unembedding or Unembedding.load(checkpoint, revision=revision)
-    tokenizer = _tokenizer(model)
+    tokenizer = tokenizer_of(model)
     if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= unembedding.vocabulary:
         raise InvalidRequest(f"logit_lens: top={top!r}; give a whole number from 1 to {unembedding.vocabulary}")
     found = [unembedding.best(captures.elements((layer, site)), top) for layer in layers]
@@ -222,17 +222,30 @@ def _layers(handle: CaptureHandle | sync.CaptureHandle, site: str) -> tuple[int,
     return layers
 
 
-def _checkpoint(model: Source) -> tuple[str, str | None]:
-    """Where the weights are, and their revision."""
+def checkpoint_of(model: Source, asks: str) -> tuple[str, str | None]:
+    """Where the weights are, and their revision.
+
+    Args:
+        model: whose.
+        asks: who asks, for the message.
+
+    Raises:
+        UnsupportedModel: they are in no checkpoint.
+    """
     if isinstance(model, (str, os.PathLike)):
         return os.fspath(model), None
     config = model.engine.vllm_config
     if config.load_config.load_format == "dummy":
-        raise UnsupportedModel('logit_lens: load_format="dummy" gave the engine weights that no checkpoint holds')
+        raise UnsupportedModel(f'{asks}: load_format="dummy" gave the engine weights that no checkpoint holds')
     return model.model, config.model_config.revision
 
 
-def _tokenizer(model: Source) -> Any:
+def tokenizer_of(model: Source) -> Any:
+    """What makes tokens of texts.
+
+    Raises:
+        ModelNotLoaded: there is none beside the checkpoint.
+    """
     if not isinstance(model, (str, os.PathLike)):
         return model.tokenizer
     with extra("cuda", "cpu"):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import nn
 
 from steercap.core.extras import extra
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 WHOLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
+#: How far a row behind the norm may be from what its linear form makes of it, of the row's length.
+LINEAR: Final = 1e-4
 #: Logits held at once, in bytes of float32.
 BLOCK_BYTES: Final = 64 << 20
 
@@ -37,9 +39,19 @@ class Unembedding:
     Attributes:
         vocabulary: tokens that have a logit.
         width: elements of a row.
+        blocks: what the outputs of blocks are multiplied by before they are added to the stream; None where a layer
+            does more than add them.
     """
 
-    def __init__(self, norm: nn.Module, head: nn.Module, softcap: float | None, factor: float = 1.0) -> None:
+    def __init__(
+        self,
+        norm: nn.Module,
+        head: nn.Module,
+        softcap: float | None,
+        factor: float = 1.0,
+        blocks: float | None = 1.0,
+    ) -> None:
+        self.blocks = blocks
         self._norm = norm
         self._head = head
         self._softcap = softcap
@@ -83,6 +95,7 @@ class Unembedding:
             head,
             getattr(config, "final_logit_softcapping", None),
             family_of(config.architectures or ()).logits(config),
+            family_of(config.architectures or ()).factor(config),
         )
 
     def logits(self, rows: Float[torch.Tensor, "*any hidden"]) -> Float[torch.Tensor, "*any vocabulary"]:
@@ -101,6 +114,49 @@ class Unembedding:
         with torch.inference_mode():
             found: torch.Tensor = self._head(self._norm(rows.float())) * self._factor
             return found if self._softcap is None else torch.tanh(found / self._softcap) * self._softcap
+
+    def directions(
+        self, rows: Float[torch.Tensor, "rows hidden"], token_ids: Int[torch.Tensor, " rows"]
+    ) -> tuple[Float[torch.Tensor, "rows hidden"], Float[torch.Tensor, " rows"]]:
+        """What a token's logit reads in each row, with the norm frozen: its scale is taken as that of the row.
+
+        `directions · row + constant` is the logit before any soft-capping, and of a part of the row, such as what a
+        feature wrote, `directions · part` is its direct effect on it.
+
+        Args:
+            rows: of the last layer's "resid_post", any dtype.
+            token_ids: one for each row.
+
+        Returns:
+            The directions, float32 [rows, hidden], and the constants, float32 [rows]: of a norm with a bias.
+
+        Raises:
+            InvalidRequest: rows of another width, or a token that has no logit.
+            UnsupportedModel: a norm that is not a scale and a gain, with or without a mean subtracted first.
+        """
+        if rows.shape[-1] != self.width or bool(((token_ids < 0) | (token_ids >= self.vocabulary)).any()):
+            raise InvalidRequest(
+                f"rows {tuple(rows.shape)} and tokens up to {int(token_ids.max())}; this unembedding takes rows of "
+                f"{self.width} and tokens below {self.vocabulary}"
+            )
+        with torch.inference_mode():
+            constant, gain = self._gain()
+            behind = self._norm(rows.float()) - constant
+            weights = self._head.get_parameter("weight")[token_ids] * self._factor
+            for centre in (False, True):
+                scaled = gain * (rows.float() - rows.float().mean(dim=1, keepdim=True) * centre)
+                scales = (behind * scaled).sum(dim=1, keepdim=True) / scaled.square().sum(dim=1, keepdim=True)
+                if bool(((behind - scales * scaled).norm(dim=1) <= LINEAR * behind.norm(dim=1)).all()):
+                    read = weights * gain * scales
+                    return read - read.mean(dim=1, keepdim=True) * centre, weights @ constant
+        raise UnsupportedModel(f"{type(self._norm).__name__} is no norm that can be frozen: a scale times a gain")
+
+    def _gain(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the norm adds, and what it multiplies elements by, as it says itself: float32 [hidden] each."""
+        signs = torch.ones(self.width)
+        signs[1::2] = -1  # of mean 0 and length √hidden, where hidden is even
+        constant = self._norm(torch.zeros(1, self.width))[0]
+        return constant, (self._norm(signs[None])[0] - constant) * signs
 
     def best(self, rows: Float[torch.Tensor, "rows hidden"], count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The most probable next tokens, most probable first, never holding the logits of all rows at once.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -18,9 +18,13 @@ from steercap.core.records import LINE_BYTES, RecordShape
 from steercap.core.schema import PointSchema
 from steercap.encodings import record_of
 from steercap.kernels.bits import weight
+from steercap.saes.encoder import Encoder
 
 #: Layouts in use at once; requests that run rarely have more than a few.
 LAYOUTS: Final = 4096
+
+#: Points, and what reads their rows before they are stored; () where nothing does.
+Reads: TypeAlias = "tuple[tuple[int, Encoder], ...]"
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,13 @@ class Form:
         coding: the encoding.
         slot: of the vectors that it needs, such as directions, NONE where it needs none.
         before_edits: whether rows are those before the edits of their point.
+        reads: what reads them first; a layout in use keeps it alive.
     """
 
     coding: Coding = RAW
     slot: int = NONE
     before_edits: bool = False
+    reads: Reads = ()
 
 
 @dataclass(frozen=True)

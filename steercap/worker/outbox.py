@@ -17,7 +17,7 @@ from steercap.core.rows import Ints, Places, ranks, rows_selected, runs
 from steercap.core.spec import Reduction
 from steercap.encodings import record_of
 from steercap.worker.arena import Arena
-from steercap.worker.layouts import Form, Layouts
+from steercap.worker.layouts import Form, Layouts, Reads
 from steercap.worker.reduce import record_blocks, reduce_rows, rows_of
 
 
@@ -30,13 +30,16 @@ class Outbox(ABC):
         capture: what it keeps.
         layouts: the records' layouts on this rank.
         arena: where the rows go.
+        reads: what reads them before they are stored.
 
     Attributes:
         token_ids: the token that the model read at each position, NONE where it read none: int32 [limit]. The ledger's,
             as long as passes of the request may be pending.
     """
 
-    def __init__(self, owner: Owner, plan: Plan, capture: CapturePlan, layouts: Layouts, arena: Arena) -> None:
+    def __init__(  # noqa: PLR0917 -- what a request is, and where it runs
+        self, owner: Owner, plan: Plan, capture: CapturePlan, layouts: Layouts, arena: Arena, reads: Reads = ()
+    ) -> None:
         self.owner = owner
         self.capture = capture
         self.limit = plan.limit
@@ -47,7 +50,7 @@ class Outbox(ABC):
         self._layouts = layouts
         self._points = layouts.points(capture.points)
         self._schemas = layouts.schemas(self._points)
-        self._layout = layouts.acquire(capture.points, _form(capture)) if self._points else None
+        self._layout = layouts.acquire(capture.points, _form(capture, reads)) if self._points else None
         self._uses_layout = self._layout is not None
         if self._points and self._layout is None:
             self.fail("too many requests keep different points at once")
@@ -234,8 +237,10 @@ class Outbox(ABC):
 class RowsOutbox(Outbox):
     """An outbox whose rows wait in the arena, each in its place, to be fetched, or reduced once their end is known."""
 
-    def __init__(self, owner: Owner, plan: Plan, capture: CapturePlan, layouts: Layouts, arena: Arena) -> None:
-        super().__init__(owner, plan, capture, layouts, arena)
+    def __init__(  # noqa: PLR0917 -- as above
+        self, owner: Owner, plan: Plan, capture: CapturePlan, layouts: Layouts, arena: Arena, reads: Reads = ()
+    ) -> None:
+        super().__init__(owner, plan, capture, layouts, arena, reads)
         self._last = 0  # one more than the last row that has a place
 
     def _record_lines(self) -> int:
@@ -290,6 +295,6 @@ class RowsOutbox(Outbox):
         self._keep(1)
 
 
-def _form(capture: CapturePlan) -> Form:
+def _form(capture: CapturePlan, reads: Reads) -> Form:
     slot = NONE if capture.vectors is None else capture.vectors.slot
-    return Form(capture.coding, slot, capture.before_edits)
+    return Form(capture.coding, slot, capture.before_edits, reads)

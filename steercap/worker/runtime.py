@@ -22,6 +22,7 @@ from steercap.core.messages import (
     Attached,
     Call,
     Census,
+    CloseSAE,
     CloseSketch,
     Collect,
     Collected,
@@ -34,6 +35,7 @@ from steercap.core.messages import (
     Lines,
     Loaded,
     NotCapturing,
+    OpenSAE,
     OpenSketch,
     Owner,
     Parcel,
@@ -61,6 +63,7 @@ from steercap.worker.ledger import Ledger, Tracked
 from steercap.worker.outbox import Outbox, RowsOutbox
 from steercap.worker.projection import Projecting, projected
 from steercap.worker.reducing_outbox import ReducingOutbox, finish
+from steercap.worker.saes import SAEs
 from steercap.worker.sketching import Sketches
 from steercap.worker.steering import Steering
 from steercap.worker.step import Step, Witness
@@ -110,6 +113,7 @@ class Runtime:
         self._ledger = Ledger(taps.programs, taps.layouts)
         self._kept: dict[Owner, Tracked] = {}  # whose rows are held
         self._sketches = Sketches(taps.layouts, device)
+        self._saes = SAEs(taps.layouts, device)
         self._steps = 0
         self._rows_written = 0
 
@@ -269,6 +273,8 @@ class Runtime:
                 return Collected(tuple(map(self._weigh, joining)))
             case OpenSketch() | Fold() | ReadSketch() | CloseSketch():
                 return self._sketches.answer(call.question)
+            case OpenSAE() | CloseSAE():
+                return self._saes.answer(call.question)
             case Read(ranges):
                 return Lines(self._read(ranges))
             case Census():
@@ -278,7 +284,11 @@ class Runtime:
     def _outbox_for(self, owner: Owner, plan: Plan, capture: CapturePlan, arena: Arena) -> Outbox:
         if capture.accumulates:
             return ReducingOutbox(owner, plan, capture, self.taps.layouts, arena, self.taps)
-        return RowsOutbox(owner, plan, capture, self.taps.layouts, arena)
+        reads = self._saes.reads(capture.points, capture.saes) if capture.saes else ()
+        outbox = RowsOutbox(owner, plan, capture, self.taps.layouts, arena, reads or ())
+        if reads is None:
+            outbox.fail("the SAE that is to read its rows is not here")
+        return outbox
 
     def _seal(self, item: Wanted) -> Parcel | Unknown:
         tracked = self._kept.get(item.owner)
@@ -354,6 +364,8 @@ class Runtime:
             steps=self._steps,
             sketches=len(self._sketches),
             sketch_bytes=self._sketches.nbytes,
+            saes=len(self._saes),
+            sae_bytes=self._saes.nbytes,
         )
 
     def _attached(self) -> Arena:

@@ -151,7 +151,7 @@ def test_the_kernel_of_a_device_does_too(many, seed, deferred, cuts) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("repeated", OPERATIONS)
+@pytest.mark.parametrize("repeated", [*OPERATIONS, "jumprelu"])
 def test_several_of_one_operation_reach_every_pass(kind, repeated) -> None:
     """Three of each operation and one of another, also in passes none of whose tokens is replaced."""
     edits = [edit for seed in (1, 2, 3) for edit in spec(repeated, WIDTH, seed=seed, layers=[1]).flat()]
@@ -167,6 +167,17 @@ def hold_to_formulas(kind: str, many: list[SteeringSpec], seed: int, deferred: b
     streams = rows if kept is None else [row + part for row, part in zip(rows, kept.split(9), strict=True)]
     for steering, stream, got in zip(many, streams, found, strict=True):
         close(got, edited(steering, Point(1, "resid_post"), stream, PROMPT, LAYERS))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_feature_with_a_threshold_is_off_below_it(kind) -> None:
+    """Just above it the activation is taken away, at it and below only the value is added."""
+    axis, written = torch.eye(WIDTH)[0], torch.eye(WIDTH)[1] * 2
+    rows = torch.zeros(5, WIDTH)
+    rows[:, 0] = torch.tensor([-3.0, 0.25, 0.5, 0.5001, 4.0])
+    edit = SAEFeature(axis, written, 1.5, threshold=0.5, layer=1)
+    found = one(SteeringSpec([edit]), rows, kind=kind)[:, 1]
+    torch.testing.assert_close(found, torch.tensor([3.0, 3.0, 3.0, 2 * (1.5 - 0.5001), 2 * (1.5 - 4.0)]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -302,6 +313,7 @@ V = torch.ones(WIDTH)
         (lambda: AddIf(V, torch.ones(3), layer=1), InvalidVector, "probe has width 3"),
         (lambda: AddIf(V, 0 * V, layer=1), InvalidVector, "probe is zero"),
         (lambda: SAEFeature(V, torch.ones(3), 1.0, layer=1), InvalidVector, "must agree"),
+        (lambda: SAEFeature(V, V, 1.0, threshold=-0.1, layer=1), InvalidEdit, "give 0 or more"),
         (lambda: LowRank(torch.ones(17, WIDTH), torch.ones(17, WIDTH), layer=1), InvalidEdit, "above 16"),
         (lambda: LowRank(torch.ones(2, WIDTH), torch.ones(3, WIDTH), layer=1), InvalidVector, "must agree"),
         (lambda: Replace(V, [0, 1], layer=1), InvalidVector, "1 rows for 2 positions"),

@@ -36,7 +36,7 @@ def rows_like(schema: PointSchema, count: int, seed: int = 0) -> torch.Tensor:
 def coding_of(name: str, k: int | None = None, seed: int = 0) -> Coding:
     """An encoding with k numbers a row, where it leaves that open."""
     if not ENCODINGS[name].is_codec:
-        return Coding(name, DIRECTIONS if name == "projected" else 0)
+        return Coding(name, {"projected": DIRECTIONS, "features": k or 4}.get(name, 0))
     return codec_of(name, k if ENCODINGS[name].default_k else None, seed if ENCODINGS[name].seeded else None)
 
 
@@ -119,9 +119,9 @@ def test_shards_join_to_whole_rows_and_products_add_up() -> None:
 
 def test_only_codecs_can_be_named_and_with_their_own_parameters() -> None:
     """What follows from reduce= and project= is not a codec; the error lists those that are, and who has a parameter."""
-    for name in {*CODECS, "raw"} - {"calibrated8"}:
+    for name in {*CODECS, "raw"} - {"calibrated8", "features"}:
         assert codec_of(name).encoding == name
-    for name in ("projected", "reduced", "calibrated8", "zip"):
+    for name in ("projected", "reduced", "calibrated8", "features", "zip"):
         with pytest.raises(
             UnknownName, match=f"unknown codec '{name}'; known: 'fp8', 'full8', 'int4', 'raw', 'rp16', "
         ):
@@ -178,6 +178,7 @@ def hold_to_bound(name: str, rows: torch.Tensor) -> None:
             2 * size / 510, exact.abs().sort(1, descending=True).values[:, [min(3, rows.shape[1] - 1)]]
         ),
         "calibrated8": calibrated_bound(exact),
+        "features": torch.cat([exact.abs().sort(1, descending=True).values, torch.zeros(len(rows), 4)], dim=1)[:, [4]],
     }[name]
     assert (bound <= largest * (1 + 1e-6) + tiny).all()
 
@@ -272,7 +273,7 @@ def test_what_is_not_finite_never_looks_like_numbers(name, bad, dtype) -> None:
     rows = torch.randn(3, 16, generator=torch.Generator().manual_seed(2)).to(dtype)
     rows[1, : len(bad)] = torch.tensor(bad).to(dtype)
     found = coded(name, rows)
-    assert found.parts["scale"][1].isnan().all()
+    assert found.parts["rest" if name == "features" else "scale"][1].isnan().all()
     decoded = found.decoded()
     kept = decoded[1][found.parts["indices"][1].long()] if name == "topk8" else decoded[1]
     assert kept.isnan().all()

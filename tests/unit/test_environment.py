@@ -28,6 +28,7 @@ VALUES = {
     "arena_bytes": ("1048576", 1 << 20),
     "reduce_bytes": ("0", 0),
     "sketch_bytes": ("0", 0),
+    "sae_bytes": ("0", 0),
     "overflow": ("error", "error"),
     "overflow_timeout": ("0.5", 0.5),
     "transport": ("wire", "wire"),

@@ -52,11 +52,12 @@ from steercap.errors import (
     SketchMemoryFull,
     UnknownName,
 )
+from steercap.kernels.exact import exact_products
 from steercap.requests.context import joining, sketches_in_force
 from steercap.sketches import SKETCHES
 from steercap.sketches.base import BLOCK, State
 from steercap.sketches.frequent_directions import shrink
-from steercap.sketches.moments import add_compensated, exact_products
+from steercap.sketches.moments import add_compensated
 from steercap.sketches.sketch import Sketch, versions
 from steercap.testing.sketching import ROUNDING
 

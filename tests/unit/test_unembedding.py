@@ -52,6 +52,35 @@ def test_logits_of_the_last_layer_are_the_models(family) -> None:
     agrees(tiny_checkpoint(family))
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt2", "cohere", "granite", "minicpm3", "stablelm"])
+def test_a_frozen_norm_is_the_derivative_less_that_of_its_scale(family) -> None:
+    """Against autograd, which lets the scale move: d logit / d row = direction - row (direction · row) / ‖row‖²."""
+    found = Unembedding.load(tiny_checkpoint(family))
+    rows = torch.randn(5, found.width, generator=torch.Generator().manual_seed(0)) * 4 + 1
+    tokens = torch.tensor([3, 41, 5, 99, 200])
+    directions, constants = found.directions(rows, tokens)
+    leaves = rows.clone().requires_grad_()
+    logits = (found._head(found._norm(leaves)) * found._factor)[torch.arange(5), tokens]
+    logits.sum().backward()
+    error = ((directions * rows).sum(dim=1) + constants - logits.detach()).abs()
+    assert error.max() < 1e-4 * logits.abs().max()
+    centred = family in {"gpt2", "cohere", "stablelm"}
+    length = rows - rows.mean(dim=1, keepdim=True) * centred
+    moved = length * ((directions * rows).sum(dim=1) / length.square().sum(dim=1))[:, None]
+    torch.testing.assert_close(directions - moved, leaves.grad, rtol=1e-3, atol=1e-5 * float(directions.abs().max()))
+    for wrong in (torch.full((5,), found.vocabulary), torch.full((5,), -1)):
+        with pytest.raises(errors.InvalidRequest, match="tokens below"):
+            found.directions(rows, wrong)
+
+
+def test_a_norm_that_cannot_be_frozen_is_refused() -> None:
+    """What is no scale and gain, such as tanh, has no linear form, and none is made up."""
+    found = Unembedding.load(tiny_checkpoint("qwen3"))
+    odd = Unembedding(torch.nn.Tanh(), found._head, None)
+    with pytest.raises(errors.UnsupportedModel, match="Tanh is no norm that can be frozen"):
+        odd.directions(torch.randn(2, found.width), torch.tensor([1, 2]))
+
+
 def test_logits_of_smollm2() -> None:
     """A real model, its unembedding tied."""
     agrees(smollm2())

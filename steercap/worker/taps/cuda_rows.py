@@ -7,8 +7,9 @@ stored in another form, what is stored.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -59,7 +60,8 @@ class DeviceEncoder:
         self._installed, self._programs, self._bank, self._transfers = installed, programs, bank, transfers
         self._records = torch.zeros((tokens, 2), dtype=torch.int64, device=transfers.device)
         self._uploads = [transfers.pinned(self._records.shape, torch.int64) for _ in range(ahead)]
-        self._known: dict[int, tuple[Layout, int, list[tuple[Kind, Alike]]]] = {}
+        # Without what reads rows, which is free once its layout is.
+        self._known: dict[int, tuple[ref[Layout], int, list[tuple[Kind, Alike]]]] = {}
         self._matrices = Matrices()
 
     def upload(self, number: int, layouts: Sequence[Layout], of: Ints, records: Ints) -> list[tuple[Layout, slice]]:
@@ -85,7 +87,9 @@ class DeviceEncoder:
         """Store the records of a pass that has been launched."""
         for layout, records in work:
             encoding = ENCODINGS[layout.form.coding.encoding]
-            for kind, alike in self._alike(layout):
+            reads = [encoder for _, encoder in layout.form.reads]
+            for number, (kind, known) in enumerate(self._alike(layout)):
+                alike = replace(known, reads=reads[number]) if reads else known
                 matrix = self._matrix(kind, alike.coding)
                 vectors = self._bank[:, kind.first : kind.first + kind.width] if matrix is None else matrix
                 encoding.launch(ring, self._records[records], alike, vectors)
@@ -107,11 +111,15 @@ class DeviceEncoder:
     def _alike(self, layout: Layout) -> list[tuple[Kind, Alike]]:
         """The points of a layout, those together whose rows are alike."""
         known = self._known.get(layout.number)
-        if known is None or known[0] is not layout or known[1] != self._programs.written:
-            known = self._known[layout.number] = layout, self._programs.written, list(self._find_alike(layout))
+        if known is None or known[0]() is not layout or known[1] != self._programs.written:
+            found = list(self._find_alike(layout))
+            known = self._known[layout.number] = ref(layout), self._programs.written, found
         return known[2]
 
     def _find_alike(self, layout: Layout) -> Iterator[tuple[Kind, Alike]]:
+        if layout.form.reads:
+            yield from self._find_read(layout)
+            return
         kinds = [self._installed.kind_of(self._installed.schemas[local]) for local in layout.locals]
         directions = self._programs.projections.get(layout.form.slot)
         raw, stored = np.array(layout.raw.offsets) // LINE_BYTES, np.array(layout.stored.offsets)
@@ -120,6 +128,13 @@ class DeviceEncoder:
             bank_rows = None if directions is None else self._there(directions[np.array(layout.locals)[own]])
             points = self._there(np.stack([raw[own], stored[own]], axis=1))
             yield kind, Alike(kind.schema, layout.form.coding, points, bank_rows)
+
+    def _find_read(self, layout: Layout) -> Iterator[tuple[Kind, Alike]]:
+        """The points of a layout whose rows SAEs read, each by itself, in the order of these."""
+        for local, raw, stored in zip(layout.locals, layout.raw.offsets, layout.stored.offsets, strict=True):
+            schema = self._installed.schemas[local]
+            at = self._there(np.array([[raw // LINE_BYTES, stored]], dtype=np.int64))
+            yield self._installed.kind_of(schema), Alike(schema, layout.form.coding, at)
 
     def _there(self, values: np.ndarray[Any, Any]) -> torch.Tensor:
         return self._transfers.there(torch.from_numpy(np.ascontiguousarray(values)))

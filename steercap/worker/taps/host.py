@@ -90,6 +90,7 @@ class HostTaps(Taps):
 
     def close(self, failure: str | None) -> None:
         step, self.open_step = self.open_step, None
+        self._keeping = ([], [])  # an SAE that nothing else keeps is free
         if step is not None:
             failure = failure or self._misfit or self._misfires()
             self._done.append((step, self._witness(step, failure)))

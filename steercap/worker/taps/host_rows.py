@@ -20,6 +20,7 @@ from steercap.core.rows import Ints, ends_of_runs
 from steercap.core.schema import PointSchema
 from steercap.encodings import ENCODINGS
 from steercap.encodings.base import dtype_of
+from steercap.encodings.features import read, rows_at_once
 from steercap.kernels.bits import LAST, MAX, SUM
 from steercap.kernels.finite import stray_rows
 from steercap.kernels.reference import rows_at
@@ -119,6 +120,8 @@ class Encoded(Keeping):
         self._encoding = ENCODINGS[self._coding.encoding]
         self._offsets = dict(zip(layout.locals, layout.stored.offsets, strict=True))
         self._directions = programs.projections.get(layout.form.slot)
+        reads = dict(layout.form.reads)
+        self._reads = {local: reads[at] for local, at in zip(layout.locals, layout.points, strict=True) if at in reads}
 
     def take(
         self,
@@ -129,16 +132,22 @@ class Encoded(Keeping):
         offset = self._offsets.get(point)
         if offset is None:
             return ()
+        rows = rows_at(hidden, residual, self._tokens)
+        write_rows(self._arena, self._lines, self._stored(rows, point), offset)
+        return _stray(self._tokens, rows)
+
+    def _stored(self, rows: torch.Tensor, point: int) -> torch.Tensor:
+        """The rows of a point as they are stored."""
+        if (reads := self._reads.get(point)) is not None:
+            blocks = rows.split(rows_at_once(reads, rows.shape[1]))
+            return torch.cat([read(block, reads, self._coding.k) for block in blocks])
         kind, schema = self._kinds[point], self._schemas[point]
         vectors = self._encoding.matrix(schema.width, self._coding)
         if self._directions is not None:
             vectors = self._bank[torch.from_numpy(self._directions[point])]
         if vectors is not None:
             vectors = vectors[:, kind.first : kind.first + kind.width]
-        rows = rows_at(hidden, residual, self._tokens)
-        stored = self._encoding.encode(rows, schema, self._coding, vectors)
-        write_rows(self._arena, self._lines, stored, offset)
-        return _stray(self._tokens, rows)
+        return self._encoding.encode(rows, schema, self._coding, vectors)
 
 
 def write_rows(arena: Arena, lines: Ints, stored: torch.Tensor, offset: int = 0) -> None:

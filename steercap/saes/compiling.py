@@ -1,0 +1,104 @@
+"""What SAEs read of a request's rows, checked against the model before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from steercap.core.coding import Coding
+from steercap.core.schema import PointSchema
+from steercap.core.spec import CaptureSpec, Point
+from steercap.core.values import shown
+from steercap.encodings.coded import FEATURES
+from steercap.encodings.features import MEMBER
+from steercap.errors import InvalidSpec, LayerOutOfRange, PointSplit
+from steercap.saes.encoder import Encoder
+from steercap.saes.sae import SAE
+
+
+@dataclass(frozen=True, eq=False)
+class Readers:
+    """SAEs compiled for one engine.
+
+    Args:
+        points: whose rows they read, and their indices among the armed, ascending.
+        encoders: of each point, in this order.
+        coding: how features are stored.
+    """
+
+    points: Mapping[Point, int]
+    encoders: tuple[Encoder, ...]
+    coding: Coding
+
+    @property
+    def schemas(self) -> dict[Point, PointSchema]:
+        """What comes of each point: the activations of its features."""
+        found = zip(self.points, self.encoders, strict=True)
+        return {point: PointSchema((encoder.d_sae,), "float32", writable=False) for point, encoder in found}
+
+
+def saes_of(spec: CaptureSpec) -> tuple[SAE, ...]:
+    """What a user gave, if anything.
+
+    Raises:
+        InvalidSpec: something other than SAEs, or two of one point.
+    """
+    for one in spec.saes:
+        if not isinstance(one, SAE):
+            raise InvalidSpec(f"sae={shown(one)}; give an SAE, as SAE.load reads it, or several in a list")
+    found = tuple(one for one in spec.saes if isinstance(one, SAE))
+    points = [one.input for one in found]
+    if twice := next((point for point in points if points.count(point) > 1), None):
+        raise InvalidSpec(f"sae= has two that read {twice}; a request has one of each point, so make two requests")
+    return found
+
+
+def points_of(spec: CaptureSpec, num_layers: int) -> tuple[Point, ...]:
+    """The points that the SAEs of a spec read, layer by layer.
+
+    Raises:
+        InvalidSpec: see `saes_of`.
+        LayerOutOfRange: a layer that the model does not have.
+    """
+    points = sorted((one.input for one in saes_of(spec)), key=lambda point: point.layer)
+    for point in points:
+        if point.layer >= num_layers:
+            raise LayerOutOfRange(
+                f"sae= reads {point}, and this model has {num_layers} layers; is it of another model?"
+            )
+    return tuple(points)
+
+
+def compile_readers(
+    spec: CaptureSpec, points: Sequence[Point], armed: Mapping[Point, int], schemas: Mapping[Point, PointSchema]
+) -> Readers:
+    """Check the SAEs of a spec, and compile them.
+
+    Args:
+        spec: a spec with `sae`.
+        points: what they read, armed.
+        armed: index of every armed point.
+        schemas: what the tensor at each of them is.
+
+    Raises:
+        InvalidSpec: an SAE of rows of another width, or with fewer features than are asked for.
+        PointSplit: rows that are split over ranks, each of which has a part that no SAE can read.
+    """
+    of, k = {one.input: one for one in saes_of(spec)}, spec.k or MEMBER.default_k
+    for point in points:
+        schema, sae = schemas[point], of[point]
+        if schema.width != sae.d_in:
+            raise InvalidSpec(
+                f"{sae} reads rows of {sae.d_in} elements, and those at {point} are {schema}; it was made for another "
+                "model, or another point"
+            )
+        if schema.shards > 1:
+            raise PointSplit(
+                f"the rows of {point} are split over {schema.shards} ranks, and an SAE needs whole ones; capture them, "
+                "and read them with SAE.strongest, or start with tensor_parallel_size=1"
+            )
+        if k > sae.d_sae:
+            raise InvalidSpec(f"k={k}, and {sae} has {sae.d_sae} features; give a smaller k=")
+    ordered = sorted(points, key=lambda point: armed[point])
+    encoders = tuple(of[point].encoder for point in ordered)
+    return Readers({point: armed[point] for point in ordered}, encoders, Coding(FEATURES, k))

@@ -1,0 +1,179 @@
+"""From a row to the activations of an SAE's features: the one arithmetic of workers, clients and attributions.
+
+Every architecture comes down to `pre = (normalised(row) - shift) @ weight + bias` and one of three responses, float32
+throughout:
+
+    relu        pre where pre > 0
+    jumprelu    pre where pre > threshold, a threshold of each feature, none below 0
+    topk        the k greatest of a row's pre, where above 0
+
+A gated SAE is a jumprelu one, see `saes.reading`. Shape legend: d_in = elements of a row; d_sae = features.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias, get_args
+
+import msgspec
+import torch
+from jaxtyping import Float
+
+from steercap.core.messages import EncoderShape
+from steercap.kernels.exact import exact_products
+
+#: What is done to a row before it is encoded, by SAELens's names.
+Normalisation: TypeAlias = Literal["none", "layer_norm", "constant_norm_rescale"]
+NORMALISATIONS: Final[tuple[Normalisation, ...]] = get_args(Normalisation)
+#: What SAELens adds to the standard deviation.
+EPSILON: Final = 1e-5
+#: Tensors begin at multiples of this in an image, in bytes.
+ALIGN: Final = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Encoder:
+    """The half of an SAE that reads.
+
+    Args:
+        weight: float32 [d_in, d_sae].
+        bias: float32 [d_sae].
+        threshold: float32 [d_sae], none below 0; None for one of 0 everywhere.
+        shift: float32 [d_in], subtracted from a row once it is normalised; None for nothing.
+        k: the most features of a row that are active, 0 for any number.
+        normalisation: what is done to a row first.
+        centred: whether its mean is subtracted before all else, as of models whose weights TransformerLens centred.
+    """
+
+    weight: Float[torch.Tensor, "d_in d_sae"]
+    bias: Float[torch.Tensor, " d_sae"]
+    threshold: Float[torch.Tensor, " d_sae"] | None = None
+    shift: Float[torch.Tensor, " d_in"] | None = None
+    k: int = 0
+    normalisation: Normalisation = "none"
+    centred: bool = False
+
+    @property
+    def d_in(self) -> int:
+        """Elements of a row."""
+        return self.weight.shape[0]
+
+    @property
+    def d_sae(self) -> int:
+        """Features."""
+        return self.weight.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What there is of weight, bias, threshold and shift, in this order."""
+        return tuple(one for one in (self.weight, self.bias, self.threshold, self.shift) if one is not None)
+
+    def activations(self, rows: Float[torch.Tensor, "rows d_in"]) -> Float[torch.Tensor, "rows d_sae"]:
+        """What each feature has of each row, float32; of a row that is not finite, NaN or infinity somewhere."""
+        with exact_products():
+            pre = self._read(rows) @ self.weight
+        pre += self.bias
+        if self.k:
+            kept = pre.topk(self.k, dim=1)
+            pre = torch.zeros_like(pre).scatter_(1, kept.indices, kept.values)
+        if self.threshold is not None:
+            pre = pre.where(~(pre <= self.threshold), 0.0)  # NaN stays
+        return pre.relu_()
+
+    def scales(self, rows: Float[torch.Tensor, "rows d_in"]) -> Float[torch.Tensor, " rows"]:
+        """By what a row's reconstruction is multiplied at the end, which undoes its normalisation: float32 [rows]."""
+        rows = self._centred(rows.float())
+        match self.normalisation:
+            case "layer_norm":
+                return (rows - rows.mean(dim=1, keepdim=True)).std(dim=1)
+            case "constant_norm_rescale":
+                found: torch.Tensor = rows.norm(dim=1) / self.d_in**0.5
+                return found
+            case "none":
+                return rows.new_ones(len(rows))
+
+    def _read(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = self._centred(rows.float())
+        match self.normalisation:
+            case "layer_norm":
+                rows = rows - rows.mean(dim=1, keepdim=True)
+                rows = rows / (rows.std(dim=1, keepdim=True) + EPSILON)
+            case "constant_norm_rescale":
+                rows = rows * (self.d_in**0.5 / rows.norm(dim=1, keepdim=True))
+            case "none":
+                pass
+        return rows if self.shift is None else rows - self.shift
+
+    def _centred(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows - rows.mean(dim=1, keepdim=True) if self.centred else rows
+
+    # How it travels
+
+    @property
+    def shape(self) -> EncoderShape:
+        """All of it but the numbers."""
+        return EncoderShape(
+            self.d_in,
+            self.d_sae,
+            self.k,
+            self.normalisation,
+            self.centred,
+            thresholds=self.threshold is not None,
+            shifts=self.shift is not None,
+        )
+
+    def digest(self) -> bytes:
+        """What it is known by: the SHA-256 of its shape and its numbers."""
+        found = hashlib.sha256(msgspec.msgpack.encode(self.shape))
+        for tensor in self.tensors:
+            found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        return found.digest()
+
+    def write(self, image: torch.Tensor) -> None:
+        """Put its numbers where another process reads them: uint8 [`image_bytes(shape)`]."""
+        for tensor, (start, _) in zip(self.tensors, layout(self.shape), strict=True):
+            image[start : start + tensor.nbytes].view(torch.float32).view(tensor.shape).copy_(tensor)
+
+    @staticmethod
+    def read(shape: EncoderShape, image: torch.Tensor) -> Encoder:
+        """What `write` wrote, in place."""
+        found = (image[start : start + size].view(torch.float32) for start, size in layout(shape))
+        weight, bias = next(found).view(shape.d_in, shape.d_sae), next(found)
+        threshold = next(found) if shape.thresholds else None
+        shift = next(found) if shape.shifts else None
+        normalisation = next(one for one in NORMALISATIONS if one == shape.normalisation)
+        return Encoder(weight, bias, threshold, shift, shape.k, normalisation, shape.centred)
+
+    def on(self, device: torch.device) -> Encoder:
+        """The same on a device."""
+        weight, bias = self.weight.to(device), self.bias.to(device)
+        threshold = None if self.threshold is None else self.threshold.to(device)
+        shift = None if self.shift is None else self.shift.to(device)
+        return Encoder(weight, bias, threshold, shift, self.k, self.normalisation, self.centred)
+
+
+def layout(shape: EncoderShape) -> Iterator[tuple[int, int]]:
+    """Where each tensor begins in an image, and how many bytes it has."""
+    start = 0
+    for elements in (
+        shape.d_in * shape.d_sae,
+        shape.d_sae,
+        shape.d_sae if shape.thresholds else 0,
+        shape.d_in if shape.shifts else 0,
+    ):
+        if elements:
+            size = elements * torch.float32.itemsize
+            yield start, size
+            start += -(-size // ALIGN) * ALIGN
+
+
+def image_bytes(shape: EncoderShape) -> int:
+    """Bytes of an image."""
+    return sum(list(layout(shape))[-1])

@@ -1,0 +1,164 @@
+"""From the tensors of a file to an SAE: every architecture by its name, as one encoder and one decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+from steercap.core.spec import Point
+from steercap.errors import InvalidFile
+from steercap.saes.encoder import Encoder, Normalisation
+from steercap.saes.tensors import Tensors
+
+#: Names of the tensors of each architecture: weights, biases, and what else there is of one number a feature.
+STANDARD: Final = ("W_enc", "b_enc", "W_dec", "b_dec")
+ARCHITECTURES: Final[Mapping[str, tuple[str, ...]]] = {
+    "standard": STANDARD,
+    "topk": STANDARD,
+    "jumprelu": (*STANDARD, "threshold"),
+    "gated": ("W_enc", "W_dec", "b_dec", "r_mag", "b_mag", "b_gate"),
+    "transcoder": STANDARD,
+    "skip_transcoder": (*STANDARD, "W_skip"),
+    "jumprelu_transcoder": (*STANDARD, "threshold"),
+    "jumprelu_skip_transcoder": (*STANDARD, "threshold", "W_skip"),
+}
+#: Most features, and most elements of a row: beyond any that are.
+MOST_FEATURES: Final = 1 << 26
+MOST_WIDTH: Final = 1 << 20
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a file's configuration says.
+
+    Args:
+        architecture: a name in `ARCHITECTURES`.
+        input, output: where it reads, and where what it reconstructs is; None where the file names no point.
+        k: of "topk".
+        rescaled: whether activations are multiplied by the norms of the decoder's rows.
+        shifted: whether the decoder's bias is subtracted from what is read.
+        normalisation: what is done to a row first.
+        scale: what rows are multiplied by first, on average to a norm of √d_in.
+        centred: whether the model's rows were centred on their mean.
+        name, model: labels.
+        size: d_in and d_sae, as far as it is said.
+        hooks: what the file calls its points, for messages.
+    """
+
+    architecture: str
+    input: Point | None
+    output: Point | None
+    k: int = 0
+    rescaled: bool = False
+    shifted: bool = False
+    normalisation: Normalisation = "none"
+    scale: float = 1.0
+    centred: bool = False
+    name: str = ""
+    model: str = ""
+    size: tuple[int | None, int | None] = (None, None)
+    hooks: tuple[object, object] = (None, None)
+
+    @property
+    def transcodes(self) -> bool:
+        """Whether it reconstructs something other than what it reads."""
+        return "transcoder" in self.architecture
+
+
+class Parts(NamedTuple):
+    """What an SAE consists of.
+
+    Args:
+        encoder: the half that reads.
+        decoder: float32 [d_sae, d_out].
+        decoder_bias: float32 [d_out].
+        skip: float32 [d_out, d_in] of a skip transcoder, else None.
+    """
+
+    encoder: Encoder
+    decoder: torch.Tensor
+    decoder_bias: torch.Tensor
+    skip: torch.Tensor | None
+
+
+def parts_of(tensors: Tensors, names: Mapping[str, str], recipe: Recipe) -> Parts:
+    """Read and check the tensors of an SAE.
+
+    Args:
+        tensors: of the file.
+        names: in the file, of those in `ARCHITECTURES`.
+        recipe: what its configuration says.
+
+    Raises:
+        InvalidFile: a tensor is missing, is one too many, has another shape, or holds what is not finite.
+    """
+    _check_shapes(tensors, names, recipe)
+    read = {known: tensors.read(names[known]) for known in ARCHITECTURES[recipe.architecture]}
+    weight, decoder, decoder_bias = read["W_enc"], read["W_dec"], read["b_dec"]
+    if recipe.scale != 1.0:
+        weight, decoder, decoder_bias = weight * recipe.scale, decoder / recipe.scale, decoder_bias / recipe.scale
+    threshold = read["threshold"].clamp_(min=0) if "threshold" in read else None
+    if recipe.architecture == "gated":
+        # Open where x·W > -b_gate, as much as e^r x·W + b_mag, if that is above 0: one response with a threshold.
+        factor = read["r_mag"].exp()
+        weight, bias = weight * factor, read["b_mag"]
+        threshold = (bias - factor * read["b_gate"]).clamp_(min=0)
+    else:
+        bias = read["b_enc"]
+    if recipe.rescaled:
+        norms = decoder.norm(dim=1)
+        weight, bias = weight * norms, bias * norms
+        decoder = decoder / norms.where(norms > 0, 1.0)[:, None]  # a feature that writes nothing is never active
+    shift = decoder_bias if recipe.shifted else None
+    encoder = Encoder(weight, bias, threshold, shift, recipe.k, recipe.normalisation, recipe.centred)
+    for name, tensor in zip(("encoder", "bias", "threshold"), encoder.tensors, strict=False):
+        if not tensor.isfinite().all():
+            raise InvalidFile(f"{tensors.path}: the {name} overflows float32 once its factors are multiplied in")
+    return Parts(encoder, decoder, decoder_bias, read.get("W_skip"))
+
+
+def _check_shapes(tensors: Tensors, names: Mapping[str, str], recipe: Recipe) -> None:
+    """Check that the tensors are those of the architecture, before any is read.
+
+    Raises:
+        InvalidFile: they are not.
+    """
+    path, wanted = tensors.path, ARCHITECTURES[recipe.architecture]
+    if missing := [names[known] for known in wanted if names[known] not in tensors.shapes]:
+        raise InvalidFile(f"{path} lacks {', '.join(missing)}, which a {recipe.architecture} SAE has")
+    if others := sorted(set(tensors.shapes) - {names[known] for known in wanted}):
+        raise InvalidFile(
+            f"{path} holds {', '.join(others)}, which steercap knows no use for in a {recipe.architecture} SAE, and "
+            "would be wrong to leave out"
+        )
+    shapes = {known: tensors.shapes[names[known]] for known in wanted}
+    d_in, d_sae, d_out = _sizes(path, shapes["W_enc"], shapes["W_dec"], transcodes=recipe.transcodes)
+    exact = {"W_enc": (d_in, d_sae), "W_dec": (d_sae, d_out), "b_dec": (d_out,), "W_skip": (d_out, d_in)}
+    for known, shape in shapes.items():
+        if shape != exact.get(known, (d_sae,)):
+            raise InvalidFile(f"{path}: {names[known]} is {shape}, and must be {exact.get(known, (d_sae,))}")
+    for said, found, name in zip(recipe.size, (d_in, d_sae), ("d_in", "d_sae"), strict=True):
+        if said is not None and said != found:
+            raise InvalidFile(f"{path}: its configuration says {name}={said}, and its weights have {found}")
+    if not 0 <= recipe.k <= d_sae or (recipe.architecture == "topk" and not recipe.k):
+        raise InvalidFile(f"{path}: k={recipe.k} of {d_sae} features")
+
+
+def _sizes(path: Path, encoder: tuple[int, ...], decoder: tuple[int, ...], *, transcodes: bool) -> tuple[int, int, int]:
+    """d_in, d_sae and d_out.
+
+    Raises:
+        InvalidFile: there are none.
+    """
+    if len(encoder) != 2 or len(decoder) != 2:
+        raise InvalidFile(f"{path}: weights of shapes {encoder} and {decoder}; they are matrices")
+    (d_in, d_sae), d_out = encoder, decoder[1]
+    if not (0 < d_sae <= MOST_FEATURES and min(d_in, d_out) > 0 and max(d_in, d_out) <= MOST_WIDTH):
+        raise InvalidFile(f"{path}: {d_in} × {d_sae} and {d_sae} × {d_out} numbers are no SAE")
+    if d_out != d_in and not transcodes:
+        raise InvalidFile(f"{path} reads {d_in} elements and writes {d_out}; only transcoders do")
+    return d_in, d_sae, d_out

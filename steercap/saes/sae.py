@@ -1,0 +1,299 @@
+"""SAE: a sparse autoencoder or transcoder, as files have it, checked when it is read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+
+from steercap.core.spec import Point
+from steercap.core.tokens import Tokens, TokenSelection
+from steercap.core.values import index_of, shown
+from steercap.edits.add import Add
+from steercap.edits.sae_feature import SAEFeature
+from steercap.encodings.features import read, rows_at_once
+from steercap.errors import InvalidFile, InvalidSpec
+from steercap.saes import gemma_scope, sae_lens
+from steercap.saes.encoder import Encoder
+from steercap.saes.features import Features
+from steercap.saes.finding import Found, find
+from steercap.saes.reading import Parts, Recipe, parts_of
+from steercap.saes.tensors import read_npz, read_safetensors
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SAE:
+    """A sparse autoencoder, or a transcoder: a dictionary of features that rows at a point are made of.
+
+    Made by `load`. `CaptureSpec(sae=)` has the workers read rows with it. Its tensors are float32 and its own: they
+    must not be written to.
+
+    Attributes:
+        encoder: the half that reads; see `steercap.saes.encoder`.
+        decoder: what each feature adds to the reconstruction, float32 [d_sae, d_out].
+        decoder_bias: float32 [d_out].
+        input: the point whose rows it reads.
+        output: the point whose rows it reconstructs; of anything but a transcoder, `input`.
+        architecture: "standard", "topk", "jumprelu", "gated", or one of transcoders.
+        skip: of a skip transcoder, what of the row itself is added, float32 [d_out, d_in]; else None.
+        name, model: labels, "" where the file has none.
+    """
+
+    encoder: Encoder
+    decoder: Float[torch.Tensor, "d_sae d_out"]
+    decoder_bias: Float[torch.Tensor, " d_out"]
+    input: Point
+    output: Point
+    architecture: str
+    skip: Float[torch.Tensor, "d_out d_in"] | None = None
+    name: str = ""
+    model: str = ""
+
+    @staticmethod
+    def load(
+        source: str | os.PathLike[str],
+        folder: str = "",
+        *,
+        revision: str | None = None,
+        input: Point | tuple[int, str] | None = None,  # noqa: A002 -- the field's word
+        output: Point | tuple[int, str] | None = None,
+        activation_scale: float | None = None,
+        centred: bool | None = None,
+    ) -> SAE:
+        """Read an SAE of SAELens (`cfg.json`, `sae_weights.safetensors`), or of Gemma Scope (`params.npz`, or
+        `config.json` and `params.safetensors`).
+
+        Nothing is unpickled, and everything is checked: names, shapes before anything is read, and that numbers are
+        finite.
+
+        Args:
+            source: a folder, or the name of a repository on the hub, from which huggingface_hub takes the files, out of
+                its cache where they are there.
+            folder: within the source.
+            revision: of the repository.
+            input, output: points as (layer, site), where the file names none that steercap has, or another is meant.
+            activation_scale: what rows are multiplied by first, for files with `normalize_activations`
+                "expected_average_only_in" that do not say it: SAELens's norm_scaling_factor.
+            centred: whether rows are centred on their mean first; None for what the file says. It says so for models
+                with layer norm that TransformerLens loaded with `center_writing_weights`, whose stream is vLLM's less
+                its mean.
+
+        Raises:
+            InvalidFile: no such files, damaged ones, an architecture or a normalisation that steercap does not know,
+                or a point that nobody named.
+            InvalidSpec: `input` or `output` is not a point.
+            MissingExtra: `source` is no folder, and huggingface_hub is not installed.
+        """
+        found = find(source, folder, revision)
+        recipe, parts = _read(found, os.fspath(source), activation_scale, centred)
+        reads = _point("input", input, recipe.input)
+        writes = _point("output", output, recipe.output if recipe.transcodes else reads)
+        for point, name, hook in zip((reads, writes), ("input", "output"), recipe.hooks, strict=True):
+            if point is None:
+                raise InvalidFile(
+                    f"{found.weights}: it is of {shown(hook)}, whose rows no point of steercap is known to have; if "
+                    f"one has them, say so: SAE.load(..., {name}=(layer, site))"
+                )
+        assert reads is not None
+        assert writes is not None
+        if writes != reads and not recipe.transcodes:
+            raise InvalidSpec(f"{found.weights} is no transcoder: it reads {reads}, so it cannot write {writes}")
+        return SAE(
+            parts.encoder,
+            parts.decoder,
+            parts.decoder_bias,
+            reads,
+            writes,
+            recipe.architecture,
+            parts.skip,
+            recipe.name,
+            recipe.model,
+        )
+
+    @property
+    def d_in(self) -> int:
+        """Elements of a row that it reads."""
+        return self.encoder.d_in
+
+    @property
+    def d_sae(self) -> int:
+        """Features."""
+        return self.encoder.d_sae
+
+    @property
+    def d_out(self) -> int:
+        """Elements of a row that it writes."""
+        return self.decoder.shape[1]
+
+    @property
+    def transcodes(self) -> bool:
+        """Whether it is a transcoder."""
+        return "transcoder" in self.architecture
+
+    def encode(self, rows: torch.Tensor) -> Float[torch.Tensor, "rows d_sae"]:
+        """Activations of all features: float32 [rows, d_sae].
+
+        Args:
+            rows: at `input`, [rows, *shape of the point], any floating dtype.
+
+        Raises:
+            InvalidSpec: rows of another width.
+        """
+        with torch.inference_mode():
+            return self.encoder.activations(self._flat(rows))
+
+    def strongest(self, rows: torch.Tensor, k: int = 32) -> Features:
+        """The k most active features of each row, as `CaptureSpec(sae=, k=)` gives them.
+
+        Raises:
+            InvalidSpec: rows of another width, or more features than there are.
+        """
+        from steercap.core.coding import Coding
+        from steercap.core.schema import PointSchema
+        from steercap.encodings.coded import FEATURES, CodedRows
+        from steercap.encodings.features import MEMBER
+
+        if index_of(k) is None or not 1 <= k <= self.d_sae:
+            raise InvalidSpec(f"k={shown(k)}; this SAE has {self.d_sae} features")
+        flat, coding = self._flat(rows), Coding(FEATURES, k)
+        schema = PointSchema((self.d_sae,), "float32")
+        with torch.inference_mode():
+            blocks = flat.split(rows_at_once(self.encoder, self.d_in))
+            stored = torch.cat([read(block, self.encoder, k) for block in blocks])
+        return Features.of(CodedRows(coding, schema, MEMBER.parts(stored, schema, coding)))
+
+    def decode(
+        self, activations: Float[torch.Tensor, "rows d_sae"], rows: torch.Tensor | None = None
+    ) -> Float[torch.Tensor, "rows d_out"]:
+        """What activations reconstruct: float32 [rows, d_out].
+
+        Args:
+            activations: of all features.
+            rows: that they are of, where more than the activations is needed: for a normalised SAE, whose
+                reconstruction is scaled back, and for a skip transcoder.
+
+        Raises:
+            InvalidSpec: rows are needed, or are of another width.
+        """
+        with torch.inference_mode():
+            found = activations.float() @ self.decoder + self.decoder_bias
+            if self.encoder.normalisation == "none" and self.skip is None:
+                return found
+            if rows is None:
+                raise InvalidSpec("the reconstruction depends on the rows themselves too; give rows=")
+            flat = self._flat(rows).float()
+            if self.skip is not None:
+                return found + flat @ self.skip.T
+            found = found * self.encoder.scales(flat)[:, None]
+            return found + flat.mean(dim=1, keepdim=True) if self.encoder.normalisation == "layer_norm" else found
+
+    # Steering
+
+    def add_feature(
+        self, feature: int, amount: float, *, tokens: Tokens | TokenSelection = "all", relative: bool = False
+    ) -> Add:
+        """The edit that adds so much of a feature: its decoder row times `amount`, at `output`.
+
+        Args:
+            feature: which.
+            amount: in units of its activation; with `relative`, a fraction of each row's norm.
+            tokens, relative: see `Add`.
+
+        Raises:
+            InvalidSpec: no such feature.
+            InvalidVector: a feature that writes nothing, with `relative`.
+        """
+        layer, site = self.output
+        row = self.decoder[self._feature(feature)]
+        return Add(row, scale=amount, relative=relative, layer=layer, site=site, tokens=tokens)
+
+    def set_feature(self, feature: int, value: float, *, tokens: Tokens | TokenSelection = "all") -> SAEFeature:
+        """The edit that sets a feature's activation; what the SAE does not explain of a row stays.
+
+        Args:
+            feature: which.
+            value: its activation afterwards; 0 switches it off.
+            tokens: see `SAEFeature`.
+
+        Raises:
+            InvalidSpec: no such feature; or its activation does not follow from one projection of the row: of a
+                transcoder, which reads elsewhere than it writes, of a topk SAE, and of one that normalises rows.
+            InvalidVector: a feature that reads or writes nothing.
+        """
+        index, encoder = self._feature(feature), self.encoder
+        reasons = {
+            "a transcoder reads at another point than it writes": self.transcodes,
+            "whether a feature of a topk SAE is active depends on all others": encoder.k,
+            "it normalises rows before it reads them": encoder.normalisation != "none" or encoder.centred,
+        }
+        if reason := next((reason for reason, holds in reasons.items() if holds), None):
+            raise InvalidSpec(f"set_feature: {reason}, which no edit of a row can follow; use add_feature")
+        return SAEFeature(
+            encoder.weight[:, index],
+            self.decoder[index],
+            value=value,
+            bias=float(encoder.bias[index]),
+            decoder_bias=encoder.shift,
+            threshold=0.0 if encoder.threshold is None else float(encoder.threshold[index]),
+            layer=self.input.layer,
+            site=self.input.site,
+            tokens=tokens,
+        )
+
+    def __repr__(self) -> str:
+        to = f" to {self.output}" if self.transcodes else ""
+        known = f"{self.name}: " if self.name else ""
+        read = "" if self.encoder.normalisation == "none" else f", rows by {self.encoder.normalisation}"
+        read += ", rows centred" if self.encoder.centred else ""
+        return f"SAE({known}{self.architecture}, {self.d_sae:,} features of {self.input}{to}, {self.d_in} wide{read})"
+
+    def _feature(self, feature: int) -> int:
+        index = index_of(feature)
+        if index is None or not 0 <= index < self.d_sae:
+            raise InvalidSpec(f"feature {shown(feature)}; this SAE has features 0 to {self.d_sae - 1}")
+        return index
+
+    def _flat(self, rows: torch.Tensor) -> torch.Tensor:
+        flat = rows.flatten(1) if isinstance(rows, torch.Tensor) and rows.dim() > 1 else None
+        if flat is None or flat.shape[1] != self.d_in or not flat.is_floating_point():
+            had = f"{tuple(rows.shape)} of {rows.dtype}" if isinstance(rows, torch.Tensor) else shown(rows)
+            raise InvalidSpec(f"rows={had}; this SAE reads rows of {self.d_in} floats")
+        return flat
+
+
+def _read(found: Found, source: str, scale: float | None, centred: bool | None) -> tuple[Recipe, Parts]:
+    """What a file's configuration says, and what its tensors are.
+
+    Raises:
+        InvalidFile: see `SAE.load`.
+    """
+    if found.weights.name == sae_lens.WEIGHTS:
+        assert found.configuration is not None
+        recipe = sae_lens.read_recipe(found.configuration, scale=scale, centred=centred)
+        return recipe, parts_of(read_safetensors(found.weights), sae_lens.NAMES, recipe)
+    if scale is not None or centred:
+        raise InvalidFile(f"{found.weights}: SAEs of Gemma Scope read rows as they are; leave activation_scale= out")
+    if found.configuration is None:
+        tensors = read_npz(found.weights)
+        recipe = gemma_scope.recipe_of_arrays(found.weights, tensors, source)
+    else:
+        tensors, recipe = read_safetensors(found.weights), gemma_scope.read_recipe(found.configuration)
+    return recipe, parts_of(tensors, gemma_scope.NAMES, recipe)
+
+
+def _point(name: str, given: Any, known: Point | None) -> Point | None:
+    """A point that a user named, or else the file.
+
+    Raises:
+        InvalidSpec: it is none.
+    """
+    if given is None:
+        return known
+    layer, site = given if isinstance(given, tuple) and len(given) == 2 else (None, None)
+    index = index_of(layer)
+    if index is None or index < 0 or not isinstance(site, str):
+        raise InvalidSpec(f"{name}={shown(given)}; give a layer from 0 up and a site: (12, 'resid_post')")
+    return Point(index, site)

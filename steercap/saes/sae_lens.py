@@ -1,0 +1,126 @@
+"""SAEs as SAELens saves them: `cfg.json` beside `sae_weights.safetensors`, in each generation of the former.
+
+Before version 6 the configuration was flat, and some fields had other names or were left out; since then what concerns
+the language model is in `metadata`. What steercap would have to guess, it refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from steercap.core.values import index_of, number_of, shown
+from steercap.errors import InvalidFile
+from steercap.saes.encoder import NORMALISATIONS, Normalisation
+from steercap.saes.hooks import point_of
+from steercap.saes.reading import ARCHITECTURES, Recipe
+from steercap.saes.tensors import read_configuration
+
+CONFIGURATION: Final = "cfg.json"
+WEIGHTS: Final = "sae_weights.safetensors"
+#: Tensors have the names by which steercap knows them.
+NAMES: Final = {name: name for names in ARCHITECTURES.values() for name in names}
+#: What architectures that are saved only while they are trained become for use.
+TRAINED: Final = frozenset({"batchtopk", "matryoshka_batchtopk"})
+#: Older names of fields.
+RENAMED: Final = {
+    "hook_point": "hook_name",
+    "hook_point_head_index": "hook_head_index",
+    "activation_fn_str": "activation_fn",
+}
+#: The normalisation that is one factor for all rows, which must be known.
+AVERAGE: Final = "expected_average_only_in"
+
+
+def read_recipe(path: Path, *, scale: float | None = None, centred: bool | None = None) -> Recipe:
+    """What a configuration says.
+
+    Args:
+        path: of the file.
+        scale: what rows are multiplied by first, for a file that says so and not by what; None where nobody knows.
+        centred: whether the model's rows were centred on their mean; None for what the file says.
+
+    Raises:
+        InvalidFile: it cannot be read, or asks for what steercap does not do.
+    """
+    found = read_configuration(path)
+    said: dict[str, object] = {RENAMED.get(name, name): value for name, value in found.items()}
+    metadata = said.get("metadata")
+    if isinstance(metadata, Mapping):
+        said = {**said, **metadata}
+    architecture, k = _architecture(path, said)
+    if said.get("hook_head_index") is not None:
+        raise InvalidFile(f"{path}: it reads head {said['hook_head_index']} alone; steercap reads whole points")
+    transcodes = "transcoder" in architecture
+    shifted = said.get("apply_b_dec_to_input", not transcodes)
+    if not isinstance(shifted, bool) or (shifted and transcodes):
+        raise InvalidFile(f"{path}: apply_b_dec_to_input={shown(shifted)} of a {architecture}")
+    normalisation, factor = _normalisation(path, said, scale, transcodes=transcodes)
+    kwargs = said.get("model_from_pretrained_kwargs")
+    processed = isinstance(kwargs, Mapping) and kwargs.get("center_writing_weights") is True
+    hook, target = said.get("hf_hook_name") or said.get("hook_name"), said.get("hook_name_out")
+    target = (said.get("hf_hook_name_out") or target) if transcodes else hook
+    return Recipe(
+        architecture,
+        point_of(hook),
+        point_of(target),
+        k,
+        rescaled=said.get("rescale_acts_by_decoder_norm") is True,
+        shifted=shifted,
+        normalisation=normalisation,
+        scale=factor,
+        centred=processed if centred is None else centred,
+        name=str(said.get("neuronpedia_id") or ""),
+        model=str(said.get("model_name") or ""),
+        size=(index_of(said.get("d_in")), index_of(said.get("d_sae"))),
+        hooks=(hook, target),
+    )
+
+
+def _architecture(path: Path, said: Mapping[str, object]) -> tuple[str, int]:
+    """The architecture, and its `k`, 0 of those that have none."""
+    architecture, response = said.get("architecture", "standard"), said.get("activation_fn", "relu")
+    kwargs = said.get("activation_fn_kwargs")
+    k = kwargs.get("k") if isinstance(kwargs, Mapping) else None
+    if response == "topk" and architecture in {"standard", "topk"}:
+        architecture, response = "topk", "relu"
+    if architecture in TRAINED:
+        raise InvalidFile(
+            f"{path}: {architecture} is how an SAE is trained; save_inference_model of SAELens writes what it is used "
+            "as"
+        )
+    if architecture not in ARCHITECTURES or response != "relu":
+        raise InvalidFile(
+            f"{path}: architecture={shown(architecture)} with activation_fn={shown(response)}; steercap knows "
+            f"{', '.join(ARCHITECTURES)}, with relu"
+        )
+    if architecture != "topk":
+        return str(architecture), 0
+    number = index_of(k if k is not None else said.get("k"))
+    if number is None or number < 1:
+        raise InvalidFile(f"{path}: a topk SAE with k={shown(said.get('k', k))}")
+    return "topk", number
+
+
+def _normalisation(
+    path: Path, said: Mapping[str, object], scale: float | None, *, transcodes: bool
+) -> tuple[Normalisation, float]:
+    """What is done to a row first, and the factor that is multiplied into the weights."""
+    asked = said.get("normalize_activations")
+    if asked is None or isinstance(asked, bool):  # as the first files have it
+        asked = AVERAGE if asked else "none"
+    if asked != AVERAGE:
+        if scale is not None:
+            raise InvalidFile(f"{path}: activation_scale={scale}, and normalize_activations={asked!r} takes none")
+        known = next((one for one in NORMALISATIONS if one == asked), None)
+        if known is None or (transcodes and known != "none"):
+            raise InvalidFile(f"{path}: normalize_activations={shown(asked)}, which steercap does not do here")
+        return known, 1.0
+    factor = number_of(said.get("norm_scaling_factor") if scale is None else scale)
+    if transcodes or factor is None or not 0 < factor < float("inf"):
+        raise InvalidFile(
+            f"{path}: normalize_activations={AVERAGE!r} multiplies rows by a factor that the file does not hold; give "
+            "activation_scale= (SAELens calls it norm_scaling_factor), or save the SAE with the factor folded in"
+        )
+    return "none", factor

@@ -1,0 +1,131 @@
+"""Tensors of files that other programs wrote: shapes are known before anything is read, and nothing is unpickled."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from steercap.errors import InvalidFile
+
+#: Most bytes of a configuration: they have one or two thousand.
+MOST_CONFIGURATION: Final = 1 << 20
+#: What numbers of an SAE may be, as safetensors calls it.
+FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
+#: What damaged archives raise.
+_DAMAGED: Final = (zipfile.BadZipFile, OSError, ValueError, EOFError, KeyError, NotImplementedError)
+
+
+class Tensors(NamedTuple):
+    """The tensors of a file.
+
+    Args:
+        path: of the file.
+        shapes: of each, by name.
+        read: one of them, float32 and finite.
+    """
+
+    path: Path
+    shapes: Mapping[str, tuple[int, ...]]
+    read: Callable[[str], torch.Tensor]
+
+
+def read_configuration(path: Path) -> dict[str, object]:
+    """A configuration in JSON.
+
+    Raises:
+        InvalidFile: it is something else, or too large to be one.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(MOST_CONFIGURATION + 1)
+        if len(text) > MOST_CONFIGURATION:
+            raise InvalidFile(f"{path} has more than {MOST_CONFIGURATION:,} bytes, and is no configuration")
+        return msgspec.json.decode(text, type=dict[str, object])
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidFile(f"{path} cannot be read as a JSON object: {error}") from error
+
+
+def read_safetensors(path: Path) -> Tensors:
+    """The tensors of a safetensors file.
+
+    Raises:
+        InvalidFile: it is missing, damaged, or holds something other than floating-point numbers.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 -- it is no mapping
+            shapes = {name: tuple(one.get_shape()) for name, one in slices.items()}
+            others = sorted(name for name, one in slices.items() if one.get_dtype() not in FLOATS)
+    except (SafetensorError, OSError) as error:
+        raise InvalidFile(f"{path} cannot be read as a safetensors file: {error}; fetch it again") from error
+    if others:
+        raise InvalidFile(f"{path}: {', '.join(others)} must be floating-point numbers")
+
+    def read(name: str) -> torch.Tensor:
+        try:
+            with safe_open(path, framework="pt") as file:
+                return _finite(path, name, file.get_tensor(name))
+        except (SafetensorError, OSError) as error:
+            raise InvalidFile(f"{path}: {name} cannot be read: {error}") from error
+
+    return Tensors(path, shapes, read)
+
+
+def read_npz(path: Path) -> Tensors:
+    """The arrays of an `.npz`.
+
+    Raises:
+        InvalidFile: it is missing, damaged, or holds something other than floating-point numbers.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            shapes = {one.filename.removesuffix(".npy"): _shape_in(archive, one) for one in archive.infolist()}
+    except _DAMAGED as error:
+        raise InvalidFile(f"{path} cannot be read as an .npz of plain arrays: {error}; fetch it again") from error
+
+    def read(name: str) -> torch.Tensor:
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                return _finite(path, name, torch.from_numpy(np.array(arrays[name])))
+        except (*_DAMAGED, TypeError, zlib.error) as error:
+            raise InvalidFile(f"{path}: {name} cannot be read: {error}") from error
+
+    return Tensors(path, shapes, read)
+
+
+def _shape_in(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[int, ...]:
+    """The shape of an array, from its header.
+
+    Raises:
+        ValueError: it is of another dtype than floats, or has another size than it says.
+    """
+    with archive.open(member) as file:
+        lib: Any = np.lib.format
+        version = lib.read_magic(file)
+        shape, _, dtype = (lib.read_array_header_1_0 if version == (1, 0) else lib.read_array_header_2_0)(file)
+        size, header = int(np.prod(shape, dtype=object)) * dtype.itemsize, file.tell()
+    if dtype.kind != "f":
+        raise ValueError(f"{member.filename} is of {dtype}, and must be floating-point numbers")
+    if header + size != member.file_size:
+        raise ValueError(f"{member.filename} says {size:,} bytes and has {member.file_size - header:,}")
+    return tuple(shape)
+
+
+def _finite(path: Path, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as contiguous float32.
+
+    Raises:
+        InvalidFile: it holds NaN, infinity, or a number that float32 cannot hold.
+    """
+    found = tensor.to(torch.float32).contiguous()
+    if found.numel() and not all(bool(end.isfinite()) for end in found.aminmax()):
+        raise InvalidFile(f"{path}: {name} holds NaN, infinity or a number beyond float32")
+    return found

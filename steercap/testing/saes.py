@@ -1,0 +1,176 @@
+"""Random SAEs in other programs' files, and their forward in NumPy, which shares nothing with `steercap.saes`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.numpy import save_file
+
+from steercap.errors import CaptureIncomplete
+from steercap.saes.features import Features
+
+Array: TypeAlias = "npt.NDArray[np.float32]"
+
+#: The tensors of each architecture besides `W_enc`, `W_dec` and `b_dec`; all of one number a feature.
+OWN: Final[Mapping[str, tuple[str, ...]]] = {
+    "standard": ("b_enc",),
+    "topk": ("b_enc",),
+    "jumprelu": ("b_enc", "threshold"),
+    "gated": ("b_gate", "b_mag", "r_mag"),
+    "transcoder": ("b_enc",),
+    "jumprelu_transcoder": ("b_enc", "threshold"),
+}
+#: How far float32 sums of so many products may be apart, of the sum of their magnitudes: a few roundings.
+NEAR: Final = 2e-6
+
+
+@dataclass(frozen=True)
+class RandomSAE:
+    """A random SAE: what a file holds, and what it makes of rows.
+
+    Args:
+        architecture: a key of `OWN`.
+        d_in, d_sae: elements of a row, and features.
+        d_out: elements of what a transcoder writes, else `d_in`.
+        k: of "topk".
+        seed: of its numbers.
+        configuration: further fields of `cfg.json`, in place of the defaults.
+    """
+
+    architecture: str
+    d_in: int
+    d_sae: int
+    d_out: int = 0
+    k: int = 16
+    seed: int = 0
+    configuration: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def tensors(self) -> dict[str, Array]:
+        """By SAELens's names; biases and thresholds are such that about a tenth of all features is active."""
+        drawn, scale = np.random.default_rng(self.seed), self.d_in**-0.5
+        found = {
+            "W_enc": drawn.standard_normal((self.d_in, self.d_sae)) * scale,
+            "W_dec": drawn.standard_normal((self.d_sae, self.d_out or self.d_in)) * scale,
+            "b_dec": drawn.standard_normal(self.d_out or self.d_in),
+        }
+        for name in OWN[self.architecture]:
+            numbers = drawn.standard_normal(self.d_sae) * 0.3
+            found[name] = np.abs(numbers) + 0.5 if name == "threshold" else numbers - (name != "r_mag")
+        return {name: numbers.astype(np.float32) for name, numbers in found.items()}
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """Its `cfg.json`, as SAELens 6 writes it."""
+        transcodes = "transcoder" in self.architecture
+        hooks = {"hook_name": "blocks.1.hook_resid_post"}
+        if transcodes:
+            hooks = {"hook_name": "blocks.1.hook_resid_pre", "hook_name_out": "blocks.1.hook_mlp_out"}
+        found = {
+            "d_in": self.d_in,
+            "d_sae": self.d_sae,
+            "dtype": "float32",
+            "device": "cpu",
+            "apply_b_dec_to_input": not transcodes,
+            "normalize_activations": "none",
+            "reshape_activations": "none",
+            "metadata": {"sae_lens_version": "6.54.12", "model_name": "tiny", **hooks},
+            "architecture": self.architecture,
+        }
+        found |= {"k": self.k} if self.architecture == "topk" else {}
+        found |= {"d_out": self.d_out or self.d_in} if transcodes else {}
+        return found | dict(self.configuration)
+
+    def write(self, folder: Path) -> Path:
+        """Write `cfg.json` and `sae_weights.safetensors`; returns the folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "cfg.json").write_text(json.dumps(self.said))
+        save_file(self.tensors, folder / "sae_weights.safetensors")
+        return folder
+
+    def write_npz(self, folder: Path) -> Path:
+        """Write `params.npz`, as Gemma Scope has it, of a jumprelu SAE; returns the folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        arrays: dict[str, Any] = {name.lower(): tensor for name, tensor in self.tensors.items()}
+        np.savez(folder / "params.npz", **arrays)
+        return folder
+
+    def encode(self, rows: torch.Tensor) -> npt.NDArray[np.float64]:
+        """What its features are, in float64: [rows, d_sae]."""
+        said, of = self.said, {name: tensor.astype(np.float64) for name, tensor in self.tensors.items()}
+        inputs = rows.flatten(1).double().numpy()
+        match said["normalize_activations"]:
+            case "layer_norm":
+                inputs = inputs - inputs.mean(1, keepdims=True)
+                inputs = inputs / (inputs.std(1, keepdims=True, ddof=1) + 1e-5)
+            case "constant_norm_rescale":
+                inputs = inputs * np.sqrt(self.d_in) / np.linalg.norm(inputs, axis=1, keepdims=True)
+        if said["apply_b_dec_to_input"]:
+            inputs = inputs - of["b_dec"]
+        products = inputs @ of["W_enc"]
+        if self.architecture == "gated":
+            opened = products + of["b_gate"] > 0
+            return np.where(opened, np.maximum(products * np.exp(of["r_mag"]) + of["b_mag"], 0), 0)
+        products = products + of["b_enc"]
+        if self.architecture == "topk":
+            least = np.sort(products, axis=1)[:, -self.k, None]
+            products = np.where(products >= least, products, 0)
+        floor = of.get("threshold", np.zeros(self.d_sae))
+        return np.where((products > floor) & (products > 0), products, 0)
+
+    def slack(self, rows: torch.Tensor) -> npt.NDArray[np.float64]:
+        """How far float32 may be from `encode` where a feature is active in both: [rows, 1].
+
+        Where only one has it active, its pre-activation is within as much of its threshold, or of the k-th.
+        """
+        lengths = np.linalg.norm(rows.flatten(1).double().numpy(), axis=1) + np.linalg.norm(self.tensors["b_dec"])
+        factor = np.exp(np.abs(self.tensors["r_mag"]).max()) if self.architecture == "gated" else 1.0
+        found: npt.NDArray[np.float64] = (NEAR * factor * lengths * 4 + NEAR)[:, None]
+        return found
+
+
+def check_features(found: Features, dense: npt.NDArray[np.float64], slack: npt.NDArray[np.float64]) -> float:
+    """Check the features of rows against a forward of the SAE.
+
+    Args:
+        found: as a handle gives them.
+        dense: activations of all features, [rows, d_sae].
+        slack: how far an activation may be off, [rows, 1].
+
+    Returns:
+        The greatest difference of an activation that is kept.
+
+    Raises:
+        CaptureIncomplete: an activation differs, one that is greater than what was left out is missing, they do not
+            descend, or the counts are not those of the rows.
+    """
+    here = found.ids.numpy() >= 0
+    rows, places = np.nonzero(here)
+    values = found.values.numpy().astype(np.float64)
+    apart = np.abs(values[rows, places] - dense[rows, found.ids.numpy()[rows, places]])
+    # A feature at its threshold is active in one and not in the other: its value is then the threshold's.
+    flipped = dense[rows, found.ids.numpy()[rows, places]] == 0
+    wrong = (apart > slack[rows, 0]) & ~flipped
+    kept = np.zeros_like(dense, dtype=bool)
+    kept[rows, found.ids.numpy()[rows, places]] = True
+    missing = np.where(kept, 0, dense).max(axis=1)
+    rest = found.rest.numpy()
+    counts = np.abs((dense > 0).sum(axis=1) - found.active.numpy())
+    problems = {
+        "an activation differs": wrong.any(),
+        "too many features are at their thresholds": flipped.mean() > 1e-3 if len(flipped) else False,
+        "a greater one is missing": (missing > rest + slack[:, 0])[rest > 0].any(),
+        "they do not descend": (np.diff(values, axis=1) > 0).any(),
+        "what was left out is greater than what was kept": (rest > values[:, -1]).any(),
+        "the counts differ": (counts > 1).any() or (counts > 0).mean() > 0.05,
+    }
+    if said := next((problem for problem, holds in problems.items() if holds), None):
+        raise CaptureIncomplete(f"features of {len(dense)} rows: {said}")
+    return float(apart[~flipped].max()) if (~flipped).any() else 0.0

@@ -1,0 +1,149 @@
+"""The SAEs on this rank: encoders that read rows beside the model, loaded once, out of memory that the client shares.
+
+An encoder has 30 MB to several GB: through vLLM's broadcast ring it would be hundreds of frames, and the engine would
+stand still for each. So the client puts it into anonymous shared memory (`transport.shared`) and says where. A thread
+of its own checks what lies there against its SHA-256 and brings it to the device, while passes go on; the client asks
+until it is there. On CPU nothing is copied at all: the memory lives as long as the encoder.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+from weakref import WeakSet
+
+import torch
+
+from steercap.core.messages import CloseSAE, OpenSAE, SAEOpened
+from steercap.errors import MemoryNotShared
+from steercap.saes.encoder import Encoder, image_bytes
+from steercap.transport.shared import HEADER_BYTES, SharedSegment
+from steercap.worker.layouts import Layouts, Reads
+
+#: An encoder by its digest, at a point.
+Key: TypeAlias = tuple[bytes, int]
+
+#: Answers.
+HERE: Final = SAEOpened()
+COMING: Final = SAEOpened(coming=True)
+
+
+class SAEs:
+    """The encoders on this rank.
+
+    Args:
+        layouts: which points this rank keeps.
+        device: where the model computes, and where encoders lie.
+    """
+
+    def __init__(self, layouts: Layouts, device: torch.device) -> None:
+        self._layouts, self._device = layouts, device
+        self._held: dict[Key, Encoder] = {}
+        self._coming: dict[Key, _Coming] = {}
+        self._all: WeakSet[Encoder] = WeakSet()  # some were closed, and requests that run still read with them
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take, those that are on their way and those that are about to leave among them."""
+        return sum(encoder.nbytes for encoder in self._all) + sum(one.nbytes for one in self._coming.values())
+
+    def reads(self, points: Sequence[int], digests: Sequence[bytes]) -> Reads | None:
+        """What reads the rows of the points that this rank keeps; None if one of these is not here."""
+        kept = set(self._layouts.points(points))
+        wanted = [(digest, point) for digest, point in zip(digests, points, strict=True) if point in kept]
+        if any(key not in self._held for key in wanted):
+            return None
+        return tuple((point, self._held[digest, point]) for digest, point in wanted)
+
+    def answer(self, question: OpenSAE | CloseSAE) -> SAEOpened:
+        """Answer a question of the client."""
+        match question:
+            case OpenSAE():
+                return self._open(question)
+            case CloseSAE(digest, point):
+                self._held.pop((digest, point), None)
+                self._coming.pop((digest, point), None)
+                return HERE
+
+    def _open(self, asked: OpenSAE) -> SAEOpened:
+        key = asked.digest, asked.point
+        if key in self._held or not self._layouts.points([asked.point]):
+            return HERE
+        coming = self._coming.get(key)
+        if coming is None:
+            return self._begin(asked)
+        if coming.thread.is_alive():
+            return COMING
+        del self._coming[key]
+        if coming.encoder is None:
+            return SAEOpened(refused=coming.reason or "its thread has ended")
+        self._held[key] = coming.encoder
+        self._all.add(coming.encoder)
+        return HERE
+
+    def _begin(self, asked: OpenSAE) -> SAEOpened:
+        wanted, used = image_bytes(asked.shape), self.nbytes
+        if used + wanted > asked.most_bytes:
+            return SAEOpened(full=f"it needs {wanted:,} bytes, and {used:,} of {asked.most_bytes:,} are in use")
+        try:
+            segment = SharedSegment.open(asked.path, asked.nonce)
+        except MemoryNotShared as error:
+            return SAEOpened(unreachable=str(error))
+        if len(segment.memory) < HEADER_BYTES + wanted:
+            return SAEOpened(refused=f"it needs {wanted:,} bytes, and the client shares {len(segment.memory):,}")
+        image = torch.frombuffer(segment.memory, dtype=torch.uint8, count=wanted, offset=HEADER_BYTES)
+        try:
+            coming = _Coming(asked, image, self._device)
+        except torch.OutOfMemoryError:
+            return SAEOpened(full=f"it needs {wanted:,} bytes, and the device has not as many left")
+        self._coming[asked.digest, asked.point] = coming
+        coming.thread.start()
+        return COMING
+
+
+class _Coming:
+    """An encoder on its way.
+
+    Args:
+        asked: what it is.
+        image: its numbers, in memory of the client.
+        device: where they go.
+
+    Raises:
+        torch.OutOfMemoryError: there is no room.
+    """
+
+    def __init__(self, asked: OpenSAE, image: torch.Tensor, device: torch.device) -> None:
+        self.encoder: Encoder | None = None
+        self.reason = ""
+        self.nbytes = len(image)
+        self._asked, self._image, self._device = asked, image, device
+        self._there, self._free = image, None
+        if device.type == "cuda":
+            # Taken here: it is the model's stream that uses it, and that may still have used it for something else.
+            self._there = torch.empty_like(image, device=device)
+            self._free = torch.cuda.current_stream(device).record_event()
+        self.thread: Final = threading.Thread(target=self._bring, name="steercap SAE", daemon=True)
+
+    def _bring(self) -> None:
+        try:
+            with torch.inference_mode():
+                self.encoder = self._brought(self._free)
+        except Exception as error:  # noqa: BLE001 -- told to the client, who asks until there is an answer
+            self.reason = f"{type(error).__name__}: {error}"
+
+    def _brought(self, free: Any) -> Encoder | None:
+        if Encoder.read(self._asked.shape, self._image).digest() != self._asked.digest:
+            self.reason = "what lies in the client's memory is not the SAE that it announced"
+            return None
+        if free is not None:
+            stream = torch.cuda.Stream(self._device)
+            stream.wait_event(free)
+            with torch.cuda.stream(stream):
+                self._there.copy_(self._image)
+            stream.synchronize()
+        return Encoder.read(self._asked.shape, self._there)

@@ -1,0 +1,414 @@
+"""SAEs: what their files say, what they make of rows, and how workers of either kind hold and use them."""
+
+from __future__ import annotations
+
+import json
+import time
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+from workers import KINDS, batch, device_of, kept_of, some_runtime, tap
+
+from steercap import SAE, CaptureSpec, Point
+from steercap.core.coding import Coding
+from steercap.core.messages import (
+    Attach,
+    Call,
+    Census,
+    CloseSAE,
+    Collect,
+    OpenSAE,
+    Owner,
+    SAEOpened,
+    Wanted,
+    decode_answer,
+    encode,
+)
+from steercap.core.plan import CapturePlan, Plan
+from steercap.core.schema import PointSchema
+from steercap.core.tokens import Range
+from steercap.encodings.coded import CodedRows
+from steercap.encodings.features import HEAD
+from steercap.errors import InvalidFile, InvalidSpec, PointSplit
+from steercap.saes.compiling import compile_readers
+from steercap.saes.encoder import Encoder, image_bytes
+from steercap.saes.features import Features
+from steercap.testing.saes import OWN, RandomSAE, check_features
+from steercap.transport.shared import HEADER_BYTES, SharedSegment
+
+WIDTH = 48
+ROWS = torch.randn(90, WIDTH, generator=torch.Generator().manual_seed(1)) * 3 + 0.5
+
+
+def some(architecture: str = "standard", d_sae: int = 400, **said) -> RandomSAE:
+    return RandomSAE(architecture, WIDTH, d_sae, k=12, configuration=tuple(said.items()))
+
+
+# What files say
+
+
+@pytest.mark.parametrize("normalisation", ["none", "layer_norm", "constant_norm_rescale"])
+@pytest.mark.parametrize("architecture", list(OWN))
+def test_features_are_those_of_the_forward_in_numpy(architecture, normalisation, tmp_path) -> None:
+    """Every architecture under every normalisation: dense, and the most active ones."""
+    if "transcoder" in architecture and normalisation != "none":
+        with pytest.raises(InvalidFile, match="does not do here"):
+            SAE.load(some(architecture, normalize_activations=normalisation).write(tmp_path))
+        return
+    own = some(architecture, normalize_activations=normalisation)
+    sae = SAE.load(own.write(tmp_path))
+    known, slack = own.encode(ROWS), own.slack(ROWS)
+    found = sae.encode(ROWS).numpy()
+    assert ((np.abs(found - known) <= slack) | ((found == 0) != (known == 0))).all()
+    assert ((found > 0) != (known > 0)).mean() < 1e-3
+    assert 3 < (known > 0).sum(axis=1).mean() < 300
+    check_features(sae.strongest(ROWS, 400), known, slack)
+    check_features(sae.strongest(ROWS, 5), known, slack)
+
+
+@pytest.mark.parametrize("architecture", list(OWN))
+def test_what_sae_lens_makes_of_its_own_files(architecture, tmp_path, record_property) -> None:
+    """Where SAELens is installed: its own encode and forward, of files that it writes itself."""
+    sae_lens = pytest.importorskip("sae_lens", reason="SAELens is not among what is installed")
+    theirs = sae_lens.SAE.load_from_disk(some(architecture).write(tmp_path / "ours"))
+    theirs.save_model(tmp_path / "theirs")
+    sae = SAE.load(tmp_path / "theirs")
+    with torch.no_grad():
+        known, whole = theirs.encode(ROWS), theirs(ROWS)
+    found = sae.encode(ROWS)
+    record_property("greatest", float((found - known).abs().max()))
+    torch.testing.assert_close(found, known, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(sae.decode(found, ROWS), whole, rtol=1e-5, atol=1e-4)
+
+
+def test_norms_of_the_decoder_are_multiplied_in(tmp_path) -> None:
+    """Of a topk SAE that chooses by them: the same features, with activations and decoder rows of another scale."""
+    own = some("topk", rescale_acts_by_decoder_norm=True)
+    sae, tensors = SAE.load(own.write(tmp_path)), own.tensors
+    norms = np.linalg.norm(tensors["W_dec"], axis=1)
+    products = ((ROWS.numpy() - tensors["b_dec"]) @ tensors["W_enc"] + tensors["b_enc"]) * norms
+    least = np.sort(products, axis=1)[:, -12, None]
+    known = np.where(products >= least, np.maximum(products, 0), 0)
+    np.testing.assert_allclose(sae.encode(ROWS).numpy(), known, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(sae.decoder.norm(dim=1).numpy(), 1, rtol=1e-5)
+    back = known / norms @ tensors["W_dec"] + tensors["b_dec"]
+    np.testing.assert_allclose(sae.decode(sae.encode(ROWS)).numpy(), back, rtol=1e-3, atol=1e-3)
+
+
+def test_older_configurations_say_the_same(tmp_path) -> None:
+    """Flat, with other names, without what was not written then."""
+    own = some("topk")
+    folder = own.write(tmp_path)
+    old = {"d_in": WIDTH, "d_sae": 400, "hook_point": "blocks.1.hook_resid_post", "activation_fn_str": "topk"}
+    old |= {"activation_fn_kwargs": {"k": 12}, "normalize_activations": False, "hook_point_head_index": None}
+    new = SAE.load(folder)
+    (folder / "cfg.json").write_text(json.dumps(old))
+    sae = SAE.load(folder)
+    assert (sae.architecture, sae.encoder.k, sae.input) == ("topk", 12, Point(1, "resid_post"))
+    assert torch.equal(sae.encode(ROWS), new.encode(ROWS))
+
+
+def test_a_factor_that_a_file_asks_for_must_be_given(tmp_path) -> None:
+    """`expected_average_only_in` is one factor for all rows, and files need not hold it."""
+    folder = some(normalize_activations="expected_average_only_in").write(tmp_path)
+    with pytest.raises(InvalidFile, match="give activation_scale="):
+        SAE.load(folder)
+    scaled, plain = SAE.load(folder, activation_scale=0.25), SAE.load(some().write(tmp_path / "plain"))
+    torch.testing.assert_close(scaled.encode(ROWS), plain.encode(ROWS * 0.25), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        scaled.decode(scaled.encode(ROWS)) * 0.25, plain.decode(plain.encode(ROWS * 0.25)), rtol=1e-4, atol=1e-4
+    )
+    with pytest.raises(InvalidFile, match="takes none"):
+        SAE.load(tmp_path / "plain", activation_scale=0.25)
+
+
+def test_rows_of_models_that_were_centred_are_centred(tmp_path) -> None:
+    """TransformerLens takes the mean off what layer norms read; vLLM's rows have it."""
+    kwargs = {
+        "metadata": {
+            "hook_name": "blocks.1.hook_resid_pre",
+            "model_from_pretrained_kwargs": {"center_writing_weights": True},
+        }
+    }
+    folder = some(**kwargs).write(tmp_path)
+    centred, plain = SAE.load(folder), SAE.load(folder, centred=False)
+    assert torch.equal(centred.encode(ROWS), plain.encode(ROWS - ROWS.mean(dim=1, keepdim=True)))
+    assert not torch.equal(centred.encode(ROWS), plain.encode(ROWS))
+
+
+HOOKS = {
+    "blocks.5.hook_resid_post": Point(5, "resid_post"),
+    "blocks.0.hook_resid_pre": Point(0, "resid_pre"),
+    "blocks.11.attn.hook_z": Point(11, "z"),
+    "blocks.3.hook_mlp_out": Point(3, "mlp_out"),
+    "blocks.3.mlp.hook_post": Point(3, "neurons"),
+    "model.layers.7.output": Point(7, "resid_post"),
+}
+
+
+@pytest.mark.parametrize(("hook", "point"), list(HOOKS.items()))
+def test_hooks_are_points(hook, point, tmp_path) -> None:
+    """By TransformerLens's names and by transformers' modules."""
+    assert SAE.load(some(metadata={"hook_name": hook}).write(tmp_path)).input == point
+
+
+@pytest.mark.parametrize(
+    "hook", ["blocks.5.ln2.hook_normalized", "blocks.5.attn.hook_q", "hook_embed", "blocks.x.hook_z", None, 5]
+)
+def test_a_hook_that_is_no_point_is_not_guessed(hook, tmp_path) -> None:
+    """The error says how to name one."""
+    folder = some(metadata={"hook_name": hook}).write(tmp_path)
+    with pytest.raises(InvalidFile, match=r"SAE.load\(..., input=\(layer, site\)\)"):
+        SAE.load(folder)
+    assert SAE.load(folder, input=(4, "resid_post")).output == Point(4, "resid_post")
+    for wrong in ((-1, "resid_post"), "resid_post", (1, 2)):
+        with pytest.raises(InvalidSpec, match="give a layer from 0 up and a site"):
+            SAE.load(folder, input=wrong)
+    with pytest.raises(InvalidSpec, match="is no transcoder"):
+        SAE.load(folder, input=(4, "resid_post"), output=(4, "mlp_out"))
+
+
+def test_gemma_scope_has_its_point_in_the_path(tmp_path) -> None:
+    """`params.npz` in the layout of the first, `config.json` beside `params.safetensors` in that of the second."""
+    own = some("jumprelu", apply_b_dec_to_input=False)
+    place = tmp_path / "models--google--gemma-scope-2b-pt-res" / "layer_20" / "width_16k" / "average_l0_71"
+    first = SAE.load(own.write_npz(place))
+    assert (first.input, first.architecture) == (Point(20, "resid_post"), "jumprelu")
+    assert first.model == "google/gemma-2-2b"
+    known = own.encode(ROWS)
+    check_features(first.strongest(ROWS, 100), known, own.slack(ROWS))
+    second = tmp_path / "second"
+    second.mkdir()
+    save_file({name.lower(): tensor for name, tensor in own.tensors.items()}, second / "params.safetensors")
+    said = {"architecture": "jump_relu", "hf_hook_point_in": "model.layers.9.output", "model_name": "gemma-3"}
+    (second / "config.json").write_text(json.dumps(said))
+    assert torch.equal(SAE.load(second).encode(ROWS), first.encode(ROWS))
+    assert SAE.load(second).input == Point(9, "resid_post")
+    transcoder = tmp_path / "gemma-scope-2b-pt-transcoders" / "layer_3" / "width_16k" / "average_l0_9"
+    with pytest.raises(InvalidFile, match="input="):
+        SAE.load(own.write_npz(transcoder))
+    assert SAE.load(transcoder, input=(3, "mlp_in")).output == Point(3, "mlp_out")
+    with pytest.raises(InvalidFile, match="input="):
+        SAE.load(own.write_npz(tmp_path / "nowhere"))
+
+
+def test_the_hub_is_read_out_of_its_cache(tmp_path, monkeypatch) -> None:
+    """As huggingface_hub lays it out, offline; what is not there is an error, and nothing is fetched."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository, commit = tmp_path / "models--some--saes", "a" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    some().write(repository / "snapshots" / commit / "layer_1")
+    assert SAE.load("some/saes", "layer_1").d_sae == 400
+    for source, folder in (("some/saes", "layer_2"), ("other/saes", "layer_1")):
+        with pytest.raises(InvalidFile, match="as far as the hub, or its cache here, can be read"):
+            SAE.load(source, folder)
+    for source in ("./nowhere", "nowhere", str(tmp_path / "nowhere"), "a/b/c"):
+        with pytest.raises(InvalidFile, match="no folder"):
+            SAE.load(source)
+
+
+# Files that are wrong
+
+REFUSED = {
+    "batchtopk": ({"architecture": "batchtopk"}, "save_inference_model"),
+    "unknown architecture": ({"architecture": "crosscoder"}, "steercap knows standard, topk"),
+    "another response": ({"activation_fn": "tanh-relu"}, "activation_fn='tanh-relu'"),
+    "whitened": ({"normalize_activations": "covariance_whitening"}, "does not do here"),
+    "a head": ({"metadata": {"hook_name": "blocks.1.attn.hook_z", "hook_head_index": 3}}, "head 3 alone"),
+    "width": ({"d_in": 47}, "says d_in=47, and its weights have 48"),
+    "features": ({"d_sae": 401}, "says d_sae=401"),
+    "topk without k": ({"architecture": "topk", "k": None}, "with k=None"),
+    "topk of too many": ({"architecture": "topk", "k": 500}, "k=500 of 400"),
+    "lacks a threshold": ({"architecture": "jumprelu"}, "lacks threshold"),
+    "shifted": ({"apply_b_dec_to_input": "yes"}, "apply_b_dec_to_input='yes'"),
+}
+
+
+@pytest.mark.parametrize("which", list(REFUSED))
+def test_what_a_configuration_asks_for_and_cannot_have(which, tmp_path) -> None:
+    """Refused by name, and not guessed at."""
+    said, says = REFUSED[which]
+    with pytest.raises(InvalidFile, match=says):
+        SAE.load(RandomSAE("standard", WIDTH, 400, configuration=tuple(said.items())).write(tmp_path))
+
+
+def test_tensors_are_checked(tmp_path) -> None:
+    """One too many, of another shape, of integers, NaN; a file that is cut off, or missing, or no JSON."""
+    own, folder = some(), some().write(tmp_path)
+    path = folder / "sae_weights.safetensors"
+    whole = path.read_bytes()
+    for change, says in (
+        ({"scaling_factor": np.ones(400, np.float32)}, "holds scaling_factor"),
+        ({"b_enc": np.zeros(399, np.float32)}, "b_enc is"),
+        ({"W_dec": np.zeros((400, 40), np.float32)}, "only transcoders do"),
+        ({"W_enc": np.zeros(48, np.float32)}, "they are matrices"),
+        ({"b_dec": np.zeros(48, np.int32)}, "must be floating-point"),
+        ({"b_dec": np.full(48, np.nan, np.float32)}, "holds NaN"),
+        ({"W_enc": np.full((48, 400), 1e300)}, "beyond float32"),
+    ):
+        save_file({**own.tensors, **change}, path)
+        with pytest.raises(InvalidFile, match=says):
+            SAE.load(folder)
+    path.write_bytes(whole[:5000])
+    with pytest.raises(InvalidFile, match="cannot be read as a safetensors file"):
+        SAE.load(folder)
+    path.write_bytes(whole)
+    for text in ("[]", "{", "x" * 2_000_000):
+        (folder / "cfg.json").write_text(text)
+        with pytest.raises(InvalidFile, match=r"cannot be read as a JSON object|is no configuration"):
+            SAE.load(folder)
+    (folder / "cfg.json").unlink()
+    with pytest.raises(InvalidFile, match=r"no cfg.json beside it"):
+        SAE.load(folder)
+
+
+def test_arrays_are_never_unpickled(tmp_path) -> None:
+    """Objects in an `.npz`, an array that is shorter than it says, and what is no archive."""
+    folder, own = tmp_path / "gemma-scope-2b-pt-res" / "layer_1" / "x", some("jumprelu")
+    own.write_npz(folder)
+    path = folder / "params.npz"
+    arrays = {name.lower(): tensor for name, tensor in own.tensors.items()}
+    np.savez(path, **(arrays | {"b_dec": np.array([{"a": 1}], dtype=object)}))
+    with pytest.raises(InvalidFile, match="must be floating-point numbers"):
+        SAE.load(folder)
+    np.savez(path, **arrays)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    members["b_dec.npy"] = members["b_dec.npy"][:-4]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    with pytest.raises(InvalidFile, match="says 192 bytes and has 188"):
+        SAE.load(folder)
+    path.write_bytes(b"no archive")
+    with pytest.raises(InvalidFile, match=r"cannot be read as an \.npz"):
+        SAE.load(folder)
+
+
+# What is asked
+
+
+def test_a_spec_with_an_sae_asks_for_nothing_else(tmp_path) -> None:
+    """Points, reductions, projections, codecs: each contradicts it."""
+    sae = SAE.load(some().write(tmp_path))
+    for given in (
+        {"layers": 1},
+        {"sites": "mlp_out"},
+        {"reduce": "mean"},
+        {"codec": "full8"},
+        {"seed": 1},
+        {"sae": []},
+    ):
+        with pytest.raises(InvalidSpec):
+            CaptureSpec(**{"sae": sae, **given})
+    assert CaptureSpec(sae=[sae], k=3).saes == CaptureSpec(sae=sae).saes
+
+
+def test_a_point_that_is_split_is_refused(tmp_path) -> None:
+    """No rank has a whole row there."""
+    sae, point = SAE.load(some().write(tmp_path), input=(0, "z")), Point(0, "z")
+    with pytest.raises(PointSplit, match="split over 2 ranks"):
+        compile_readers(CaptureSpec(sae=sae), [point], {point: 0}, {point: PointSchema((4, 12), "float32", shards=2)})
+
+
+def test_features_stay_what_they_are_through_bytes() -> None:
+    """Fewer active ones than there is room for, all of them, none, and a row that is not finite."""
+    acts = torch.tensor([[0.0, 3, 0, 1], [0, 0, 0, 0], [4, 3, 2, 1], [0, torch.nan, 1, 2]])
+    from steercap.encodings.features import MEMBER, strongest
+
+    schema, coding = PointSchema((4,), "float32"), Coding("features", 3)
+    found = Features.of(CodedRows(coding, schema, MEMBER.parts(strongest(acts, 3), schema, coding)))
+    assert found.ids.tolist() == [[1, 3, -1], [-1, -1, -1], [0, 1, 2], [-1, -1, -1]]
+    assert found.active.tolist() == [2, 0, 4, -1]
+    assert found.rest[:3].tolist() == [0, 0, 1]
+    assert found.complete.tolist() == [True, True, False, False]
+    assert torch.equal(found.dense()[:2], acts[:2])
+    assert found.dense()[2].tolist() == [4, 3, 2, 0]
+    assert found.dense()[3].isnan().all()
+    assert found.of_feature(1)[:3].tolist() == [3, 0, 3]
+    assert found[1:3].ids.shape == (2, 3)
+    assert MEMBER.row_bytes(schema, coding) == HEAD + 24
+    for wrong in (4, -1, True, 1.0):
+        with pytest.raises(InvalidSpec, match="features 0 to 3"):
+            found.of_feature(wrong)
+
+
+# In a worker
+
+
+class Worker:
+    """A runtime of two points that is asked as a client asks."""
+
+    def __init__(self, kind: str, dtype: torch.dtype = torch.float32) -> None:
+        self.kind, self.dtype = kind, dtype
+        self.runtime = some_runtime(kind, 2, WIDTH, dtype, tokens=64, arena_bytes=1 << 20)
+        self.ask(Attach(1 << 20))
+
+    def ask(self, question, released=()):
+        return decode_answer(self.runtime.answer(encode(Call(released, question))))
+
+    def open(self, encoder: Encoder, point: int = 1, *, most: int = 1 << 30, digest: bytes = b"") -> SAEOpened:
+        segment = SharedSegment.create(wanted := image_bytes(encoder.shape))
+        encoder.write(torch.frombuffer(segment.memory, dtype=torch.uint8, count=wanted, offset=HEADER_BYTES))
+        asked = OpenSAE(digest or encoder.digest(), point, encoder.shape, segment.path, segment.nonce, most)
+        try:
+            for _ in range(500):
+                answer = self.ask(asked)
+                if not answer.coming:
+                    return answer
+                time.sleep(0.01)
+        finally:
+            segment.close()
+        raise AssertionError("it never came")
+
+    def read(self, key: str, encoder: Encoder, rows: torch.Tensor, k: int):
+        """A request of these rows at point 1, in two chunks; its parcel."""
+        capture = CapturePlan((1,), (Range(0, None),), None, Coding("features", k), saes=(encoder.digest(),))
+        self.runtime.register(key, Plan(key, len(rows), len(rows), capture=capture).encode(), 0)
+        for start, stop in ((0, 13), (13, len(rows))):
+            positions = np.arange(start, stop)
+            self.runtime.begin_step(batch(self.kind, [key], [start], [stop - start], positions + 7, positions))
+            for _point in range(2):
+                tap(self.runtime, rows[start:stop].clone().to(device_of(self.kind)), None, _point)
+            self.runtime.end_step()
+        (parcel,) = self.ask(Collect((Wanted(Owner(key, 0), len(rows)),))).parcels
+        return parcel
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ["standard", "topk", "jumprelu"])
+def test_a_worker_reads_rows_with_what_it_was_given(kind, architecture, tmp_path) -> None:
+    """Rows of two chunks, on either kind of taps; what is read after the SAE was closed is an error."""
+    own = some(architecture)
+    encoder, worker, rows = SAE.load(own.write(tmp_path)).encoder, Worker(kind), ROWS[:40]
+    assert worker.open(encoder) == SAEOpened()
+    counted = worker.ask(Census())
+    assert (counted.saes, counted.sae_bytes) == (1, encoder.nbytes)
+    parcel = worker.read("a", encoder, rows, 20)
+    (stored,) = kept_of(worker.runtime, parcel)
+    found = Features.of(CodedRows(stored.coding, PointSchema((400,), "float32"), stored.parts))
+    check_features(found, own.encode(rows), own.slack(rows))
+    assert worker.ask(CloseSAE(encoder.digest(), 1)) == SAEOpened()
+    worker.runtime.forget(["a"])
+    assert worker.ask(Census(), released=(Owner("a", 0),)).sae_bytes == 0
+    assert "is not here" in worker.read("b", encoder, rows, 20).failure
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_refuses_what_it_cannot_vouch_for(kind, tmp_path) -> None:
+    """Too large, other numbers than announced, memory that is not there; ranks without the point have nothing to do."""
+    encoder, worker = SAE.load(some().write(tmp_path)).encoder, Worker(kind)
+    assert "are in use" in worker.open(encoder, most=1000).full
+    assert "is not the SAE" in worker.open(encoder, digest=b"x" * 32).refused
+    asked = OpenSAE(encoder.digest(), 1, encoder.shape, "/proc/self/fd/9999", b"n" * 16, 1 << 30)
+    assert "cannot open" in worker.ask(asked).unreachable
+    assert worker.open(encoder, point=7) == SAEOpened()
+    counted = worker.ask(Census())
+    assert (counted.saes, counted.sae_bytes) == (0, 0)
