@@ -47,7 +47,7 @@ from typing import Any
 from bench_capture import prompts
 from gpu_engines import START, Bench, NotReal, check_steered, engines, say, specs_of
 from gpu_rounds import BASE, CONTROL, LIMITS, MODES, NEURONS, Mode, Workload, modes_for, sequence, sites_for, summary
-from gpu_shapes import SHAPES, Shape, folder_of
+from gpu_shapes import SHAPES, Shape, folder_of, random_weights
 from gpu_trace import differences, names_that_differ, read_trace, tables
 from rich.console import Console
 from rich.table import Table
@@ -64,7 +64,7 @@ PATIENCE = 120.0
 def engine_args(args: argparse.Namespace, shape: Shape, workloads: Sequence[Workload]) -> dict[str, Any]:
     """Engine arguments of both engines."""
     found: dict[str, Any] = {
-        "load_format": "dummy",
+        "load_format": "auto" if args.random_weights else "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": 4096,
         "max_num_seqs": 256,
@@ -331,7 +331,13 @@ async def main(args: argparse.Namespace) -> None:
     say(f"{args.shape}: {common}, steercap: {own}")
     plain_args, steer_args = (common | profiler_args(traces, name) for name in ("plain", "steercap"))
     console = Console(width=145)
-    async with engines(str(folder_of(args.shape)), own, plain_args, steer_args, in_turn=args.in_turn) as running:
+    async with engines(
+        str((random_weights if args.random_weights else folder_of)(args.shape)),
+        own,
+        plain_args,
+        steer_args,
+        in_turn=args.in_turn,
+    ) as running:
         plain, model, report.data["start_s"] = running
         report.write()
         specs = specs_of(most_specs(args, loads), shape, per_layer=args.vectors_per_layer)
@@ -382,6 +388,7 @@ def arguments() -> argparse.Namespace:
         default=",".join(MODES),
         help=f"steer-K for any K; steer-each is one each; capture- and a codec; {', '.join(NEURONS)}",
     )
+    add("--random-weights", action="store_true", help="of an ordinary size, which all sites can be proved of")
     add("--arm", type=listed(str), default=[], help="sites to arm beside those of the modes")
     add("--rounds", type=int, default=3, help="after the warm-up; 0 for a profile alone")
     add("--base-every", type=int, default=1, help="modes between two base runs; 0: before and after all")

@@ -1,4 +1,6 @@
-"""Models of known shape with random weights: a folder with a config.json, for vLLM's `load_format="dummy"`."""
+"""Models of known shape with random weights: a folder with a config.json, for vLLM's `load_format="dummy"`, or with
+weights of an ordinary size, of which every site can be proved.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +85,22 @@ def folder_of(name: str) -> Path:
 
     config = json.dumps(_config(SHAPES[name]), indent=1)
     return cached(f"shape-{name}-{hashlib.sha256(config.encode()).hexdigest()[:8]}", partial(_write, config))
+
+
+def random_weights(name: str) -> Path:
+    """The same with weights, as transformers initialises them, made on a GPU if there is one; on the first call."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from steercap.testing.cache import cached
+
+    def write(folder: Path) -> None:
+        config = AutoConfig.from_pretrained(folder_of(name))
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, SHAPES[name].dtype))
+        model.save_pretrained(folder)
+
+    return cached(f"{folder_of(name).name}-weights", write)
 
 
 def _write(config: str, folder: Path) -> None:

@@ -19,10 +19,12 @@ from jaxtyping import AbstractArray, install_import_hook
 CHECKED: Final = (
     "steercap.analysis",
     "steercap.edits",
+    "steercap.formats.tuned_lens",
     "steercap.kernels.finite",
     "steercap.kernels.reference",
     "steercap.patching",
     "steercap.quantisation",
+    "steercap.requests.lens",
     "steercap.saes",
     "steercap.sketches",
     "steercap.testing.quantised",

@@ -19,7 +19,7 @@ from steercap.adapters.releases import require
 from steercap.core.spec import Point
 from steercap.errors import UnsupportedModel
 from steercap.sites import SITES
-from steercap.sites.base import RowShape, floating
+from steercap.sites.base import RowShape, read_by
 from steercap.sites.modules import ModuleSite
 from steercap.worker.decoder import Decoder
 
@@ -147,9 +147,9 @@ def _watch(module: nn.Module, end: str, tensors: list[Any]) -> Any:
 
         return module.register_forward_hook(gave)
 
+    at, name = read_by(module)
+
     def read(_module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        given = [*args, *kwargs.values()]
-        places = floating(given)
-        tensors.append(_copy(given[places[0]]) if places else None)
+        tensors.append(_copy(args[at] if at < len(args) else kwargs.get(name)))
 
     return module.register_forward_pre_hook(read, with_kwargs=True)

@@ -93,7 +93,7 @@ async def unembed(
         )
     size = max(1, _FRAME_BYTES // max(width * 4, each))
     parts = []
-    for some in rows.to(dtype).cpu().split(size):
+    for some in rows.to(dtype).cpu().split(size) if len(rows) else ():
         found = await engine.unembed(some, None if full else chosen, top=count, normed=normed)
         total = torch.tensor(found.total)[:, None]
         values = _tensor(found.logits, len(some))

@@ -8,12 +8,11 @@ buffer, so that layers trace to the same code. transformers' layers have the sam
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
-
-from torch import Tensor, contiguous_format
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Protocol, TypeAlias
 
 from steercap.families.base import located, rows_of
 
@@ -27,11 +26,15 @@ if TYPE_CHECKING:
 #: What a site is in.
 Within: TypeAlias = Literal["layer", "decoder", "model"]
 #: What a hook does with a module's tensor, which it may change in place.
-Act: TypeAlias = "Callable[[nn.Module, Tensor], None]"
+Act: TypeAlias = "Callable[[nn.Module, torch.Tensor], None]"
 #: Of a module's arguments, the stream and what is to be added to it, or None.
 Terms: TypeAlias = "Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, Any]]"
 #: Sees the rows of a point in a layer of transformers, [..., width], and may change them in place.
 Visit: TypeAlias = "Callable[[torch.Tensor], None]"
+
+#: What modules call what they read, and what they take beside it.
+_READ: Final = ("hidden_states", "x", "hidden", "input", "input_")
+_POSITIONS: Final = ("positions", "position_ids")
 
 
 class Removable(Protocol):
@@ -198,7 +201,7 @@ def read_tap(layer: nn.Module, path: str, name: str, tap: Tap) -> RemovableHandl
     What a block reads may be what the other reads beside it, or the stream itself. The rest as for `output_tap`.
     """
     module = layer.get_submodule(located(layer, path))
-    return module.register_forward_pre_hook(of_input(tapping(module, name, tap)), with_kwargs=True)
+    return module.register_forward_pre_hook(of_input(module, tapping(module, name, tap)), with_kwargs=True)
 
 
 def tapping(module: nn.Module, name: str, tap: Tap) -> Act:
@@ -209,22 +212,24 @@ def tapping(module: nn.Module, name: str, tap: Tap) -> Act:
     module.register_buffer(buffer, tap.point, persistent=False)
     kind, dims = tap.kind, tap.dims
 
-    def act(module: nn.Module, tensor: Tensor) -> None:
+    def act(module: nn.Module, tensor: torch.Tensor) -> None:
         rows = tensor if tensor.dim() == dims + 1 else tensor.squeeze(0)  # transformers' modules carry [1, n, *row]
         operator(rows.flatten(1), None, getattr(module, buffer), kind)
 
     return act
 
 
-def of_input(act: Act) -> Callable[..., Any]:
-    """A hook that acts on a copy of the first tensor that a module reads, which it goes on with."""
+def of_input(module: nn.Module, act: Act) -> Callable[..., Any]:
+    """A hook for a module that acts on a copy of what it reads, which it goes on with."""
+    at, name = read_by(module)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = [*args, *kwargs.values()]
-        read = floating(given)[0]
-        given[read] = given[read].clone(memory_format=contiguous_format)
-        act(module, given[read])
-        return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
+        given = args[at] if at < len(args) else kwargs[name]
+        copy = given.contiguous().clone()
+        act(module, copy)
+        if at < len(args):
+            return (*args[:at], copy, *args[at + 1 :]), kwargs
+        return args, {**kwargs, name: copy}
 
     return hook
 
@@ -234,23 +239,46 @@ def of_output(act: Act) -> Callable[..., Any]:
 
     def hook(module: nn.Module, _args: Any, output: Any) -> Any:
         many = isinstance(output, tuple)
-        first = (output[0] if many else output).clone(memory_format=contiguous_format)
+        first = (output[0] if many else output).contiguous().clone()
         act(module, first)
         return (first, *output[1:]) if many else first
 
     return hook
 
 
-def first_terms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The stream as a norm, or a block, takes it: its first tensor, and the second to be added, if it is given one."""
-    given = [*args, *kwargs.values()]
-    first, *others = floating(given)
-    return given[first], given[others[0]] if others else None
+def read_by(module: nn.Module) -> tuple[int, str]:
+    """Which argument of a module carries what it reads: its place, and its name.
+
+    It is known before the module is traced: to look at all arguments is to have guards on all of them, which
+    torch.compile cannot have on functions.
+    """
+    names = _arguments(module)
+    name = next((one for one in _READ if one in names), next((one for one in names if one not in _POSITIONS), ""))
+    return (names.index(name) if name else 0), name
 
 
-def floating(given: Sequence[Any]) -> list[int]:
-    """Which of some arguments are tensors of floating point."""
-    return [place for place, one in enumerate(given) if isinstance(one, Tensor) and one.is_floating_point()]
+def first_terms(module: nn.Module) -> Terms:
+    """The stream as a norm, or a block, takes it: what it reads, and what is to be added, if it is given that."""
+    names = _arguments(module)
+    at, name = read_by(module)
+    beside = names.index("residual") if "residual" in names else 0 if names else 1
+
+    def terms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        residual = args[beside] if 0 < beside < len(args) else kwargs.get("residual")
+        return args[at] if at < len(args) else kwargs[name], residual
+
+    return terms
+
+
+def _arguments(module: Any) -> list[str]:
+    """Names of a module's arguments; of an operator of vLLM's, those of its implementation in PyTorch."""
+    for forward in (module.forward, getattr(module, "forward_native", None)):
+        if forward is not None:
+            found = inspect.signature(forward).parameters.values()
+            names = [one.name for one in found if one.kind in {one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD}]
+            if names:
+                return names
+    return []
 
 
 def input_tap(layer: nn.Module, path: str, name: str, tap: Tap, argument: int = 0) -> RemovableHandle:
@@ -302,7 +330,7 @@ def visit_input(module: nn.Module, visit: Visit) -> RemovableHandle:
 
 def visit_read(module: nn.Module, visit: Visit) -> RemovableHandle:
     """Visit a copy of what a module of transformers reads, which it goes on with."""
-    return module.register_forward_pre_hook(of_input(lambda _, rows: visit(rows)), with_kwargs=True)
+    return module.register_forward_pre_hook(of_input(module, lambda _, rows: visit(rows)), with_kwargs=True)
 
 
 def part_of(module: nn.Module) -> tuple[int, int]:

@@ -60,5 +60,5 @@ class ModuleSite(Site):
     def _hooked(self, layer: nn.Module, act: Act) -> RemovableHandle:
         module = layer.get_submodule(self.path)
         if self.end == "input":
-            return module.register_forward_pre_hook(of_input(act), with_kwargs=True)
+            return module.register_forward_pre_hook(of_input(module, act), with_kwargs=True)
         return module.register_forward_hook(of_output(act))

@@ -32,13 +32,15 @@ class ResidMid(Site):
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
         module = layer.get_submodule(located(layer, family.resid_mid))
-        return stream_tap(module, "resid_mid", tap, first_terms, first=True)
+        return stream_tap(module, "resid_mid", tap, first_terms(module), first=True)
 
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
-        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            visit(first_terms(args, kwargs)[0])
-
         module = layer.get_submodule(located(layer, family.resid_mid))
+        terms = first_terms(module)
+
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            visit(terms(args, kwargs)[0])
+
         return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 

@@ -14,17 +14,17 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
-
-from torch import nn, where
 
 from steercap.errors import UnsupportedModel
 from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from steercap.families.base import Family
     from steercap.sites.base import Removable
@@ -37,16 +37,20 @@ FUSED: Final = ("mhc_fused_post_pre", "mhc_fused_post_pre_tilelang", "mhc_pre_br
 HEAD: Final = ("hc_head_op", "hc_head_fused_kernel_tilelang")
 
 
-class Function(nn.Module):
-    """A function, as a module that hooks can be put on."""
+@cache
+def _function() -> type[nn.Module]:
+    """A function, as a module that hooks can be put on; PyTorch is looked at when the first is made."""
+    from torch import nn
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
+    class Function(nn.Module):
+        def __init__(self, function: Callable[..., Any]) -> None:
+            super().__init__()
+            self.function = function
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
-        return self.function(*args, **kwargs)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.function(*args, **kwargs)
+
+    return Function
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,9 @@ def operators(module: nn.Module, names: Sequence[str]) -> list[Operator]:
     Raises:
         UnsupportedModel: it calls none of them.
     """
+    children = dict(module.named_children())
     called: Mapping[str, Any] = {name: one for name, one in _functions(module).items() if name in names} or {
-        name: one for name in names if isinstance(one := getattr(module, name, None), nn.Module)
+        name: children[name] for name in names if name in children
     }
     if not called:
         raise UnsupportedModel(f"forward of {type(module).__name__} calls neither {' nor '.join(names)}")
@@ -86,7 +91,7 @@ def operators(module: nn.Module, names: Sequence[str]) -> list[Operator]:
     ]
 
 
-def _functions(module: nn.Module) -> dict[str, Function]:
+def _functions(module: nn.Module) -> dict[str, nn.Module]:
     """The operators that a module's `forward` calls as functions, as modules.
 
     From then on `forward` is the same code over a copy of its file's names, in which these are its own.
@@ -96,8 +101,8 @@ def _functions(module: nn.Module) -> dict[str, Function]:
         return {}
     scope = written.__globals__
     called = [name for name in (*PRE, *FUSED, *HEAD) if name in scope and name in written.__code__.co_names]
-    if any(not isinstance(scope[name], Function) for name in called):
-        scope = {**scope, **{name: Function(scope[name]) for name in called}}
+    if any(not isinstance(scope[name], _function()) for name in called):
+        scope = {**scope, **{name: _function()(scope[name]) for name in called}}
         again = FunctionType(written.__code__, scope, written.__name__, written.__defaults__, written.__closure__)
         again.__kwdefaults__ = written.__kwdefaults__
         module.forward = MethodType(again, module)
@@ -229,7 +234,7 @@ def _again(
     same = {name: given[name] for name in pre.arguments if name in given}
     renewed = pre.module.forward(**{**same, "residual": streams})
     pairs = zip(renewed, before, strict=True)
-    return streams, *(where(changed.view(-1, *[1] * (old.dim() - 1)), new, old) for new, old in pairs)
+    return streams, *(new.where(changed.view(-1, *[1] * (old.dim() - 1)), old) for new, old in pairs)
 
 
 class Coefficients(OfBlock):

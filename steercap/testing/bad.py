@@ -44,7 +44,7 @@ BAD_REQUESTS: Final = (
     Bad({"capture": CaptureSpec(tokens=[True] * 9)}, errors.InvalidSelection, "mask of 9 .* can have 10, .* or 15,"),
     Bad({"steering": Add(torch.ones(128), layer=1, tokens=torch.arange(4) > 1)}, errors.InvalidSelection, "mask of 4"),
     Bad({"capture_layers": 1, "capture": CaptureSpec()}, errors.InvalidSpec, "not both"),
-    Bad({"capture": CaptureSpec(sites="resid_late")}, errors.UnknownName, "known: 'attn_out', 'k', 'mlp_out'"),
+    Bad({"capture": CaptureSpec(sites="resid_late")}, errors.UnknownName, "known: 'attn_in', 'attn_out', 'embed'"),
     Bad({"capture": CaptureSpec(tokens=[99])}, errors.InvalidSelection, "position 99 is outside the sequence"),
     Bad({"capture": CaptureSpec(tokens=-11)}, errors.InvalidSelection, "positions -10 to 14"),
     Bad({"capture": CaptureSpec(tokens=slice(4, 4))}, errors.EmptySelection, "selects none of the 15 positions"),

@@ -123,13 +123,14 @@ async def test_another_implementation_of_a_known_architecture_is_served_without_
     """transformers' own modules carry the whole stream, and call attention past hooks."""
     async with opened(tiny_checkpoint("llama"), model_impl="transformers", sites="all", **TINY_ENGINE) as model:
         sites = {point.site for point in model.points}
-    assert sites == {"resid_pre", "attn_out", "mlp_out", "resid_post", "z", "neurons"}
+    blocks = {"attn_in", "attn_out", "mlp_in", "mlp_out", "z", "neurons"}
+    assert sites == {"embed", "resid_pre", "resid_mid", "resid_post", "final_norm", *blocks}
 
 
 @pytest.mark.parametrize(
     ("settings", "error", "says"),
     [
-        ({"sites": ["resid_post", "resid_mid"]}, errors.UnknownName, "unknown site 'resid_mid'"),
+        ({"sites": ["resid_post", "resid_late"]}, errors.UnknownName, "unknown site 'resid_late'"),
         ({"overflow": "drop"}, errors.InvalidSetting, "overflow='drop'; use one of 'wait', 'error'"),
         ({"transport": "pigeon"}, errors.InvalidSetting, "transport='pigeon'"),
         ({"capture_bytes": 1e9}, errors.InvalidSetting, "whole number"),

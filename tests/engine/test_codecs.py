@@ -181,7 +181,7 @@ async def test_a_calibration_that_does_not_fit_is_said_before_anything_runs(tiny
         ({"layers": [0], "calibration": 3}, "give a Calibration"),
         ({"layers": [0], "calibration": narrow, "codec": "int4"}, "for codec='full8', not for codec='int4'"),
         ({"layers": [0], "calibration": fitting, "codec": "full8", "k": 3}, "k=3 with codec='full8'"),
-        ({"layers": [0], "calibration": narrow, "reduce": "mean"}, "reduce= or project= keeps none"),
+        ({"layers": [0], "calibration": narrow, "reduce": "mean"}, "reduce=, project= or sae= keeps none"),
     ):
         with pytest.raises(errors.InvalidRequest, match=says):
             await tiny.generate([1, 2], SIX, capture=CaptureSpec(**asked))
