@@ -105,7 +105,8 @@ class Site(ABC):
     #: What it is in: a decoder layer, the module that holds the layers, or the model.
     within: Within = "layer"
 
-    #: Whether its rows are what others on the same module begin with, so that its tap comes before theirs.
+    #: Whether its rows are what others on the same module begin with. Its tap is then put in before theirs, rather than
+    #: in front of them: torch.compile guards hooks by their places, and mistakes one that was moved for another.
     first: ClassVar[bool] = False
     #: Whether the keys and values of its own layer depend on its rows; those of later layers always do.
     before_keys: ClassVar[bool] = False
@@ -172,7 +173,7 @@ def output_tap(layer: nn.Module, path: str, name: str, tap: Tap, stream: int | N
     return module.register_forward_hook(hook)
 
 
-def stream_tap(module: nn.Module, name: str, tap: Tap, terms: Terms, *, first: bool = False) -> RemovableHandle:
+def stream_tap(module: nn.Module, name: str, tap: Tap, terms: Terms) -> RemovableHandle:
     """Tap the stream where a module takes it.
 
     Args:
@@ -180,7 +181,6 @@ def stream_tap(module: nn.Module, name: str, tap: Tap, terms: Terms, *, first: b
         name: name of the site, which names the buffer.
         tap: what it carries.
         terms: of the module's arguments, the stream and what is still to be added to it, or None.
-        first: whether it comes before all other taps on the module.
     """
     from steercap.kernels.tap import tap as operator
 
@@ -192,7 +192,7 @@ def stream_tap(module: nn.Module, name: str, tap: Tap, terms: Terms, *, first: b
         hidden, residual = terms(args, kwargs)
         operator(rows_of(hidden), None if residual is None else rows_of(residual), getattr(module, buffer), kind)
 
-    return module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True)
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def read_tap(layer: nn.Module, path: str, name: str, tap: Tap) -> RemovableHandle:

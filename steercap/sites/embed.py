@@ -31,7 +31,7 @@ class Embed(Site):
         return RowShape((sizes.hidden,))
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
-        return stream_tap(layer, "embed", tap, taken_by(layer, family), first=True)
+        return stream_tap(layer, "embed", tap, taken_by(layer, family))
 
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
         return visit_input(layer, visit)

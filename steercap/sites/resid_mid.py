@@ -32,7 +32,7 @@ class ResidMid(Site):
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
         module = layer.get_submodule(located(layer, family.resid_mid))
-        return stream_tap(module, "resid_mid", tap, first_terms(module), first=True)
+        return stream_tap(module, "resid_mid", tap, first_terms(module))
 
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
         module = layer.get_submodule(located(layer, family.resid_mid))

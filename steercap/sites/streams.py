@@ -186,6 +186,9 @@ class OfBlock(Site):
 class Streams(OfBlock):
     """The streams as a block finds them, all of which the operator before it reads."""
 
+    #: What reads the coefficients, which are of the edited streams, comes behind it.
+    first: ClassVar[bool] = True
+
     def shape(self, streams: int, sizes: Sizes) -> RowShape:
         return RowShape((streams, sizes.hidden))
 
@@ -205,8 +208,8 @@ class Streams(OfBlock):
             given = operator.given(args, kwargs)
             return _again(pre, given, made, see) if given["fn"] is weights else made
 
-        if operator.makes:  # before what reads the coefficients, which are of the edited streams
-            return operator.module.register_forward_hook(after, prepend=True, with_kwargs=True)
+        if operator.makes:
+            return operator.module.register_forward_hook(after, with_kwargs=True)
         return operator.module.register_forward_pre_hook(before, with_kwargs=True)
 
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> Removable:

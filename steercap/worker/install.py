@@ -57,7 +57,9 @@ def install_taps(
     kept = tuple(schema.shards > 1 or shard == 0 for schema in schemas)
     installed = Installed(local, schemas, kept, shard)
     kinds = {kind: number for number, kind in enumerate(installed.kinds)}
-    for number, (index, schema) in enumerate(zip(local, schemas, strict=True)):
+    numbers = sorted(range(len(local)), key=lambda number: not SITES[armed[local[number]].site].first)
+    for number in numbers:
+        index, schema = local[number], schemas[number]
         at = torch.tensor([number], dtype=torch.int32, device=device)
         tap = Tap(at, kinds[installed.kind_of(schema)], len(schema.shape))
         SITES[armed[index].site].attach(decoder.holder(armed[index]), family, tap)
