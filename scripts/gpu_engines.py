@@ -187,7 +187,7 @@ class Bench:
             run.more["fetch_s"] = time.perf_counter() - start
             run.more["fetch_bytes"] = sum(rows.nbytes for handle in some for rows in handle.captures.values())
             for rows in some[-1].captures.values():
-                if rows.shape != (workload.rows, width) or not rows.isfinite().all() or not rows.any():
+                if rows.flatten(1).shape != (workload.rows, width) or not rows.isfinite().all() or not rows.any():
                     raise NotReal(f"{run.mode}: rows of shape {tuple(rows.shape)}, not finite, or all zero")
         for handle in handles:
             handle.release()
