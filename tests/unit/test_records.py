@@ -94,8 +94,10 @@ def test_records_come_back_bit_for_bit(  # noqa: PLR0917 -- hypothesis gives the
             parts = encoding.parts(own, schema, coding)
             assert parts.keys() == got.parts.keys()
             for part, known in parts.items():
-                assert got.parts[part].dtype == known.dtype
-                assert got.parts[part].numpy().tobytes() == known.numpy().tobytes()
+                held = got.parts[part]
+                assert (held.dtype, held.shape) == (known.dtype, known.shape)
+                if rows:  # strides of nothing are no strides of bytes
+                    assert torch.equal(held.contiguous().view(torch.uint8), known.contiguous().view(torch.uint8))
             continue
         assert isinstance(got, torch.Tensor)
         assert got.shape == ((rows, k) if k else (rows, *schema.shard_shape))

@@ -105,8 +105,8 @@ def bound() -> Any:
 
 
 def attach(layer: nn.Module, order: tuple[str, ...] = ORDER) -> None:
-    """All taps of a layer, put in in some order."""
-    for site in order:
+    """All taps of a layer, put in in some order, but for those that come first, as `worker.install` has it."""
+    for site in sorted(order, key=lambda name: not SITES[name].first):
         SITES[site].rows(layer, V4, SIZES)
         SITES[site].attach(layer, V4, Tap(torch.tensor([ORDER.index(site)], dtype=torch.int32), 7))
 
