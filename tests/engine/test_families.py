@@ -123,7 +123,9 @@ async def test_rows_that_drown_in_the_stream_are_probed_too() -> None:
     assert all(0 < rows.abs().max() < 1e-6 for rows in handle.captures.values())
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", pytest.param("olmo2", marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(name, marks=pytest.mark.extended) for name in ("gpt2", "olmo2"))]
+)
 async def test_compiled_rows_are_those_of_transformers(family, record_property) -> None:
     """Through torch.compile's graph (inductor), taps at all sites fire, read and write the same rows as in eager mode;
     also where vLLM runs transformers' modules, whose rows come as [1, tokens, width], and where queries, keys and values

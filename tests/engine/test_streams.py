@@ -21,7 +21,7 @@ TESTS = 17
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("forward", ["cpu", "nvidia"])
+@pytest.mark.parametrize("forward", ["cpu", pytest.param("nvidia", marks=pytest.mark.extended)])
 def test_streams_are_read_and_steered(tmp_path, record_property, forward) -> None:
     """Every test of `streams_on_cpu.py`, over one engine."""
     found = with_triton_on_cpu(tmp_path)
