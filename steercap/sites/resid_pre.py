@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 class ResidPre(Site):
     """Tap on the layer's input, the deferred residual added where the family has one and it is already there."""
 
+    name: ClassVar[str] = "resid_pre"
     before_keys: ClassVar[bool] = True
 
     def known(self, family: Family) -> bool:
@@ -26,7 +27,7 @@ class ResidPre(Site):
         return RowShape((sizes.hidden,))
 
     def attach(self, layer: nn.Module, family: Family, tap: Tap) -> RemovableHandle:
-        return stream_tap(layer, "resid_pre", tap, taken_by(layer, family))
+        return stream_tap(layer, self.name, tap, taken_by(layer, family))
 
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
         return visit_input(layer, visit)
