@@ -42,6 +42,7 @@ from steercap.testing.rows import (
 )
 from steercap.testing.sketching import sketches_agree
 from steercap.testing.specs import OPERATIONS, spec
+from verification import mechanistic
 from verification.engines import QUANTISED, EngineChoice, Engines, Machine, surroundings
 
 Show = dict[str, Any]
@@ -615,6 +616,10 @@ CHECKS: dict[str, Check] = {
     "split": Check(check_split, lambda _run: ["split"], unfit=_two_workers),
     "encodings": Check(check_encodings, lambda _run: ["qwen3", "qwen3_moe"]),
     "sketches": Check(check_sketches, lambda _run: ["qwen3"]),
+    "lens": Check(mechanistic.check_lens, lambda _run: ["qwen3"]),
+    "modules": Check(mechanistic.check_modules, lambda _run: ["modules"]),
+    "saes": Check(mechanistic.check_saes, lambda _run: ["qwen3"]),
+    "patching": Check(mechanistic.check_patching, lambda _run: ["modules"]),
     "cache": Check(check_cache, lambda _run: []),
     "memory": Check(check_memory, lambda _run: ["qwen3"], alone=True),
 }

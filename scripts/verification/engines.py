@@ -27,8 +27,18 @@ CAPTURE_BYTES = 512 << 20
 QUANTISED = "quantised "
 
 
+#: Modules of the engine "modules".
+PATHS = (
+    "model.layers.*.mlp.down_proj.input",
+    "model.layers.*.self_attn.q_norm.output",
+    "model.layers.*.input_layernorm.output",
+    "model.layers.*.self_attn.o_proj.output",
+    "model.norm.output",
+)
 #: Sites whose rows tensor-parallel ranks have a part of each, and one that all of them have whole.
 SPLIT_SITES = ("resid_post", "neurons", "q", "k", "v", "z")
+#: Sites of some engines.
+NAMED_SITES = {"split": SPLIT_SITES, "modules": (*ALL_SITES, *SPLIT_SITES[1:], *PATHS)}
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,7 @@ class Machine:
         drafts = {"num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
         of_qwen3: dict[str, dict[str, Any]] = {
             "bf16": {"dtype": "bfloat16"},
+            "modules": {},
             # vLLM's LoRA kernels for CUDA take 16 bits only.
             "lora": {**little, **LORA_ENGINE, "dtype": "bfloat16" if self.cuda else "float32"},
             "cramped": little,
@@ -196,7 +207,7 @@ class Engines:
             async with self._gate:
                 await asyncio.sleep(APART)
             before = time.perf_counter()
-            sites = "all" if name in FAMILIES or quantised(name) else SPLIT_SITES if name == "split" else ALL_SITES
+            sites = "all" if name in FAMILIES or quantised(name) else NAMED_SITES.get(name, ALL_SITES)
             model = await self.start(wanted, sites=sites)
             self.seconds[name] = round(time.perf_counter() - before, 1)
             return model

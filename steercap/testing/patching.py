@@ -16,6 +16,9 @@ import torch
 from torch import nn
 
 from steercap.core.extras import extra
+from steercap.model import SteerModel
+from steercap.patching import Grid, LogitDifference, patch
+from steercap.testing.rows import random_prompt
 
 #: A layer and a name: "resid_pre", "resid_post", "attn_out", "mlp_out", "z", "q", "k" or "v".
 Place: TypeAlias = tuple[int, str]
@@ -195,3 +198,33 @@ def _kept(rows: dict[Place, torch.Tensor], place: Place, own: torch.Tensor) -> N
 
 def _put(given: torch.Tensor, own: torch.Tensor) -> None:
     own.copy_(given.expand_as(own))
+
+
+async def patches_agree(model: SteerModel, hooked: Hooked, grids: Sequence[Grid]) -> tuple[float, float]:
+    """Patch two pairs at every cell of some grids, and compare with hooks.
+
+    Args:
+        model: an open model with the grids' points.
+        hooked: the same model.
+        grids: of single tokens.
+
+    Returns:
+        The worst difference of a value from that of hooks, and the greatest effect.
+    """
+    right, wrong, tokens = 17, 99, 7
+    clean = [random_prompt(tokens, seed) for seed in (1, 2)]
+    corrupted = [[*clean[0][:3], 40, *clean[0][4:]], [*clean[1][:2], 41, 42, *clean[1][4:]]]
+    effects = await patch(model, clean, corrupted, grids, metric=LogitDifference((right, wrong)))
+    worst = 0.0
+    for pair, (base, source) in enumerate(zip(corrupted, clean, strict=True)):
+        places = sorted({(one.layer, one.site) for one in effects.records})
+        seen = hooked.run(source, keep=places)
+        for layer, site in places:
+            found = effects.where(pair=pair, layer=layer, site=site).records
+            each: list[tuple[int | None, Sequence[int]]] = []
+            for one in found:
+                assert one.position is not None
+                each.append((one.head, [one.position]))
+            known = hooked.patched(base, (layer, site), seen.rows[layer, site][0], each).difference(right, wrong)
+            worst = max(worst, *(abs(one.value - value) for one, value in zip(found, known, strict=True)))
+    return worst, max(abs(one.difference) for one in effects.records)

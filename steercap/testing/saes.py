@@ -13,8 +13,12 @@ import numpy.typing as npt
 import torch
 from safetensors.numpy import save_file
 
+from steercap.core.spec import CaptureSpec
 from steercap.errors import CaptureIncomplete
+from steercap.model import SteerModel
 from steercap.saes.features import Features
+from steercap.saes.sae import SAE
+from steercap.testing.rows import GREEDY, random_prompt
 
 Array: TypeAlias = "npt.NDArray[np.float32]"
 
@@ -174,3 +178,39 @@ def check_features(found: Features, dense: npt.NDArray[np.float64], slack: npt.N
     if said := next((problem for problem, holds in problems.items() if holds), None):
         raise CaptureIncomplete(f"features of {len(dense)} rows: {said}")
     return float(apart[~flipped].max()) if (~flipped).any() else 0.0
+
+
+async def features_agree(
+    model: SteerModel, own: RandomSAE, sae: SAE, *, requests: int = 8, k: int = 24, apart: float = 1.0
+) -> float:
+    """How far features of many requests in one batch are off NumPy's, made of the rows that come without `sae=`.
+
+    Args:
+        model: an open model with the point that the SAE reads.
+        own: the SAE in NumPy.
+        sae: the same, as it was loaded.
+        requests: how many.
+        k: features of a token.
+        apart: how much further off than the rounding of one sum; more than 1 where two runs of one prompt differ too.
+
+    Raises:
+        AssertionError: a feature is on in one and off in the other, or a value differs by more than rounding explains.
+    """
+    prompts = [random_prompt(9 + 23 * number, number) for number in range(requests)]
+    params = {"max_tokens": 7, **GREEDY}
+    layer, site = sae.input
+    both = []
+    for spec in (CaptureSpec(sae=sae, k=k), CaptureSpec(layers=layer, sites=site)):
+        _, handles = await model.generate(prompts, params, capture=spec)
+        await model.fetch_captures_batch(handles)
+        both.append(handles)
+    greatest = 0.0
+    for read, whole in zip(*both, strict=True):
+        assert read.output_token_ids == whole.output_token_ids, "two runs sampled other tokens"
+        rows = whole.captures[layer, site]
+        found = read.features[layer, site]
+        assert found.ids.shape == (len(rows), k)
+        assert torch.equal(read.positions, whole.positions)
+        greatest = max(greatest, check_features(found, own.encode(rows), apart * own.slack(rows)))
+        assert torch.equal(read.captures[layer, site], found.dense())
+    return greatest

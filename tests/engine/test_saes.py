@@ -10,31 +10,10 @@ import torch
 from steercap import SAE, CaptureHandle, CaptureSpec, Point, SteerModel, errors
 from steercap.encodings.coded import CodedRows
 from steercap.testing.rows import GREEDY, random_prompt, settled
-from steercap.testing.saes import OWN, RandomSAE, check_features
+from steercap.testing.saes import OWN, RandomSAE, features_agree
 from steercap.views import logit_attribution
 
 WIDTH, FEATURES = 128, 1500
-
-
-async def features_agree(model: SteerModel, own: RandomSAE, sae: SAE, *, requests: int = 8, k: int = 24) -> float:
-    """Features of many requests in one batch, prompt and generated tokens, are NumPy's of the rows that come without `sae=`."""
-    prompts = [random_prompt(9 + 23 * number, number) for number in range(requests)]
-    params = {"max_tokens": 7, **GREEDY}
-    layer, site = sae.input
-    both = []
-    for spec in (CaptureSpec(sae=sae, k=k), CaptureSpec(layers=layer, sites=site)):
-        _, handles = await model.generate(prompts, params, capture=spec)
-        both.append(await model.fetch_captures_batch(handles) or handles)
-    greatest = 0.0
-    for read, whole in zip(*both, strict=True):
-        assert read.output_token_ids == whole.output_token_ids, "two runs sampled other tokens"
-        rows = whole.captures[layer, site]
-        found = read.features[layer, site]
-        assert found.ids.shape == (len(rows), k)
-        assert torch.equal(read.positions, whole.positions)
-        greatest = max(greatest, check_features(found, own.encode(rows), own.slack(rows)))
-        assert torch.equal(read.captures[layer, site], found.dense())
-    return greatest
 
 
 @pytest.mark.parametrize("architecture", list(OWN))
