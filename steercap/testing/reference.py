@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from steercap.core.extras import extra
 from steercap.core.spec import Point
@@ -113,6 +114,32 @@ class Reference:
             found = self.model(torch.tensor([list(token_ids)]), use_cache=False, output_attentions=True).attentions
         return [weights[0].float() for weights in found]
 
+    def experts(
+        self,
+        token_ids: Sequence[int],
+        *,
+        given: Mapping[Point, torch.Tensor] | None = None,
+        steering: SteeringSpec | None = None,
+        prompt_len: int = 0,
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """By layer, what transformers' module of the experts is called with: their ids, int64 [tokens, k], and weights,
+        float32 [tokens, k], of each token the greatest weight first.
+
+        Args:
+            token_ids, given, steering, prompt_len: as for `rows`.
+        """
+        found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        instead = [(point, partial(_change, partial(_instead, rows))) for point, rows in (given or {}).items()]
+        with self._hooked, ExitStack() as hooks, torch.inference_mode():
+            self._visit(hooks, self._edits(steering, prompt_len))
+            self._visit(hooks, instead)
+            for index, layer in self.layers.items():
+                for name, module in layer.named_modules():
+                    if name.rpartition(".")[2] == "experts":
+                        hooks.callback(_watch_experts(layer, name, module, partial(found.__setitem__, index)).remove)
+            self.model(torch.tensor([list(token_ids)]), use_cache=False)
+        return found
+
     def _edits(self, spec: SteeringSpec | None, prompt_len: int) -> list[Visited]:
         """What is done to the rows of each point that the spec edits."""
         if spec is None:
@@ -136,6 +163,30 @@ def _family(architectures: Sequence[str], layers: Mapping[int, nn.Module]) -> Fa
         return family_of(architectures)
     except UnsupportedModel:
         return families_of(list(layers.values()))[0]
+
+
+def _watch_experts(
+    layer: nn.Module, name: str, experts: nn.Module, keep: Callable[[tuple[torch.Tensor, torch.Tensor]], None]
+) -> RemovableHandle:
+    """Keep what a layer's experts are called with."""
+
+    def kept(ids: torch.Tensor, weights: torch.Tensor) -> None:
+        order = weights.float().sort(dim=1, descending=True, stable=True).indices
+        keep((ids.long().gather(1, order), weights.float().gather(1, order)))
+
+    def called(_module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        _hidden, ids, weights = (*args, *kwargs.values())
+        kept(ids, weights)
+
+    def scored(router: nn.Module, _args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Llama 4's experts read rows that are multiplied by the scores of all experts, most of them 0."""
+        best = output[0].topk(router.top_k, dim=1)  # type: ignore[arg-type]
+        kept(best.indices, best.values)
+
+    block = layer.get_submodule(name.rpartition(".")[0])
+    if type(block).__name__.startswith("Llama4"):
+        return block.get_submodule("router").register_forward_hook(scored)
+    return experts.register_forward_pre_hook(called, with_kwargs=True)
 
 
 def _keep(point: Point, found: dict[Point, torch.Tensor], hidden: torch.Tensor) -> None:
