@@ -41,7 +41,7 @@ def choosing(layers: Mapping[int, nn.Module], family: Family, dtype: torch.dtype
         rows = _as_given(layer.get_submodule(located(layer, family.router)), logits)
         # Routers read of hidden states how many there are. One that reads more gives weights that are no numbers.
         hidden = rows.new_full((1, 1), torch.nan, dtype=dtype).expand(len(rows), runner.moe_config.hidden_dim)
-        weights, ids = runner.router._compute_routing(hidden, rows, None)
+        weights, ids = runner.router._compute_routing(hidden, rows, None)  # noqa: SLF001 -- others record it
         count = runner.router.top_k  # behind them, a router may name the shared experts that vLLM fuses with the others
         return ids[:, :count], weights[:, :count].float() * _factor(runner, dtype)
 
@@ -95,7 +95,6 @@ def _factor(runner: Any, dtype: torch.dtype) -> float:
     stream and what shared experts give instead, in float16.
     """
     one = torch.ones(1, dtype=dtype)
-    _, scaled = runner._maybe_apply_routed_scale_to_output(
-        None if runner.shared_experts is None else one.clone(), one.clone()
-    )
+    shared = None if runner.shared_experts is None else one.clone()
+    _, scaled = runner._maybe_apply_routed_scale_to_output(shared, one.clone())  # noqa: SLF001 -- no other name
     return 1.0 if torch.equal(scaled, one) else float(runner.routed_scaling_factor)

@@ -317,8 +317,8 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         return replace(found, positions=self.positions[at])
 
     async def experts(self, layer: int, *, tokens: Tokens | TokenSelection | None = None) -> Experts:
-        """Which experts a layer sent tokens to, and with which weights: of captured rows of `router`, by the layer's own
-        router in vLLM, on the workers. Where `router` was edited, they are those of the edited logits.
+        """Which experts a layer sent tokens to, and with which weights: by its own router in vLLM, on the workers, of
+        rows that were captured at `router`. Where they were edited, it is the choice by edited logits.
 
         Args:
             layer: which; its `router` must have been captured.
@@ -327,8 +327,8 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         Raises:
             CaptureNotFetched, CaptureReleased: as for `captures`.
             InvalidRequest: rows that were not captured, or are not what the layer chose by (reduced, projected, kept as
-                codes, from before their edits, not finite), a layer without experts, one whose choice hangs on more than
-                logits, or a handle from a file.
+                codes, from before their edits, not finite), a layer without experts, one that does not choose by logits
+                alone, or a handle from a file.
             InvalidSelection: tokens of which no row was captured.
             EngineFailure: the engine has died or was closed.
         """

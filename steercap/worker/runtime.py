@@ -253,7 +253,7 @@ class Runtime:
                 _LOG.exception("steercap could not answer its client")
             return encode(Failed(f"{type(error).__name__}: {error}"))
 
-    def _reply(self, call: Call) -> Answer:  # noqa: C901, PLR0911 -- one answer per question
+    def _reply(self, call: Call) -> Answer:  # noqa: C901, PLR0911, PLR0912 -- one answer per question
         match call.question:
             case Configure():
                 return self._steering.configure(call.question, self._ledger.slots())
