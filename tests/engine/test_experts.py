@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import opened
 
-from steercap import Add, CaptureHandle, CaptureSpec, SteerModel, SteeringSpec, errors
+from steercap import Add, CaptureHandle, CaptureSpec, SteeringSpec, SteerModel, errors
 from steercap import sync as blocking
 from steercap.testing import Reference
 from steercap.testing.architectures import ENGINES
