@@ -69,9 +69,10 @@ ROUTED: Final[Mapping[str, Mapping[str, Any]]] = {
 _BIASES: Final = ("e_score_correction_bias", "expert_bias")
 #: Of scores, which are between 0 and 1, so that it decides many choices.
 _BIAS_STD: Final = 0.3
-#: Roundings of a sum of a few products of float32, of the greatest weight.
-ROUNDED: Final = 1e-6
-#: The same of logits that two implementations have computed.
+#: How far weights of the same logits may be apart, relative to the greatest: roundings to the dtype of the model, in
+#: which transformers hands them to the experts, and vLLM computes some on CPU.
+ROUNDED: Final = 4.0
+#: The same in float32 where each has computed the logits.
 COMPUTED: Final = 1e-4
 
 
@@ -124,7 +125,7 @@ async def _agree(
     handle: CaptureHandle, reference: Reference, steering: SteeringSpec | None, layers: list[int]
 ) -> float:
     dtype = reference.model.dtype
-    given = {Point(layer, "router"): handle.captures[layer, "router"].to(dtype) for layer in layers}
+    given = {Point(layer, "router"): handle.captures[layer, "router"] for layer in layers}
     asked: dict[str, Any] = {"steering": steering, "prompt_len": len(handle.prompt_token_ids)}
     same = await asyncio.to_thread(reference.experts, inputs_of(handle), given=given)
     own = await asyncio.to_thread(reference.experts, inputs_of(handle), **asked)
@@ -138,7 +139,7 @@ async def _agree(
         if dtype == torch.float32:
             far = difference((found.ids, found.weights), own[layer], logits)
             assert far < COMPUTED, f"layer {layer}: weights are off by {far:.1e} of those of transformers"
-    assert max(errors) < ROUNDED, f"weights are off by {max(errors):.1e} for the same logits"
+    assert max(errors) < ROUNDED * torch.finfo(dtype).eps, f"weights are off by {max(errors):.1e} for the same logits"
     return max(errors)
 
 
