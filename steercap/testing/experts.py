@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from steercap.core.spec import CaptureSpec, Point
 from steercap.model import SteerModel
-from steercap.requests.handle import CaptureHandle
+from steercap.requests.handle import CaptureHandle, flat
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.cache import cached
 from steercap.testing.reference import Reference
@@ -116,9 +116,8 @@ async def experts_agree(
     prompts = [random_prompt(length, seed) for seed, length in enumerate(lengths)]
     spec = CaptureSpec(layers=layers, sites="router")
     _, handles = await model.generate(prompts, {"max_tokens": 12, **GREEDY}, capture=spec, steering=steering)
-    await model.fetch_captures_batch(handles)
-    errors = [await _agree(handle, reference, steering, layers) for handle in handles]
-    return max(errors)
+    await model.fetch_captures_batch(found := flat(handles))
+    return max([await _agree(handle, reference, steering, layers) for handle in found])
 
 
 async def _agree(

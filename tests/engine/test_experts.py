@@ -59,7 +59,7 @@ async def test_an_edited_router_chooses_by_the_edited_logits(routed, known) -> N
     """Experts in other groups than most are chosen, by every edited token and by no other; as transformers chooses,
     whose own logits are edited.
     """
-    push = torch.zeros(8)
+    push = torch.full((8,), -20.0)
     push[[3, 6]] = 20.0
     edit = SteeringSpec([Add(push, layer=2, site="router", tokens=[slice(0, 30)])])
     before, after = await some(routed), await some(routed, steering=edit)
