@@ -17,9 +17,12 @@ from steercap.errors import InvalidRequest, UnsupportedRunner
 from steercap.families.base import Family, located
 from steercap.worker.choice import Choosing
 
-#: Classes of routers that choose by logits, and by nothing else unless they hold one of `_TOKENS`. Others simulate
-#: routing, or compute the output of experts that add nothing on the side.
-_ROUTERS: Final = ("CPURouter", "CustomRoutingRouter", "FusedTopKBiasRouter", "FusedTopKRouter", "GroupedTopKRouter")
+#: Classes of routers that choose by logits, and by nothing else unless they hold one of `_TOKENS`; by the kind of device
+#: that they are for. Others simulate routing, or compute the output of experts that add nothing on the side.
+_ROUTERS: Final = {
+    "cpu": ("CPURouter",),
+    "cuda": ("CustomRoutingRouter", "FusedTopKBiasRouter", "FusedTopKRouter", "GroupedTopKRouter"),
+}
 #: What routers hold that choose by tokens: which experts each has, and another bias for those of pictures.
 _TOKENS: Final = ("_hash_indices_table", "bias_vl")
 
@@ -37,7 +40,7 @@ def choosing(layers: Mapping[int, nn.Module], family: Family, dtype: torch.dtype
         if index not in layers:
             return None
         layer = layers[index]
-        runner = _runner(layer)
+        runner = _runner(layer, logits.device)
         rows = _as_given(layer.get_submodule(located(layer, family.router)), logits)
         # Routers read of hidden states how many there are. One that reads more gives weights that are no numbers.
         hidden = rows.new_full((1, 1), torch.nan, dtype=dtype).expand(len(rows), runner.moe_config.hidden_dim)
@@ -48,8 +51,8 @@ def choosing(layers: Mapping[int, nn.Module], family: Family, dtype: torch.dtype
     return choose
 
 
-def _runner(layer: nn.Module) -> Any:
-    """What runs the experts of a layer.
+def _runner(layer: nn.Module, device: torch.device) -> Any:
+    """What runs the experts of a layer, on a device.
 
     Raises:
         InvalidRequest: there is none, or logits do not say which experts it runs.
@@ -69,8 +72,10 @@ def _runner(layer: nn.Module) -> Any:
     router, name = runner.router, type(runner.router).__name__
     if not isinstance(runner, MoERunner) or type(runner).forward is not MoERunner.forward:
         raise InvalidRequest(f"its experts, a {type(runner).__name__}, are chosen by a module of transformers")
-    if name not in _ROUTERS:
-        raise InvalidRequest(f"its router, a {name}, is not one that steercap knows to choose by logits alone")
+    if name not in _ROUTERS[device.type]:
+        raise InvalidRequest(
+            f"its router, a {name}, is not one that steercap knows to choose by logits on {device.type}"
+        )
     if any(getattr(router, held, None) is not None for held in _TOKENS):
         raise InvalidRequest(f"its router, a {name}, chooses by the token, not by logits alone")
     return runner

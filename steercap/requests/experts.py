@@ -70,8 +70,8 @@ def logits_of(source: Source | None, captures: Captures, layer: int, num_layers:
     if point not in captures:
         had = "was not captured" if source.engine.exists(point) else "is not in this model, whose layer has no experts"
         raise InvalidRequest(f"experts: {point} {had}; captured: {', '.join(map(str, captures))}")
-    plan = source.expected.plan
-    if plan.capture is not None and plan.capture.before_edits and plan.steering is not None:
+    kept = source.expected.plan.capture
+    if kept is not None and kept.before_edits and source.expected.steering is not None:
         raise InvalidRequest(f"experts: rows of {point} are from before its edits; capture without before_edits=")
     rows = captures.whole(point)
     if isinstance(rows, CodedRows):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import RoutingSimulatorRouter
 from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -117,6 +118,7 @@ BY_TOKEN = CPURouter(2, 4, scoring_func="sqrtsoftplus", hash_indices_table=torch
         (a_layer(runners=2), "has 2 routers"),
         (a_layer(SIMULATED), "a RoutingSimulatorRouter, is not one"),
         (a_layer(NOTHING), "a ZeroExpertRouter, is not one"),
+        (a_layer(FusedTopKRouter(2, 4)), "a FusedTopKRouter, is not one .* on cpu"),
         (a_layer(BY_TOKEN), "chooses by the token"),
         (a_layer(kind=TransformersMoERunner), "chosen by a module of transformers"),
         (a_layer(CPURouter(2, 4, custom_routing_function=by_hidden)), "by more than logits"),
