@@ -17,8 +17,8 @@ from steercap.errors import InvalidRequest, UnsupportedRunner
 from steercap.families.base import Family, located
 from steercap.worker.choice import Choosing
 
-#: Classes of routers that choose by logits, and by nothing else unless they hold one of `_TOKENS`, by their kind of device.
-#: Others simulate routing, or compute the output of experts that add nothing on the side.
+#: Classes of routers, by the kind of device, that choose by logits, and by nothing else unless they hold one of
+#: `_TOKENS`. Others simulate routing, or compute the output of experts that add nothing on the side.
 _ROUTERS: Final = {
     "cpu": ("CPURouter",),
     "cuda": ("CustomRoutingRouter", "FusedTopKBiasRouter", "FusedTopKRouter", "GroupedTopKRouter"),
