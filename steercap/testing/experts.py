@@ -76,13 +76,16 @@ ROUNDED: Final = 4.0
 COMPUTED: Final = 1e-4
 
 
-def routed_checkpoint(name: str) -> Path:
+def routed_checkpoint(name: str, *, biased: bool = True) -> Path:
     """A random checkpoint whose experts are chosen with all that its routers can do: see `ROUTED`, and a bias of scores
     where there is one, which transformers initialises with 0.
 
     Args:
         name: a key of `ROUTED`.
+        biased: whether that bias is another.
     """
+    if not biased:
+        return tiny_checkpoint(name, **ROUTED[name])
     plain, key = tiny_checkpoint(name, **ROUTED[name]), json.dumps([name, dict(ROUTED[name]), _BIAS_STD, SEED])
     return cached(f"routed-{name}-{hashlib.sha256(key.encode()).hexdigest()[:8]}", partial(_biased, plain))
 
@@ -118,6 +121,26 @@ async def experts_agree(
     _, handles = await model.generate(prompts, {"max_tokens": 12, **GREEDY}, capture=spec, steering=steering)
     await model.fetch_captures_batch(found := flat(handles))
     return max([await _agree(handle, reference, steering, layers) for handle in found])
+
+
+async def experts_add(model: SteerModel, reference: Reference) -> float:
+    """Experts are those that ran, and weights those that they were added with: transformers' experts, called with them,
+    add what the model's do. Returns the greatest error of a row of `mlp_out`, relative to it.
+
+    Args:
+        model: with `router` and `mlp_out` armed, and Llama's layer.
+        reference: transformers on the same checkpoint.
+    """
+    layers = [point.layer for point in model.points if point.site == "router"]
+    spec = CaptureSpec(layers=layers, sites=["router", "mlp_out"])
+    _, handles = await model.generate(random_prompt(40, 3), {"max_tokens": 12, **GREEDY}, capture=spec)
+    (handle,) = flat(handles)
+    await handle.fetch()
+    choice = {layer: await handle.experts(layer) for layer in layers}
+    chosen = {layer: (one.ids, one.weights) for layer, one in choice.items()}
+    points = [Point(layer, "mlp_out") for layer in layers]
+    known = await asyncio.to_thread(reference.rows, inputs_of(handle), points, chosen=chosen)
+    return max(float(((handle.captures[at] - rows).norm(dim=1) / rows.norm(dim=1)).max()) for at, rows in known.items())
 
 
 async def _agree(
