@@ -24,6 +24,7 @@ CHECKED: Final = (
     "steercap.kernels.reference",
     "steercap.patching",
     "steercap.quantisation",
+    "steercap.requests.experts",
     "steercap.requests.lens",
     "steercap.saes",
     "steercap.sketches",

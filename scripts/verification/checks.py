@@ -24,6 +24,7 @@ from steercap.testing.agreement import EVERYTHING, captured, same_tokens_elsewhe
 from steercap.testing.attention import attention_agrees
 from steercap.testing.bad import BAD_REQUESTS
 from steercap.testing.codecs import codecs_agree
+from steercap.testing.experts import experts_agree
 from steercap.testing.lora import adapters_agree
 from steercap.testing.overflow import overflowing_edits
 from steercap.testing.parity import PERFECT
@@ -43,11 +44,14 @@ from steercap.testing.rows import (
 from steercap.testing.sketching import sketches_agree
 from steercap.testing.specs import OPERATIONS, spec
 from verification import mechanistic
-from verification.engines import QUANTISED, EngineChoice, Engines, Machine, surroundings
+from verification.engines import QUANTISED, ROUTED, EngineChoice, Engines, Machine, surroundings
 
 Show = dict[str, Any]
 #: bfloat16, a layer given the captured row before it, and graphs on against off: the least row cosine.
 BF16_COSINE = 0.999
+#: Of each of vLLM's routers for CUDA one that it has for some of them: the greatest scores, groups of experts, biased
+#: scores, and functions of the models, one of them in Triton.
+ROUTERS = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "llama4_text", "gemma4_moe")
 #: Batches of 3, 4, 13 and 1: CUDA graphs exist for 1, 2, 4, 8, 16, ..., so two of these are padded when they decode.
 BATCHES = ((9, 30, 77), (1, 7, 40, 133), tuple(range(3, 68, 5)), (100,))
 
@@ -474,6 +478,22 @@ async def check_encodings(run: Run, show: Show) -> None:
     await each(["qwen3", "qwen3_moe"], one)
 
 
+async def check_experts(run: Run, show: Show) -> None:
+    """The experts that routers choose, and their weights, are what transformers' experts are called with."""
+
+    async def one(name: str) -> None:
+        wanted = run.machine.engine(name)
+        reference = run.engines.reference(wanted.path, wanted.arguments["dtype"])
+        show[name] = f"{await experts_agree(await run.engines.get(name), reference):.1e}"
+
+    await each(_routed(run), one)
+
+
+def _routed(run: Run) -> list[str]:
+    """On CPU, one of vLLM's routers does what others do on CUDA."""
+    return [ROUTED + kind for kind in (ROUTERS if run.machine.cuda else ["deepseek_v3"])]
+
+
 async def check_sketches(run: Run, show: Show) -> None:
     """Means, covariances and frequent directions that the workers keep are those of the rows."""
     show["covariance"] = f"{await sketches_agree(await run.engines.get('qwen3')):.1e}"
@@ -615,6 +635,7 @@ CHECKS: dict[str, Check] = {
     ),
     "split": Check(check_split, lambda _run: ["split"], unfit=_two_workers),
     "encodings": Check(check_encodings, lambda _run: ["qwen3", "qwen3_moe"]),
+    "experts": Check(check_experts, _routed),
     "sketches": Check(check_sketches, lambda _run: ["qwen3"]),
     "lens": Check(mechanistic.check_lens, lambda _run: ["qwen3"]),
     "modules": Check(mechanistic.check_modules, lambda _run: ["modules"]),

@@ -17,6 +17,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
 from steercap.adapters.attention import attention_rules
+from steercap.adapters.experts import choosing
 from steercap.adapters.observing import Observations
 from steercap.adapters.releases import require
 from steercap.adapters.settings import armed_points, candidate_of, tap_sizes
@@ -132,7 +133,10 @@ def attach(runner: Any) -> None:
     together = _UNEMBEDDED if config.lora_config is None else 1
     unembed = decoder.unembedding(family, together) if get_pp_group().is_last_rank else None
     project = projecting(decoder.layers, family, installed.shard)
-    runtime = Runtime(taps, names, runner.device, loaded=loaded, unembed=unembed, project=project, attention=rules)
+    choose = choosing(decoder.layers, family, runner.dtype)
+    runtime = Runtime(
+        taps, names, runner.device, loaded=loaded, unembed=unembed, project=project, choose=choose, attention=rules
+    )
     setattr(runner, RUNTIME_ATTRIBUTE, runtime)
     bind(taps)
 

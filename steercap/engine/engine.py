@@ -15,7 +15,7 @@ from steercap.concurrency.loops import finished, on_thread, over
 from steercap.config import LAYER_END, Settings
 from steercap.core.budget import Ticket
 from steercap.core.coding import Coding
-from steercap.core.messages import Counted, Owner, Parcel, Unembedded, Unknown, Wanted
+from steercap.core.messages import Chosen, Counted, Owner, Parcel, Unembedded, Unknown, Wanted
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point
@@ -368,6 +368,19 @@ class Engine:
             EngineFailure: the engine has died, or a worker cannot answer.
         """
         return await self._workers.project(layer, site, rows, engine)
+
+    async def choose(self, layer: int, rows: torch.Tensor, engine: int = 0) -> Chosen:
+        """Which experts a layer's router chooses by their logits, as the model computes it.
+
+        Args:
+            layer: whose.
+            rows: float32 [n, experts], as they are captured at `router`.
+            engine: which of the engines is to say it.
+
+        Raises:
+            EngineFailure: the engine has died, or a worker cannot answer.
+        """
+        return await self._workers.choose(layer, rows, engine)
 
     @property
     def family(self) -> Family | None:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from steercap.core.extras import extra
 from steercap.core.spec import Point
@@ -29,6 +30,8 @@ from steercap.worker.decoder import Decoder, decoder_of
 
 #: A point, and what is done to its rows.
 Visited: TypeAlias = "tuple[Point, Callable[[torch.Tensor], None]]"
+#: Ids of experts, int64 [tokens, k], and their weights, float32 [tokens, k].
+Chosen: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 
 class Reference:
@@ -66,6 +69,7 @@ class Reference:
         inputs: Mapping[int, torch.Tensor] | None = None,
         *,
         given: Mapping[Point, torch.Tensor] | None = None,
+        chosen: Mapping[int, Chosen] = MappingProxyType({}),
         steering: SteeringSpec | None = None,
         prompt_len: int = 0,
         media: Mapping[str, Any] = MappingProxyType({}),
@@ -78,6 +82,7 @@ class Reference:
             inputs: rows [tokens, hidden] to put in place of what reaches each of these layers. A 16-bit model drifts
                 from layer to layer; given the rows captured before it, each layer is compared by itself.
             given: rows [tokens, width] to put in place of those of these points, once they have been read.
+            chosen: by layer, experts and weights to put in place of those that the layer chooses.
             steering: edits to make at their points, in float64, before the rows are read.
             prompt_len: prompt tokens, which the edits' token selections refer to.
             media: what the model takes besides the tokens, such as a picture.
@@ -96,6 +101,8 @@ class Reference:
                 hooks.callback(self.layers[layer].register_forward_pre_hook(_replace(rows), with_kwargs=True).remove)
             self._visit(hooks, [one for one in keeps if not SITES[one[0].site].first])
             self._visit(hooks, instead)
+            for layer, choice in chosen.items():
+                hooks.callback(_choose(_experts(self.layers[layer])[1], choice).remove)
             self.model(torch.tensor([list(token_ids)]), use_cache=False, **media)
         return found
 
@@ -112,6 +119,31 @@ class Reference:
             self._visit(hooks, sorted(edits, key=lambda one: not SITES[one[0].site].first))
             found = self.model(torch.tensor([list(token_ids)]), use_cache=False, output_attentions=True).attentions
         return [weights[0].float() for weights in found]
+
+    def experts(
+        self,
+        token_ids: Sequence[int],
+        *,
+        given: Mapping[Point, torch.Tensor] | None = None,
+        steering: SteeringSpec | None = None,
+        prompt_len: int = 0,
+    ) -> dict[int, Chosen]:
+        """By layer, what transformers' module of the experts is called with: their ids, int64 [tokens, k], and weights,
+        float32 [tokens, k], of each token the greatest weight first.
+
+        Args:
+            token_ids, given, steering, prompt_len: as for `rows`.
+        """
+        found: dict[int, Chosen] = {}
+        instead = [(point, partial(_change, partial(_instead, rows))) for point, rows in (given or {}).items()]
+        with self._hooked, ExitStack() as hooks, torch.inference_mode():
+            self._visit(hooks, self._edits(steering, prompt_len))
+            self._visit(hooks, instead)
+            for index, layer in self.layers.items():
+                if any(name.endswith(".experts") or name == "experts" for name, _ in layer.named_modules()):
+                    hooks.callback(_watch_experts(*_experts(layer), partial(found.__setitem__, index)).remove)
+            self.model(torch.tensor([list(token_ids)]), use_cache=False)
+        return found
 
     def _edits(self, spec: SteeringSpec | None, prompt_len: int) -> list[Visited]:
         """What is done to the rows of each point that the spec edits."""
@@ -136,6 +168,42 @@ def _family(architectures: Sequence[str], layers: Mapping[int, nn.Module]) -> Fa
         return family_of(architectures)
     except UnsupportedModel:
         return families_of(list(layers.values()))[0]
+
+
+def _experts(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The module that holds a layer's experts, and the experts."""
+    path = next(name for name, _ in layer.named_modules() if name.rpartition(".")[2] == "experts")
+    return layer.get_submodule(path.rpartition(".")[0]), layer.get_submodule(path)
+
+
+def _choose(experts: nn.Module, chosen: Chosen) -> RemovableHandle:
+    """Put experts and weights in place of those that a layer chooses."""
+
+    def called(_module: nn.Module, args: tuple[Any, ...]) -> Any:
+        return (args[0], chosen[0].to(args[1]), chosen[1].to(args[2]))
+
+    return experts.register_forward_pre_hook(called)
+
+
+def _watch_experts(block: nn.Module, experts: nn.Module, keep: Callable[[Chosen], None]) -> RemovableHandle:
+    """Keep what a layer's experts are called with."""
+
+    def kept(ids: torch.Tensor, weights: torch.Tensor) -> None:
+        order = weights.float().sort(dim=1, descending=True, stable=True).indices
+        keep((ids.long().gather(1, order), weights.float().gather(1, order)))
+
+    def called(_module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        _hidden, ids, weights = (*args, *kwargs.values())
+        kept(ids, weights)
+
+    def scored(router: nn.Module, _args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Llama 4's experts read rows that are multiplied by the scores of all experts, most of them 0."""
+        best = output[0].topk(router.top_k, dim=1)  # type: ignore[arg-type]
+        kept(best.indices, best.values)
+
+    if type(block).__name__.startswith("Llama4"):
+        return block.get_submodule("router").register_forward_hook(scored)
+    return experts.register_forward_pre_hook(called, with_kwargs=True)
 
 
 def _keep(point: Point, found: dict[Point, torch.Tensor], hidden: torch.Tensor) -> None:

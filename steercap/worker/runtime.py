@@ -22,6 +22,7 @@ from steercap.core.messages import (
     Attached,
     Call,
     Census,
+    Choose,
     CloseSAE,
     CloseSketch,
     Collect,
@@ -59,6 +60,7 @@ from steercap.errors import SteercapError, WorkerFailure
 from steercap.kernels.finite import edited_most
 from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
+from steercap.worker.choice import Choosing, chosen
 from steercap.worker.ledger import Ledger, Tracked
 from steercap.worker.outbox import Outbox, RowsOutbox
 from steercap.worker.projection import Projecting, projected
@@ -83,6 +85,7 @@ class Runtime:
         loaded: the layers of this rank.
         unembed: what the model makes logits by; None where that is not on this rank.
         project: what its layers' blocks make of what their last projections read.
+        choose: which experts its layers' routers choose.
         attention: how the layers whose queries and keys are armed weigh keys.
     """
 
@@ -95,12 +98,14 @@ class Runtime:
         loaded: Loaded = Loaded(),  # noqa: B008 -- it cannot change
         unembed: Unembedding | None = None,
         project: Projecting | None = None,
+        choose: Choosing | None = None,
         attention: Mapping[int, AttentionRule] = MappingProxyType({}),
     ) -> None:
         self.taps = taps
         self._loaded = loaded
         self._unembed = unembed
         self._project = project
+        self._choose = choose
         self._attention = dict(attention)
         self._names = tuple(armed[point] for point in taps.points)
         self.device = device
@@ -248,7 +253,7 @@ class Runtime:
                 _LOG.exception("steercap could not answer its client")
             return encode(Failed(f"{type(error).__name__}: {error}"))
 
-    def _reply(self, call: Call) -> Answer:  # noqa: C901, PLR0911 -- one answer per question
+    def _reply(self, call: Call) -> Answer:  # noqa: C901, PLR0911, PLR0912 -- one answer per question
         match call.question:
             case Configure():
                 return self._steering.configure(call.question, self._ledger.slots())
@@ -259,6 +264,8 @@ class Runtime:
                 return unembedded(self._unembed, call.question, self.device)
             case Project():
                 return projected(self._project, call.question, self.device)
+            case Choose():
+                return chosen(self._choose, call.question, self.device)
             case _ if not self.captures:
                 return NotCapturing()
             case Attach():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from steercap.core.messages import NotCapturing, Project, Unembed, Unembedded
+from steercap.core.messages import Choose, NotCapturing, Project, Unembed, Unembedded
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _bytes(found: torch.Tensor) -> bytes:
     return found.contiguous().numpy().tobytes()
 
 
-def rows_of(asked: Unembed | Project, device: torch.device) -> torch.Tensor:
+def rows_of(asked: Unembed | Project | Choose, device: torch.device) -> torch.Tensor:
     """The rows of a question, [count, width]."""
     found = torch.frombuffer(bytearray(asked.rows), dtype=getattr(torch, asked.dtype))
     return found.view(asked.count, -1).to(device)
