@@ -104,6 +104,9 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     "Model Runner V1": ("load_model", "_preprocess(scheduler_output)", "execute_model(scheduler_output)"),
     "Model Runner V1 on CPU": ("load_model",),
     "Model Runner V1's sampling": ("_sample", "_bookkeeping_sync"),
+    "Sampler": ("forward(logits, sampling_metadata)", "gather_logprobs(logprobs, num_logprobs, token_ids)"),
+    "RejectionSampler": ("forward(metadata, draft_probs, logits, sampling_metadata)",),
+    "SamplingMetadata": ("logprob_token_ids", "max_num_logprobs"),
     "Model Runner V1 with its model": (
         "device",
         "dtype",

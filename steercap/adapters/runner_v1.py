@@ -15,7 +15,7 @@ from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from steercap.adapters import RUNTIME_ATTRIBUTE
+from steercap.adapters import RUNTIME_ATTRIBUTE, logprobs
 from steercap.adapters.hooks import attach, require_requests, step_of, wrap
 from steercap.adapters.releases import require
 from steercap.worker.batch import BatchRows
@@ -27,6 +27,7 @@ def hook() -> None:
     require("Model Runner V1", GPUModelRunner)
     require("Model Runner V1 on CPU", CPUModelRunner)
     require_requests()
+    logprobs.hook()
     for owner in (GPUModelRunner, CPUModelRunner):
         wrap(owner, "load_model", _load_model)
     wrap(GPUModelRunner, "_preprocess", _preprocess)
