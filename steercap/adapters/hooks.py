@@ -132,7 +132,16 @@ def attach(runner: Any) -> None:
     together = _UNEMBEDDED if config.lora_config is None else 1
     unembed = decoder.unembedding(family, together) if get_pp_group().is_last_rank else None
     project = projecting(decoder.layers, family, installed.shard)
-    runtime = Runtime(taps, names, runner.device, loaded=loaded, unembed=unembed, project=project, attention=rules)
+    runtime = Runtime(
+        taps,
+        names,
+        runner.device,
+        loaded=loaded,
+        unembed=unembed,
+        project=project,
+        attention=rules,
+        samples=get_pp_group().is_last_rank,
+    )
     setattr(runner, RUNTIME_ATTRIBUTE, runtime)
     bind(taps)
 

@@ -118,7 +118,7 @@ class Reference:
         if spec is None:
             return []
         count = len(self.layers)
-        points = dict.fromkeys(point for edit in spec.flat() for point in edit.points(count))
+        points = dict.fromkeys(point for edit in spec.of_rows() for point in edit.points(count))
         return [
             (point, partial(_change, partial(edited, spec, point, prompt_len=prompt_len, num_layers=count)))
             for point in points

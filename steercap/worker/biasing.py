@@ -1,0 +1,256 @@
+"""Biases of logits: added to the rows of the right positions, pass by pass, and proof of the positions they have.
+
+The host knows which row of a pass's logits belongs to which position of which request. The device is asked for the
+same: where the row was taken from, and the position that the model read there. A position counts as biased once the two
+agree.
+
+Shape legend: logits = rows of logits of a pass; biased = those among them that are changed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from jaxtyping import Float, Int
+
+from steercap.core.biases import combined
+from steercap.core.messages import Wanted
+from steercap.core.rows import Ints
+from steercap.worker.batch import BatchRows
+from steercap.worker.steering import Steered
+
+#: From so many entries on, what is added to several rows alike is not written out for each of them.
+_LARGE: Final = 4096
+
+
+class Addend(NamedTuple):
+    """What is added to a row: ids int64 [entries], values float32 [entries], on the device."""
+
+    ids: torch.Tensor
+    values: torch.Tensor
+
+
+#: What is added to which rows of the logits: rows and ids, int64, and values, float32, which broadcast.
+Writes: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]"
+
+
+class Chosen(NamedTuple):
+    """The rows of one request that are biased.
+
+    Args:
+        steered: the request.
+        rows: indices among the rows of the logits, int64 [biased].
+        positions: their positions, int64 [biased].
+        masks: scopes that hold each of them, int32 [biased].
+    """
+
+    steered: Steered
+    rows: Ints
+    positions: Ints
+    masks: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """Biases that were put, whose rows' positions are on their way from the device.
+
+    Args:
+        chosen: request by request.
+        seen: the positions that the model read, on the host once `ready`, int64 [biased].
+        ready: waits for them; None if they are there.
+    """
+
+    chosen: tuple[Chosen, ...]
+    seen: torch.Tensor
+    ready: Any
+
+    def of(self, wanted: Sequence[Wanted]) -> bool:
+        """Whether it holds positions that are wanted."""
+        totals = {item.owner: item.total for item in wanted}
+        return any(one.positions[0] < totals.get(one.steered.owner, 0) for one in self.chosen)
+
+
+class Biasing:
+    """All logits that are biased on one rank.
+
+    Args:
+        device: where logits are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._requests: dict[str, Steered] = {}
+        self._batch: BatchRows | None = None
+        self._pending: deque[_Pending] = deque()
+        #: What the last pass added where, which the next one mostly does again.
+        self._last: tuple[object, Writes, torch.Tensor] | None = None
+
+    def __bool__(self) -> bool:
+        """Whether any request that runs has a bias."""
+        return bool(self._requests)
+
+    def enter(self, request_id: str, steered: Steered) -> None:
+        """A request that has a bias is scheduled for the first time."""
+        self._requests[request_id] = steered
+
+    def leave(self, request_ids: Iterable[str]) -> None:
+        """These requests will not run again."""
+        if self._requests:
+            for request_id in request_ids:
+                self._requests.pop(request_id, None)
+
+    def begin(self, batch: BatchRows) -> None:
+        """A pass is laid out; its logits come later."""
+        if (last := self._batch) is not None:
+            self._fail(last, "tokens were sampled from logits that had not got their biases")
+        self._batch = batch if self._requests else None
+        self._complete(lambda pending: pending.ready is None or pending.ready.query())
+
+    def refuse(self, reason: str) -> None:
+        """The logits of this pass cannot be biased."""
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            self._fail(batch, reason)
+
+    def put(
+        self,
+        logits: Float[torch.Tensor, "logits vocabulary"],
+        request_ids: Sequence[str],
+        counts: Ints,
+        indices: Int[torch.Tensor, " logits"],
+    ) -> Float[torch.Tensor, "logits vocabulary"]:
+        """The logits of a pass with their biases, in float32 if there are any.
+
+        Args:
+            logits: of the pass that was begun last; they are changed if they are float32.
+            request_ids: requests of the pass, in the order of its rows.
+            counts: how many rows of logits each has, those of its last tokens: int64 [requests].
+            indices: which token of the pass each row is of, on the device.
+        """
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return logits
+        if list(request_ids) != list(batch.request_ids) or int(counts.sum()) != len(logits):
+            self._fail(batch, "the rows of its logits are not those of the pass that was laid out")
+            return logits
+        chosen = self._choose(batch, counts, logits.shape[1])
+        if not chosen:
+            return logits
+        logits = logits.to(torch.float32)  # in 16 bits a small bias would be lost; samplers compute so anyway
+        writes, rows = self._writes(chosen)
+        for at, ids, values in writes:
+            logits[at, ids] += values
+        seen = batch.positions[indices[rows]].to("cpu", non_blocking=True)
+        self._pending.append(_Pending(chosen, seen, self._event()))
+        return logits
+
+    def confirm(self, wanted: Sequence[Wanted]) -> None:
+        """Wait until it is known what became of these positions, and of no others."""
+        last = next((pending for pending in reversed(self._pending) if pending.of(wanted)), None)
+        if last is not None:
+            while self._pending and self._take_in(self._pending.popleft()) is not last:
+                pass
+
+    def _choose(self, batch: BatchRows, counts: Ints, vocabulary: int) -> tuple[Chosen, ...]:
+        """The rows that are biased, request by request."""
+        found = []
+        stops, firsts = batch.starts + batch.counts, np.cumsum(counts) - counts
+        for index, name in enumerate(batch.request_ids):
+            if (steered := self._requests.get(name)) is None:
+                continue
+            positions = np.arange(stops[index] - counts[index], stops[index])
+            masks = steered.bias_masks(positions)
+            held = np.flatnonzero(masks)
+            if not len(held):
+                continue
+            if steered.highest >= vocabulary:
+                steered.fail(f"token {steered.highest} of a bias is not among the {vocabulary} that logits are of")
+                continue
+            found.append(Chosen(steered, held + firsts[index], positions[held], masks[held]))
+        return tuple(found)
+
+    def _writes(self, chosen: tuple[Chosen, ...]) -> tuple[Writes, torch.Tensor]:
+        """What is added where, and all rows that are biased, int64 on the device."""
+        slots = tuple(one.steered.slot for one in chosen)
+        key = tuple(
+            (id(slot), one.rows.tobytes(), one.masks.tobytes()) for slot, one in zip(slots, chosen, strict=True)
+        )
+        if self._last is None or self._last[0] != key:
+            rows = self._moved(np.concatenate([one.rows for one in chosen]))
+            self._last = key, self._new_writes(chosen), rows
+            self._kept = slots  # while they are known by their id, they live
+        return self._last[1:]
+
+    def _new_writes(self, chosen: tuple[Chosen, ...]) -> Writes:
+        groups: dict[tuple[int, int], tuple[Addend, list[int]]] = {}
+        for one in chosen:
+            for row, mask in zip(one.rows.tolist(), one.masks.tolist(), strict=True):
+                key = id(one.steered.slot), mask
+                if key not in groups:
+                    groups[key] = self._addend(one.steered, mask), []
+                groups[key][1].append(row)
+        writes: Writes = []
+        small = [group for group in groups.values() if len(group[0].ids) < _LARGE]
+        for addend, rows in groups.values():
+            if len(addend.ids) >= _LARGE:
+                writes.append((self._moved(np.array(rows))[:, None], addend.ids[None], addend.values))
+        if small:
+            rows = np.concatenate([np.repeat(rows, len(addend.ids)) for addend, rows in small])
+            ids = torch.cat([addend.ids for addend, rows in small for _ in rows])
+            values = torch.cat([addend.values for addend, rows in small for _ in rows])
+            writes.append((self._moved(rows), ids, values))
+        return writes
+
+    def _addend(self, steered: Steered, mask: int) -> Addend:
+        """What the biases of some scopes add up to; kept with the slot that holds them."""
+        slot = steered.slot
+        assert slot is not None, "a request whose slot holds something else was never entered"
+        if mask not in slot.addends:
+            ids, values = combined(slot.configuration.biases, mask)
+            slot.addends[mask] = Addend(self._moved(ids), self._moved(values))
+        addend: Addend = slot.addends[mask]
+        return addend
+
+    def _moved(self, array: np.ndarray) -> torch.Tensor:
+        """An array on the device, without waiting for it."""
+        tensor = torch.tensor(array)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+    def _event(self) -> Any:
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _complete(self, ready: Callable[[_Pending], bool]) -> None:
+        while self._pending and ready(self._pending[0]):
+            self._take_in(self._pending.popleft())
+
+    def _take_in(self, pending: _Pending) -> _Pending:
+        """Write down which positions were biased."""
+        if pending.ready is not None:
+            pending.ready.synchronize()
+        seen, start = pending.seen.numpy(), 0
+        for one in pending.chosen:
+            own, start = seen[start : start + len(one.rows)], start + len(one.rows)
+            wrong = np.flatnonzero(own != one.positions)
+            if len(wrong):
+                at = wrong[0]
+                one.steered.fail(f"the logits of position {own[at]} were biased as those of {one.positions[at]}")
+            one.steered.put(one.positions, [len(self._addend(one.steered, mask).ids) for mask in one.masks.tolist()])
+        return pending
+
+    def _fail(self, batch: BatchRows, reason: str) -> None:
+        """Fail the requests of a pass whose last row should have been biased."""
+        last = batch.starts + batch.counts - 1
+        for index, name in enumerate(batch.request_ids):
+            steered = self._requests.get(name)
+            if steered is not None and steered.bias_masks(last[index : index + 1]).any():
+                steered.fail(reason)
