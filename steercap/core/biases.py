@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from steercap.core.rows import Ints
 from steercap.core.tokens import Range, selected
 
 #: Most entries of all biases of a configuration together: 8 MiB of a frame.
@@ -47,13 +46,13 @@ class Bias(msgspec.Struct, frozen=True, array_like=True):
         return len(self.ids) // _IDS.itemsize
 
     @property
-    def entries(self) -> tuple[Ints, npt.NDArray[np.float32]]:
+    def entries(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Its ids, int64, and values, float32."""
         return np.frombuffer(self.ids, _IDS).astype(np.int64), np.frombuffer(self.values, _VALUES).astype(np.float32)
 
 
 @lru_cache(maxsize=64)
-def combined(biases: tuple[Bias, ...], mask: int) -> tuple[Ints, npt.NDArray[np.float32]]:
+def combined(biases: tuple[Bias, ...], mask: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """What some biases add up to: ids, each once, ascending, int64; values, float32.
 
     Args:

@@ -139,6 +139,11 @@ class Configuration(msgspec.Struct, frozen=True):
         """Rows of the bank that the blobs take."""
         return sum(blob.rows for blob in self.blobs)
 
+    @property
+    def bias_bytes(self) -> int:
+        """Bytes of its biases, which it carries itself."""
+        return sum(len(bias.ids) + len(bias.values) for bias in self.biases)
+
     def at(self, point: int) -> tuple[Entry, ...]:
         """The entries of one point, in order."""
         return tuple(entry for entry in self.entries if point in entry.points)

@@ -1,4 +1,4 @@
-"""Logits on a real engine: log probabilities of requests that ask for different ones in one batch."""
+"""Logits on a real engine: biases of them, and log probabilities of requests that ask for different ones in one batch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import torch
 from conftest import opened
 
-from steercap import SteerModel
+from steercap import Add, LogitBias, SteeringSpec, SteerModel
+from steercap.core.tokens import selected
+from steercap.errors import EmptySelection, InvalidSpec
 from steercap.testing import tiny_checkpoint
-from steercap.testing.rows import GREEDY, TINY_ENGINE, random_prompt
+from steercap.testing.reference import Reference
+from steercap.testing.rows import GREEDY, TINY_ENGINE, random_prompt, settled
+from steercap.testing.specs import edit, vector
+from steercap.testing.stress import Counts
 
 #: What requests of one batch ask vLLM for.
 ASKED: list[dict[str, Any]] = [
@@ -87,3 +93,176 @@ async def test_the_log_probabilities_of_named_tokens_are_those_of_the_whole_voca
     for at, whole in zip(named, everything, strict=True):
         for token, (_, value) in at.items():
             assert value == pytest.approx(whole[token][1], abs=1e-5)
+
+
+# Biases
+
+VOCABULARY = 512
+
+
+def varied(seed: int) -> torch.Tensor:
+    """A bias of every token."""
+    return vector(VOCABULARY, seed=seed) * 2
+
+
+STEADY = LogitBias({7: 1e4})  # whose text is token 7, again and again
+SPECS: list[SteeringSpec | LogitBias | None] = [
+    None,
+    LogitBias(dict.fromkeys(range(40, 90), 4.0)),
+    LogitBias(varied(1), tokens="generated"),
+    LogitBias(varied(2), tokens="last_prompt"),
+    LogitBias(varied(3), tokens="prompt"),
+    LogitBias(varied(4), tokens=slice(-2, None, 3)),
+    LogitBias(varied(5), tokens=[-1, 25, 26]),
+    LogitBias(varied(6), tokens=[position % 2 == 0 for position in range(24 + 15)]),
+    STEADY,
+    SteeringSpec([LogitBias(varied(7)), LogitBias({3: 6.0, 4: 2.5}, tokens="generated"), LogitBias({3: -1.0})]),
+    SteeringSpec([Add(vector(128, seed=8), 3.0, layer=1), LogitBias(varied(9), tokens=slice(26, 32))]),
+    SteeringSpec(
+        [
+            LogitBias(varied(10), tokens=["last_prompt", slice(30, None)]),
+            SteeringSpec([edit("cap", 128, layers="all"), edit("add", 128, layer=2)], preserve_norm=True),
+        ]
+    ),
+    edit("add", 128, layer=0),
+]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    """transformers on the same checkpoint."""
+    return Reference(tiny_checkpoint("qwen3"))
+
+
+def positions_biased(bias: LogitBias, prompt_len: int, tokens: int) -> int:
+    """Positions with logits that a bias holds."""
+    limit = prompt_len + tokens - 1
+    return int(selected(bias.selection.ranges(prompt_len, limit), limit)[prompt_len - 1 :].sum())
+
+
+async def test_biased_logits_are_those_of_transformers_with_a_processor_of_its_own(model, reference) -> None:
+    """Every scope, beside edits, in one batch: the tokens, the log probabilities of the whole vocabulary, and receipts."""
+    prompts = [random_prompt(6, 50 + number) * 4 for number in range(len(SPECS))]
+    params = {"max_tokens": 16, "logprobs": -1, **GREEDY}
+    for _ in range(2):  # the second time from the prefix cache
+        raws = await asyncio.gather(
+            *(
+                model.generate(prompt, params, steering=spec, raw_output=True)
+                for prompt, spec in zip(prompts, SPECS, strict=True)
+            )
+        )
+        for prompt, given, raw in zip(prompts, SPECS, raws, strict=True):
+            spec = given if given is None or isinstance(given, SteeringSpec) else SteeringSpec([given])
+            tokens, logprobs = reference.greedy(prompt, 16, spec)
+            (sample,) = raw.output.outputs
+            assert list(sample.token_ids) == tokens, given
+            for at, expected in zip(sample.logprobs, logprobs, strict=True):
+                found = torch.tensor([at[token].logprob for token in range(VOCABULARY)])
+                torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
+            for number, part in enumerate(spec.flat() if spec else ()):
+                if isinstance(part, LogitBias):
+                    assert raw.steering[0].rows[number] == positions_biased(part, len(prompt), 16)
+            if given is STEADY:
+                assert tokens == [7] * 16
+
+
+async def test_the_cache_is_shared_by_requests_that_differ_in_biases_alone(plain) -> None:
+    """A bias reaches no key or value, so a prompt is computed once; beside an edit it is computed once per edit."""
+    params = {"max_tokens": 2, **GREEDY}
+    prompt = random_prompt(200, 99)
+    change = edit("add", 128, layer=0)
+    cached = []
+    for spec in [None, LogitBias({3: 1.0}), LogitBias({4: 1.0}, tokens="last_prompt"), change]:
+        raw = await plain.generate(prompt, params, steering=spec, raw_output=True)
+        cached.append(raw.output.num_cached_tokens)
+    for bias in (LogitBias({3: 1.0}), LogitBias(varied(1))):
+        raw = await plain.generate(prompt, params, steering=SteeringSpec([change, bias]), raw_output=True)
+        cached.append(raw.output.num_cached_tokens)
+    assert cached[0] == cached[3] == 0
+    assert min(cached[1], cached[2], cached[4], cached[5]) >= 128
+
+
+async def test_chunks_preemption_and_the_prefix_cache_change_nothing(cramped, reference) -> None:
+    """Where chunks of prompts have logits that nobody samples from, and requests are computed twice."""
+    counts = Counts(cramped)
+    specs = [
+        LogitBias(varied(20 + number), tokens=["all", "generated", "last_prompt"][number % 3]) for number in range(16)
+    ]
+    prompts = [random_prompt(100 + number, 200 + number) for number in range(16)]
+    params = {"max_tokens": 60, **GREEDY}
+    raws = await asyncio.gather(
+        *(
+            cramped.generate(prompt, params, steering=spec, raw_output=True)
+            for prompt, spec in zip(prompts, specs, strict=True)
+        )
+    )
+    assert counts.since()["preemptions"] > 0
+    for prompt, spec, raw in zip(prompts, specs, raws, strict=True):
+        assert list(raw.output.outputs[0].token_ids) == reference.greedy(prompt, 60, SteeringSpec([spec]))[0]
+        assert raw.steering[0].rows == (positions_biased(spec, len(prompt), 60),)
+
+
+async def test_stop_strings_samples_and_streams_have_receipts(plain) -> None:
+    """Tokens past a stop string do not count; each sample is biased by itself; a stream that is left ends."""
+    favoured = LogitBias(dict.fromkeys(plain.tokenizer.encode("ab"), 1e3))
+    prompt = random_prompt(20, 3)
+    stopped = await plain.generate(
+        prompt,
+        {"max_tokens": 20, **GREEDY, "stop": ["aaa", "bbb", "aba", "bab", "aab", "bba", "abb", "baa"]},
+        steering=favoured,
+        raw_output=True,
+    )
+    length = len(stopped.output.outputs[0].token_ids)
+    assert length == 3
+    assert stopped.steering[0].rows == (3,)
+    sampled = await plain.generate(
+        prompt, {"max_tokens": 8, "n": 3, "temperature": 1.0, "ignore_eos": True}, steering=favoured, raw_output=True
+    )
+    assert [receipt.rows for receipt in sampled.steering] == [(8,)] * 3
+    for sample in sampled.output.outputs:
+        assert set(sample.text) <= {"a", "b"}
+    async for chunk in plain.stream(prompt, {"max_tokens": 20, **GREEDY}, steering=favoured):
+        assert chunk.text
+        break
+    await settled(plain)
+
+
+async def test_a_bias_decides_between_what_a_grammar_allows(plain) -> None:
+    """A token that the grammar bans stays banned, however large its bias."""
+    yes, no, other = plain.tokenizer.encode("ynq")
+    params = {"max_tokens": 4, "temperature": 0.0, "structured_outputs": {"choice": ["yes", "no"]}}
+    chosen = [
+        await plain.generate("Well: ", params, steering=LogitBias({yes: y, no: -y, other: 1e4})) for y in (30.0, -30.0)
+    ]
+    assert [text[:1] for text in chosen] == ["y", "n"]
+
+
+async def test_contexts_add_up(plain, reference) -> None:
+    """A bias in force around one that is given, and around an edit."""
+    prompt = random_prompt(24, 5)
+    outer, inner = LogitBias(varied(1)), SteeringSpec([edit("add", 128, layer=1), LogitBias(varied(2))])
+    async with plain.steered(outer), plain.steered(inner) as spec:
+        raw = await plain.generate(prompt, {"max_tokens": 10, **GREEDY}, raw_output=True)
+    assert list(raw.output.outputs[0].token_ids) == reference.greedy(prompt, 10, spec)[0]
+    assert raw.steering[0].rows == (10, 33, 10)
+
+
+async def test_what_cannot_be_biased_is_refused(plain) -> None:
+    """Tokens that the model does not have, positions without logits, log probabilities of the prompt."""
+    prompt, params = random_prompt(24, 5), {"max_tokens": 10, **GREEDY}
+    for wrong in (LogitBias({VOCABULARY: 1.0}), LogitBias(torch.ones(VOCABULARY + 1))):
+        with pytest.raises(InvalidSpec, match="vocabulary"):
+            await plain.generate(prompt, params, steering=wrong)
+    with pytest.raises(EmptySelection, match="logits are made"):
+        await plain.generate(prompt, params, steering=LogitBias({3: 1.0}, tokens=slice(0, 23)))
+    scored = {**params, "prompt_logprobs": 2}
+    with pytest.raises(InvalidSpec, match="prompt_logprobs"):
+        await plain.generate(prompt, scored, steering=LogitBias({3: 1.0}))
+    raw = await plain.generate(
+        prompt, scored, steering=LogitBias({3: 1.0}, tokens=["last_prompt", "generated"]), raw_output=True
+    )
+    clean = await plain.generate(prompt, scored, raw_output=True)
+    for found, expected in zip(raw.output.prompt_logprobs[1:], clean.output.prompt_logprobs[1:], strict=True):
+        assert {token: one.logprob for token, one in found.items()} == pytest.approx(
+            {token: one.logprob for token, one in expected.items()}, abs=1e-5
+        )
