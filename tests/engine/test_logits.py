@@ -10,13 +10,13 @@ import pytest
 import torch
 from conftest import opened
 
-from steercap import Add, LogitBias, SteeringSpec, SteerModel
-from steercap.core.tokens import selected
+from steercap import LogitBias, SteeringSpec, SteerModel
 from steercap.errors import EmptySelection, InvalidSpec
 from steercap.testing import tiny_checkpoint
+from steercap.testing.biases import VOCABULARY, biases_agree, positions_biased, varied
 from steercap.testing.reference import Reference
-from steercap.testing.rows import GREEDY, TINY_ENGINE, random_prompt, settled
-from steercap.testing.specs import edit, vector
+from steercap.testing.rows import GREEDY, TINY_ENGINE, counter, random_prompt, settled
+from steercap.testing.specs import edit
 from steercap.testing.stress import Counts
 
 #: What requests of one batch ask vLLM for.
@@ -97,36 +97,6 @@ async def test_the_log_probabilities_of_named_tokens_are_those_of_the_whole_voca
 
 # Biases
 
-VOCABULARY = 512
-
-
-def varied(seed: int) -> torch.Tensor:
-    """A bias of every token."""
-    return vector(VOCABULARY, seed=seed) * 2
-
-
-STEADY = LogitBias({7: 1e4})  # whose text is token 7, again and again
-SPECS: list[SteeringSpec | LogitBias | None] = [
-    None,
-    LogitBias(dict.fromkeys(range(40, 90), 4.0)),
-    LogitBias(varied(1), tokens="generated"),
-    LogitBias(varied(2), tokens="last_prompt"),
-    LogitBias(varied(3), tokens="prompt"),
-    LogitBias(varied(4), tokens=slice(-2, None, 3)),
-    LogitBias(varied(5), tokens=[-1, 25, 26]),
-    LogitBias(varied(6), tokens=[position % 2 == 0 for position in range(24 + 15)]),
-    STEADY,
-    SteeringSpec([LogitBias(varied(7)), LogitBias({3: 6.0, 4: 2.5}, tokens="generated"), LogitBias({3: -1.0})]),
-    SteeringSpec([Add(vector(128, seed=8), 3.0, layer=1), LogitBias(varied(9), tokens=slice(26, 32))]),
-    SteeringSpec(
-        [
-            LogitBias(varied(10), tokens=["last_prompt", slice(30, None)]),
-            SteeringSpec([edit("cap", 128, layers="all"), edit("add", 128, layer=2)], preserve_norm=True),
-        ]
-    ),
-    edit("add", 128, layer=0),
-]
-
 
 @pytest.fixture(scope="module")
 def reference() -> Reference:
@@ -134,36 +104,17 @@ def reference() -> Reference:
     return Reference(tiny_checkpoint("qwen3"))
 
 
-def positions_biased(bias: LogitBias, prompt_len: int, tokens: int) -> int:
-    """Positions with logits that a bias holds."""
-    limit = prompt_len + tokens - 1
-    return int(selected(bias.selection.ranges(prompt_len, limit), limit)[prompt_len - 1 :].sum())
-
-
 async def test_biased_logits_are_those_of_transformers_with_a_processor_of_its_own(model, reference) -> None:
-    """Every scope, beside edits, in one batch: the tokens, the log probabilities of the whole vocabulary, and receipts."""
-    prompts = [random_prompt(6, 50 + number) * 4 for number in range(len(SPECS))]
-    params = {"max_tokens": 16, "logprobs": -1, **GREEDY}
-    for _ in range(2):  # the second time from the prefix cache
-        raws = await asyncio.gather(
-            *(
-                model.generate(prompt, params, steering=spec, raw_output=True)
-                for prompt, spec in zip(prompts, SPECS, strict=True)
-            )
-        )
-        for prompt, given, raw in zip(prompts, SPECS, raws, strict=True):
-            spec = given if given is None or isinstance(given, SteeringSpec) else SteeringSpec([given])
-            tokens, logprobs = reference.greedy(prompt, 16, spec)
-            (sample,) = raw.output.outputs
-            assert list(sample.token_ids) == tokens, given
-            for at, expected in zip(sample.logprobs, logprobs, strict=True):
-                found = torch.tensor([at[token].logprob for token in range(VOCABULARY)])
-                torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
-            for number, part in enumerate(spec.flat() if spec else ()):
-                if isinstance(part, LogitBias):
-                    assert raw.steering[0].rows[number] == positions_biased(part, len(prompt), 16)
-            if given is STEADY:
-                assert tokens == [7] * 16
+    """Every scope, beside edits, in one batch: tokens, log probabilities, receipts."""
+    before = counter(model, "counter_spec_decode_num_accepted_tokens") if drafts(model) else 0
+    await biases_agree(model, reference)
+    if drafts(model):
+        assert counter(model, "counter_spec_decode_num_accepted_tokens") > before + 10
+
+
+def drafts(model: SteerModel) -> bool:
+    """Whether an engine drafts tokens."""
+    return model.engine.vllm_config.speculative_config is not None
 
 
 async def test_the_cache_is_shared_by_requests_that_differ_in_biases_alone(plain) -> None:

@@ -19,7 +19,7 @@ from steercap.cli.doctor.facts import gather
 
 HERE = Path(__file__).parent
 #: Files of tests, and how many each has at least.
-FILES = {"test_capture.py": 40, "test_steering.py": 25, "test_stress.py": 9}
+FILES = {"test_capture.py": 40, "test_steering.py": 25, "test_stress.py": 9, "test_logits.py": 12}
 SAYS = f"{Path(__file__).name}::test_the_doctor_names_the_runner_that_runs"
 
 
