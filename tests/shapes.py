@@ -34,6 +34,7 @@ CHECKED: Final = (
     "steercap.vectors.methods",
     "steercap.views",
     "steercap.worker.arena",
+    "steercap.worker.biasing",
     "steercap.worker.reduce",
     "steercap.worker.taps.base",
     "steercap.worker.taps.host",

@@ -23,7 +23,7 @@ from steercap.core.biases import combined
 from steercap.core.messages import Wanted
 from steercap.core.rows import Ints
 from steercap.worker.batch import BatchRows
-from steercap.worker.steering import Steered
+from steercap.worker.steering import Slot, Steered
 
 #: From so many entries on, what is added to several rows alike is not written out for each of them.
 _LARGE: Final = 4096
@@ -88,8 +88,8 @@ class Biasing:
         self._requests: dict[str, Steered] = {}
         self._batch: BatchRows | None = None
         self._pending: deque[_Pending] = deque()
-        #: What the last pass added where, which the next one mostly does again.
-        self._last: tuple[object, Writes, torch.Tensor] | None = None
+        #: What the last pass added where, which the next one mostly does again; slots are known by their id, and so kept.
+        self._last: tuple[object, tuple[Slot | None, ...], Writes, torch.Tensor] | None = None
 
     def __bool__(self) -> bool:
         """Whether any request that runs has a bias."""
@@ -183,9 +183,8 @@ class Biasing:
         )
         if self._last is None or self._last[0] != key:
             rows = self._moved(np.concatenate([one.rows for one in chosen]))
-            self._last = key, self._new_writes(chosen), rows
-            self._kept = slots  # while they are known by their id, they live
-        return self._last[1:]
+            self._last = key, slots, self._new_writes(chosen), rows
+        return self._last[2:]
 
     def _new_writes(self, chosen: tuple[Chosen, ...]) -> Writes:
         groups: dict[tuple[int, int], tuple[Addend, list[int]]] = {}

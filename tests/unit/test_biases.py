@@ -159,7 +159,10 @@ def test_a_pass_without_biases_costs_nothing() -> None:
     for names, starts in ((["plain"], [0]), (["a"], [PROMPT]), (["a", "plain"], [2, 0])):
         bench.lay_out(names, starts, [1] * len(names))
         logits = torch.randn(len(names), VOCABULARY, dtype=torch.bfloat16)
-        assert bench.runtime.biasing.put(logits, names, np.ones(len(names), dtype=np.int64), torch.arange(2)) is logits
+        assert (
+            bench.runtime.biasing.put(logits, names, np.ones(len(names), dtype=np.int64), torch.arange(len(names)))
+            is logits
+        )
     bench.runtime.forget(["a"])
     assert not bench.runtime.biasing
 
@@ -330,3 +333,15 @@ def test_keys_and_values_depend_on_edits_alone() -> None:
         for one in (alone, other)
     }
     assert len(names) == 1
+
+
+def test_files_with_biases_alone_arm_no_site(tmp_path) -> None:
+    """The command line reads sites off edits of rows, shows biases, and looks at their tokens when the model is loaded."""
+    from steercap.cli.inspection import inspected
+    from steercap.cli.steering import sites_of
+
+    spec = SteeringSpec([LogitBias({3: 1.0}), LogitBias(torch.ones(9))])
+    assert sites_of(spec) == ()
+    assert sites_of(spec + SteeringSpec([Add(torch.ones(4), layer=0, site="mlp_out")])) == ("mlp_out",)
+    shown = str(inspected(spec.save(tmp_path / "biases.safetensors")))
+    assert "LogitBias({3: 1.0}, tokens='all')" in shown
