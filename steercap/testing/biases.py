@@ -106,12 +106,13 @@ def _difference(given: Any, raw: RawOutput, tokens: Sequence[int], logprobs: tor
     assert list(sample.token_ids) == list(tokens), given
     for number, part in enumerate(spec_of(given).flat() if given is not None else ()):
         if isinstance(part, LogitBias):
+            assert raw.steering is not None
             assert raw.steering[0].rows[number] == positions_biased(part, PROMPT, TOKENS), part
     said: Sequence[Mapping[int, Any]] = sample.logprobs or ()
     assert len(said) == TOKENS, given
     assert all(len(at) >= SHOWN for at in said), given
     return max(
-        abs(one.logprob - float(row[token]))
+        abs(float(one.logprob) - float(row[token]))
         for at, row in zip(said, logprobs, strict=True)
         for token, one in at.items()
     )

@@ -88,7 +88,7 @@ class Biasing:
         self._requests: dict[str, Steered] = {}
         self._batch: BatchRows | None = None
         self._pending: deque[_Pending] = deque()
-        #: What the last pass added where, which the next one mostly does again; slots are known by their id, and so kept.
+        #: What the last pass added where, which the next one mostly does again; and slots, which are known by their id.
         self._last: tuple[object, tuple[Slot | None, ...], Writes, torch.Tensor] | None = None
 
     def __bool__(self) -> bool:
