@@ -14,7 +14,6 @@ from steercap import LogitBias, SteeringSpec, SteerModel
 from steercap.errors import EmptySelection, InvalidSpec
 from steercap.testing import tiny_checkpoint
 from steercap.testing.biases import VOCABULARY, biases_agree, positions_biased, varied
-from steercap.testing.reference import Reference
 from steercap.testing.rows import GREEDY, TINY_ENGINE, counter, random_prompt, settled
 from steercap.testing.specs import edit
 from steercap.testing.stress import Counts
@@ -98,16 +97,10 @@ async def test_the_log_probabilities_of_named_tokens_are_those_of_the_whole_voca
 # Biases
 
 
-@pytest.fixture(scope="module")
-def reference() -> Reference:
-    """transformers on the same checkpoint."""
-    return Reference(tiny_checkpoint("qwen3"))
-
-
-async def test_biased_logits_are_those_of_transformers_with_a_processor_of_its_own(model, reference) -> None:
+async def test_biased_logits_are_those_of_transformers_with_a_processor_of_its_own(model, tiny_reference) -> None:
     """Every scope, beside edits, in one batch: tokens, log probabilities, receipts."""
     before = counter(model, "counter_spec_decode_num_accepted_tokens") if drafts(model) else 0
-    await biases_agree(model, reference)
+    await biases_agree(model, tiny_reference)
     if drafts(model):
         assert counter(model, "counter_spec_decode_num_accepted_tokens") > before + 10
 
@@ -133,7 +126,7 @@ async def test_the_cache_is_shared_by_requests_that_differ_in_biases_alone(plain
     assert min(cached[1], cached[2], cached[4], cached[5]) >= 128
 
 
-async def test_chunks_preemption_and_the_prefix_cache_change_nothing(cramped, reference) -> None:
+async def test_chunks_preemption_and_the_prefix_cache_change_nothing(cramped, tiny_reference) -> None:
     """Where chunks of prompts have logits that nobody samples from, and requests are computed twice."""
     counts = Counts(cramped)
     specs = [
@@ -149,7 +142,7 @@ async def test_chunks_preemption_and_the_prefix_cache_change_nothing(cramped, re
     )
     assert counts.since()["preemptions"] > 0
     for prompt, spec, raw in zip(prompts, specs, raws, strict=True):
-        assert list(raw.output.outputs[0].token_ids) == reference.greedy(prompt, 60, SteeringSpec([spec]))[0]
+        assert list(raw.output.outputs[0].token_ids) == tiny_reference.greedy(prompt, 60, SteeringSpec([spec]))[0]
         assert raw.steering[0].rows == (positions_biased(spec, len(prompt), 60),)
 
 
@@ -188,13 +181,13 @@ async def test_a_bias_decides_between_what_a_grammar_allows(plain) -> None:
     assert [text[:1] for text in chosen] == ["y", "n"]
 
 
-async def test_contexts_add_up(plain, reference) -> None:
+async def test_contexts_add_up(plain, tiny_reference) -> None:
     """A bias in force around one that is given, and around an edit."""
     prompt = random_prompt(24, 5)
     outer, inner = LogitBias(varied(1)), SteeringSpec([edit("add", 128, layer=1), LogitBias(varied(2))])
     async with plain.steered(outer), plain.steered(inner) as spec:
         raw = await plain.generate(prompt, {"max_tokens": 10, **GREEDY}, raw_output=True)
-    assert list(raw.output.outputs[0].token_ids) == reference.greedy(prompt, 10, spec)[0]
+    assert list(raw.output.outputs[0].token_ids) == tiny_reference.greedy(prompt, 10, spec)[0]
     assert raw.steering[0].rows == (10, 33, 10)
 
 
