@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
 
@@ -23,37 +22,44 @@ from steercap.core.biases import combined
 from steercap.core.messages import Wanted
 from steercap.core.rows import Ints
 from steercap.worker.batch import BatchRows
-from steercap.worker.steering import Slot, Steered
+from steercap.worker.steering import Steered
 
 #: From so many entries on, what is added to several rows alike is not written out for each of them.
 _LARGE: Final = 4096
 
 
 class Addend(NamedTuple):
-    """What is added to a row: ids int64 [entries], values float32 [entries], on the device."""
+    """What is added to a row.
+
+    Args:
+        ids: int64 [entries], on the device.
+        values: float32 [entries], on the device.
+        entries: how many.
+    """
 
     ids: torch.Tensor
     values: torch.Tensor
+    entries: int
 
 
 #: What is added to which rows of the logits: rows and ids, int64, and values, float32, which broadcast.
 Writes: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]"
 
 
-class Chosen(NamedTuple):
-    """The rows of one request that are biased.
+class Biased(NamedTuple):
+    """A row of logits that is biased.
 
     Args:
-        steered: the request.
-        rows: indices among the rows of the logits, int64 [biased].
-        positions: their positions, int64 [biased].
-        masks: scopes that hold each of them, int32 [biased].
+        steered: its request.
+        row: its index among the rows of the pass.
+        position: of the token that it was made at.
+        mask: the scopes of biases that hold it.
     """
 
     steered: Steered
-    rows: Ints
-    positions: Ints
-    masks: npt.NDArray[np.int32]
+    row: int
+    position: int
+    mask: int
 
 
 @dataclass(frozen=True)
@@ -61,19 +67,19 @@ class _Pending:
     """Biases that were put, whose rows' positions are on their way from the device.
 
     Args:
-        chosen: request by request.
+        chosen: row by row.
         seen: the positions that the model read, on the host once `ready`, int64 [biased].
         ready: waits for them; None if they are there.
     """
 
-    chosen: tuple[Chosen, ...]
+    chosen: Sequence[Biased]
     seen: torch.Tensor
     ready: Any
 
     def of(self, wanted: Sequence[Wanted]) -> bool:
         """Whether it holds positions that are wanted."""
         totals = {item.owner: item.total for item in wanted}
-        return any(one.positions[0] < totals.get(one.steered.owner, 0) for one in self.chosen)
+        return any(one.position < totals.get(one.steered.owner, 0) for one in self.chosen)
 
 
 class Biasing:
@@ -89,7 +95,7 @@ class Biasing:
         self._batch: BatchRows | None = None
         self._pending: deque[_Pending] = deque()
         #: What the last pass added where, which the next one mostly does again; and slots, which are known by their id.
-        self._last: tuple[object, tuple[Slot | None, ...], Writes, torch.Tensor] | None = None
+        self._last: tuple[object, object, Writes, torch.Tensor] | None = None
 
     def __bool__(self) -> bool:
         """Whether any request that runs has a bias."""
@@ -157,64 +163,57 @@ class Biasing:
             while self._pending and self._take_in(self._pending.popleft()) is not last:
                 pass
 
-    def _choose(self, batch: BatchRows, counts: Ints, vocabulary: int) -> tuple[Chosen, ...]:
-        """The rows that are biased, request by request."""
-        found = []
-        stops, firsts = batch.starts + batch.counts, np.cumsum(counts) - counts
-        for index, name in enumerate(batch.request_ids):
-            if (steered := self._requests.get(name)) is None:
-                continue
-            positions = np.arange(stops[index] - counts[index], stops[index])
-            masks = steered.bias_masks(positions)
-            held = np.flatnonzero(masks)
-            if not len(held):
-                continue
-            if steered.highest >= vocabulary:
+    def _choose(self, batch: BatchRows, counts: Ints, vocabulary: int) -> list[Biased]:
+        """The rows that are biased. Most requests have one row in a pass, so that numbers are faster than arrays."""
+        found, row = [], 0
+        stops = (batch.starts + batch.counts).tolist()
+        for name, stop, count in zip(batch.request_ids, stops, counts.tolist(), strict=True):
+            steered = self._requests.get(name)
+            if steered is not None and steered.highest >= vocabulary:
                 steered.fail(f"token {steered.highest} of a bias is not among the {vocabulary} that logits are of")
-                continue
-            found.append(Chosen(steered, held + firsts[index], positions[held], masks[held]))
-        return tuple(found)
+            elif steered is not None:
+                for along in range(count):
+                    position = stop - count + along
+                    if mask := steered.bias_mask(position):
+                        found.append(Biased(steered, row + along, position, mask))
+            row += count
+        return found
 
-    def _writes(self, chosen: tuple[Chosen, ...]) -> tuple[Writes, torch.Tensor]:
+    def _writes(self, chosen: Sequence[Biased]) -> tuple[Writes, torch.Tensor]:
         """What is added where, and all rows that are biased, int64 on the device."""
-        slots = tuple(one.steered.slot for one in chosen)
-        key = tuple(
-            (id(slot), one.rows.tobytes(), one.masks.tobytes()) for slot, one in zip(slots, chosen, strict=True)
-        )
+        key = [(one.row, one.mask, id(one.steered.slot)) for one in chosen]
         if self._last is None or self._last[0] != key:
-            rows = self._moved(np.concatenate([one.rows for one in chosen]))
-            self._last = key, slots, self._new_writes(chosen), rows
+            slots = tuple(one.steered.slot for one in chosen)
+            self._last = key, slots, self._new_writes(chosen), self._moved(np.array([one.row for one in chosen]))
         return self._last[2:]
 
-    def _new_writes(self, chosen: tuple[Chosen, ...]) -> Writes:
+    def _new_writes(self, chosen: Sequence[Biased]) -> Writes:
         groups: dict[tuple[int, int], tuple[Addend, list[int]]] = {}
         for one in chosen:
-            for row, mask in zip(one.rows.tolist(), one.masks.tolist(), strict=True):
-                key = id(one.steered.slot), mask
-                if key not in groups:
-                    groups[key] = self._addend(one.steered, mask), []
-                groups[key][1].append(row)
+            key = id(one.steered.slot), one.mask
+            if key not in groups:
+                groups[key] = self._addend(one), []
+            groups[key][1].append(one.row)
         writes: Writes = []
-        small = [group for group in groups.values() if len(group[0].ids) < _LARGE]
+        small = [group for group in groups.values() if group[0].entries < _LARGE]
         for addend, rows in groups.values():
-            if len(addend.ids) >= _LARGE:
+            if addend.entries >= _LARGE:
                 writes.append((self._moved(np.array(rows))[:, None], addend.ids[None], addend.values))
         if small:
-            rows = np.concatenate([np.repeat(rows, len(addend.ids)) for addend, rows in small])
+            rows_of_all = np.concatenate([np.repeat(rows, addend.entries) for addend, rows in small])
             ids = torch.cat([addend.ids for addend, rows in small for _ in rows])
             values = torch.cat([addend.values for addend, rows in small for _ in rows])
-            writes.append((self._moved(rows), ids, values))
+            writes.append((self._moved(rows_of_all), ids, values))
         return writes
 
-    def _addend(self, steered: Steered, mask: int) -> Addend:
-        """What the biases of some scopes add up to; kept with the slot that holds them."""
-        slot = steered.slot
+    def _addend(self, one: Biased) -> Addend:
+        """What the biases of a row add up to; kept with the slot that holds them."""
+        slot = one.steered.slot
         assert slot is not None, "a request whose slot holds something else was never entered"
-        if mask not in slot.addends:
-            ids, values = combined(slot.configuration.biases, mask)
-            slot.addends[mask] = Addend(self._moved(ids), self._moved(values))
-        addend: Addend = slot.addends[mask]
-        return addend
+        if (addend := slot.addends.get(one.mask)) is None:
+            ids, values = combined(slot.configuration.biases, one.mask)
+            addend = slot.addends[one.mask] = Addend(self._moved(ids), self._moved(values), len(ids))
+        return cast("Addend", addend)
 
     def _moved(self, array: np.ndarray) -> torch.Tensor:
         """An array on the device, without waiting for it."""
@@ -236,20 +235,16 @@ class Biasing:
         """Write down which positions were biased."""
         if pending.ready is not None:
             pending.ready.synchronize()
-        seen, start = pending.seen.numpy(), 0
-        for one in pending.chosen:
-            own, start = seen[start : start + len(one.rows)], start + len(one.rows)
-            wrong = np.flatnonzero(own != one.positions)
-            if len(wrong):
-                at = wrong[0]
-                one.steered.fail(f"the logits of position {own[at]} were biased as those of {one.positions[at]}")
-            one.steered.put(one.positions, [len(self._addend(one.steered, mask).ids) for mask in one.masks.tolist()])
+        for one, seen in zip(pending.chosen, pending.seen.tolist(), strict=True):
+            if seen != one.position:
+                one.steered.fail(f"the logits of position {seen} were biased as those of {one.position}")
+            one.steered.put(one.position, self._addend(one).entries)
         return pending
 
     def _fail(self, batch: BatchRows, reason: str) -> None:
         """Fail the requests of a pass whose last row should have been biased."""
-        last = batch.starts + batch.counts - 1
-        for index, name in enumerate(batch.request_ids):
+        last = (batch.starts + batch.counts - 1).tolist()
+        for name, position in zip(batch.request_ids, last, strict=True):
             steered = self._requests.get(name)
-            if steered is not None and steered.bias_masks(last[index : index + 1]).any():
+            if steered is not None and steered.bias_mask(position):
                 steered.fail(reason)

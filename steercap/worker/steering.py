@@ -121,15 +121,13 @@ class Steered:
         found = enumerate(positions.tolist())
         return {index: self._replacements[position] for index, position in found if position in self._replacements}
 
-    def bias_masks(self, positions: Ints) -> npt.NDArray[np.int32]:
-        """The scopes of biases that hold some positions, 0 for those whose logits are left alone: int32 [positions]."""
-        held = positions < len(self._entries)
-        masks: npt.NDArray[np.int32] = np.where(held, self._bias_masks[np.where(held, positions, 0)], 0)
-        return masks
+    def bias_mask(self, position: int) -> int:
+        """The scopes of biases that hold a position, 0 if its logits are left alone."""
+        return int(self._bias_masks[position]) if position < len(self._bias_masks) else 0
 
-    def put(self, positions: Ints, entries: Sequence[int]) -> None:
-        """So many logits of these positions were biased; those of a draft that was rejected come again."""
-        self._entries[positions] = entries
+    def put(self, position: int, entries: int) -> None:
+        """So many logits of this position were biased; those of a draft that was rejected come again."""
+        self._entries[position] = entries
 
     def fail(self, reason: str) -> None:
         """An edit was not made; the first reason is kept."""
