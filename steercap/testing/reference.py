@@ -131,8 +131,8 @@ class Reference:
         with extra("cuda", "cpu"):
             from transformers import GenerationConfig, LogitsProcessorList
 
-        prompt_len = len(token_ids)
-        config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        prompt_len, none = len(token_ids), self.model.config.get_text_config().vocab_size  # a token that never comes
+        config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=none, pad_token_id=0)
         processors = LogitsProcessorList([biasing(steering, prompt_len, tokens)])
         with self._hooked, ExitStack() as hooks, torch.inference_mode():
             self._visit(hooks, self._edits(steering, prompt_len))
