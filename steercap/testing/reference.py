@@ -132,7 +132,15 @@ class Reference:
             from transformers import GenerationConfig, LogitsProcessorList
 
         prompt_len, none = len(token_ids), self.model.config.get_text_config().vocab_size  # a token that never comes
-        config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=none, pad_token_id=0)
+        config = GenerationConfig(
+            max_new_tokens=tokens,
+            do_sample=False,
+            eos_token_id=none,
+            pad_token_id=0,
+            use_cache=False,  # so that hooks see all positions, from the first
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
         processors = LogitsProcessorList([biasing(steering, prompt_len, tokens)])
         with self._hooked, ExitStack() as hooks, torch.inference_mode():
             self._visit(hooks, self._edits(steering, prompt_len))
@@ -140,9 +148,6 @@ class Reference:
                 torch.tensor([list(token_ids)], device=self.model.device),
                 generation_config=config,
                 logits_processor=processors,
-                use_cache=False,  # so that hooks see all positions, from the first
-                return_dict_in_generate=True,
-                output_scores=True,
             )
         scores = torch.cat(found.scores).float()
         return found.sequences[0, prompt_len:].tolist(), scores.log_softmax(-1).cpu()
