@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from steercap.saes.features import Features
     from steercap.saes.sae import SAE
     from steercap.sketches.sketch import Sketch
+    from steercap.steering.logit_bias import LogitBias
     from steercap.steering.spec import SteeringSpec
     from steercap.vectors.calibration import Calibration
 
@@ -60,6 +61,7 @@ _HOMES = {
     "CaptureSpec": "steercap.core.spec",
     "Chunk": "steercap.requests.stream",
     "Features": "steercap.saes.features",
+    "LogitBias": "steercap.steering.logit_bias",
     "LowRank": "steercap.edits.low_rank",
     "Manifest": "steercap.requests.manifest",
     "Point": "steercap.core.spec",
@@ -97,6 +99,7 @@ __all__ = [
     "CaptureSpec",
     "Chunk",
     "Features",
+    "LogitBias",
     "LowRank",
     "Manifest",
     "Point",

@@ -35,6 +35,7 @@ CHECKED: Final = (
     "steercap.vectors.methods",
     "steercap.views",
     "steercap.worker.arena",
+    "steercap.worker.biasing",
     "steercap.worker.reduce",
     "steercap.worker.taps.base",
     "steercap.worker.taps.host",

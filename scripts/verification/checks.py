@@ -23,6 +23,7 @@ from steercap.testing import Parity, Reference, agreement, compare_rows, stress,
 from steercap.testing.agreement import EVERYTHING, captured, same_tokens_elsewhere, worst_of
 from steercap.testing.attention import attention_agrees
 from steercap.testing.bad import BAD_REQUESTS
+from steercap.testing.biases import biases_agree
 from steercap.testing.codecs import codecs_agree
 from steercap.testing.experts import experts_agree
 from steercap.testing.lora import adapters_agree
@@ -341,6 +342,29 @@ async def check_stress(run: Run, show: Show) -> None:
     assert not failed, "; ".join(failed)
 
 
+async def check_bias(run: Run, show: Show) -> None:
+    """Biases of logits of every scope, beside edits, in one batch: tokens and log probabilities of transformers, each
+    with a processor of its own; and with drafts, as far as the tokens go.
+    """
+    reference = run.engines.reference(tiny_checkpoint("qwen3"))
+
+    async def one(name: str) -> None:
+        model = await run.engines.get(name)
+        before = _drafts(model) if name in _methods(run.machine) else None
+        show[name] = f"{await biases_agree(model, reference):.1e} nats"
+        if before is not None:
+            drafts = {kind: count - before[kind] for kind, count in _drafts(model).items()}
+            show[name] += f", drafts {drafts}"
+            happened(drafts, accepted=5, rejected=5)
+
+    await each(_bias_engines(run), one)
+
+
+def _bias_engines(run: Run) -> list[str]:
+    layouts = ["tensor_parallel_size", "pipeline_parallel_size"] if not _two_workers(run.machine) else []
+    return ["qwen3", *_methods(run.machine), *layouts]
+
+
 async def check_overflow(run: Run, show: Show) -> None:
     """Edits that overflow fail alone, in every dtype, eager and with graphs; rows of clean requests stay what they were."""
 
@@ -626,6 +650,7 @@ CHECKS: dict[str, Check] = {
     "lora": Check(check_lora, lambda _run: ["lora"]),
     "graphs": Check(check_graphs, lambda run: [name for pair in _pairs(run.machine) for name in pair]),
     "stress": Check(check_stress, lambda _run: ["cramped"]),
+    "bias": Check(check_bias, _bias_engines),
     "overflow": Check(check_overflow, _overflow_engines),
     "bad": Check(check_bad, lambda _run: ["qwen3"]),
     "projections": Check(check_projections, lambda _run: ["qwen3"]),

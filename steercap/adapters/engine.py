@@ -80,6 +80,7 @@ class VllmEngine:
         self.vocabulary: int = config.get_vocab_size()
         self.config: Final = config.hf_text_config
         self.max_logprobs: int = config.max_logprobs
+        self._verifies_on_v2 = llm.vllm_config.use_v2_model_runner and llm.vllm_config.speculative_config is not None
         #: Tokens that a request may be computed beyond its end, which the scheduler learns of too late.
         self.overshoot = overshoot(llm.vllm_config)
 
@@ -157,9 +158,15 @@ class VllmEngine:
         """A copy of the user's sampling parameters, vLLM's defaults where None.
 
         Raises:
-            InvalidRequest: see `read_params`.
+            InvalidRequest: see `read_params`; or it asks for what this engine's runner leaves out in silence.
         """
-        return read_params(params)
+        found = read_params(params)
+        if found.logprob_token_ids and self._verifies_on_v2:
+            raise InvalidRequest(
+                "logprob_token_ids: Model Runner V2 leaves them out where it verifies drafts; use logprobs=, or start "
+                "without speculative_config"
+            )
+        return found
 
     async def checked(self, prompt: Rendered, params: SamplingParams, options: Mapping[str, Any]) -> dict[str, Any]:
         """Check that the engine takes a request, before it is sent.

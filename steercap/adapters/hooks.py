@@ -135,7 +135,15 @@ def attach(runner: Any) -> None:
     project = projecting(decoder.layers, family, installed.shard)
     choose = choosing(decoder.layers, family, runner.dtype)
     runtime = Runtime(
-        taps, names, runner.device, loaded=loaded, unembed=unembed, project=project, choose=choose, attention=rules
+        taps,
+        names,
+        runner.device,
+        loaded=loaded,
+        unembed=unembed,
+        project=project,
+        choose=choose,
+        attention=rules,
+        samples=get_pp_group().is_last_rank,
     )
     setattr(runner, RUNTIME_ATTRIBUTE, runtime)
     bind(taps)

@@ -475,6 +475,8 @@ class SteeringRecord(Message, frozen=True):
         rows: rows that each edit touched, all its points on this rank together.
         failure: why the edits cannot be trusted, or None.
         primary: whether these rows count in the receipt; the other ranks of a tensor-parallel group touch the same.
+        biased: bit `i` says whether the logits of position `i` got their biases here; None where none are made.
+        entries: how many logits these were, all positions together.
     """
 
     owner: Owner
@@ -482,6 +484,8 @@ class SteeringRecord(Message, frozen=True):
     rows: tuple[int, ...]
     failure: str | None
     primary: bool
+    biased: bytes | None = None
+    entries: int = 0
 
 
 class Settled(Message, frozen=True):

@@ -97,6 +97,7 @@ class Engine:
             num_layers=vllm.num_layers,
             settings=settings,
             exists=self.exists,
+            vocabulary=vllm.vocabulary,
         )
         attached = [rank.attached for rank in self._all_ranks]
         self.reductions: Final = min(one.reductions for one in attached)

@@ -51,8 +51,7 @@ class Metric(ABC):
 class LogitDifference(Metric):
     """How much more likely one token is than another, right after the prompt: the difference of their logits.
 
-    Differences of logits and of log probabilities are the same number, in nats. Asked by `logprob_token_ids`: see
-    docs/patching.md for what that does to other requests with `logprobs=` in the same batch.
+    Differences of logits and of log probabilities are the same number, in nats.
 
     Args:
         answers: (right, wrong) of each pair, or one such tuple for all; token ids, or texts of one token, " Mary".

@@ -12,6 +12,7 @@ from steercap.steering.spec import SteeringSpec
 if TYPE_CHECKING:
     from steercap.adapters.types import SamplingParams
     from steercap.edits.base import Edit
+    from steercap.steering.logit_bias import LogitBias
 
 
 Value = TypeVar("Value")
@@ -25,7 +26,7 @@ Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 #: What a prompt gives: its text, or with `n > 1`, which no type checker sees, those of its samples.
 Text: TypeAlias = str | list[str]
 #: What one prompt's `steering=` may be.
-Steering: TypeAlias = "SteeringSpec | Edit | None"
+Steering: TypeAlias = "SteeringSpec | Edit | LogitBias | None"
 #: vLLM's SamplingParams or their fields, for all prompts or one each.
 Params: TypeAlias = "SamplingParams | Mapping[str, Any] | Sequence[Any] | None"
 On: TypeAlias = Literal[True]

@@ -27,7 +27,7 @@ from steercap.requests.lifecycle import Lifecycle, Source
 from steercap.requests.sketching import RunningSketch, enter, joint_capture
 from steercap.saes.compiling import Readers
 from steercap.steering.calibration import Calibrated
-from steercap.steering.lowering import scopes_of
+from steercap.steering.lowering import biased_by, scopes_of
 from steercap.steering.projection import Projected
 
 if TYPE_CHECKING:
@@ -138,7 +138,10 @@ async def prepare(
             accumulates=not sampling.stop and sampling.n <= engine.reductions,
             vectors=None if needed is None else needed.plan,
         )
-    change = None if lowered is None else Change(lowered, *scopes_of(lowered, prompt_len, limit))
+    change = None
+    if lowered is not None:
+        change = Change(lowered, *scopes_of(lowered, prompt_len, limit), biased_by(lowered, prompt_len, limit))
+        _check_prompt_logprobs(sampling, change, prompt_len)
     plan = None
     if capture is not None or change is not None:
         plan = Plan(engine.new_key(), prompt_len, limit, sampling.n, capture)
@@ -158,6 +161,20 @@ async def prepare(
         sketches=tuple(sketches),
         hands_over=hands_over,
     )
+
+
+def _check_prompt_logprobs(sampling: SamplingParams, change: Change, prompt_len: int) -> None:
+    """Check that no log probabilities are asked for of logits that vLLM makes beside those that are biased.
+
+    Raises:
+        InvalidSpec: they are.
+    """
+    asked = sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None
+    if asked and any(selected(ranges, prompt_len - 1).any() for ranges in change.biased):
+        raise InvalidSpec(
+            "LogitBias with prompt_logprobs: the logits of a prompt's positions are made apart, and not biased; give "
+            "tokens=['last_prompt', 'generated'], or leave prompt_logprobs out"
+        )
 
 
 async def run_all(jobs: AsyncIterable[Job], running: set[asyncio.Task[Any]]) -> list[Done]:

@@ -19,11 +19,13 @@ from torch.utils.hooks import RemovableHandle
 
 from steercap.core.extras import extra
 from steercap.core.spec import Point
+from steercap.core.tokens import selected
 from steercap.errors import UnsupportedModel
 from steercap.families import families_of, family_of
 from steercap.families.base import Family
 from steercap.families.wrappers import architectures_within
 from steercap.sites import SITES
+from steercap.steering.logit_bias import LogitBias
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.edits import edited
 from steercap.worker.decoder import Decoder, decoder_of
@@ -145,12 +147,49 @@ class Reference:
             self.model(torch.tensor([list(token_ids)]), use_cache=False)
         return found
 
+    def greedy(
+        self, token_ids: Sequence[int], tokens: int, steering: SteeringSpec | None = None
+    ) -> tuple[list[int], torch.Tensor]:
+        """What transformers' own greedy decoding makes of a prompt, edits by hooks and biases by a LogitsProcessor.
+
+        Args:
+            token_ids: the prompt.
+            tokens: how many to generate; no token ends the text before.
+            steering: edits and biases.
+
+        Returns:
+            The tokens, and the log probabilities of each: float32 [tokens, vocabulary].
+        """
+        with extra("cuda", "cpu"):
+            from transformers import GenerationConfig, LogitsProcessorList
+
+        prompt_len, none = len(token_ids), self.model.config.get_text_config().vocab_size  # a token that never comes
+        config = GenerationConfig(
+            max_new_tokens=tokens,
+            do_sample=False,
+            eos_token_id=none,
+            pad_token_id=0,
+            use_cache=False,  # so that hooks see all positions, from the first
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        processors = LogitsProcessorList([biasing(steering, prompt_len, tokens)])
+        with self._hooked, ExitStack() as hooks, torch.inference_mode():
+            self._visit(hooks, self._edits(steering, prompt_len))
+            found = self.model.generate(
+                torch.tensor([list(token_ids)], device=self.model.device),
+                generation_config=config,
+                logits_processor=processors,
+            )
+        scores = torch.cat(found.scores).float()
+        return found.sequences[0, prompt_len:].tolist(), scores.log_softmax(-1).cpu()
+
     def _edits(self, spec: SteeringSpec | None, prompt_len: int) -> list[Visited]:
         """What is done to the rows of each point that the spec edits."""
         if spec is None:
             return []
         count = len(self.layers)
-        points = dict.fromkeys(point for edit in spec.flat() for point in edit.points(count))
+        points = dict.fromkeys(point for edit in spec.of_rows() for point in edit.points(count))
         return [
             (point, partial(_change, partial(edited, spec, point, prompt_len=prompt_len, num_layers=count)))
             for point in points
@@ -160,6 +199,29 @@ class Reference:
         """Visit rows of points, which may be changed in place, in each pass, until the hooks are removed."""
         for point, visit in visits:
             hooks.callback(SITES[point.site].visit(self.decoder.holder(point), self.family, visit).remove)
+
+
+def biasing(spec: SteeringSpec | None, prompt_len: int, tokens: int) -> Any:
+    """A LogitsProcessor of transformers that adds the biases of a spec where their scopes say so."""
+    with extra("cuda", "cpu"):
+        from transformers import LogitsProcessor
+
+    limit = prompt_len + tokens - 1
+    biases = [edit for edit in spec.flat() if isinstance(edit, LogitBias)] if spec is not None else []
+    chosen = [selected(bias.selection.ranges(prompt_len, limit), limit) for bias in biases]
+
+    class Biasing(LogitsProcessor):  # type: ignore[misc]
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            scores = scores.clone()
+            for bias, held in zip(biases, chosen, strict=True):
+                if held[input_ids.shape[1] - 1]:
+                    given = bias.bias
+                    pairs = given.items() if isinstance(given, Mapping) else enumerate(torch.as_tensor(given).tolist())
+                    for token, value in pairs:
+                        scores[:, token] += value
+            return scores
+
+    return Biasing()
 
 
 def _family(architectures: Sequence[str], layers: Mapping[int, nn.Module]) -> Family:
