@@ -311,6 +311,11 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         at = slice(None) if tokens is None else self._rows_at(tokens)
         rows = self.captures.elements(point)[at]
         if translator is not None:
+            if len(translator) != self.num_layers:
+                raise InvalidRequest(
+                    f"lens: {translator!r} is of a model of {len(translator)} layers, and this one has "
+                    f"{self.num_layers}; load that of this model"
+                )
             rows = translator.translate(rows, point)
         found = await unembed(
             source.engine, rows, normed=point.site == BEHIND, top=top, ids=ids, full=full, max_bytes=max_bytes
