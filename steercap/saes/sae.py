@@ -77,13 +77,13 @@ class SAE:
             input, output: points as (layer, site), where the file names none that steercap has, or another is meant.
             activation_scale: what rows are multiplied by first, for files with `normalize_activations`
                 "expected_average_only_in" that do not say it: SAELens's norm_scaling_factor.
-            centred: whether rows are centred on their mean first; None for what the file says. It says so for models
-                with layer norm that TransformerLens loaded with `center_writing_weights`, whose stream is vLLM's less
-                its mean.
+            centred: whether rows are centred on their mean first; None for what the file says, or SAELens knows of the
+                repository. They are for models with layer norm that TransformerLens loaded with
+                `center_writing_weights`, as it does by default, whose stream is vLLM's less its mean.
 
         Raises:
             InvalidFile: no such files, damaged ones, an architecture or a normalisation that steercap does not know,
-                or a point that nobody named.
+                a point that nobody named, or a model with layer norm and nobody says whether its rows were centred.
             InvalidSpec: `input` or `output` is not a point.
             MissingExtra: `source` is no folder, and huggingface_hub is not installed.
         """
@@ -272,7 +272,7 @@ def _read(found: Found, source: str, scale: float | None, centred: bool | None) 
     """
     if found.weights.name == sae_lens.WEIGHTS:
         assert found.configuration is not None
-        recipe = sae_lens.read_recipe(found.configuration, scale=scale, centred=centred)
+        recipe = sae_lens.read_recipe(found.configuration, source=source, scale=scale, centred=centred)
         return recipe, parts_of(read_safetensors(found.weights), sae_lens.NAMES, recipe)
     if scale is not None or centred:
         raise InvalidFile(f"{found.weights}: SAEs of Gemma Scope read rows as they are; leave activation_scale= out")
