@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from steercap.core.spec import Point
 from steercap.core.tokens import Tokens, TokenSelection
-from steercap.core.values import index_of, shown
+from steercap.core.values import flag_of, index_of, shown
 from steercap.edits.add import Add
 from steercap.edits.sae_feature import SAEFeature
 from steercap.encodings.features import read, rows_at_once
@@ -84,9 +84,11 @@ class SAE:
         Raises:
             InvalidFile: no such files, damaged ones, an architecture or a normalisation that steercap does not know,
                 a point that nobody named, or a model with layer norm and nobody says whether its rows were centred.
-            InvalidSpec: `input` or `output` is not a point.
+            InvalidSpec: `input` or `output` is not a point, or `centred` neither True nor False.
             MissingExtra: `source` is no folder, and huggingface_hub is not installed.
         """
+        if centred is not None and flag_of(centred) is None:
+            raise InvalidSpec(f"centred={shown(centred)}; give True, False, or None for what the file says")
         found = find(source, folder, revision)
         recipe, parts = _read(found, os.fspath(source), activation_scale, centred)
         reads = _point("input", input, recipe.input)
@@ -272,7 +274,7 @@ def _read(found: Found, source: str, scale: float | None, centred: bool | None) 
     """
     if found.weights.name == sae_lens.WEIGHTS:
         assert found.configuration is not None
-        recipe = sae_lens.read_recipe(found.configuration, source=source, scale=scale, centred=centred)
+        recipe = sae_lens.read_recipe(found.configuration, source=source, scale=scale, centred=flag_of(centred))
         return recipe, parts_of(read_safetensors(found.weights), sae_lens.NAMES, recipe)
     if scale is not None or centred:
         raise InvalidFile(f"{found.weights}: SAEs of Gemma Scope read rows as they are; leave activation_scale= out")

@@ -77,6 +77,9 @@ def read_recipe(path: Path, *, source: str = "", scale: float | None = None, cen
     shifted = said.get("apply_b_dec_to_input", not transcodes)
     if not isinstance(shifted, bool) or (shifted and transcodes):
         raise InvalidFile(f"{path}: apply_b_dec_to_input={shown(shifted)} of a {architecture}")
+    rescaled = said.get("rescale_acts_by_decoder_norm", False)
+    if not isinstance(rescaled, bool):
+        raise InvalidFile(f"{path}: rescale_acts_by_decoder_norm={shown(rescaled)}; it is true or false")
     normalisation, factor = _normalisation(path, said, scale, transcodes=transcodes)
     hook, target = said.get("hf_hook_name") or said.get("hook_name"), said.get("hook_name_out")
     target = (said.get("hf_hook_name_out") or target) if transcodes else hook
@@ -88,7 +91,7 @@ def read_recipe(path: Path, *, source: str = "", scale: float | None = None, cen
         reads,
         point_of(target),
         k,
-        rescaled=said.get("rescale_acts_by_decoder_norm") is True,
+        rescaled=rescaled,
         shifted=shifted,
         normalisation=normalisation,
         scale=factor,

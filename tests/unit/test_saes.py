@@ -171,6 +171,14 @@ def test_rows_that_nobody_centred_are_read_as_they_are(said, tmp_path) -> None:
     assert not SAE.load(some(**said).write(tmp_path)).encoder.centred
 
 
+def test_what_is_neither_true_nor_false_is_refused(tmp_path) -> None:
+    """A text is true to Python, whatever it says."""
+    with pytest.raises(InvalidSpec, match="centred='no'; give True, False"):
+        SAE.load(some().write(tmp_path / "plain"), centred="no")
+    with pytest.raises(InvalidFile, match="rescale_acts_by_decoder_norm='true'"):
+        SAE.load(some("topk", rescale_acts_by_decoder_norm="true").write(tmp_path / "text"))
+
+
 def test_what_sae_lens_knows_of_a_repository_is_known(tmp_path) -> None:
     """Of published SAEs whose files do not say how rows were processed."""
     said = {"hook_point": "blocks.8.hook_resid_pre", "model_name": "gpt2-small"}
