@@ -17,6 +17,7 @@ from msgspec import structs
 
 from steercap.core.coding import RAW
 from steercap.core.messages import Owner, Wanted
+from steercap.core.names import is_module
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens
@@ -252,7 +253,8 @@ async def _try(
             before, after = clean.rows[point][:_PROMPT], probed.rows[point]
             added = _added(edits[point])
             claims.append(edited(point, before, after, added, dtype))
-            claims += of_rows(engine, probed.rows, (point, added))
+            if not is_module(point.site):  # on which side of a sum's terms it lies is not known
+                claims += of_rows(engine, probed.rows, (point, added))
     unmoved = [point for point, probed in others if point and _likelihood(probed) == _likelihood(plain)]
     return unmoved, claims
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from steercap import CaptureHandle, CaptureSpec, errors
+from steercap import CaptureHandle, CaptureSpec, Point, errors
 from steercap.formats import TunedLens
+from steercap.requests.lens import point_of
 from steercap.testing.rows import GREEDY, inputs_of, random_prompt
 
 ASKED = {"max_tokens": 5, "logprobs": 8, "prompt_logprobs": 3, **GREEDY}
@@ -77,12 +78,12 @@ async def test_a_tuned_lens_is_of_a_model_with_as_many_layers(tiny) -> None:
             await handle.lens(1, translator=short)
 
 
-async def test_what_the_model_has_one_of_is_found_without_a_layer(tiny) -> None:
-    _, handle = await tiny.generate(random_prompt(9, 3), ASKED, capture=CaptureSpec(sites=["embed", "final_norm"]))
-    async with handle:
-        for asked in ({}, {"layer": 2}):
-            found = await handle.lens(site="embed", full=True, **asked)
-            assert torch.equal(found.logits, (await tiny.unembed(handle.captures["embed"], full=True)).logits)
+def test_what_the_model_has_one_of_is_found_without_its_layer() -> None:
+    """As captures find it, whichever layer is named."""
+    captured = [Point(0, "embed"), Point(3, "final_norm"), Point(2, "resid_post")]
+    for layer in (None, 0, 2, -1):
+        assert point_of(captured, 4, layer, "embed") == Point(0, "embed")
+        assert point_of(captured, 4, layer, "final_norm") == Point(3, "final_norm")
 
 
 @pytest.mark.parametrize(
