@@ -108,20 +108,20 @@ def _architecture(path: Path, said: Mapping[str, object]) -> tuple[str, int]:
     architecture, response = said.get("architecture", "standard"), said.get("activation_fn", "relu")
     kwargs = said.get("activation_fn_kwargs")
     k = kwargs.get("k") if isinstance(kwargs, Mapping) else None
-    if response == "topk" and architecture in {"standard", "topk"}:
+    if response == "topk" and architecture in ("standard", "topk"):
         architecture, response = "topk", "relu"
-    if architecture in TRAINED:
+    if isinstance(architecture, str) and architecture in TRAINED:
         raise InvalidFile(
             f"{path}: {architecture} is how an SAE is trained; save_inference_model of SAELens writes what it is used "
             "as"
         )
-    if architecture not in ARCHITECTURES or response != "relu":
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES or response != "relu":
         raise InvalidFile(
             f"{path}: architecture={shown(architecture)} with activation_fn={shown(response)}; steercap knows "
             f"{', '.join(ARCHITECTURES)}, with relu"
         )
     if architecture != "topk":
-        return str(architecture), 0
+        return architecture, 0
     number = index_of(k if k is not None else said.get("k"))
     if number is None or number < 1:
         raise InvalidFile(f"{path}: a topk SAE with k={shown(said.get('k', k))}")

@@ -177,6 +177,8 @@ def test_what_is_neither_true_nor_false_is_refused(tmp_path) -> None:
         SAE.load(some().write(tmp_path / "plain"), centred="no")
     with pytest.raises(InvalidFile, match="rescale_acts_by_decoder_norm='true'"):
         SAE.load(some("topk", rescale_acts_by_decoder_norm="true").write(tmp_path / "text"))
+    with pytest.raises(InvalidFile, match=r"architecture=\['topk'\]"):
+        SAE.load(RandomSAE("topk", WIDTH, 400, configuration=(("architecture", ["topk"]),)).write(tmp_path / "list"))
 
 
 def test_what_sae_lens_knows_of_a_repository_is_known(tmp_path) -> None:
