@@ -230,12 +230,8 @@ async def _probe_editing(engine: Engine, number: int, clean: _Probed) -> list[Cl
             f"the start-up probe changed the rows at {', '.join(map(str, silent))}, and the model's output did not "
             "change; the tap there reads, but what it writes is lost"
         )
-    for point in _ends(engine):
-        if point in edits:
-            ((_, probed),) = await _run(
-                engine, number, [(point, edits[point])]
-            )  # by itself, see `Unembedding.together`
-            claims += _require(engine, await _lens(engine, number, probed, point))
+    for end, probed in await _run(engine, number, [(end, edits[end]) for end in _ends(engine) if end in edits]):
+        claims += _require(engine, await _lens(engine, number, probed, end))
     return claims
 
 
