@@ -282,7 +282,8 @@ class CaptureHandle(Unshared, instead=INSTEAD):
     ) -> Lens:
         """What rows of the stream would say next, by the model's own final norm and unembedding, on its workers.
 
-        Without `layer` it is what the model says: the logits that it samples from, whose log probabilities are vLLM's.
+        Without `layer` it is what the model says: the logits that it samples from, whose log probabilities are vLLM's,
+        less what a LoRA adapter does to the unembedding itself.
 
         Args:
             layer: whose rows; left out, those behind the final norm, or of the last layer's end.
