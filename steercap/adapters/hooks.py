@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -18,6 +18,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from steercap.adapters import RUNTIME_ATTRIBUTE
 from steercap.adapters.attention import attention_rules
 from steercap.adapters.experts import choosing
+from steercap.adapters.lora import without_adapters
 from steercap.adapters.observing import Observations
 from steercap.adapters.releases import require
 from steercap.adapters.settings import armed_points, candidate_of, tap_sizes
@@ -38,8 +39,6 @@ _HOOKED: Final = "__steercap_hook__"
 _OUTPUT_STREAMS: Final = ("output_copy_stream", "async_output_copy_stream")
 #: A pass may be padded to the largest CUDA graph, beyond the most tokens a step can schedule.
 _PADDING: Final = 1024
-#: Rows that are unembedded at once.
-_UNEMBEDDED: Final = 64
 
 
 def wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
@@ -129,9 +128,8 @@ def attach(runner: Any) -> None:
     rules = attention_rules(decoder.layers, family, [armed[point] for point in installed.points], model_config)
     known = "" if family.derived else next(name for name, one in FAMILIES.items() if one.classes == family.classes)
     loaded = Loaded(known, decoder.code, len(families))
-    # What LoRA's kernels keep of the last pass, of which they read how many rows there are, fits one row.
-    together = _UNEMBEDDED if config.lora_config is None else 1
-    unembed = decoder.unembedding(family, together) if get_pp_group().is_last_rank else None
+    plain = nullcontext if config.lora_config is None else functools.partial(without_adapters, decoder.model)
+    unembed = decoder.unembedding(family, plain) if get_pp_group().is_last_rank else None
     project = projecting(decoder.layers, family, installed.shard)
     choose = choosing(decoder.layers, family, runner.dtype)
     runtime = Runtime(

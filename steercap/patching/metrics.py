@@ -92,13 +92,16 @@ class Measured(Metric):
 
     Args:
         function: called with vLLM's RequestOutput and the index of the pair; gives a float.
-        sampling: sampling parameters of every run: `{"max_tokens": 1, "logprobs": 20, "temperature": 0}`.
+        sampling: sampling parameters of every run: `{"max_tokens": 1, "logprobs": 20, "temperature": 0}`, for one
+            sample.
     """
 
     function: Callable[[Any, int], float]
     sampling: Mapping[str, Any]
 
     def asked(self, tokenizer: Any, pairs: int) -> list[Asked]:  # noqa: ARG002 -- of the contract
+        if isinstance(self.sampling, Mapping) and self.sampling.get("n", 1) != 1:
+            raise InvalidSpec(f"Measured: sampling={shown(self.sampling)}; a run has one sample, so leave n= out")
         return [Asked(self.sampling, partial(self._read, pair)) for pair in range(pairs)]
 
     def _read(self, pair: int, output: RequestOutput) -> float:

@@ -283,7 +283,8 @@ class CaptureHandle(Unshared, instead=INSTEAD):
     ) -> Lens:
         """What rows of the stream would say next, by the model's own final norm and unembedding, on its workers.
 
-        Without `layer` it is what the model says: the logits that it samples from, whose log probabilities are vLLM's.
+        Without `layer` it is what the model says: the logits that it samples from, whose log probabilities are vLLM's,
+        less what a LoRA adapter does to the unembedding itself.
 
         Args:
             layer: whose rows; left out, those behind the final norm, or of the last layer's end.
@@ -310,6 +311,11 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         at = slice(None) if tokens is None else self._rows_at(tokens)
         rows = self.captures.elements(point)[at]
         if translator is not None:
+            if len(translator) != self.num_layers:
+                raise InvalidRequest(
+                    f"lens: {translator!r} is of a model of {len(translator)} layers, and this one has "
+                    f"{self.num_layers}; load that of this model"
+                )
             rows = translator.translate(rows, point)
         found = await unembed(
             source.engine, rows, normed=point.site == BEHIND, top=top, ids=ids, full=full, max_bytes=max_bytes

@@ -17,6 +17,7 @@ from msgspec import structs
 
 from steercap.core.coding import RAW
 from steercap.core.messages import Owner, Wanted
+from steercap.core.names import is_module
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens
@@ -229,12 +230,8 @@ async def _probe_editing(engine: Engine, number: int, clean: _Probed) -> list[Cl
             f"the start-up probe changed the rows at {', '.join(map(str, silent))}, and the model's output did not "
             "change; the tap there reads, but what it writes is lost"
         )
-    for point in _ends(engine):
-        if point in edits:
-            ((_, probed),) = await _run(
-                engine, number, [(point, edits[point])]
-            )  # by itself, see `Unembedding.together`
-            claims += _require(engine, await _lens(engine, number, probed, point))
+    for end, probed in await _run(engine, number, [(end, edits[end]) for end in _ends(engine) if end in edits]):
+        claims += _require(engine, await _lens(engine, number, probed, end))
     return claims
 
 
@@ -252,7 +249,8 @@ async def _try(
             before, after = clean.rows[point][:_PROMPT], probed.rows[point]
             added = _added(edits[point])
             claims.append(edited(point, before, after, added, dtype))
-            claims += of_rows(engine, probed.rows, (point, added))
+            if not is_module(point.site):  # on which side of a sum's terms it lies is not known
+                claims += of_rows(engine, probed.rows, (point, added))
     unmoved = [point for point, probed in others if point and _likelihood(probed) == _likelihood(plain)]
     return unmoved, claims
 

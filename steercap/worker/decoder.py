@@ -6,7 +6,8 @@ pipeline stage that list has a placeholder for each layer of the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +55,12 @@ class Decoder:
         """The classes of its layers, as families name them, and the fingerprint of `forward`, see `same_code`."""
         return same_code({name_of(type(layer)): fingerprint_of(layer)} for layer in self.layers.values())
 
-    def unembedding(self, family: Family, together: int) -> Unembedding:
+    def unembedding(self, family: Family, plain: Callable[[], AbstractContextManager[None]]) -> Unembedding:
         """What the model makes logits by.
 
         Args:
             family: how its layers are written.
-            together: rows that may be given at once.
+            plain: within which the model makes logits of any rows, as for a request with no adapter.
 
         Raises:
             UnsupportedModel: no norm is to be found behind the layers, where the family names none.
@@ -79,13 +80,14 @@ class Decoder:
 
         def head(rows: torch.Tensor) -> torch.Tensor | None:
             hidden = _through(after, rows)
-            logits: torch.Tensor | None = model.compute_logits(hidden if divisor == 1 else hidden / divisor)
+            with plain():
+                logits: torch.Tensor | None = model.compute_logits(hidden if divisor == 1 else hidden / divisor)
             return logits
 
         def normed(rows: torch.Tensor) -> torch.Tensor:
             return _through(norm, collapsed(self.parent, rows) if family.mhc else rows)
 
-        return Unembedding(normed, head, together)
+        return Unembedding(normed, head)
 
 
 def _through(modules: Sequence[Any], rows: torch.Tensor) -> torch.Tensor:
