@@ -7,7 +7,7 @@ What it relies on, the same in both runners and besides the names in `releases`:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from steercap.adapters import RUNTIME_ATTRIBUTE
 from steercap.adapters.attention import attention_rules
 from steercap.adapters.observing import Observations
+from steercap.adapters.pooling import token_head
 from steercap.adapters.releases import require
 from steercap.adapters.settings import armed_points, candidate_of, tap_sizes
 from steercap.core.messages import Loaded
@@ -130,7 +131,8 @@ def attach(runner: Any) -> None:
     loaded = Loaded(known, decoder.code, len(families))
     # What LoRA's kernels keep of the last pass, of which they read how many rows there are, fits one row.
     together = _UNEMBEDDED if config.lora_config is None else 1
-    unembed = decoder.unembedding(family, together) if get_pp_group().is_last_rank else None
+    made = token_head(decoder.model) if model_config.runner_type == "pooling" else decoder.model.compute_logits
+    unembed = decoder.unembedding(family, made, together) if made and get_pp_group().is_last_rank else None
     project = projecting(decoder.layers, family, installed.shard)
     runtime = Runtime(taps, names, runner.device, loaded=loaded, unembed=unembed, project=project, attention=rules)
     setattr(runner, RUNTIME_ATTRIBUTE, runtime)
@@ -143,7 +145,7 @@ def step_of(runner: Any, scheduler_output: Any) -> Iterator[Runtime]:
     runtime: Runtime = getattr(runner, RUNTIME_ATTRIBUTE)
     runtime.forget(scheduler_output.finished_req_ids)
     for request in scheduler_output.scheduled_new_reqs:
-        extra = getattr(request.sampling_params, "extra_args", None) or {}
+        extra = carried(request)
         if EXTRA_ARGS_KEY in extra:
             runtime.register(request.req_id, extra[EXTRA_ARGS_KEY], sample_of(request.req_id))
     try:
@@ -152,6 +154,13 @@ def step_of(runner: Any, scheduler_output: Any) -> Iterator[Runtime]:
         runtime.end_step(error)
         raise
     runtime.end_step()
+
+
+def carried(request: Any) -> Mapping[str, Any]:
+    """What a new request's sampling parameters, or its pooling parameters, carry besides vLLM's own."""
+    if request.pooling_params is not None:
+        return request.pooling_params.extra_kwargs or {}
+    return getattr(request.sampling_params, "extra_args", None) or {}
 
 
 def sample_of(request_id: str) -> int:

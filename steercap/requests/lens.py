@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from steercap.core.spec import Point
 from steercap.core.values import index_of, parts_of, shown
 from steercap.errors import InvalidRequest
+from steercap.requests.pooled import require_kind
 
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine
@@ -80,6 +81,7 @@ async def unembed(
         InvalidRequest: something that is not such rows, numbers or tokens, or logits beyond `max_bytes`.
         EngineFailure: the engine has died or was closed.
     """
+    require_kind(engine, "unembed", pools=False)
     count, chosen = _asked(engine, top, ids)
     width, dtype = engine.vllm.hidden_size, engine.dtype
     if not (isinstance(rows, torch.Tensor) and rows.dim() == 2 and rows.is_floating_point() and rows.shape[1] == width):

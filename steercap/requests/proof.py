@@ -11,7 +11,8 @@ twice, a part of a sum, a norm's input for its output. These equations need no s
 - an edit changes the row of its own point by exactly what was added, and both equations hold of the edited rows;
 - the lens closes: the model's own final norm and unembedding, given the last row of the stream, give the logits that
   the engine reports, with an edit of that row as well as without. Without, a norm would hide any factor. So does the
-  unembedding alone, given the row behind the norm.
+  unembedding alone, given the row behind the norm. Of a pooling model, the pooler stands for the unembedding, and what
+  the engine pools of each token for the logits.
 """
 
 from __future__ import annotations
@@ -202,6 +203,18 @@ def closes(
     unit = max(spread, 1e-30)
     resolved = _LOGIT * torch.finfo(dtype).eps * max(size, float(theirs.abs().max())) / unit
     return Claim(f"the lens closes {named}", error / unit, computed(dtype) + resolved)
+
+
+def pools(named: str, reported: torch.Tensor, found: torch.Tensor, dtype: torch.dtype) -> Claim:
+    """What a pooling model gives for each token is what it makes of the token's row.
+
+    Args:
+        named: where the rows are read.
+        reported: what the engine pooled, [n, width].
+        found: what rows give, through the model's own norm and pooler, [n, width].
+        dtype: of the rows.
+    """
+    return Claim(f"the pooler closes {named}", relative([reported], [found]), computed(dtype))
 
 
 def computed(dtype: torch.dtype) -> float:

@@ -6,7 +6,7 @@ pipeline stage that list has a placeholder for each layer of the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,11 +54,12 @@ class Decoder:
         """The classes of its layers, as families name them, and the fingerprint of `forward`, see `same_code`."""
         return same_code({name_of(type(layer)): fingerprint_of(layer)} for layer in self.layers.values())
 
-    def unembedding(self, family: Family, together: int) -> Unembedding:
-        """What the model makes logits by.
+    def unembedding(self, family: Family, made: Callable[[torch.Tensor], Any], together: int) -> Unembedding:
+        """What the model makes logits by, or a pooling model what it gives for a token.
 
         Args:
             family: how its layers are written.
+            made: of rows behind the norm.
             together: rows that may be given at once.
 
         Raises:
@@ -79,7 +80,7 @@ class Decoder:
 
         def head(rows: torch.Tensor) -> torch.Tensor | None:
             hidden = _through(after, rows)
-            logits: torch.Tensor | None = model.compute_logits(hidden if divisor == 1 else hidden / divisor)
+            logits: torch.Tensor | None = made(hidden if divisor == 1 else hidden / divisor)
             return logits
 
         def normed(rows: torch.Tensor) -> torch.Tensor:
