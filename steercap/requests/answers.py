@@ -114,7 +114,7 @@ async def _answered(
 ) -> Any:
     """Run prompts, with the spans of their messages, and give back what the user gets."""
     engine, captured, raw = serving.here(), call.spec is not None, flag_asked("raw_output", call.raw_output)
-    params = each(call.sampling_params, len(prompts), "sampling_params")
+    params = each(call.sampling_params, len(prompts), "pooling" if call.encoding else "sampling_params")
     specs = each(call.spec, len(prompts), "capture")
     edits = each(call.steering, len(prompts), "steering")
 
