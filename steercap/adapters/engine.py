@@ -129,6 +129,7 @@ class VllmEngine:
             exists=exists,
             derived=expected is None,
             end=LAYER_END if expected is None else expected.end,
+            within=("resid_mid", "mlp_in") if expected is not None and expected.norms else (),
         )
         check_heads(config, points)
         config.additional_config[CONFIG_KEY] = worker_config(points, settings, candidate)

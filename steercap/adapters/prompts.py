@@ -66,12 +66,10 @@ async def render(llm: AsyncLLM, prompt: Any) -> Rendered:
     ids, longest = tuple(payload["prompt_token_ids"]), llm.model_config.max_model_len
     if not ids:
         raise InvalidPrompt(f"{shown(prompt)} holds no token; a prompt needs at least one")
-    pools = llm.model_config.runner_type == "pooling"
-    if len(ids) > longest - (not pools):
-        said = "" if pools else ", one generated token at least included"
+    if len(ids) >= longest and llm.model_config.runner_type != "pooling":
         raise InvalidPrompt(
-            f"{shown(prompt)} has {len(ids)} tokens, but the context holds {longest}{said}; "
-            "shorten it or start the engine with a larger max_model_len"
+            f"{shown(prompt)} has {len(ids)} tokens, but the context holds {longest}, "
+            "one generated token at least included; shorten it or start the engine with a larger max_model_len"
         )
     return Rendered(payload, ids, media_of(payload))
 

@@ -22,7 +22,7 @@ from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens
 from steercap.edits.add import Add
 from steercap.errors import InvalidSetting, ModelNotProved, SteeringNotApplied, TapsNotInstalled
-from steercap.requests.claims import of_projections, of_rows
+from steercap.requests.claims import of_norms, of_projections, of_rows
 from steercap.requests.fetching import fetch_all
 from steercap.requests.job import Done, Job, prepare, run_all
 from steercap.requests.mixing import STREAMS
@@ -78,6 +78,7 @@ async def probe(engine: Engine) -> tuple[Claim, ...]:
         if strange is None:
             claims += _require(engine, of_rows(engine, clean.rows))
             claims += _require(engine, [claim async for claim in of_projections(engine, number, clean.rows)])
+            claims += _require(engine, [claim async for claim in of_norms(engine, number, clean.rows)])
             claims += _require(engine, await _lens(engine, number, clean))
             claims += await _probe_editing(engine, number, clean)
         else:

@@ -6,6 +6,7 @@ twice, a part of a sum, a norm's input for its output. These equations need no s
 - the end of a layer is the beginning of the next;
 - what a layer's blocks add is what the stream grows by, times the family's factor if it has one, each by itself where
   there is a row between them;
+- in layers that norm their sums, what stands behind a norm is what the model's own norm makes of the sum;
 - what the heads give is the values weighed by attention, of the queries and keys that were read;
 - what a block adds is what its last projection makes of what the heads, or the neurons, give it;
 - an edit changes the row of its own point by exactly what was added, and both equations hold of the edited rows;
@@ -75,6 +76,8 @@ def equations(
     factor: float | None,
     edit: tuple[Point, torch.Tensor] | None = None,
     absent: Container[Point] = frozenset(),
+    *,
+    normed: bool = False,
 ) -> Iterator[Claim]:
     """What must hold among rows of the same pass, as far as the points are there.
 
@@ -83,6 +86,7 @@ def equations(
         factor: what blocks' outputs are multiplied by before they are added; None where layers do more than add them.
         edit: where rows were edited, and what was added to each, [n, hidden]; None for nowhere.
         absent: what blocks would add in layers that are one block, and have no other.
+        normed: whether layers norm their sums, so that `resid_post` is none; see `norm_of`.
     """
     named = _named(edit)
 
@@ -111,6 +115,8 @@ def equations(
         following = Point(point.layer + 1, "resid_pre")
         if following in rows:
             yield claim(f"{following} is {point}", following, [rows[point]], _ROW)
+        if normed:
+            continue
         yield from total(point, "resid_pre", [attention, feed_forward])
         yield from total(point, "resid_mid", [feed_forward])
     if (embedded := Point(0, "embed")) in rows and (first := Point(0, "resid_pre")) in rows:
@@ -158,6 +164,18 @@ def projected(point: Point, block: Point, found: torch.Tensor, made: torch.Tenso
         made: what the model makes of the rows at `point`, [n, hidden].
     """
     return Claim(f"{block} is what is projected of {point}", relative([found], [made]), computed(found.dtype))
+
+
+def norm_of(point: Point, named: str, found: torch.Tensor, made: torch.Tensor) -> Claim:
+    """What stands behind a norm is what the norm makes of a sum.
+
+    Args:
+        point: behind the norm.
+        named: the sum.
+        found: the rows at the point, [n, hidden].
+        made: what the model's own norm makes of the sum, [n, hidden].
+    """
+    return Claim(f"{point} is the norm of {named}", relative([found], [made]), computed(found.dtype))
 
 
 def edited(point: Point, clean: torch.Tensor, found: torch.Tensor, added: torch.Tensor, dtype: torch.dtype) -> Claim:

