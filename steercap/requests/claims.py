@@ -49,7 +49,7 @@ async def of_projections(engine: Engine, number: int, rows: Mapping[Point, torch
 
 
 async def of_norms(engine: Engine, number: int, rows: Mapping[Point, torch.Tensor]) -> AsyncIterator[Claim]:
-    """Whether what stands behind the norms of sums is what the model's own norms make of these, where there are such."""
+    """Whether what stands behind norms of sums is what the model's own norms make of these, where there are such."""
     family = engine.family
     if family is None or not family.norms:
         return

@@ -29,7 +29,7 @@ class Decoder:
     Args:
         model: the model that vLLM runs.
         path: of the list of layers, in the model.
-        parent: the module that holds the list of layers and more: an encoder's may hold nothing else.
+        parent: the module that holds the list of layers; of an encoder that holds nothing else, what holds it.
         layers: the layers, by their indices in the whole model.
     """
 
@@ -125,9 +125,9 @@ def decoder_of(model: nn.Module, num_layers: int, present: range) -> Decoder:
     (path,) = outer
     layers: Sequence[nn.Module] = modules[path]  # type: ignore[assignment]  # mypy knows no ModuleList as a sequence
     named = next((name for name, module in model.named_modules() if module is modules[path]), path)
-    holder = path.rpartition(".")[0]
-    while holder and len(dict(modules[holder].named_children())) == 1:
-        holder = holder.rpartition(".")[0]
+    above, _, last = (holder := path.rpartition(".")[0]).rpartition(".")
+    if last.startswith("encoder") and len(dict(modules[holder].named_children())) == 1:
+        holder = above
     parent = modules[holder]
     return Decoder(model, named, parent, {index: layers[index] for index in present})
 
