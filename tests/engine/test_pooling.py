@@ -431,7 +431,8 @@ async def test_other_encoders(model_type) -> None:
     """RoBERTa counts positions from its padding token on; ModernBERT has norms before blocks, and local attention."""
     places = MODERN if model_type == "modernbert" else ENCODER
     # transformers tells padding by its token, and vLLM has none
-    path = _written(model_type, AutoModel, **({"pad_token_id": 1} if places is ENCODER else {"local_attention": 32}))
+    encoder = {"pad_token_id": 1, "position_embedding_type": "absolute"}
+    path = _written(model_type, AutoModel, **(encoder if places is ENCODER else {"local_attention": 32}))
     oracle = encoder_of(path, places)
     async with SteerModel(path, sites="all", runner="pooling", **TINY_ENGINE) as model:
         await check_batch(model, oracle, lambda output: normalised(output.last_hidden_state[0, 0]), count=20)
