@@ -131,8 +131,10 @@ def attach(runner: Any) -> None:
     loaded = Loaded(known, decoder.code, len(families))
     # What LoRA's kernels keep of the last pass, of which they read how many rows there are, fits one row.
     together = _UNEMBEDDED if config.lora_config is None else 1
-    made = token_head(decoder.model) if model_config.runner_type == "pooling" else decoder.model.compute_logits
-    unembed = decoder.unembedding(family, made, together) if made and get_pp_group().is_last_rank else None
+    pools = model_config.runner_type == "pooling"
+    made = token_head(decoder.model) if pools else decoder.model.compute_logits
+    last = get_pp_group().is_last_rank
+    unembed = decoder.unembedding(family, made, together, bare=pools) if made and last else None
     project = projecting(decoder.layers, family, installed.shard)
     runtime = Runtime(taps, names, runner.device, loaded=loaded, unembed=unembed, project=project, attention=rules)
     setattr(runner, RUNTIME_ATTRIBUTE, runtime)

@@ -54,19 +54,22 @@ class Decoder:
         """The classes of its layers, as families name them, and the fingerprint of `forward`, see `same_code`."""
         return same_code({name_of(type(layer)): fingerprint_of(layer)} for layer in self.layers.values())
 
-    def unembedding(self, family: Family, made: Callable[[torch.Tensor], Any], together: int) -> Unembedding:
+    def unembedding(
+        self, family: Family, made: Callable[[torch.Tensor], Any], together: int, *, bare: bool = False
+    ) -> Unembedding:
         """What the model makes logits by, or a pooling model what it gives for a token.
 
         Args:
             family: how its layers are written.
             made: of rows behind the norm.
             together: rows that may be given at once.
+            bare: whether there need be no norm behind layers that no family knows, as in encoders.
 
         Raises:
             UnsupportedModel: no norm is to be found behind the layers, where the family names none.
         """
         norms = [name for name in family.norm.split("|") if isinstance(getattr(self.parent, name, None), nn.Module)]
-        if not norms and family.derived:
+        if not norms and family.derived and not bare:
             children = ", ".join(name for name, _ in self.parent.named_children())
             raise UnsupportedModel(
                 f"steercap finds no norm behind the layers of {type(self.parent).__name__}, which holds {children}"

@@ -375,7 +375,7 @@ def encoder_of(path: Path, places: Mapping[str, tuple[str, str]] = ENCODER) -> O
 
 
 async def check_bidirectional(model: SteerModel, oracle: Oracle) -> None:
-    """A row of the last token, changed in the first layer, changes those of all tokens before it."""
+    """A row of the last token, changed in the first layer, changes those of tokens before it."""
     ids = random_prompt(60, seed=700)
     vector = 3.0 * torch.randn(model.hidden_size, generator=torch.Generator().manual_seed(3))
     edit = Add(vector, 1.0, layer=0, tokens=-1)
@@ -384,7 +384,9 @@ async def check_bidirectional(model: SteerModel, oracle: Oracle) -> None:
     async with handle:
         await check_rows(handle, rows, ids)
     clean = oracle(ids)[0][Point(1, "resid_post")]
-    assert ((rows[Point(1, "resid_post")] - clean)[0].norm() / clean[0].norm()) > 10 * ERROR
+    assert (
+        (rows[Point(1, "resid_post")] - clean)[-5].norm() / clean[-5].norm()
+    ) > 10 * ERROR  # of some, attention is local
     assert one.steering is not None
     assert one.steering.rows == (1,)
 
