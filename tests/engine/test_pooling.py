@@ -6,6 +6,7 @@ The reference is transformers' model with hooks of this file; nothing of steerca
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,7 +17,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from steercap import Add, CaptureSpec, Encoded, Replace, SteerModel, errors, sync
+from steercap import Add, CaptureHandle, CaptureSpec, Encoded, Replace, SteerModel, errors, sync
+from steercap.cli.captured import capture_to
+from steercap.cli.prompts import Prompt
+from steercap.cli.terminal import Output, Terminal
 from steercap.core.spec import Point
 from steercap.testing import tiny_checkpoint
 from steercap.testing.cache import cached
@@ -296,6 +300,26 @@ async def test_read_extracts_and_sketches(qwen) -> None:
     assert (found.mean(2).float() - mean).norm() / mean.norm() < ERROR
 
 
+async def test_the_command_captures_prompts(qwen, tmp_path) -> None:
+    """`steercap capture` reads the prompts of a pooling model, and refuses conversations with it."""
+    model, oracle = qwen
+    texts = ["Hello there", "The capital of France is"]
+    asked = [Prompt(text) for text in texts]
+    terminal = Terminal(Output())
+    found = await capture_to(model, asked, {"max_tokens": 4}, CaptureSpec(), tmp_path / "rows", terminal)
+    for text, one in zip(texts, found, strict=True):
+        handle = CaptureHandle.load(one.file)
+        assert handle.text == one.text == ""
+        assert handle.prompt_token_ids == tuple(model.tokenizer(text)["input_ids"])
+        expected = oracle(handle.prompt_token_ids)[0]
+        for layer in range(model.num_layers):
+            rows = expected[Point(layer, "resid_post")]
+            assert ((handle.captures[layer] - rows).norm(dim=1) / rows.norm(dim=1)).max() < ERROR
+    talk = [Prompt([{"role": "user", "content": "Hello"}])]
+    with pytest.raises(errors.InvalidRequest, match="chat: "):
+        await capture_to(model, talk, {}, CaptureSpec(), tmp_path / "talk", terminal)
+
+
 async def test_a_reduction_is_of_all_rows(qwen) -> None:
     """Means that run along with chunks end with the prompt."""
     model, oracle = qwen
@@ -414,7 +438,8 @@ def _written(model_type: str, kind: Any, **changes: Any) -> Path:
         write_model(kind, AutoConfig.for_model(model_type, **{**SMALL, **changes}), folder)
         tokenizer().save_pretrained(folder)
 
-    return cached(f"tiny-{model_type}-{kind.__name__}", write)
+    digest = hashlib.sha256(repr(sorted({**SMALL, **changes}.items())).encode()).hexdigest()[:8]
+    return cached(f"tiny-{model_type}-{kind.__name__}-{digest}", write)
 
 
 @pytest.mark.extended
