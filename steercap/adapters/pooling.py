@@ -56,6 +56,11 @@ def read_pooling(given: Any, supported: tuple[str, ...], default: str) -> Poolin
     task = default if found.task is None else found.task
     if task not in supported:
         raise InvalidRequest(f"pooling task {task!r}: this model does {', '.join(map(repr, supported))}")
+    if task in OF_TOKENS and found.skip_reading_prefix_cache is False:
+        raise InvalidRequest(
+            f"skip_reading_prefix_cache=False with task {task!r}: nothing is given for tokens that the cache has; "
+            "leave it out"
+        )
     return PoolingParams(**{**msgspec.structs.asdict(found), "task": task})
 
 
@@ -97,7 +102,10 @@ def tasks_of(supported: tuple[str, ...], model_config: Any) -> tuple[tuple[str, 
     tasks = tuple(task for task in TASKS if task in supported)
     if not tasks:
         raise UnsupportedModel(f"this model pools for {', '.join(supported) or 'no task'}; known: {', '.join(TASKS)}")
-    return tasks, str(model_config.get_pooling_task(tasks))
+    try:
+        return tasks, str(model_config.get_pooling_task(tasks))
+    except RuntimeError as error:  # its configuration names a task of a plug-in
+        raise UnsupportedModel(f"the task in pooler_config cannot be asked for: {error}") from error
 
 
 def token_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:

@@ -57,6 +57,7 @@ def test_parameters_are_vllms_own_and_a_copy() -> None:
         ({"extra_kwargs": {}}, "no pooling parameter 'extra_kwargs'"),
         (PoolingParams(extra_kwargs={"compressed_token_type_ids": 2}), "extra_kwargs is vLLM's own"),
         (PoolingParams(requires_token_ids=True), "requires_token_ids is vLLM's own"),
+        ({"task": "token_embed", "skip_reading_prefix_cache": False}, "nothing is given for tokens that the cache has"),
         ([], "give vLLM's PoolingParams, or a dict"),
         ("embed", "give vLLM's PoolingParams, or a dict"),
     ],
@@ -79,6 +80,13 @@ def test_a_model_without_a_task_that_can_be_asked_for_is_refused() -> None:
     assert tasks_of(("plugin", "token_embed", "embed"), Config()) == (EMBEDDING, "embed")
     with pytest.raises(errors.UnsupportedModel, match="pools for plugin; known: embed"):
         tasks_of(("plugin",), Config())
+
+    class Plugged(Config):
+        def get_pooling_task(self, tasks: tuple[str, ...]) -> str:
+            raise RuntimeError(f"Unsupported task: 'plugin' Supported tasks: {tasks}")
+
+    with pytest.raises(errors.UnsupportedModel, match="pooler_config cannot be asked for"):
+        tasks_of(("embed",), Plugged())
 
 
 @pytest.mark.parametrize("start", [0, 6])
