@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from steercap import Add, CaptureHandle, CaptureSpec, Encoded, Replace, SteerModel, errors, sync
+from steercap import Add, CaptureHandle, CaptureSpec, Encoded, SteerModel, errors, sync
 from steercap.cli.captured import capture_to
 from steercap.cli.prompts import Prompt
 from steercap.cli.terminal import Output, Terminal
@@ -470,8 +470,9 @@ def test_without_await() -> None:
     """`steercap.sync` has it too."""
     path = tiny_checkpoint("qwen3")
     with sync.SteerModel(path, runner="pooling", **TINY_ENGINE) as model:
-        edit = Replace(DIRECTION, layer=0, tokens="all")
+        edit = Add(DIRECTION, 1.0, layer=0, tokens="all")
         encoded, handle = model.encode("Hello", capture_layers=-1, steering=edit)
+        assert encoded.steering is not None
         handle.fetch()
         assert handle.captures[3].shape == (5, 128)
         assert encoded.embedding.shape == (128,)
