@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from steercap.requests.answers import RawOutput
     from steercap.requests.handle import CaptureHandle
     from steercap.requests.manifest import Manifest
+    from steercap.requests.pooled import Encoded
     from steercap.requests.saving import CaptureRun, save_run
     from steercap.requests.sketching import RunningSketch
     from steercap.requests.stacking import stack
@@ -60,6 +61,7 @@ _HOMES = {
     "CaptureRun": "steercap.requests.saving",
     "CaptureSpec": "steercap.core.spec",
     "Chunk": "steercap.requests.stream",
+    "Encoded": "steercap.requests.pooled",
     "Features": "steercap.saes.features",
     "LogitBias": "steercap.steering.logit_bias",
     "LowRank": "steercap.edits.low_rank",
@@ -98,6 +100,7 @@ __all__ = [
     "CaptureRun",
     "CaptureSpec",
     "Chunk",
+    "Encoded",
     "Features",
     "LogitBias",
     "LowRank",

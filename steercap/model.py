@@ -40,7 +40,7 @@ INSTEAD: Final = "an engine has one owner; make another SteerModel of the same p
 
 
 class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
-    """A model served by vLLM whose activations can be read and changed while it generates.
+    """A model served by vLLM whose activations can be read and changed while it generates, embeds or classifies.
 
     Args:
         model: path or name of the model, as vLLM takes it.

@@ -29,6 +29,7 @@ from steercap.testing.experts import experts_agree
 from steercap.testing.lora import adapters_agree
 from steercap.testing.overflow import overflowing_edits
 from steercap.testing.parity import PERFECT
+from steercap.testing.pooling import embeddings_agree
 from steercap.testing.quantised import KINDS, quantised_reference, unfit
 from steercap.testing.rows import (
     ALL_SITES,
@@ -523,6 +524,15 @@ async def check_sketches(run: Run, show: Show) -> None:
     show["covariance"] = f"{await sketches_agree(await run.engines.get('qwen3')):.1e}"
 
 
+async def check_pooling(run: Run, show: Show) -> None:
+    """An embedding model: rows, edits and embeddings of prompts of all lengths at once are transformers'."""
+    reference = run.engines.reference(run.machine.engine("pooling").path)
+    show |= {
+        name: figures(same)
+        for name, same in (await embeddings_agree(await run.engines.get("pooling"), reference)).items()
+    }
+
+
 async def check_spec(run: Run, show: Show) -> None:
     """Speculative decoding: rows, clean and steered, are transformers' and those of an engine without it."""
     single, reference = await run.engines.get("qwen3"), run.engines.reference(tiny_checkpoint("qwen3"))
@@ -666,6 +676,7 @@ CHECKS: dict[str, Check] = {
     "modules": Check(mechanistic.check_modules, lambda _run: ["modules"]),
     "saes": Check(mechanistic.check_saes, lambda _run: ["qwen3"]),
     "patching": Check(mechanistic.check_patching, lambda _run: ["modules"]),
+    "pooling": Check(check_pooling, lambda _run: ["pooling"]),
     "cache": Check(check_cache, lambda _run: []),
     "memory": Check(check_memory, lambda _run: ["qwen3"], alone=True),
 }

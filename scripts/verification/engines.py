@@ -106,6 +106,7 @@ class Machine:
             "tensor_parallel_size": {"tensor_parallel_size": 2},
             "pipeline_parallel_size": {"pipeline_parallel_size": 2},
             "split": {"tensor_parallel_size": 2},
+            "pooling": {"runner": "pooling", "convert": "embed", "max_num_batched_tokens": 64, "max_num_seqs": 16},
             "ngram": {"speculative_config": {"method": "ngram", **drafts}},
             "ngram_gpu": {"speculative_config": {"method": "ngram_gpu", **drafts}},
         }

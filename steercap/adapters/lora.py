@@ -21,6 +21,7 @@ from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_adapter_absolute_path
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 from steercap.adapters.complaints import named
@@ -57,7 +58,7 @@ class Adapters:
         self._known: dict[int, Known] = {}
         self._loading = asyncio.Lock()
 
-    async def ready(self, given: Any, params: SamplingParams) -> LoRARequest | None:
+    async def ready(self, given: Any, params: SamplingParams | PoolingParams) -> LoRARequest | None:
         """A request's adapter, loaded once by every worker.
 
         Raises:
@@ -65,8 +66,11 @@ class Adapters:
                 missing or do not fit the model, or its name or number is another adapter's; or the request wants
                 logprobs of its prompt, for which vLLM has no adapter by row (on CPU it dies of them).
         """
-        if self._config.lora_config is not None and (
-            params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
+        sampled = isinstance(params, SamplingParams)
+        if (
+            self._config.lora_config is not None
+            and sampled
+            and (params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None)
         ):
             raise InvalidRequest(
                 "prompt_logprobs on an engine with enable_lora=True: vLLM cannot tell whose rows they are; "

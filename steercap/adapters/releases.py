@@ -54,6 +54,7 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
         "renderer.get_tokenizer",
         "renderer.render_cmpl_async(prompts, skip_mm_cache=)",
     ),
+    "an AsyncLLM that pools": ("encode(prompt, pooling_params, request_id)",),
     "VllmConfig": (
         "additional_config",
         "cache_config.kv_sharing_fast_prefill",
@@ -72,6 +73,7 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
         "model_config.hf_text_config",
         "model_config.max_logprobs",
         "model_config.rswa_window",
+        "model_config.runner_type",
         "model_config.using_transformers_backend",
         "parallel_config.prefill_context_parallel_size",
         "parallel_config.use_sequence_parallel_moe",
@@ -153,7 +155,7 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     "Model Runner V2 with its model": ("device", "dtype", "get_model", "max_num_tokens", "model", "vllm_config"),
     "forward_context": ("set_forward_context(attn_metadata, vllm_config, num_tokens=, skip_compiled=)",),
     "SchedulerOutput": ("finished_req_ids", "num_scheduled_tokens", "scheduled_new_reqs"),
-    "NewRequestData": ("req_id", "sampling_params"),
+    "NewRequestData": ("pooling_params", "req_id", "sampling_params"),
     "lora_ops": (
         "bgmv_shrink(inputs, lora_b_weights, output_tensor, lora_indices_tensor)",
         "bgmv_expand(inputs, lora_b_weights, output_tensor, lora_indices_tensor)",

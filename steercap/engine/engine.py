@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from steercap.adapters.engine import VllmEngine
     from steercap.adapters.launch import Launch
     from steercap.adapters.prompts import Rendered
-    from steercap.adapters.types import RequestOutput, SamplingParams
+    from steercap.adapters.types import PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
 
 #: Seconds that the end waits for what has nothing left to do: a start given up, tasks of a loop that may be blocked.
 GIVE_UP_SECONDS: Final = 0.5
@@ -224,24 +224,24 @@ class Engine:
     def generate(
         self,
         prompt: Rendered,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         plan: Plan | None,
         *,
         ticket: Ticket | None = None,
         salt: str = "",
         partial: bool = False,
         **options: Any,
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> AsyncGenerator[RequestOutput | PoolingRequestOutput, None]:
         """Run one request; yields its outputs, the finished one last.
 
         Args:
             prompt: the rendered prompt.
-            params: sampling parameters, which this call owns.
+            params: sampling or pooling parameters, which this call owns.
             plan: what the workers shall keep and change of it.
             ticket: where its rows have room; without one, vLLM balances the load.
             salt: what its keys and values depend on besides its tokens.
             partial: whether to yield the text so far at every step.
-            **options: further arguments of vLLM's `generate`.
+            **options: further arguments of vLLM's `generate` or `encode`.
         """
         self.require_open()
         if ticket is not None and self.engines > 1:

@@ -74,6 +74,9 @@ class Family:
         sparse: of transformers' configuration and a layer's index, whether the layer has experts; None for no layer.
         factor: of transformers' configuration, what the outputs of both blocks are multiplied by before they are added;
             None where a layer does more than add them to what it takes, so that the proof at start checks no sum.
+        norms: of layers that norm the sum of the stream and a block's output, the norm behind each: "resid_mid" for the
+            attention block, "mlp_out" for the feed-forward block. There `resid_mid` is the sum before its norm, and
+            `resid_post` the output of the second; empty for others.
         single: whether a layer is one block, so that it has `attn_out` or `mlp_out`, and adds nothing else.
         logits: of transformers' configuration, what logits are multiplied by, before any soft-capping.
         mhc: whether layers carry several streams and mix them as DeepSeek-V4 does, see `sites.streams`; there is no one
@@ -106,6 +109,7 @@ class Family:
     router: str = ""
     sparse: Callable[[Any, int], bool] | None = None
     factor: Callable[[Any], float | None] = one
+    norms: Mapping[str, str] = field(default_factory=dict)
     single: bool = False
     logits: Callable[[Any], float] = one
     mhc: bool = False

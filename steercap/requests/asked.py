@@ -10,7 +10,7 @@ from steercap.requests.context import FromContext
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
-    from steercap.adapters.types import SamplingParams
+    from steercap.adapters.types import PoolingParams, SamplingParams
     from steercap.edits.base import Edit
     from steercap.steering.logit_bias import LogitBias
 
@@ -29,6 +29,8 @@ Text: TypeAlias = str | list[str]
 Steering: TypeAlias = "SteeringSpec | Edit | LogitBias | None"
 #: vLLM's SamplingParams or their fields, for all prompts or one each.
 Params: TypeAlias = "SamplingParams | Mapping[str, Any] | Sequence[Any] | None"
+#: vLLM's PoolingParams or their fields, for all prompts or one each.
+Pooling: TypeAlias = "PoolingParams | Mapping[str, Any] | Sequence[Any] | None"
 On: TypeAlias = Literal[True]
 Off: TypeAlias = Literal[False]
 

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from steercap.core.spec import Point
 from steercap.core.values import flag_of, index_of, parts_of, shown
 from steercap.errors import InvalidRequest
+from steercap.requests.pooled import require_kind
 from steercap.sites import placed
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ async def unembed(
             dtype cannot hold, or logits beyond `max_bytes`.
         EngineFailure: the engine has died or was closed.
     """
+    require_kind(engine, "unembed", pools=False)
     count, chosen = _asked(engine, top, ids)
     normed, full = (_flag(name, given) for name, given in (("normed", normed), ("full", full)))
     width, vocabulary = engine.vllm.hidden_size, engine.vllm.vocabulary

@@ -136,6 +136,7 @@ class SteerModel(Unshared, instead=_model.INSTEAD):
     generate = calling(Calls[CaptureHandle].generate)
     chat = calling(Calls[CaptureHandle].chat)
     read = calling(Calls[CaptureHandle].read)
+    encode = calling(Calls[CaptureHandle].encode)
     stream = iterating(_model.SteerModel.stream)
     calibrate = blocking(_model.SteerModel.calibrate)
     fetch_captures_batch = blocking(_model.SteerModel.fetch_captures_batch)
