@@ -57,6 +57,8 @@ class Family:
         resid_mid: module that reads the stream first once the attention block has added to it; "" where both blocks
             read the stream as the layer takes it, or a layer is one block.
         final_norm: the norm between the last layer and the unembedding, as transformers names it.
+        norms_embeddings: whether embeddings go through that norm too, so that it runs twice a pass and its output is
+            no site.
         after_norm: names, beside the norm, of modules that follow it in vLLM.
         divisor: name of an attribute of vLLM's model, by which it divides what these give, before it makes logits of
             them; "" for none.
@@ -96,6 +98,7 @@ class Family:
     mlp_in: str | None = None
     resid_mid: str = "post_attention_layernorm"
     final_norm: str = "model.norm"
+    norms_embeddings: bool = False
     after_norm: tuple[str, ...] = ()
     divisor: str = ""
     residual_output: int | None = 1
