@@ -51,9 +51,9 @@ from verification.engines import QUANTISED, ROUTED, EngineChoice, Engines, Machi
 Show = dict[str, Any]
 #: bfloat16, a layer given the captured row before it, and graphs on against off: the least row cosine.
 BF16_COSINE = 0.999
-#: Of each of vLLM's routers for CUDA one that it has for some of them: the greatest scores, groups of experts, biased
-#: scores, and functions of the models, one of them in Triton.
-ROUTERS = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "llama4_text", "gemma4_moe")
+#: Of each of vLLM's routers for CUDA one that it has for some of them: the greatest scores, biased scores by groups of
+#: experts, and functions of the models, one of them in Triton. DeepSeek's latent attention wants kernels of its own.
+ROUTERS = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "llama4_text", "gemma4_moe")
 #: Batches of 3, 4, 13 and 1: CUDA graphs exist for 1, 2, 4, 8, 16, ..., so two of these are padded when they decode.
 BATCHES = ((9, 30, 77), (1, 7, 40, 133), tuple(range(3, 68, 5)), (100,))
 
