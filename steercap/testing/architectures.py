@@ -415,6 +415,7 @@ ARCHITECTURES: Final[Mapping[str, Mapping[str, Any]]] = {
         "tie_word_embeddings": False,
         "head_dim": 32,
         "layers_block_type": ["mamba", "mlp", "full_attention", "mlp"],
+        "time_step_min": 1e-9,  # which transformers holds steps to while it runs, and vLLM does not
         "ssm_state_size": 16,
         "mamba_num_heads": 8,
         "mamba_head_dim": 32,
