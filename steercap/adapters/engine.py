@@ -198,7 +198,7 @@ class VllmEngine:
         plan: Plan | None,
         *,
         salt: str = "",
-        partial: bool = False,
+        partial: bool | None = False,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run one request; yields its outputs, the finished one last.
@@ -209,14 +209,15 @@ class VllmEngine:
             request_id: the caller's id.
             plan: what the workers shall keep and change of it.
             salt: what its keys and values depend on besides its tokens; added to the user's own `cache_salt`.
-            partial: whether to yield the text so far at every step, not just the end.
+            partial: whether to yield the text so far at every step, not just the end; None for what `params` says.
             **options: further arguments of `AsyncLLM.generate`.
 
         Raises:
             InvalidRequest: vLLM refuses the request, or cannot run it.
             EngineFailure: the engine has died, has aborted the request, or takes none at present.
         """
-        params.output_kind = RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY
+        if partial is not None:
+            params.output_kind = RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY
         if plan is not None:
             params.extra_args = {**(params.extra_args or {}), EXTRA_ARGS_KEY: plan.encode()}
             if plan.reads_prompt:

@@ -37,6 +37,20 @@ if TYPE_CHECKING:
     from steercap.engine.engine import Engine
 
 
+class Sampled(NamedTuple):
+    """One sample of a request that has ended.
+
+    Args:
+        index: which one.
+        text: its text.
+        token_ids: its generated tokens.
+    """
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+
+
 class Done(NamedTuple):
     """What one prompt gives.
 
@@ -204,7 +218,8 @@ async def _run(job: Job, call: object) -> Done:
     if ticket is None or job.plan is None:
         return Done(output, None, receipts)
     if job.hands_over:
-        return Done(output, _handles(job, output, ticket, receipts), receipts)
+        ended = [Sampled(sample.index, sample.text, sample.token_ids) for sample in output.outputs]
+        return Done(output, handles_of(job, ended, ticket, receipts), receipts)
     job.engine.done_with(job.plan, ticket)
     return Done(output, None, receipts)
 
@@ -294,9 +309,12 @@ async def _placed(job: Job) -> AsyncIterator[Planned]:
 
 
 def outputs_of(
-    job: Job, planned: Planned, ticket: Ticket | None, *, partial: bool
+    job: Job, planned: Planned, ticket: Ticket | None, *, partial: bool | None
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Run a job as planned, where its rows have room; yields vLLM's outputs, the finished one last."""
+    """Run a job as planned, where its rows have room; yields vLLM's outputs, the finished one last.
+
+    They hold all that came so far with `partial`, come once without, and are what its parameters say with None.
+    """
     return job.engine.generate(
         job.prompt,
         job.params,
@@ -337,15 +355,15 @@ async def receipts_of(
         raise
 
 
-def _handles(
-    job: Job, output: RequestOutput, ticket: Ticket, receipts: Sequence[SteeringReceipt] | None
+def handles_of(
+    job: Job, samples: Sequence[Sampled], ticket: Ticket, receipts: Sequence[SteeringReceipt] | None
 ) -> list[CaptureHandle]:
     """A handle for each sample, its claim cut down to what it holds."""
     assert job.plan is not None
     engine, plan = job.engine, job.plan
-    tickets = engine.finish(ticket, [_pages_kept(job, plan, len(sample.token_ids)) for sample in output.outputs])
+    tickets = engine.finish(ticket, [_pages_kept(job, plan, len(sample.token_ids)) for sample in samples])
     handles = []
-    for index, (sample, own) in enumerate(zip(output.outputs, tickets, strict=True)):
+    for index, (sample, own) in enumerate(zip(samples, tickets, strict=True)):
         stop = plan.prompt_len + len(sample.token_ids)
         reply = (MessageSpan("assistant", None, plan.prompt_len, stop),) if job.spans else ()
         receipt = receipts[index] if receipts else None

@@ -1,0 +1,100 @@
+"""One server from its start to its end."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steercap.errors import InvalidSpec
+from steercap.model import SteerModel
+from steercap.serve.asks import steering_of
+from steercap.serve.captures import MOST_BYTES, MOST_BYTES_OF_A_KEY, TIME_TO_LIVE, Captures
+from steercap.serve.engine import ServedEngine
+from steercap.serve.library import NAME, OPERATOR, Library
+from steercap.serve.middleware import PATHS, Asking
+from steercap.serve.presets import Presets
+from steercap.serve.routes import Routes
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What a server keeps, and for whom.
+
+    Args:
+        vectors: files of vectors, directions or steering that everybody may use, by name.
+        presets: steering by name, as a request says it: `{"calm": {"edits": [...]}}`, or the name of one of `vectors`.
+        captures_seconds: how long a capture waits to be fetched.
+        captures_bytes: bytes of captures that wait at once.
+        captures_bytes_of_a_key: of these, those of one API key.
+    """
+
+    vectors: Mapping[str, Path] = field(default_factory=dict)
+    presets: Mapping[str, Any] = field(default_factory=dict)
+    captures_seconds: float = TIME_TO_LIVE
+    captures_bytes: int = MOST_BYTES
+    captures_bytes_of_a_key: int = MOST_BYTES_OF_A_KEY
+
+
+@asynccontextmanager
+async def application(
+    model: str, flags: Sequence[str], settings: ServerSettings, **steercap: Any
+) -> AsyncIterator[tuple[FastAPI, argparse.Namespace]]:
+    """The application over a model that is open as long as the context.
+
+    Args:
+        model: path or name of the model.
+        flags: of `vllm serve`.
+        settings: of the server.
+        **steercap: of `SteerModel`, beside vLLM's arguments, which are among the flags.
+
+    Raises:
+        InvalidRequest, InvalidFile: flags, files or presets that cannot be used.
+        The errors of `SteerModel.start`.
+    """
+    from steercap.adapters import server
+
+    read = server.read_flags(model, flags)
+    library = Library()
+    for name, path in settings.vectors.items():
+        library.add(name, OPERATOR, path.read_bytes())
+    for name in settings.presets:
+        if not NAME.fullmatch(name):
+            raise InvalidSpec(f"preset {name!r}: give letters, digits, dots, dashes and underscores")
+    steering = {name: steering_of(asked, library, OPERATOR) for name, asked in settings.presets.items()}
+    names = read.served_model_name or [model]
+    presets = Presets(names, steering)
+    read.served_model_name = [*names, *presets.aliases]
+    arguments = {**server.engine_arguments(read), **steercap}
+    # Pictures that vLLM's cache leaves out of one request must have come with another before: requests that wait here
+    # for room would change the order.
+    arguments.setdefault("mm_processor_cache_gb", 0)
+    async with SteerModel(model, **arguments) as opened:
+        captures = Captures(
+            time_to_live=settings.captures_seconds,
+            most_bytes=settings.captures_bytes,
+            most_of_a_key=settings.captures_bytes_of_a_key,
+        )
+        engine = ServedEngine(opened, captures, server.translated)
+        app = await server.application(engine, read, PATHS, lambda route: Asking(route, library, presets))
+        app.router.routes.extend(Routes(opened, captures, library, presets.aliases).routes)
+        yield app, read
+
+
+async def serve(model: str, flags: Sequence[str], settings: ServerSettings, **steercap: Any) -> None:
+    """Serve a model until the process is told to end; see `application`."""
+    from steercap.adapters import server
+
+    address, sock = server.listening(server.read_flags(model, flags))
+    del address
+    try:
+        async with application(model, flags, settings, **steercap) as (app, read):
+            await server.serve(app, sock, read)
+    finally:
+        sock.close()
