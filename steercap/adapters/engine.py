@@ -219,9 +219,7 @@ class VllmEngine:
         if partial is not None:
             params.output_kind = RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY
         if plan is not None:
-            params.extra_args = {**(params.extra_args or {}), EXTRA_ARGS_KEY: plan.encode()}
-            if plan.reads_prompt:
-                params.skip_reading_prefix_cache = True
+            _carry(plan, params)
         payload = prompt.payload
         if salt:
             payload = {**payload, "cache_salt": f"{payload.get('cache_salt') or ''}|steercap {salt}"}
@@ -275,6 +273,13 @@ class VllmEngine:
     def let_go(self) -> None:
         """Let go of vLLM's side of the engine, and kill its processes; from any thread. Idempotent."""
         self._connection.let_go(self.launch.reaper.end)
+
+
+def _carry(plan: Plan, params: SamplingParams) -> None:
+    """Have sampling parameters bring a plan to the workers."""
+    params.extra_args = {**(params.extra_args or {}), EXTRA_ARGS_KEY: plan.encode()}
+    if plan.reads_prompt:
+        params.skip_reading_prefix_cache = True
 
 
 def _require_whole(output: RequestOutput) -> None:

@@ -54,7 +54,7 @@ def read_flags(model: str, flags: Sequence[str]) -> argparse.Namespace:
 
     parser.error = refuse
     try:
-        found = parser.parse_args([model, *flags])
+        found: argparse.Namespace = parser.parse_args([model, *flags])
         found.model = model
         validate_parsed_serve_args(found)
     except (argparse.ArgumentError, TypeError, ValueError) as error:
@@ -88,7 +88,7 @@ async def application(
         UnsupportedRunner: vLLM has no such route.
     """
     tasks = await engine.get_supported_tasks()
-    app = build_app(flags, tasks, engine.model_config)
+    app: FastAPI = build_app(flags, tasks, engine.model_config)
     found = [one for one in app.routes if isinstance(one, APIRoute) and one.path in paths and "POST" in one.methods]
     if {route.path for route in found} != set(paths):
         raise UnsupportedRunner(f"vLLM's server has not all of {', '.join(sorted(paths))}; steercap knows no other way")
@@ -98,10 +98,11 @@ async def application(
     return app
 
 
-def listening(flags: argparse.Namespace) -> tuple[str, socket.socket]:
-    """The address that the flags say, and its socket, bound."""
-    found: tuple[str, socket.socket] = setup_server(flags, reuse_port=False)
-    return found
+def listening(flags: argparse.Namespace) -> socket.socket:
+    """A socket that is bound to the address that the flags say."""
+    _, found = setup_server(flags, reuse_port=False)
+    bound: socket.socket = found
+    return bound
 
 
 async def serve(app: FastAPI, sock: socket.socket, flags: argparse.Namespace) -> None:
@@ -128,8 +129,9 @@ async def serve(app: FastAPI, sock: socket.socket, flags: argparse.Namespace) ->
 
 def translated(error: SteercapError) -> Exception:
     """What vLLM's server answers with the right status."""
+    found: Exception = GenerationError(str(error))
     if isinstance(error, _FULL):
-        return GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS)
-    if isinstance(error, InvalidRequest):
-        return VLLMValidationError(str(error), parameter="steercap")
-    return GenerationError(str(error))
+        found = GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS)
+    elif isinstance(error, InvalidRequest):
+        found = VLLMValidationError(str(error), parameter="steercap")
+    return found

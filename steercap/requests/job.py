@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from steercap.engine.engine import Engine
 
 
-class Sampled(NamedTuple):
+@dataclass(frozen=True)
+class Sampled:
     """One sample of a request that has ended.
 
     Args:

@@ -176,7 +176,7 @@ def layer_vectors(name: Any, library: Library, owner: str) -> LayerVectors:
         return content[direction]
     if isinstance(content, LayerVectors) and not direction:
         return content
-    kind = "steering" if isinstance(content, SteeringSpec) else f"directions {', '.join(content)}"
+    kind = f"directions {', '.join(content)}" if isinstance(content, DirectionSet) else "something else"
     raise InvalidSpec(f"{name!r} is no vector: {first!r} holds {kind}")
 
 

@@ -128,7 +128,7 @@ class ServedEngine:
         try:
             await self._model.fetch_captures_batch(handles)
             for one, handle in zip(found, handles, strict=True):
-                content = await asyncio.to_thread(lambda handle=handle: files.encode(handle.as_saved()))
+                content = await asyncio.to_thread(files.encode, handle.as_saved())
                 one["capture"] = described(handle) | self._delivered(call, content)
         finally:
             for handle in handles:

@@ -172,7 +172,8 @@ async def _read(scope: Message, receive: Receive, most: int) -> bytes | None:
     said = _header(scope, b"content-length")
     if said.isdecimal() and int(said) > most:
         return None
-    parts, length = [], 0
+    parts: list[bytes] = []
+    length = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":

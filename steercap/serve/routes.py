@@ -125,7 +125,8 @@ class Routes:
     async def put_vector(self, request: Request) -> Response:
         """Upload a file of vectors, directions or steering; what had the name goes."""
         name, owner = _named(request)
-        parts, length = [], 0
+        parts: list[bytes] = []
+        length = 0
         async for part in request.stream():
             length += len(part)
             if length > self._library.most_bytes:

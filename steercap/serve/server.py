@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,11 +42,44 @@ class ServerSettings:
     captures_bytes_of_a_key: int = MOST_BYTES_OF_A_KEY
 
 
-@asynccontextmanager
-async def application(
-    model: str, flags: Sequence[str], settings: ServerSettings, **steercap: Any
-) -> AsyncIterator[tuple[FastAPI, argparse.Namespace]]:
-    """The application over a model that is open as long as the context.
+async def application(model: SteerModel, flags: argparse.Namespace, settings: ServerSettings) -> FastAPI:
+    """vLLM's application over an open model, with routes and a field of a request's body of our own.
+
+    Args:
+        model: open, and for as long as it is served.
+        flags: of `vllm serve`, see `adapters.server.read_flags`; those of the engine count for nothing here.
+        settings: of the server.
+
+    Raises:
+        InvalidSpec: a preset that means nothing.
+        InvalidFile: a file of vectors that cannot be used.
+        UnsupportedRunner: vLLM's server is not what is known of it.
+    """
+    from steercap.adapters import server
+
+    library = Library()
+    for name, path in settings.vectors.items():
+        library.add(name, OPERATOR, path.read_bytes())
+    for name in settings.presets:
+        if not NAME.fullmatch(name):
+            raise InvalidSpec(f"preset {name!r}: give letters, digits, dots, dashes and underscores")
+    steering = {name: steering_of(asked, library, OPERATOR) for name, asked in settings.presets.items()}
+    names = flags.served_model_name or [flags.model]
+    presets = Presets(names, steering)
+    served = argparse.Namespace(**{**vars(flags), "served_model_name": [*names, *presets.aliases]})
+    captures = Captures(
+        time_to_live=settings.captures_seconds,
+        most_bytes=settings.captures_bytes,
+        most_of_a_key=settings.captures_bytes_of_a_key,
+    )
+    engine = ServedEngine(model, captures, server.translated)
+    app = await server.application(engine, served, PATHS, lambda route: Asking(route, library, presets))
+    app.router.routes.extend(Routes(model, captures, library, presets.aliases).routes)
+    return app
+
+
+async def serve(model: str, flags: Sequence[str], settings: ServerSettings, **steercap: Any) -> None:
+    """Open a model, and serve it until the process is told to end.
 
     Args:
         model: path or name of the model.
@@ -61,40 +94,9 @@ async def application(
     from steercap.adapters import server
 
     read = server.read_flags(model, flags)
-    library = Library()
-    for name, path in settings.vectors.items():
-        library.add(name, OPERATOR, path.read_bytes())
-    for name in settings.presets:
-        if not NAME.fullmatch(name):
-            raise InvalidSpec(f"preset {name!r}: give letters, digits, dots, dashes and underscores")
-    steering = {name: steering_of(asked, library, OPERATOR) for name, asked in settings.presets.items()}
-    names = read.served_model_name or [model]
-    presets = Presets(names, steering)
-    read.served_model_name = [*names, *presets.aliases]
-    arguments = {**server.engine_arguments(read), **steercap}
-    # Pictures that vLLM's cache leaves out of one request must have come with another before: requests that wait here
-    # for room would change the order.
-    arguments.setdefault("mm_processor_cache_gb", 0)
-    async with SteerModel(model, **arguments) as opened:
-        captures = Captures(
-            time_to_live=settings.captures_seconds,
-            most_bytes=settings.captures_bytes,
-            most_of_a_key=settings.captures_bytes_of_a_key,
-        )
-        engine = ServedEngine(opened, captures, server.translated)
-        app = await server.application(engine, read, PATHS, lambda route: Asking(route, library, presets))
-        app.router.routes.extend(Routes(opened, captures, library, presets.aliases).routes)
-        yield app, read
-
-
-async def serve(model: str, flags: Sequence[str], settings: ServerSettings, **steercap: Any) -> None:
-    """Serve a model until the process is told to end; see `application`."""
-    from steercap.adapters import server
-
-    address, sock = server.listening(server.read_flags(model, flags))
-    del address
-    try:
-        async with application(model, flags, settings, **steercap) as (app, read):
-            await server.serve(app, sock, read)
-    finally:
-        sock.close()
+    with closing(server.listening(read)) as sock:  # before the engine: a port that is taken is known at once
+        # Pictures that vLLM's cache leaves out of one request must have come with another before; requests that wait
+        # for room would change the order.
+        arguments = {"mm_processor_cache_gb": 0, **server.engine_arguments(read), **steercap}
+        async with SteerModel(model, **arguments) as opened:
+            await server.serve(await application(opened, read, settings), sock, read)
