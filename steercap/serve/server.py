@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
 from steercap.model import SteerModel
 from steercap.serve.asks import steering_of
@@ -17,7 +18,6 @@ from steercap.serve.engine import ServedEngine
 from steercap.serve.library import NAME, OPERATOR, Library
 from steercap.serve.middleware import PATHS, Asking
 from steercap.serve.presets import Presets
-from steercap.serve.routes import Routes
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -55,7 +55,9 @@ async def application(model: SteerModel, flags: argparse.Namespace, settings: Se
         InvalidFile: a file of vectors that cannot be used.
         UnsupportedRunner: vLLM's server is not what is known of it.
     """
-    from steercap.adapters import server
+    with extra("cuda", "cpu"):
+        from steercap.adapters import server
+        from steercap.serve.routes import Routes
 
     library = Library()
     for name, path in settings.vectors.items():
@@ -91,7 +93,8 @@ async def serve(model: str, flags: Sequence[str], settings: ServerSettings, **st
         InvalidRequest, InvalidFile: flags, files or presets that cannot be used.
         The errors of `SteerModel.start`.
     """
-    from steercap.adapters import server
+    with extra("cuda", "cpu"):
+        from steercap.adapters import server
 
     read = server.read_flags(model, flags)
     with closing(server.listening(read)) as sock:  # before the engine: a port that is taken is known at once
