@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from steercap.requests.answers import RawOutput
     from steercap.requests.handle import CaptureHandle
     from steercap.requests.manifest import Manifest
+    from steercap.requests.pooled import Encoded
     from steercap.requests.saving import CaptureRun, save_run
     from steercap.requests.sketching import RunningSketch
     from steercap.requests.stacking import stack
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from steercap.saes.features import Features
     from steercap.saes.sae import SAE
     from steercap.sketches.sketch import Sketch
+    from steercap.steering.logit_bias import LogitBias
     from steercap.steering.spec import SteeringSpec
     from steercap.vectors.calibration import Calibration
 
@@ -59,7 +61,9 @@ _HOMES = {
     "CaptureRun": "steercap.requests.saving",
     "CaptureSpec": "steercap.core.spec",
     "Chunk": "steercap.requests.stream",
+    "Encoded": "steercap.requests.pooled",
     "Features": "steercap.saes.features",
+    "LogitBias": "steercap.steering.logit_bias",
     "LowRank": "steercap.edits.low_rank",
     "Manifest": "steercap.requests.manifest",
     "Point": "steercap.core.spec",
@@ -96,7 +100,9 @@ __all__ = [
     "CaptureRun",
     "CaptureSpec",
     "Chunk",
+    "Encoded",
     "Features",
+    "LogitBias",
     "LowRank",
     "Manifest",
     "Point",

@@ -179,6 +179,7 @@ class Settings:
         exists: Callable[[Point], bool] = lambda _: True,
         derived: bool = False,
         end: str = LAYER_END,
+        within: Sequence[str] = (),
     ) -> tuple[Point, ...]:
         """Every point to arm, layer by layer.
 
@@ -188,6 +189,7 @@ class Settings:
                 from the first armed one on is armed too, so that no key or value is computed from such a row.
             exists: whether the model has a point: a layer with experts has no neurons, one without has no router.
             end: the site of the last layer from which the model makes its logits.
+            within: further sites of the last layer that the sum of what blocks add is proved by.
             derived: whether what layers take and give may have to be derived, for which the stream is armed everywhere.
 
         Raises:
@@ -207,7 +209,7 @@ class Settings:
             points += [Point(layer, LAYER_END) for layer in range(layers[0], num_layers)]
         points.append(Point(num_layers - 1, end))  # what the proof at start reads
         if not (ADDED if end == LAYER_END else MIXED).isdisjoint(self.sites):
-            terms = ("resid_pre", *sorted(ADDED)) if end == LAYER_END else sorted(MIXED)
+            terms = ("resid_pre", *sorted(ADDED), *within) if end == LAYER_END else sorted(MIXED)
             points += filter(exists, (Point(num_layers - 1, site) for site in terms))
         if derived:
             points += [Point(layer, site) for layer in range(num_layers) for site in DERIVED_SITES]

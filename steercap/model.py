@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from steercap.adapters.types import AsyncLLM
     from steercap.edits.base import Edit
+    from steercap.steering.logit_bias import LogitBias
 
 
 #: What to do instead of a copy.
@@ -39,7 +40,7 @@ INSTEAD: Final = "an engine has one owner; make another SteerModel of the same p
 
 
 class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
-    """A model served by vLLM whose activations can be read and changed while it generates.
+    """A model served by vLLM whose activations can be read and changed while it generates, embeds or classifies.
 
     Args:
         model: path or name of the model, as vLLM takes it.
@@ -160,14 +161,14 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
     # Work
 
     @asynccontextmanager
-    async def steered(self, steering: SteeringSpec | Edit) -> AsyncIterator[SteeringSpec]:
+    async def steered(self, steering: SteeringSpec | Edit | LogitBias) -> AsyncIterator[SteeringSpec]:
         """Steer every call inside that does not pass `steering=` itself: `async with model.steered(spec): ...`.
 
         When nested, its edits come after those of the outer one. Tasks started inside inherit it; other tasks
         do not see it.
 
         Args:
-            steering: a SteeringSpec, or one edit.
+            steering: a SteeringSpec, one edit, or a LogitBias.
 
         Yields:
             The spec in force, outer ones included.

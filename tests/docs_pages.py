@@ -1,6 +1,6 @@
 """What stands in the pages of README.md and docs/*.md: their fenced blocks, and which of them are run.
 
-The rule. A page begins with `<!-- model: smol -->` (or `tiny`, `heads` or `seeing`): the open model its blocks call `model`.
+The rule. A page begins with `<!-- model: smol -->` (or `tiny`, `heads`, `seeing` or `encoder`): the open model its blocks call `model`.
 ```python   runs, after the blocks before it, in one namespace; one with a main guard is a script and runs as one.
 ```sh       a command a line; ```console the same after "$ ", with what it prints between. `steercap` commands are parsed,
             and run where they start no engine.

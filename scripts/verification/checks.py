@@ -23,10 +23,13 @@ from steercap.testing import Parity, Reference, agreement, compare_rows, stress,
 from steercap.testing.agreement import EVERYTHING, captured, same_tokens_elsewhere, worst_of
 from steercap.testing.attention import attention_agrees
 from steercap.testing.bad import BAD_REQUESTS
+from steercap.testing.biases import biases_agree
 from steercap.testing.codecs import codecs_agree
+from steercap.testing.experts import experts_agree
 from steercap.testing.lora import adapters_agree
 from steercap.testing.overflow import overflowing_edits
 from steercap.testing.parity import PERFECT
+from steercap.testing.pooling import embeddings_agree
 from steercap.testing.quantised import KINDS, quantised_reference, unfit
 from steercap.testing.rows import (
     ALL_SITES,
@@ -43,11 +46,14 @@ from steercap.testing.rows import (
 from steercap.testing.sketching import sketches_agree
 from steercap.testing.specs import OPERATIONS, spec
 from verification import mechanistic
-from verification.engines import QUANTISED, EngineChoice, Engines, Machine, surroundings
+from verification.engines import QUANTISED, ROUTED, EngineChoice, Engines, Machine, surroundings
 
 Show = dict[str, Any]
 #: bfloat16, a layer given the captured row before it, and graphs on against off: the least row cosine.
 BF16_COSINE = 0.999
+#: Of each of vLLM's routers for CUDA one that it has for some of them: the greatest scores, biased scores by groups of
+#: experts, and functions of the models, one of them in Triton. DeepSeek's latent attention wants kernels of its own.
+ROUTERS = ("qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "llama4_text", "gemma4_moe")
 #: Batches of 3, 4, 13 and 1: CUDA graphs exist for 1, 2, 4, 8, 16, ..., so two of these are padded when they decode.
 BATCHES = ((9, 30, 77), (1, 7, 40, 133), tuple(range(3, 68, 5)), (100,))
 
@@ -337,6 +343,29 @@ async def check_stress(run: Run, show: Show) -> None:
     assert not failed, "; ".join(failed)
 
 
+async def check_bias(run: Run, show: Show) -> None:
+    """Biases of logits of every scope, beside edits, in one batch: tokens and log probabilities of transformers, each
+    with a processor of its own; and with drafts, as far as the tokens go.
+    """
+    reference = run.engines.reference(tiny_checkpoint("qwen3"))
+
+    async def one(name: str) -> None:
+        model = await run.engines.get(name)
+        before = _drafts(model) if name in _methods(run.machine) else None
+        show[name] = f"{await biases_agree(model, reference):.1e} nats"
+        if before is not None:
+            drafts = {kind: count - before[kind] for kind, count in _drafts(model).items()}
+            show[name] += f", drafts {drafts}"
+            happened(drafts, accepted=5, rejected=5)
+
+    await each(_bias_engines(run), one)
+
+
+def _bias_engines(run: Run) -> list[str]:
+    layouts = ["tensor_parallel_size", "pipeline_parallel_size"] if not _two_workers(run.machine) else []
+    return ["qwen3", *_methods(run.machine), *layouts]
+
+
 async def check_overflow(run: Run, show: Show) -> None:
     """Edits that overflow fail alone, in every dtype, eager and with graphs; rows of clean requests stay what they were."""
 
@@ -474,9 +503,34 @@ async def check_encodings(run: Run, show: Show) -> None:
     await each(["qwen3", "qwen3_moe"], one)
 
 
+async def check_experts(run: Run, show: Show) -> None:
+    """The experts that routers choose, and their weights, are what transformers' experts are called with."""
+
+    async def one(name: str) -> None:
+        wanted = run.machine.engine(name)
+        reference = run.engines.reference(wanted.path, wanted.arguments["dtype"])
+        show[name] = f"{await experts_agree(await run.engines.get(name), reference):.1e}"
+
+    await each(_routed(run), one)
+
+
+def _routed(run: Run) -> list[str]:
+    """On CPU, one of vLLM's routers does what others do on CUDA."""
+    return [ROUTED + kind for kind in (ROUTERS if run.machine.cuda else ["deepseek_v3"])]
+
+
 async def check_sketches(run: Run, show: Show) -> None:
     """Means, covariances and frequent directions that the workers keep are those of the rows."""
     show["covariance"] = f"{await sketches_agree(await run.engines.get('qwen3')):.1e}"
+
+
+async def check_pooling(run: Run, show: Show) -> None:
+    """An embedding model: rows, edits and embeddings of prompts of all lengths at once are transformers'."""
+    reference = run.engines.reference(run.machine.engine("pooling").path)
+    show |= {
+        name: figures(same)
+        for name, same in (await embeddings_agree(await run.engines.get("pooling"), reference)).items()
+    }
 
 
 async def check_spec(run: Run, show: Show) -> None:
@@ -606,6 +660,7 @@ CHECKS: dict[str, Check] = {
     "lora": Check(check_lora, lambda _run: ["lora"]),
     "graphs": Check(check_graphs, lambda run: [name for pair in _pairs(run.machine) for name in pair]),
     "stress": Check(check_stress, lambda _run: ["cramped"]),
+    "bias": Check(check_bias, _bias_engines),
     "overflow": Check(check_overflow, _overflow_engines),
     "bad": Check(check_bad, lambda _run: ["qwen3"]),
     "projections": Check(check_projections, lambda _run: ["qwen3"]),
@@ -615,11 +670,13 @@ CHECKS: dict[str, Check] = {
     ),
     "split": Check(check_split, lambda _run: ["split"], unfit=_two_workers),
     "encodings": Check(check_encodings, lambda _run: ["qwen3", "qwen3_moe"]),
+    "experts": Check(check_experts, _routed),
     "sketches": Check(check_sketches, lambda _run: ["qwen3"]),
     "lens": Check(mechanistic.check_lens, lambda _run: ["qwen3"]),
     "modules": Check(mechanistic.check_modules, lambda _run: ["modules"]),
     "saes": Check(mechanistic.check_saes, lambda _run: ["qwen3"]),
     "patching": Check(mechanistic.check_patching, lambda _run: ["modules"]),
+    "pooling": Check(check_pooling, lambda _run: ["pooling"]),
     "cache": Check(check_cache, lambda _run: []),
     "memory": Check(check_memory, lambda _run: ["qwen3"], alone=True),
 }

@@ -16,6 +16,8 @@ from typing import Any
 from steercap import SteerModel
 from steercap.families import FAMILIES
 from steercap.testing import Reference, tiny_checkpoint
+from steercap.testing.architectures import ENGINES, ON_CUDA
+from steercap.testing.experts import routed_checkpoint
 from steercap.testing.lora import LORA_ENGINE
 from steercap.testing.quantised import KINDS, quantised_checkpoint
 from steercap.testing.rows import ALL_SITES, CRAMPED, TINY_ENGINE
@@ -25,6 +27,8 @@ APART = 1.5
 CAPTURE_BYTES = 512 << 20
 #: What names of engines with quantised checkpoints begin with.
 QUANTISED = "quantised "
+#: The same of engines whose experts are chosen with all that their routers can do.
+ROUTED = "routed "
 
 
 #: Modules of the engine "modules".
@@ -82,6 +86,10 @@ class Machine:
             return EngineChoice(bare.path, bare.arguments | {"enforce_eager": mode == "eager"}, bare.environment)
         if kind := quantised(name):
             return EngineChoice(quantised_checkpoint(kind), self.base("bfloat16") | dict(KINDS[kind].engine))
+        if name.startswith(ROUTED):
+            kind = name.removeprefix(ROUTED)
+            own = {**ENGINES.get(kind, {}), **(ON_CUDA.get(kind, {}) if self.cuda else {})}
+            return EngineChoice(routed_checkpoint(kind), self.base("float32") | own)
         if name == "smollm2":
             assert self.smollm2 is not None
             return EngineChoice(self.smollm2, self.base("bfloat16") | {"kv_cache_memory_bytes": 256 << 20})
@@ -98,6 +106,7 @@ class Machine:
             "tensor_parallel_size": {"tensor_parallel_size": 2},
             "pipeline_parallel_size": {"pipeline_parallel_size": 2},
             "split": {"tensor_parallel_size": 2},
+            "pooling": {"runner": "pooling", "convert": "embed", "max_num_batched_tokens": 64, "max_num_seqs": 16},
             "ngram": {"speculative_config": {"method": "ngram", **drafts}},
             "ngram_gpu": {"speculative_config": {"method": "ngram_gpu", **drafts}},
         }
@@ -208,7 +217,7 @@ class Engines:
                 await asyncio.sleep(APART)
             before = time.perf_counter()
             sites = "all" if name in FAMILIES or quantised(name) else NAMED_SITES.get(name, ALL_SITES)
-            model = await self.start(wanted, sites=sites)
+            model = await self.start(wanted, sites="router" if name.startswith(ROUTED) else sites)
             self.seconds[name] = round(time.perf_counter() - before, 1)
             return model
 

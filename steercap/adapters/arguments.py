@@ -68,6 +68,11 @@ def check_supported(config: Any) -> None:
             "sequence-parallel experts give the router of each rank other tokens than the batch's; switch "
             "enable_expert_parallel off, or use one engine (data_parallel_size=1)"
         )
+    if config.model_config.runner_type == "pooling" and parallel.data_parallel_size > 1:
+        raise UnsupportedRunner(
+            "vLLM's encode takes no engine to run a request on, so rows of pooling models have no place of their own "
+            "with data_parallel_size > 1; use one engine for each"
+        )
     if getattr(config.speculative_config, "enable_adaptive_verification", False):
         raise UnsupportedRunner("adaptive verification lays batches out on the device; switch it off")
     if config.model_config.enable_sleep_mode:

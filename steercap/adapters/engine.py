@@ -1,6 +1,6 @@
 """vLLM's AsyncLLM behind the few calls that steercap needs.
 
-What it relies on: `AsyncLLM.from_vllm_config`, `generate` and its `data_parallel_rank`;
+What it relies on: `AsyncLLM.from_vllm_config`, `encode`, `generate` and its `data_parallel_rank`;
 `additional_config` in the key of the compile cache.
 """
 
@@ -12,7 +12,8 @@ from contextlib import aclosing
 from typing import Any, Final, Protocol
 
 from vllm.exceptions import VLLMClientError, VLLMError
-from vllm.outputs import RequestOutput
+from vllm.outputs import PoolingRequestOutput, RequestOutput
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -21,6 +22,7 @@ from steercap.adapters import detokenizer
 from steercap.adapters.arguments import check_heads, check_supported, read_arguments
 from steercap.adapters.connection import Connection
 from steercap.adapters.lora import Adapters
+from steercap.adapters.pooling import read_pooling, tasks_of
 from steercap.adapters.prompts import Rendered, render
 from steercap.adapters.reaper import Reaper
 from steercap.adapters.refusal import refusal
@@ -80,6 +82,9 @@ class VllmEngine:
         self.vocabulary: int = config.get_vocab_size()
         self.config: Final = config.hf_text_config
         self.max_logprobs: int = config.max_logprobs
+        self._verifies_on_v2 = llm.vllm_config.use_v2_model_runner and llm.vllm_config.speculative_config is not None
+        #: Whether it gives what it makes of its prompts' rows, and generates nothing.
+        self.pools: bool = config.runner_type == "pooling"
         #: Tokens that a request may be computed beyond its end, which the scheduler learns of too late.
         self.overshoot = overshoot(llm.vllm_config)
 
@@ -113,6 +118,8 @@ class VllmEngine:
         require("VllmConfig", config)
         expected, hf_config = expected_family(config.model_config), config.model_config.hf_text_config
         check_supported(config)
+        if config.model_config.runner_type == "pooling":
+            require("an AsyncLLM that pools", AsyncLLM)
 
         def exists(point: Point) -> bool:
             return expected is None or SITES[point.site].exists(expected, hf_config, point.layer)
@@ -123,6 +130,7 @@ class VllmEngine:
             exists=exists,
             derived=expected is None,
             end=LAYER_END if expected is None else expected.end,
+            within=("resid_mid", "mlp_in") if expected is not None and expected.norms else (),
         )
         check_heads(config, points)
         config.additional_config[CONFIG_KEY] = worker_config(points, settings, candidate)
@@ -157,17 +165,42 @@ class VllmEngine:
         """A copy of the user's sampling parameters, vLLM's defaults where None.
 
         Raises:
-            InvalidRequest: see `read_params`.
+            InvalidRequest: see `read_params`; or it asks for what this engine's runner leaves out in silence.
         """
-        return read_params(params)
+        found = read_params(params)
+        if found.logprob_token_ids and self._verifies_on_v2:
+            raise InvalidRequest(
+                "logprob_token_ids: Model Runner V2 leaves them out where it verifies drafts; use logprobs=, or start "
+                "without speculative_config"
+            )
+        return found
 
-    async def checked(self, prompt: Rendered, params: SamplingParams, options: Mapping[str, Any]) -> dict[str, Any]:
+    async def pooling(self, params: PoolingParams | Mapping[str, Any] | None) -> PoolingParams:
+        """A copy of the user's pooling parameters, with a task; the model's own where None.
+
+        Raises:
+            InvalidRequest: see `read_pooling`.
+            UnsupportedModel: the model has no task that can be asked for.
+        """
+        return read_pooling(params, *await self.tasks())
+
+    async def tasks(self) -> tuple[tuple[str, ...], str]:
+        """The tasks of a pooling model, and the one that is done where none is named.
+
+        Raises:
+            UnsupportedModel: the model has none that can be asked for.
+        """
+        return tasks_of(await self.llm.get_supported_tasks(), self.llm.model_config)
+
+    async def checked(
+        self, prompt: Rendered, params: SamplingParams | PoolingParams, options: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Check that the engine takes a request, before it is sent.
 
         Args:
             prompt: the rendered prompt.
-            params: sampling parameters.
-            options: further arguments of `AsyncLLM.generate`.
+            params: sampling or pooling parameters; vLLM fills in what it knows of the latter.
+            options: further arguments of `AsyncLLM.generate` or `encode`.
 
         Returns:
             The options, with the LoRA adapter that the workers know.
@@ -185,39 +218,44 @@ class VllmEngine:
         answers = await self._connection.call_workers("steercap_load_adapter", *names)
         return [reason for reasons in answers for reason in reasons]
 
-    def limit(self, prompt_len: int, params: SamplingParams) -> int:
+    def limit(self, prompt_len: int, params: SamplingParams | PoolingParams) -> int:
         """How many tokens can become inputs of the model: prompt + generated - 1 at most."""
+        if isinstance(params, PoolingParams):
+            return prompt_len
         longest = self.max_model_len if params.max_tokens is None else prompt_len + params.max_tokens
         return min(longest, self.max_model_len) - 1
 
     async def generate(
         self,
         prompt: Rendered,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         request_id: str,
         plan: Plan | None,
         *,
         salt: str = "",
         partial: bool | None = False,
         **options: Any,
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> AsyncGenerator[RequestOutput | PoolingRequestOutput, None]:
         """Run one request; yields its outputs, the finished one last.
 
         Args:
             prompt: the rendered prompt.
-            params: sampling parameters, which this call owns.
+            params: sampling parameters, or pooling parameters of a model that pools, which this call owns.
             request_id: the caller's id.
             plan: what the workers shall keep and change of it.
             salt: what its keys and values depend on besides its tokens; added to the user's own `cache_salt`.
             partial: whether to yield the text so far at every step, not just the end; None for what `params` says.
-            **options: further arguments of `AsyncLLM.generate`.
+            **options: further arguments of `AsyncLLM.generate` or `encode`.
 
         Raises:
             InvalidRequest: vLLM refuses the request, or cannot run it.
             EngineFailure: the engine has died, has aborted the request, or takes none at present.
         """
-        if partial is not None:
-            params.output_kind = RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY
+        run: Callable[..., AsyncGenerator[Any, None]] = self.llm.generate
+        if isinstance(params, PoolingParams):
+            run = self.llm.encode
+        else:
+            _report(params, partial)
         if plan is not None:
             _carry(plan, params)
         payload = prompt.payload
@@ -225,7 +263,7 @@ class VllmEngine:
             payload = {**payload, "cache_salt": f"{payload.get('cache_salt') or ''}|steercap {salt}"}
         try:
             with self._connection.watch.over():
-                async with aclosing(self.llm.generate(payload, params, request_id, **options)) as outputs:
+                async with aclosing(run(payload, params, request_id, **options)) as outputs:
                     async for output in outputs:
                         _require_whole(output)
                         yield output
@@ -275,15 +313,29 @@ class VllmEngine:
         self._connection.let_go(self.launch.reaper.end)
 
 
-def _carry(plan: Plan, params: SamplingParams) -> None:
-    """Have sampling parameters bring a plan to the workers."""
-    params.extra_args = {**(params.extra_args or {}), EXTRA_ARGS_KEY: plan.encode()}
+def _carry(plan: Plan, params: SamplingParams | PoolingParams) -> None:
+    """Have a request's parameters carry its plan to the workers."""
+    if isinstance(params, PoolingParams):
+        params.extra_kwargs = {**(params.extra_kwargs or {}), EXTRA_ARGS_KEY: plan.encode()}
+    else:
+        params.extra_args = {**(params.extra_args or {}), EXTRA_ARGS_KEY: plan.encode()}
     if plan.reads_prompt:
         params.skip_reading_prefix_cache = True
 
 
-def _require_whole(output: RequestOutput) -> None:
+def _report(params: SamplingParams, partial: bool | None) -> None:
+    """Say when a request's outputs come, see `VllmEngine.generate`."""
+    if partial is not None:
+        params.output_kind = RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY
+
+
+def _require_whole(output: RequestOutput | PoolingRequestOutput) -> None:
     """Check that vLLM did not end a request early, which its output reports like any other reason."""
+    aborted = f"request {output.request_id} was aborted in the engine"
+    if isinstance(output, PoolingRequestOutput):
+        if output.finished and not output.outputs.data.numel():  # what vLLM gives for a request that it aborted
+            raise EngineFailure(f"{aborted}, and nothing was pooled")
+        return
     for sample in output.outputs:
         if sample.finish_reason == "error":
             raise InvalidRequest(
@@ -291,4 +343,4 @@ def _require_whole(output: RequestOutput) -> None:
                 "its structured output; the engine's log says why"
             )
         if sample.finish_reason == "abort":
-            raise EngineFailure(f"request {output.request_id} was aborted in the engine, and its text is cut short")
+            raise EngineFailure(f"{aborted}, and its text is cut short")

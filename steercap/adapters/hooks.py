@@ -7,7 +7,7 @@ What it relies on, the same in both runners and besides the names in `releases`:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -17,7 +17,10 @@ from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from steercap.adapters import RUNTIME_ATTRIBUTE
 from steercap.adapters.attention import attention_rules
+from steercap.adapters.experts import choosing
+from steercap.adapters.lora import without_adapters
 from steercap.adapters.observing import Observations
+from steercap.adapters.pooling import token_head
 from steercap.adapters.releases import require
 from steercap.adapters.settings import armed_points, candidate_of, tap_sizes
 from steercap.core.messages import Loaded
@@ -37,8 +40,6 @@ _HOOKED: Final = "__steercap_hook__"
 _OUTPUT_STREAMS: Final = ("output_copy_stream", "async_output_copy_stream")
 #: A pass may be padded to the largest CUDA graph, beyond the most tokens a step can schedule.
 _PADDING: Final = 1024
-#: Rows that are unembedded at once.
-_UNEMBEDDED: Final = 64
 
 
 def wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
@@ -128,13 +129,38 @@ def attach(runner: Any) -> None:
     rules = attention_rules(decoder.layers, family, [armed[point] for point in installed.points], model_config)
     known = "" if family.derived else next(name for name, one in FAMILIES.items() if one.classes == family.classes)
     loaded = Loaded(known, decoder.code, len(families))
-    # What LoRA's kernels keep of the last pass, of which they read how many rows there are, fits one row.
-    together = _UNEMBEDDED if config.lora_config is None else 1
-    unembed = decoder.unembedding(family, together) if get_pp_group().is_last_rank else None
+    pools = model_config.runner_type == "pooling"
+    made = token_head(decoder.model) if pools else _logits_of(decoder.model, lora=config.lora_config is not None)
+    last = get_pp_group().is_last_rank
+    unembed = decoder.unembedding(family, made, bare=pools) if made and last else None
     project = projecting(decoder.layers, family, installed.shard)
-    runtime = Runtime(taps, names, runner.device, loaded=loaded, unembed=unembed, project=project, attention=rules)
+    choose = choosing(decoder.layers, family, runner.dtype)
+    runtime = Runtime(
+        taps,
+        names,
+        runner.device,
+        loaded=loaded,
+        unembed=unembed,
+        project=project,
+        choose=choose,
+        attention=rules,
+        samples=last,
+    )
     setattr(runner, RUNTIME_ATTRIBUTE, runtime)
     bind(taps)
+
+
+def _logits_of(model: Any, *, lora: bool) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    """What makes logits of any rows behind the norm, as for requests with no adapter."""
+    plain: Callable[[torch.Tensor], torch.Tensor | None] = model.compute_logits
+    if not lora:
+        return plain
+
+    def made(rows: torch.Tensor) -> torch.Tensor | None:
+        with without_adapters(model):
+            return plain(rows)
+
+    return made
 
 
 @contextmanager
@@ -143,7 +169,7 @@ def step_of(runner: Any, scheduler_output: Any) -> Iterator[Runtime]:
     runtime: Runtime = getattr(runner, RUNTIME_ATTRIBUTE)
     runtime.forget(scheduler_output.finished_req_ids)
     for request in scheduler_output.scheduled_new_reqs:
-        extra = getattr(request.sampling_params, "extra_args", None) or {}
+        extra = carried(request)
         if EXTRA_ARGS_KEY in extra:
             runtime.register(request.req_id, extra[EXTRA_ARGS_KEY], sample_of(request.req_id))
     try:
@@ -152,6 +178,13 @@ def step_of(runner: Any, scheduler_output: Any) -> Iterator[Runtime]:
         runtime.end_step(error)
         raise
     runtime.end_step()
+
+
+def carried(request: Any) -> Mapping[str, Any]:
+    """What a new request's sampling parameters, or its pooling parameters, carry besides vLLM's own."""
+    if request.pooling_params is not None:
+        return request.pooling_params.extra_kwargs or {}
+    return getattr(request.sampling_params, "extra_args", None) or {}
 
 
 def sample_of(request_id: str) -> int:

@@ -4,21 +4,24 @@ vLLM loads an adapter within the first step that needs it: one that is missing, 
 one whose weights are narrower than the model's is copied into a corner of its tables; one for layers that the model
 lacks does nothing; and two under one name or number are the same to its caches. What it relies on: `LoRARequest`,
 `get_adapter_absolute_path`, `PEFTHelper`; in the worker `add_lora`, `remove_lora` and the manager behind
-`model_runner.lora_manager`. It can go when vLLM refuses such adapters by themselves.
+`model_runner.lora_manager`; and of the wrapper of a model's logits processor, its `punica_wrapper`. It can go when vLLM
+refuses such adapters by themselves.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
+from vllm.lora.layers import LogitsProcessorWithLoRA
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.lora.utils import get_adapter_absolute_path
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 from steercap.adapters.complaints import named
@@ -55,7 +58,7 @@ class Adapters:
         self._known: dict[int, Known] = {}
         self._loading = asyncio.Lock()
 
-    async def ready(self, given: Any, params: SamplingParams) -> LoRARequest | None:
+    async def ready(self, given: Any, params: SamplingParams | PoolingParams) -> LoRARequest | None:
         """A request's adapter, loaded once by every worker.
 
         Raises:
@@ -63,8 +66,11 @@ class Adapters:
                 missing or do not fit the model, or its name or number is another adapter's; or the request wants
                 logprobs of its prompt, for which vLLM has no adapter by row (on CPU it dies of them).
         """
-        if self._config.lora_config is not None and (
-            params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
+        sampled = isinstance(params, SamplingParams)
+        if (
+            self._config.lora_config is not None
+            and sampled
+            and (params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None)
         ):
             raise InvalidRequest(
                 "prompt_logprobs on an engine with enable_lora=True: vLLM cannot tell whose rows they are; "
@@ -211,3 +217,26 @@ def _misfit(manager: Any, number: int, *, whole: bool) -> str:
             if has != wants:
                 return f"{name} of the adapter is {has[0]} to {has[1]} wide, and the model's {wants[0]} to {wants[1]}"
     return ""
+
+
+class _NoAdapter:
+    """Stands for LoRA's kernels, which know each row's adapter, and how many rows there are, from the last pass."""
+
+    @staticmethod
+    def add_lora_logits(logits: Any, *_: Any) -> Any:
+        """No adapter has changed the unembedding."""
+        return logits
+
+
+@contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """Have a model make logits of any rows, as for a request with no adapter, within."""
+    wrappers = [module for module in model.modules() if isinstance(module, LogitsProcessorWithLoRA)]
+    kernels = [wrapper.punica_wrapper for wrapper in wrappers]
+    try:
+        for wrapper in wrappers:
+            wrapper.punica_wrapper = _NoAdapter()
+        yield
+    finally:
+        for wrapper, kernel in zip(wrappers, kernels, strict=True):
+            wrapper.punica_wrapper = kernel

@@ -68,7 +68,7 @@ async def render(llm: AsyncLLM, prompt: Any) -> Rendered:
     ids, longest = tuple(payload["prompt_token_ids"]), llm.model_config.max_model_len
     if not ids:
         raise InvalidPrompt(f"{shown(prompt)} holds no token; a prompt needs at least one")
-    if len(ids) >= longest:
+    if len(ids) >= longest and llm.model_config.runner_type != "pooling":
         raise InvalidPrompt(
             f"{shown(prompt)} has {len(ids)} tokens, but the context holds {longest}, "
             "one generated token at least included; shorten it or start the engine with a larger max_model_len"

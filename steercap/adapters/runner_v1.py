@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
-from steercap.adapters import RUNTIME_ATTRIBUTE
+from steercap.adapters import RUNTIME_ATTRIBUTE, logprobs
 from steercap.adapters.hooks import attach, require_requests, step_of, wrap
 from steercap.adapters.releases import require
 from steercap.worker.batch import BatchRows
@@ -26,11 +26,14 @@ def hook() -> None:
     """Hook the runner classes of this process; a second call finds them hooked."""
     require("Model Runner V1", GPUModelRunner)
     require("Model Runner V1 on CPU", CPUModelRunner)
+    require("ExecuteModelState", ExecuteModelState)
     require_requests()
+    logprobs.hook()
     for owner in (GPUModelRunner, CPUModelRunner):
         wrap(owner, "load_model", _load_model)
     wrap(GPUModelRunner, "_preprocess", _preprocess)
     wrap(GPUModelRunner, "execute_model", _execute_model)
+    wrap(GPUModelRunner, "sample_tokens", _sample_tokens)
 
 
 def _load_model(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:
@@ -70,3 +73,24 @@ def _preprocess(original: Callable[[], Any], runner: Any, scheduler_output: Any,
 def _execute_model(original: Callable[[], Any], runner: Any, scheduler_output: Any, *_args: Any, **_opts: Any) -> Any:
     with step_of(runner, scheduler_output):
         return original()
+
+
+def _sample_tokens(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:
+    """Bias the logits that `execute_model` has left, before tokens are sampled from them.
+
+    Relies on a row of logits for each request, of its last token in the pass, or with drafts for as many of its last
+    tokens as `num_draft_tokens` says and one more.
+    """
+    runtime: Runtime = getattr(runner, RUNTIME_ATTRIBUTE)
+    state = runner.execute_model_state
+    if runtime.biasing and state is not None and state.logits is not None:
+        batch, drafts = runner.input_batch, state.spec_decode_metadata
+        if drafts is None:
+            counts = np.ones(batch.num_reqs, dtype=np.int64)
+            indices = runner.query_start_loc.gpu[1 : batch.num_reqs + 1] - 1
+        else:
+            counts = np.array(drafts.num_draft_tokens, dtype=np.int64) + 1
+            indices = drafts.logits_indices
+        logits = runtime.biasing.put(state.logits, batch.req_ids[: batch.num_reqs], counts, indices)
+        runner.execute_model_state = state._replace(logits=logits)
+    return original()

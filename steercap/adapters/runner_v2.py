@@ -30,6 +30,7 @@ def hook() -> None:
     wrap(GPUModelRunner, "load_model", _load_model)
     wrap(GPUModelRunner, "prepare_inputs", _prepare_inputs)
     wrap(GPUModelRunner, "execute_model", _execute_model)
+    wrap(GPUModelRunner, "sample", _sample)
 
 
 def _load_model(original: Callable[[], Any], runner: Any, *_args: Any, **_options: Any) -> Any:
@@ -67,3 +68,31 @@ def _execute_model(
         return original()
     with step_of(runner, scheduler_output):
         return original()
+
+
+def _sample(
+    original: Callable[[], Any], runner: Any, _hidden_states: Any, input_batch: Any, *_args: Any, **_options: Any
+) -> Any:
+    """Bias logits as soon as the model has made them, before grammars and samplers see them.
+
+    Relies on `sample` to call the model's `compute_logits` once, for the tokens at `logits_indices`, whose borders
+    between requests are `cu_num_logits_np`; and on `compute_logits_local`, where ranks sample for each other.
+    """
+    biasing = getattr(runner, RUNTIME_ATTRIBUTE).biasing
+    if not biasing:
+        return original()
+    if getattr(runner, "batch_sharder", None) is not None:
+        biasing.refuse("each tensor-parallel rank samples for some requests alone, where logits cannot be biased")
+        return original()
+    model = runner.model
+    compute = model.compute_logits
+
+    def compute_biased(*args: Any, **options: Any) -> Any:
+        counts = np.diff(input_batch.cu_num_logits_np).astype(np.int64)
+        return biasing.put(compute(*args, **options), input_batch.req_ids, counts, input_batch.logits_indices)
+
+    model.compute_logits = compute_biased
+    try:
+        return original()
+    finally:
+        del model.compute_logits

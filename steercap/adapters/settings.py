@@ -20,7 +20,7 @@ from steercap.core.spec import Point
 from steercap.encodings import record_of
 from steercap.errors import UnsupportedModel
 from steercap.families import family_of, over_transformers
-from steercap.families.wrappers import architectures_within
+from steercap.families.wrappers import architectures_within, generating
 from steercap.worker.taps.base import Installed, TapSizes
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def expected_family(model_config: Any) -> Family | None:
     The layers that are loaded decide; see `families.families_of`.
     """
     try:
-        family = family_of((*model_config.architectures, *_within(model_config)))
+        names = (*model_config.architectures, *_within(model_config))
+        family = family_of((*names, *map(generating, names)))
     except UnsupportedModel:
         return None
     return over_transformers(family) if model_config.using_transformers_backend() else family

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -33,13 +34,13 @@ class Wire:
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreRequest)
 
-    async def check(self, payload: Any, params: SamplingParams, options: Mapping[str, Any]) -> None:
+    async def check(self, payload: Any, params: SamplingParams | PoolingParams, options: Mapping[str, Any]) -> None:
         """Check that vLLM takes a request, and that the engine can read it.
 
         Args:
             payload: the rendered prompt.
-            params: its sampling parameters.
-            options: further arguments of `AsyncLLM.generate`.
+            params: its sampling or pooling parameters.
+            options: further arguments of `AsyncLLM.generate` or `encode`.
 
         Raises:
             InvalidRequest: they cannot be sent; the message names the argument.

@@ -156,7 +156,7 @@ async def capture_to(
     engine = model.serving.here()
     asked = {**asked_before(prompts, params, spec), **asked_of(model, spec, steering)}
 
-    def take(place: int, _raw: RawOutput, handle: CaptureHandle | None) -> None:
+    def take(place: int, _raw: RawOutput | None, handle: CaptureHandle | None) -> None:
         assert handle is not None
         number = todo[place]
         written = store.save(handle, names[number])

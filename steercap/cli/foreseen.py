@@ -87,7 +87,7 @@ class Foreseen:
             from steercap.core.schema import PointSchema
             from steercap.steering.lowering import lower
 
-            if any(edit.site not in STREAM for edit in spec.flat()):
+            if any(edit.site not in STREAM for edit in spec.of_rows()):
                 return  # how wide other rows are is known when the model is loaded
             schema = PointSchema((self.model.width,), self.model.dtype or "float32")
             lower(

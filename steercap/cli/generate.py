@@ -96,7 +96,8 @@ async def answer(
     """
     found = [[Answer(prompt.shown, sample) for sample in range(params.get("n", 1))] for prompt in prompts]
 
-    def take(number: int, raw: RawOutput, _handle: object) -> None:
+    def take(number: int, raw: RawOutput | None, _handle: object) -> None:
+        assert raw is not None, "a pooling model answers nothing"
         for sample, given in enumerate(raw.output.outputs):
             tokens = found[number][sample].tokens + len(given.token_ids)
             changed: dict[str, Any] = {"clean" if spec is None else "steered": given.text, "tokens": tokens}

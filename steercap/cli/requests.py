@@ -25,7 +25,7 @@ async def run_each(
     model: SteerModel,
     prompts: Sequence[Prompt],
     params: Mapping[str, Any],
-    take: Callable[[int, RawOutput, CaptureHandle | None], None],
+    take: Callable[[int, RawOutput | None, CaptureHandle | None], None],
     *,
     steering: SteeringSpec | None = None,
     capture: CaptureSpec | None = None,
@@ -35,9 +35,9 @@ async def run_each(
     Args:
         model: an open model.
         prompts: texts and conversations.
-        params: fields of vLLM's SamplingParams.
-        take: called with the number of the prompt, its RawOutput, and a fetched handle if rows are kept, which
-            is released afterwards.
+        params: fields of vLLM's SamplingParams, of which a pooling model has no use.
+        take: called with the number of the prompt, its RawOutput (None of a pooling model, which reads the prompt
+            alone), and a fetched handle if rows are kept, which is released afterwards.
         steering: what is changed in all of them.
         capture: what is kept of all of them; one sample each.
 
@@ -47,6 +47,10 @@ async def run_each(
 
     async def run(numbered: tuple[int, Prompt]) -> None:
         number, prompt = numbered
+        if capture is not None and isinstance(prompt.content, str) and model.serving.here().vllm.pools:
+            async with await model.read(prompt.content, capture=capture, steering=steering) as read:
+                take(number, None, read)
+            return
         ask: Any = model.generate if isinstance(prompt.content, str) else model.chat
         found = await ask(prompt.content, params, capture=capture, steering=steering, raw_output=True)
         if capture is None:

@@ -137,7 +137,7 @@ class SteerAlone(SteerOptions):
 
 def sites_of(spec: SteeringSpec | None) -> tuple[str, ...]:
     """The sites that a spec edits, which must be armed."""
-    return tuple(dict.fromkeys(edit.site for edit in spec.flat())) if spec is not None else ()
+    return tuple(dict.fromkeys(edit.site for edit in spec.of_rows())) if spec is not None else ()
 
 
 def base_of(base: int | None) -> Literal[0, 1] | None:

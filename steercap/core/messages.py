@@ -182,6 +182,22 @@ class Project(Message, frozen=True):
     dtype: str
 
 
+class Choose(Message, frozen=True):
+    """Say which experts a layer's router chooses by their logits.
+
+    Args:
+        layer: whose.
+        rows: the bytes of [count, experts].
+        count: how many.
+        dtype: of the rows, torch's name of it.
+    """
+
+    layer: int
+    rows: bytes
+    count: int
+    dtype: str
+
+
 class Read(Message, frozen=True):
     """Send lines as bytes, for clients that cannot map the arena."""
 
@@ -273,6 +289,7 @@ Question: TypeAlias = (
     | Settle
     | Unembed
     | Project
+    | Choose
     | OpenSketch
     | Weigh
     | Fold
@@ -357,6 +374,20 @@ class Projected(Message, frozen=True):
     """Answer to Project: the bytes of [n, hidden], float32."""
 
     rows: bytes
+
+
+class Chosen(Message, frozen=True):
+    """Answer to Choose.
+
+    Args:
+        ids: of the experts, int64 [n, k], as bytes.
+        weights: theirs, float32 [n, k], as bytes.
+        refused: why logits alone do not say which experts the layer chooses, or "".
+    """
+
+    ids: bytes = b""
+    weights: bytes = b""
+    refused: str = ""
 
 
 class Parcel(Message, frozen=True):
@@ -444,6 +475,8 @@ class SteeringRecord(Message, frozen=True):
         rows: rows that each edit touched, all its points on this rank together.
         failure: why the edits cannot be trusted, or None.
         primary: whether these rows count in the receipt; the other ranks of a tensor-parallel group touch the same.
+        biased: bit `i` says whether the logits of position `i` got their biases here; None where none are made.
+        entries: how many logits these were, all positions together.
     """
 
     owner: Owner
@@ -451,6 +484,8 @@ class SteeringRecord(Message, frozen=True):
     rows: tuple[int, ...]
     failure: str | None
     primary: bool
+    biased: bytes | None = None
+    entries: int = 0
 
 
 class Settled(Message, frozen=True):
@@ -530,6 +565,7 @@ Answer: TypeAlias = (
     | Failed
     | Unembedded
     | Projected
+    | Chosen
     | Unhooked
 )
 

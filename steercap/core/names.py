@@ -46,10 +46,12 @@ _OTHERS: Final[Mapping[str, str]] = MappingProxyType(
         "ln_final.hook_normalized": "it leaves out the norm's weights, which 'final_norm' holds",
     }
 )
-_BLOCK: Final = re.compile(r"blocks\.(\d+|\*)\.(.+)")
-_SHOWN: Final = re.compile(r"(.+)\[(-?\d+)\]")
+_BLOCK: Final = re.compile(r"blocks\.(\d+|\*)\.(.+)", re.ASCII)
+_SHOWN: Final = re.compile(r"(.+)\[(-?\d+)\]", re.ASCII)
 _MODULE: Final = re.compile(r"(?:[A-Za-z_]\w*|\d+|\*)(?:\.(?:[A-Za-z_]\w*|\d+|\*))*\.(?:input|output)", re.ASCII)
-_LAYER: Final = re.compile(r"\.(\d+|\*)\.")
+_LAYER: Final = re.compile(r"\.(\d+|\*)\.", re.ASCII)
+#: Digits that no number of a layer has more of; Python refuses to read some thousands.
+_DIGITS: Final = 9
 #: What stands for every layer in a module's path.
 EVERY: Final = "*"
 
@@ -75,10 +77,14 @@ def read_name(name: str) -> Name:
     """What a name says; whether there is such a site is not looked at.
 
     Raises:
-        UnknownName: a name of TransformerLens's for rows that are other ones here, or a path with several layers.
+        UnknownName: a name of TransformerLens's for rows that are other ones here, a path with several layers, or a
+            name that says its layer twice.
     """
     if found := _SHOWN.fullmatch(name):
-        return read_name(found[1])._replace(layer=int(found[2]))
+        inner = read_name(found[1])
+        if inner.layer is not None:
+            raise UnknownName(f"{shown(name)} says its layer twice, {inner.layer} and {found[2]}; say it once")
+        return inner._replace(layer=_number(found[2], name))
     block = _BLOCK.fullmatch(name)
     layer, within = (block[1], block[2]) if block else (EVERY, name)
     if within in _OTHERS:
@@ -86,7 +92,7 @@ def read_name(name: str) -> Name:
     if block and within not in TRANSFORMER_LENS:
         raise UnknownName(f"unknown name {shown(name)}; known: {', '.join(TRANSFORMER_LENS)}, behind 'blocks.<layer>.'")
     if within in TRANSFORMER_LENS:
-        return Name(TRANSFORMER_LENS[within], None if layer == EVERY else int(layer))
+        return Name(TRANSFORMER_LENS[within], None if layer == EVERY else _number(layer, name))
     if not is_module(name):
         return Name(name)
     layers = _LAYER.findall(name)
@@ -94,4 +100,11 @@ def read_name(name: str) -> Name:
         raise UnknownName(f"{shown(name)}: the first number in a path is that of the layer, which alone may be '*'")
     if not layers:
         return Name(name)
-    return Name(_LAYER.sub(f".{EVERY}.", name, count=1), None if layers[0] == EVERY else int(layers[0]))
+    return Name(_LAYER.sub(f".{EVERY}.", name, count=1), None if layers[0] == EVERY else _number(layers[0], name))
+
+
+def _number(digits: str, name: str) -> int:
+    """The layer that a name says."""
+    if len(digits) > _DIGITS:
+        raise UnknownName(f"{shown(name)}: no model has so many layers; they count from 0, or from -1 backwards")
+    return int(digits)

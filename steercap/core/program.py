@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from steercap.core.biases import Bias
 from steercap.core.tokens import Range, selected
 
 #: A read, a write or a replacement that an entry does not have.
@@ -112,6 +113,7 @@ class Configuration(msgspec.Struct, frozen=True):
         replacements: how many entries replace rows, in the order of their numbers.
         reads: of a configuration that changes nothing, the points whose rows its one blob is for: as many of the blob's
             rows for each, point by point.
+        biases: of logits.
     """
 
     entries: tuple[Entry, ...]
@@ -119,6 +121,7 @@ class Configuration(msgspec.Struct, frozen=True):
     scopes: int
     replacements: int
     reads: tuple[int, ...] = ()
+    biases: tuple[Bias, ...] = ()
 
     @property
     def digest(self) -> bytes:
@@ -127,13 +130,19 @@ class Configuration(msgspec.Struct, frozen=True):
 
     @property
     def edits(self) -> int:
-        """How many edits the user gave."""
-        return 1 + max((entry.edit for entry in self.entries), default=NONE)
+        """How many edits the user gave, biases of logits among them."""
+        numbers = [entry.edit for entry in self.entries] + [bias.edit for bias in self.biases]
+        return 1 + max(numbers, default=NONE)
 
     @property
     def rows(self) -> int:
         """Rows of the bank that the blobs take."""
         return sum(blob.rows for blob in self.blobs)
+
+    @property
+    def bias_bytes(self) -> int:
+        """Bytes of its biases, which it carries itself."""
+        return sum(len(bias.ids) + len(bias.values) for bias in self.biases)
 
     def at(self, point: int) -> tuple[Entry, ...]:
         """The entries of one point, in order."""
@@ -149,6 +158,7 @@ class SteeringPlan(msgspec.Struct, frozen=True):
         identity: what the request's KV depends on; see `identity`.
         scopes: positions of each token selection.
         replaced: positions of each replacement, in the order of its rows.
+        biased: positions of each token selection of its biases.
     """
 
     slot: int
@@ -156,6 +166,7 @@ class SteeringPlan(msgspec.Struct, frozen=True):
     identity: bytes
     scopes: tuple[tuple[Range, ...], ...]
     replaced: tuple[tuple[int, ...], ...]
+    biased: tuple[tuple[Range, ...], ...] = ()
 
 
 def identity(
@@ -167,7 +178,7 @@ def identity(
     first blocks with the generated tokens of a shorter one.
 
     Args:
-        configuration: digest of the edits.
+        configuration: digest of the edits; biases of logits reach no key or value.
         scopes: positions of each token selection.
         replaced: positions of each replacement.
         epoch: raised whenever steering failed, so that what was written then is never read.

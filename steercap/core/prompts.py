@@ -18,7 +18,12 @@ MEDIA: Final = ("image", "audio", "video", "file")
 
 @dataclass(frozen=True)
 class CallArguments:
-    """The arguments of a call besides its prompts, see `SteerModel.generate`, and the sketches that it joins."""
+    """The arguments of a call besides its prompts, see `SteerModel.generate`, and the sketches that it joins.
+
+    Args:
+        sampling_params: pooling parameters, if the prompts are encoded.
+        encoding: whether the prompts are encoded by a pooling model.
+    """
 
     sampling_params: Any
     capture_layers: Layers | None
@@ -28,6 +33,7 @@ class CallArguments:
     raw_output: bool = False
     reading: bool = False
     sketches: Sequence[Any] = ()
+    encoding: bool = False
 
     @property
     def spec(self) -> Any:

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from steercap.core.biases import bias_masks, entries_put
 from steercap.core.messages import SteeringRecord, Unknown
 from steercap.core.plan import Plan
 from steercap.core.program import Configuration, rows_touched, scope_masks
@@ -25,7 +26,8 @@ class SteeringReceipt:
 
     Args:
         rows: rows that each edit touched, in the order of the spec's edits, all its layers together; a row counts
-            when the edit was applied to it, whether or not its value changed.
+            when the edit was applied to it, whether or not its value changed. Of a `LogitBias` the positions whose
+            logits it was added to.
         computed: tokens that this request had computed.
         cached: tokens read from the prefix cache: written by an equally steered request, or by any where no edit
             reaches a key or value.
@@ -163,5 +165,38 @@ def check_edits(
         raise SteeringNotApplied(
             f"{request}: the edits should have touched {expected} rows, the workers touched {touched}; {_WITHHELD}"
         )
+    biased = _check_biases(request, plan, configuration, total, known)
+    touched = tuple(map(sum, zip(touched, biased, strict=True)))
     digest = plan.steering.configuration.hex()
     return SteeringReceipt(touched, int(computed.sum()), total - int(computed.sum()), digest)
+
+
+def _check_biases(
+    request: str, plan: Plan, configuration: Configuration, total: int, known: Sequence[SteeringRecord]
+) -> tuple[int, ...]:
+    """Compare the logits that were biased with those that must be.
+
+    Returns:
+        Of each edit the positions whose logits it changed, 0 for those of rows.
+
+    Raises:
+        SteeringNotApplied: a worker that makes logits biased others, or none of the workers makes any.
+    """
+    rows = [0] * configuration.edits
+    if not configuration.biases or plan.steering is None:
+        return tuple(rows)
+    masks = bias_masks(plan.steering.biased, plan.prompt_len, plan.limit)[:total]
+    expected, entries = np.packbits(masks != 0).tobytes(), entries_put(configuration.biases, masks[masks != 0])
+    made = [record for record in known if record.biased is not None]
+    for record in made:
+        if (record.biased, record.entries) != (expected, entries):
+            found = int(np.unpackbits(np.frombuffer(record.biased or b"", dtype=np.uint8))[:total].sum())
+            raise SteeringNotApplied(
+                f"{request}: {entries} logits at {int((masks != 0).sum())} positions should have been biased, "
+                f"a worker biased {record.entries} at {found}; {_WITHHELD}"
+            )
+    if not made:
+        raise SteeringNotApplied(f"{request}: no worker makes logits, so none were biased; {_WITHHELD}")
+    for bias in configuration.biases:
+        rows[bias.edit] += int((masks >> bias.scope & 1).sum())
+    return tuple(rows)

@@ -29,6 +29,7 @@ from steercap.steering.spec import SteeringSpec, spec_of
 
 if TYPE_CHECKING:
     from steercap.edits.base import Edit
+    from steercap.steering.logit_bias import LogitBias
     from steercap.vectors.calibration import Calibration
 
 #: Elements that 16-bit indices tell apart.
@@ -45,6 +46,7 @@ class Compiler:
         num_layers: decoder layers of the model.
         settings: of the engine.
         exists: whether the model has a point.
+        vocabulary: tokens that its logits are of.
     """
 
     def __init__(
@@ -56,10 +58,12 @@ class Compiler:
         num_layers: int,
         settings: Settings,
         exists: Callable[[Point], bool],
+        vocabulary: int,
     ) -> None:
         self._armed, self._schemas, self._ranks = armed, schemas, ranks
         self._num_layers, self._settings, self._exists = num_layers, settings, exists
-        self._lowered: WeakKeyDictionary[SteeringSpec | Edit, Lowered] = WeakKeyDictionary()
+        self._vocabulary = vocabulary
+        self._lowered: WeakKeyDictionary[SteeringSpec | Edit | LogitBias, Lowered] = WeakKeyDictionary()
         self._captured: tuple[CaptureSpec, tuple[Point, ...], tuple[int, ...]] | None = None  # the last one
         self._coded: tuple[CaptureSpec, Coding] | None = None  # likewise
         # Likewise, but nothing here keeps an SAE: the workers hold what somebody can still ask for.
@@ -84,6 +88,7 @@ class Compiler:
                 num_layers=self._num_layers,
                 edits_per_point=self._settings.edits_per_point,
                 exists=self._exists,
+                vocabulary=self._vocabulary,
             )
         return found
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from steercap.core.messages import Configure, Configured, Placed, Vectors
 from steercap.core.program import Configuration
@@ -25,6 +25,9 @@ FRAME_BYTES: Final = 8 << 20
 #: Seconds between tries while a request that has ended leaves the engine, and how long that may take.
 RETRY_SECONDS: Final = 0.002
 PATIENCE_SECONDS: Final = 60.0
+
+#: What goes to the workers in frames.
+Part = TypeVar("Part")
 
 
 #: Configurations that one request needs, by their digests.
@@ -168,12 +171,14 @@ class Configurations:
     async def _load_all(self, loads: Sequence[tuple[Grant, Lowered]]) -> Sequence[bool]:
         """Send what the workers lack; whether each configuration is in place afterwards."""
         vectors = {vector.digest: vector for load in loads for vector in self._unsent(*load)}
-        for batch in _batches(list(vectors.values())):
+        for batch in _batches(list(vectors.values()), lambda one: len(one.data)):
             await self._ask(Configure(batch, ()))
         self.bytes_sent += sum(len(vector.data) for vector in vectors.values())
-        placed = (Placed(grant.slot, grant.configuration, grant.bank_rows) for grant, _ in loads)
-        answers = await self._ask(Configure((), tuple(placed)))
-        refused = {digest for answer in answers for digest in answer.refused}
+        placed = [Placed(grant.slot, grant.configuration, grant.bank_rows) for grant, _ in loads]
+        refused: set[bytes] = set()
+        for frame in _batches(placed, lambda one: one.configuration.bias_bytes):
+            answers = await self._ask(Configure((), frame))
+            refused |= {digest for answer in answers for digest in answer.refused}
         for grant, _ in loads:
             if grant.digest not in refused:
                 self.slots.confirm(grant)
@@ -192,15 +197,15 @@ def _retrieve(task: asyncio.Task[None]) -> None:
         task.exception()
 
 
-def _batches(vectors: Sequence[Vectors]) -> Iterator[tuple[Vectors, ...]]:
-    """Vectors in frames of bounded size; a blob larger than a frame travels alone."""
-    batch: list[Vectors] = []
+def _batches(parts: Sequence[Part], bytes_of: Callable[[Part], int]) -> Iterator[tuple[Part, ...]]:
+    """Vectors, or configurations, in frames of bounded size; one larger than a frame travels alone."""
+    batch: list[Part] = []
     size = 0
-    for vector in vectors:
-        if batch and size + len(vector.data) > FRAME_BYTES:
+    for part in parts:
+        if batch and size + bytes_of(part) > FRAME_BYTES:
             yield tuple(batch)
             batch, size = [], 0
-        batch.append(vector)
-        size += len(vector.data)
+        batch.append(part)
+        size += bytes_of(part)
     if batch:
         yield tuple(batch)

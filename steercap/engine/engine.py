@@ -15,7 +15,7 @@ from steercap.concurrency.loops import finished, on_thread, over
 from steercap.config import LAYER_END, Settings
 from steercap.core.budget import Ticket
 from steercap.core.coding import Coding
-from steercap.core.messages import Counted, Owner, Parcel, Unembedded, Unknown, Wanted
+from steercap.core.messages import Chosen, Counted, Owner, Parcel, Unembedded, Unknown, Wanted
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from steercap.adapters.engine import VllmEngine
     from steercap.adapters.launch import Launch
     from steercap.adapters.prompts import Rendered
-    from steercap.adapters.types import RequestOutput, SamplingParams
+    from steercap.adapters.types import PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
 
 #: Seconds that the end waits for what has nothing left to do: a start given up, tasks of a loop that may be blocked.
 GIVE_UP_SECONDS: Final = 0.5
@@ -97,6 +97,7 @@ class Engine:
             num_layers=vllm.num_layers,
             settings=settings,
             exists=self.exists,
+            vocabulary=vllm.vocabulary,
         )
         attached = [rank.attached for rank in self._all_ranks]
         self.reductions: Final = min(one.reductions for one in attached)
@@ -223,24 +224,24 @@ class Engine:
     def generate(
         self,
         prompt: Rendered,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         plan: Plan | None,
         *,
         ticket: Ticket | None = None,
         salt: str = "",
         partial: bool | None = False,
         **options: Any,
-    ) -> AsyncGenerator[RequestOutput, None]:
+    ) -> AsyncGenerator[RequestOutput | PoolingRequestOutput, None]:
         """Run one request; yields its outputs, the finished one last.
 
         Args:
             prompt: the rendered prompt.
-            params: sampling parameters, which this call owns.
+            params: sampling or pooling parameters, which this call owns.
             plan: what the workers shall keep and change of it.
             ticket: where its rows have room; without one, vLLM balances the load.
             salt: what its keys and values depend on besides its tokens.
             partial: whether to yield the text so far at every step; None for what `params` says.
-            **options: further arguments of vLLM's `generate`.
+            **options: further arguments of vLLM's `generate` or `encode`.
         """
         self.require_open()
         if ticket is not None and self.engines > 1:
@@ -368,6 +369,19 @@ class Engine:
             EngineFailure: the engine has died, or a worker cannot answer.
         """
         return await self._workers.project(layer, site, rows, engine)
+
+    async def choose(self, layer: int, rows: torch.Tensor, engine: int = 0) -> Chosen:
+        """Which experts a layer's router chooses by their logits, as the model computes it.
+
+        Args:
+            layer: whose.
+            rows: float32 [n, experts], as they are captured at `router`.
+            engine: which of the engines is to say it.
+
+        Raises:
+            EngineFailure: the engine has died, or a worker cannot answer.
+        """
+        return await self._workers.choose(layer, rows, engine)
 
     @property
     def family(self) -> Family | None:

@@ -17,6 +17,8 @@ from steercap.core.messages import (
     Attached,
     Call,
     Census,
+    Choose,
+    Chosen,
     Collect,
     Collected,
     Configure,
@@ -176,6 +178,13 @@ class Workers:
         if not answers:
             raise WorkerFailure(f"no worker of engine {engine} has layer {layer}")
         return torch.frombuffer(bytearray(answers[0].rows), dtype=torch.float32).view(len(rows), -1)
+
+    async def choose(self, layer: int, rows: torch.Tensor, engine: int) -> Chosen:
+        """Which experts a layer of an engine's model chooses, and their weights."""
+        answers = (await self.ask(Choose(layer, *_sent(rows)), Chosen))[engine]
+        if not answers:
+            raise WorkerFailure(f"no worker of engine {engine} has layer {layer}")
+        return answers[0]
 
     async def census(self) -> list[list[Counted]]:
         """Engine by engine, what each capturing worker holds."""

@@ -57,6 +57,8 @@ class Family:
         resid_mid: module that reads the stream first once the attention block has added to it; "" where both blocks
             read the stream as the layer takes it, or a layer is one block.
         final_norm: the norm between the last layer and the unembedding, as transformers names it.
+        norms_embeddings: whether embeddings go through that norm too, so that it runs twice a pass and its output is
+            no site.
         after_norm: names, beside the norm, of modules that follow it in vLLM.
         divisor: name of an attribute of vLLM's model, by which it divides what these give, before it makes logits of
             them; "" for none.
@@ -74,6 +76,9 @@ class Family:
         sparse: of transformers' configuration and a layer's index, whether the layer has experts; None for no layer.
         factor: of transformers' configuration, what the outputs of both blocks are multiplied by before they are added;
             None where a layer does more than add them to what it takes, so that the proof at start checks no sum.
+        norms: of layers that norm the sum of the stream and a block's output, the norm behind each: "resid_mid" for the
+            attention block, "mlp_out" for the feed-forward block. There `resid_mid` is the sum before its norm, and
+            `resid_post` the output of the second; empty for others.
         single: whether a layer is one block, so that it has `attn_out` or `mlp_out`, and adds nothing else.
         logits: of transformers' configuration, what logits are multiplied by, before any soft-capping.
         mhc: whether layers carry several streams and mix them as DeepSeek-V4 does, see `sites.streams`; there is no one
@@ -93,6 +98,7 @@ class Family:
     mlp_in: str | None = None
     resid_mid: str = "post_attention_layernorm"
     final_norm: str = "model.norm"
+    norms_embeddings: bool = False
     after_norm: tuple[str, ...] = ()
     divisor: str = ""
     residual_output: int | None = 1
@@ -106,6 +112,7 @@ class Family:
     router: str = ""
     sparse: Callable[[Any, int], bool] | None = None
     factor: Callable[[Any], float | None] = one
+    norms: Mapping[str, str] = field(default_factory=dict)
     single: bool = False
     logits: Callable[[Any], float] = one
     mhc: bool = False

@@ -5,5 +5,6 @@ from steercap.families.base import Family
 MEMBER = Family(
     architectures=("NanoChatForCausalLM",),
     classes=("nanochat.NanoChatDecoderLayer",),
+    norms_embeddings=True,
     mlp_proj="mlp.fc2",
 )

@@ -1,4 +1,5 @@
-"""Models that hold a language model, and make its tokens of pictures, sound or video: which one is within.
+"""Models that hold a language model, and make its tokens of pictures, sound or video, or classes of its rows: which one
+is within.
 
 vLLM and transformers name a wrapper for itself, and the layers are those of the language model. Which sites these have
 must be known before any is loaded.
@@ -6,6 +7,7 @@ must be known before any is loaded.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -19,6 +21,19 @@ _WITHIN: Final[Mapping[str, str]] = {
     "qwen3_vl_text": "Qwen3ForCausalLM",
     "qwen3_vl_moe_text": "Qwen3MoeForCausalLM",
 }
+
+
+#: What architectures end in of models that pool, whose layers are those of a model that generates.
+_POOLING: Final = re.compile(r"(Text)?Model$|For(Sequence|Token)Classification$|For(Process)?RewardModel$")
+
+
+def generating(architecture: str) -> str:
+    """The architecture of a model that generates, with the layers of one that pools; any other is given back as it is.
+
+    Args:
+        architecture: as a configuration names it: "Qwen3Model", "Qwen3ForSequenceClassification".
+    """
+    return _POOLING.sub("ForCausalLM", architecture)
 
 
 def architectures_within(text: Any, by_type: Mapping[str, str]) -> tuple[str, ...]:

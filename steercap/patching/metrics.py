@@ -51,8 +51,7 @@ class Metric(ABC):
 class LogitDifference(Metric):
     """How much more likely one token is than another, right after the prompt: the difference of their logits.
 
-    Differences of logits and of log probabilities are the same number, in nats. Asked by `logprob_token_ids`: see
-    docs/patching.md for what that does to other requests with `logprobs=` in the same batch.
+    Differences of logits and of log probabilities are the same number, in nats.
 
     Args:
         answers: (right, wrong) of each pair, or one such tuple for all; token ids, or texts of one token, " Mary".
@@ -93,13 +92,16 @@ class Measured(Metric):
 
     Args:
         function: called with vLLM's RequestOutput and the index of the pair; gives a float.
-        sampling: sampling parameters of every run: `{"max_tokens": 1, "logprobs": 20, "temperature": 0}`.
+        sampling: sampling parameters of every run: `{"max_tokens": 1, "logprobs": 20, "temperature": 0}`, for one
+            sample.
     """
 
     function: Callable[[Any, int], float]
     sampling: Mapping[str, Any]
 
     def asked(self, tokenizer: Any, pairs: int) -> list[Asked]:  # noqa: ARG002 -- of the contract
+        if isinstance(self.sampling, Mapping) and self.sampling.get("n", 1) != 1:
+            raise InvalidSpec(f"Measured: sampling={shown(self.sampling)}; a run has one sample, so leave n= out")
         return [Asked(self.sampling, partial(self._read, pair)) for pair in range(pairs)]
 
     def _read(self, pair: int, output: RequestOutput) -> float:

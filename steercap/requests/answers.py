@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from steercap.core.chat import MessageSpan
@@ -23,6 +23,7 @@ from steercap.core.receipt import SteeringReceipt
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidRequest
 from steercap.requests.job import Done, Job, prepare, run_all
+from steercap.requests.pooled import Encoded, require_kind
 from steercap.requests.serving import Serving
 from steercap.requests.stream import Chunk, stream
 
@@ -45,14 +46,21 @@ class RawOutput:
 
 async def generated(serving: Serving, prompts: Any, call: CallArguments) -> Any:
     """What `SteerModel.generate` gives."""
-    serving.here()
-    many, given = listed(prompts)
-    return await _answered(serving, [(prompt, []) for prompt in given], call, many=many)
+    require_kind(serving.here(), "generate", pools=False)
+    return await _listed(serving, prompts, call)
+
+
+async def encoded(serving: Serving, prompts: Any, call: CallArguments) -> Any:
+    """What `SteerModel.encode` gives."""
+    require_kind(serving.here(), "encode", pools=True)
+    return await _listed(serving, prompts, call)
 
 
 async def read(serving: Serving, prompts: Any, call: CallArguments) -> Any:
     """What `SteerModel.read` gives."""
-    given = await generated(serving, prompts, call)
+    if serving.here().vllm.pools:
+        call = replace(call, sampling_params=None, encoding=True)
+    given = await _listed(serving, prompts, call)
     if call.spec is not None:
         return given[1]
     return [None] * len(given) if listed(prompts)[0] else None  # what was read went into sketches alone
@@ -60,7 +68,9 @@ async def read(serving: Serving, prompts: Any, call: CallArguments) -> Any:
 
 async def replied(serving: Serving, messages: Any, call: CallArguments, template_kwargs: Any) -> Any:
     """What `SteerModel.chat` gives."""
-    tokenizer = serving.here().vllm.tokenizer
+    engine = serving.here()
+    require_kind(engine, "chat", pools=False)
+    tokenizer = engine.vllm.tokenizer
     many, conversations = conversations_in(messages)
     for conversation in conversations:
         without_media(conversation)
@@ -71,15 +81,17 @@ async def replied(serving: Serving, messages: Any, call: CallArguments, template
 
 async def streamed(serving: Serving, prompt: Any, call: CallArguments) -> AsyncGenerator[Chunk, None]:
     """What `SteerModel.stream` yields."""
+    engine = serving.here()
+    require_kind(engine, "stream", pools=False)
     many, given = listed(prompt)
     spec = call.spec
     if many or isinstance(spec, (list, tuple)) or (isinstance(spec, CaptureSpec) and spec.reduce):
         raise InvalidRequest("stream takes one prompt, and rows rather than their reduction; use generate")
-    engine = serving.here()
     asked = call.sampling_params, spec, call.steering
     job = await prepare(engine, given[0], *asked, options=call.options, sketches=call.sketches)
-    if job.params.n != 1:
-        raise InvalidRequest(f"stream gives one sample, not n={job.params.n}; use generate")
+    params: Any = job.params
+    if params.n != 1:
+        raise InvalidRequest(f"stream gives one sample, not n={params.n}; use generate")
     chunks = stream(job)
     try:
         while (chunk := await serving.run(lambda: anext(chunks, None))) is not None:
@@ -92,12 +104,17 @@ async def streamed(serving: Serving, prompt: Any, call: CallArguments) -> AsyncG
             engine.home.call(lambda: asyncio.ensure_future(chunks.aclose()))
 
 
+async def _listed(serving: Serving, prompts: Any, call: CallArguments) -> Any:
+    many, given = listed(prompts)
+    return await _answered(serving, [(prompt, []) for prompt in given], call, many=many)
+
+
 async def _answered(
     serving: Serving, prompts: Sequence[tuple[Any, list[MessageSpan]]], call: CallArguments, *, many: bool
 ) -> Any:
     """Run prompts, with the spans of their messages, and give back what the user gets."""
     engine, captured, raw = serving.here(), call.spec is not None, flag_asked("raw_output", call.raw_output)
-    params = each(call.sampling_params, len(prompts), "sampling_params")
+    params = each(call.sampling_params, len(prompts), "pooling" if call.encoding else "sampling_params")
     specs = each(call.spec, len(prompts), "capture")
     edits = each(call.steering, len(prompts), "steering")
 
@@ -111,14 +128,23 @@ async def _answered(
                 spans=spans,
                 reading=call.reading,
                 sketches=call.sketches,
+                encoding=call.encoding,
             )
 
     done = await run_all(jobs(), serving.running)
-    texts = [_raw(one) if raw else _texts(one.output) for one in done]
+    texts = [_given(one, raw=raw) for one in done]
     handles = [_unnested(one) for one in done]
     if not many:
         return (texts[0], handles[0]) if captured else texts[0]
     return (texts, handles) if captured else texts
+
+
+def _given(done: Done, *, raw: bool) -> Any:
+    """What stands for a prompt's text."""
+    if done.task is not None:
+        receipt = done.receipts[0] if done.receipts else None
+        return Encoded(done.output.outputs.data, done.task, tuple(done.output.prompt_token_ids), receipt)
+    return _raw(done) if raw else _texts(done.output)
 
 
 def _raw(done: Done) -> RawOutput:
@@ -131,4 +157,4 @@ def _texts(output: RequestOutput) -> str | list[str]:
 
 
 def _unnested(done: Done) -> Any:
-    return done.handles[0] if done.handles is not None and len(done.output.outputs) == 1 else done.handles
+    return done.handles[0] if done.handles is not None and len(done.handles) == 1 else done.handles

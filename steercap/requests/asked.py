@@ -10,8 +10,9 @@ from steercap.requests.context import FromContext
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
-    from steercap.adapters.types import SamplingParams
+    from steercap.adapters.types import PoolingParams, SamplingParams
     from steercap.edits.base import Edit
+    from steercap.steering.logit_bias import LogitBias
 
 
 Value = TypeVar("Value")
@@ -25,9 +26,11 @@ Conversation: TypeAlias = Sequence[Mapping[str, Any]]
 #: What a prompt gives: its text, or with `n > 1`, which no type checker sees, those of its samples.
 Text: TypeAlias = str | list[str]
 #: What one prompt's `steering=` may be.
-Steering: TypeAlias = "SteeringSpec | Edit | None"
+Steering: TypeAlias = "SteeringSpec | Edit | LogitBias | None"
 #: vLLM's SamplingParams or their fields, for all prompts or one each.
 Params: TypeAlias = "SamplingParams | Mapping[str, Any] | Sequence[Any] | None"
+#: vLLM's PoolingParams or their fields, for all prompts or one each.
+Pooling: TypeAlias = "PoolingParams | Mapping[str, Any] | Sequence[Any] | None"
 On: TypeAlias = Literal[True]
 Off: TypeAlias = Literal[False]
 

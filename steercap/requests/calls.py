@@ -1,4 +1,4 @@
-"""What an open model is asked: generate, chat, read, stream, with the type of what each gives."""
+"""What an open model is asked: generate, chat, read, encode, stream, with the type of what each gives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, Unpack, overload
 
 from steercap.core.prompts import CallArguments
 from steercap.core.spec import CaptureSpec, Layers
-from steercap.requests.answers import RawOutput, generated, read, replied, streamed
+from steercap.requests.answers import RawOutput, encoded, generated, read, replied, streamed
 from steercap.requests.asked import (
     ByLayers,
     BySpec,
@@ -22,6 +22,7 @@ from steercap.requests.asked import (
     On,
     Params,
     Plain,
+    Pooling,
     Prompt,
     Reading,
     Several,
@@ -29,6 +30,7 @@ from steercap.requests.asked import (
     Text,
 )
 from steercap.requests.context import FROM_CONTEXT, FromContext, in_context, sketches_in_force
+from steercap.requests.pooled import Encoded
 from steercap.requests.serving import Serving
 from steercap.requests.stream import Chunk
 
@@ -332,11 +334,11 @@ class Calls(Generic[Handle]):
         lora_request: Any = None,
         priority: int = 0,
     ) -> Coroutine[Any, Any, Any]:
-        """Have the model read texts and keep their activations, without generating.
+        """Have the model read texts and keep their activations, without generating; a pooling model too.
 
         Args:
             prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these; each at least one token shorter
-                than `max_model_len`.
+                than `max_model_len`, or of a pooling model as long.
             capture_layers, capture: as for `generate`; left out, all layers at "resid_post".
             steering, lora_request, priority: as for `generate`.
 
@@ -354,6 +356,67 @@ class Calls(Generic[Handle]):
         spec = CaptureSpec() if left_out else capture
         call = CallArguments(READ, capture_layers, spec, steering, options, reading=True)
         return read(self.serving, prompts, in_context(self, call))
+
+    @overload
+    def encode(self, prompts: Prompt, pooling: Pooling = None, **asked: Unpack[Plain]) -> Coming[Encoded]: ...
+    @overload
+    def encode(
+        self, prompts: Prompt, pooling: Pooling = None, **asked: Unpack[ByLayers]
+    ) -> Coming[tuple[Encoded, Handle]]: ...
+    @overload
+    def encode(
+        self, prompts: Prompt, pooling: Pooling = None, **asked: Unpack[BySpec]
+    ) -> Coming[tuple[Encoded, Handle]]: ...
+    @overload
+    def encode(
+        self, prompts: Several[Prompt], pooling: Pooling = None, **asked: Unpack[Plain]
+    ) -> Coming[list[Encoded]]: ...
+    @overload
+    def encode(
+        self, prompts: Several[Prompt], pooling: Pooling = None, **asked: Unpack[ByLayers]
+    ) -> Coming[tuple[list[Encoded], list[Handle]]]: ...
+    @overload
+    def encode(
+        self, prompts: Several[Prompt], pooling: Pooling = None, **asked: Unpack[BySpec]
+    ) -> Coming[tuple[list[Encoded], list[Handle]]]: ...
+    @overload
+    def encode(
+        self, prompts: Several[Prompt], pooling: Pooling = None, **asked: Unpack[BySpecs]
+    ) -> Coming[tuple[list[Encoded], list[Handle | None]]]: ...
+    def encode(
+        self,
+        prompts: Any,
+        pooling: Pooling = None,
+        *,
+        capture_layers: Layers | None = None,
+        capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
+        steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        lora_request: Any = None,
+        priority: int = 0,
+    ) -> Coroutine[Any, Any, Any]:
+        """Embed or classify prompts with a pooling model, keeping the activations asked for.
+
+        Args:
+            prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these; each as long as `max_model_len`
+                at most.
+            pooling: vLLM's PoolingParams or a dict of its fields, for all prompts or one each: `task` ("embed",
+                "classify", "token_embed", "token_classify"; left out, what vLLM takes the model for), `use_activation`,
+                `dimensions`.
+            capture_layers, capture, steering, lora_request, priority: as for `generate`.
+
+        Returns:
+            An `Encoded`, whose `embedding` or `data` is what vLLM pooled, or a list of them for a list of prompts. If
+            anything is captured, the pair (encoded, handles), with a `CaptureHandle` for each, None where nothing is
+            kept. There is a row for every token selected, the last one included.
+
+        Raises:
+            InvalidRequest: the model generates; or something is wrong with the pooling parameters.
+            EmptySelection: `tokens="generated"`: nothing is generated.
+            The errors of `generate`.
+        """
+        options = {"lora_request": lora_request, "priority": priority}
+        call = CallArguments(pooling, capture_layers, capture, steering, options, reading=True, encoding=True)
+        return encoded(self.serving, prompts, in_context(self, call))
 
     def stream(
         self,

@@ -20,11 +20,13 @@ class Change:
         lowered: the edits.
         scopes: positions of each token selection.
         replaced: positions of each replacement.
+        biased: positions of each token selection of biases.
     """
 
     lowered: Lowered
     scopes: tuple[tuple[Range, ...], ...]
     replaced: tuple[tuple[int, ...], ...]
+    biased: tuple[tuple[Range, ...], ...] = ()
 
     def placed(self, slots: Mapping[bytes, int], epoch: int) -> SteeringPlan:
         """What the workers are told of it.
@@ -34,8 +36,8 @@ class Change:
             epoch: see `identity`.
         """
         digest = self.lowered.digest
-        name = identity(digest, self.scopes, self.replaced, epoch)
-        return SteeringPlan(slots[digest], digest, name, self.scopes, self.replaced)
+        name = identity(self.lowered.edits_digest or digest, self.scopes, self.replaced, epoch)
+        return SteeringPlan(slots[digest], digest, name, self.scopes, self.replaced, self.biased)
 
 
 class Planned(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from steercap.config import ADDED
 from steercap.core.spec import Point
 from steercap.requests.mixing import mixes
-from steercap.requests.proof import PROJECTED, Claim, attends, equations, projected
+from steercap.requests.proof import PROJECTED, Claim, attends, equations, norm_of, projected
 
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine
@@ -28,7 +28,7 @@ def of_rows(
         yield from mixes(rows, engine.end, edit)
     blocks = {Point(layer, site) for layer in range(engine.vllm.num_layers) for site in ADDED}
     absent = {point for point in blocks if family.single and not engine.exists(point)}
-    yield from equations(rows, family.factor(engine.vllm.config), edit, absent)
+    yield from equations(rows, family.factor(engine.vllm.config), edit, absent, normed=bool(family.norms))
     if not family.gated:
         for layer, rule in engine.attention.items():
             yield from attends(layer, rows, rule, edit)
@@ -46,6 +46,21 @@ async def of_projections(engine: Engine, number: int, rows: Mapping[Point, torch
             made = await engine.project(point.layer, point.site, rows[point], number)
             scaled = family.scaled(engine.vllm.config) * made if neurons else made
             yield projected(point, block, rows[block], scaled)
+
+
+async def of_norms(engine: Engine, number: int, rows: Mapping[Point, torch.Tensor]) -> AsyncIterator[Claim]:
+    """Whether what stands behind norms of sums is what the model's own norms make of these, where there are such."""
+    family = engine.family
+    if family is None or not family.norms:
+        return
+    for layer in range(engine.vllm.num_layers):
+        middle, inside, added, end = (Point(layer, site) for site in ("resid_mid", "mlp_in", "mlp_out", "resid_post"))
+        if inside in rows and middle in rows:
+            made = await engine.project(layer, "resid_mid", rows[middle], number)
+            yield norm_of(inside, "resid_mid", rows[inside], made)
+        if inside in rows and added in rows and end in rows:
+            made = await engine.project(layer, "mlp_out", rows[inside] + rows[added], number)
+            yield norm_of(end, "mlp_in + mlp_out", rows[end], made)
 
 
 def _experts(engine: Engine, layer: int) -> bool:

@@ -27,6 +27,7 @@ from steercap.encodings.coded import CodedRows
 from steercap.errors import InvalidRequest, InvalidSelection, InvalidSpec
 from steercap.requests import files, npz
 from steercap.requests.captures import Captures, Coded, Featured
+from steercap.requests.experts import Experts, experts, logits_of
 from steercap.requests.fetching import fetch_all
 from steercap.requests.lens import BEHIND, MOST_BYTES, Lens, point_of, unembed
 from steercap.requests.lifecycle import Found, Lifecycle, Stage
@@ -282,7 +283,8 @@ class CaptureHandle(Unshared, instead=INSTEAD):
     ) -> Lens:
         """What rows of the stream would say next, by the model's own final norm and unembedding, on its workers.
 
-        Without `layer` it is what the model says: the logits that it samples from, whose log probabilities are vLLM's.
+        Without `layer` it is what the model says: the logits that it samples from, whose log probabilities are vLLM's,
+        less what a LoRA adapter does to the unembedding itself.
 
         Args:
             layer: whose rows; left out, those behind the final norm, or of the last layer's end.
@@ -304,18 +306,50 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         source = self.lifecycle.source
         if source is None:
             raise InvalidRequest("lens: the handle is from a file; give its rows to unembed() of an open model")
-        if self.directions or self.receipt.reduce:
-            held = "projections" if self.directions else f"the {self.receipt.reduce} of its tokens"
-            raise InvalidRequest(f"lens: the handle holds {held}; capture rows, without project= or reduce=")
+        self._require_rows("lens")
         point = point_of(self.points, self.num_layers, layer, site)
         at = slice(None) if tokens is None else self._rows_at(tokens)
         rows = self.captures.elements(point)[at]
         if translator is not None:
+            if len(translator) != self.num_layers:
+                raise InvalidRequest(
+                    f"lens: {translator!r} is of a model of {len(translator)} layers, and this one has "
+                    f"{self.num_layers}; load that of this model"
+                )
             rows = translator.translate(rows, point)
         found = await unembed(
             source.engine, rows, normed=point.site == BEHIND, top=top, ids=ids, full=full, max_bytes=max_bytes
         )
         return replace(found, positions=self.positions[at])
+
+    async def experts(self, layer: int, *, tokens: Tokens | TokenSelection | None = None) -> Experts:
+        """Which experts a layer sent tokens to, and with which weights: by its own router in vLLM, on the workers, of
+        rows that were captured at `router`. Where they were edited, it is the choice by edited logits.
+
+        Args:
+            layer: which; its `router` must have been captured.
+            tokens: which of the rows, as for `CaptureSpec`; left out, all that were captured.
+
+        Raises:
+            CaptureNotFetched, CaptureReleased: as for `captures`.
+            InvalidRequest: rows that were not captured, or are not what the layer chose by (reduced, projected, kept as
+                codes, from before their edits, not finite), a layer without experts, one that does not choose by logits
+                alone, or a handle from a file.
+            InvalidSelection: tokens of which no row was captured.
+            EngineFailure: the engine has died or was closed.
+        """
+        self._require_rows("experts")
+        source = self.lifecycle.source
+        index, rows = logits_of(source, self.captures, layer, self.num_layers)
+        assert source is not None
+        at = slice(None) if tokens is None else self._rows_at(tokens)
+        return await experts(source.engine, index, rows[at], self.positions[at])
+
+    def _require_rows(self, wanted: str) -> None:
+        """Check that the handle holds a row for each token."""
+        if self.directions or self.receipt.reduce:
+            held = "projections" if self.directions else f"the {self.receipt.reduce} of its tokens"
+            raise InvalidRequest(f"{wanted}: the handle holds {held}; capture rows, without project= or reduce=")
 
     def to_numpy(self) -> dict[Point, np.ndarray[Any, Any]]:
         """The rows as NumPy arrays; bfloat16, which NumPy lacks, becomes float32."""

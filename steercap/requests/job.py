@@ -27,19 +27,21 @@ from steercap.requests.lifecycle import Lifecycle, Source
 from steercap.requests.sketching import RunningSketch, enter, joint_capture
 from steercap.saes.compiling import Readers
 from steercap.steering.calibration import Calibrated
-from steercap.steering.lowering import scopes_of
+from steercap.steering.lowering import biased_by, scopes_of
 from steercap.steering.projection import Projected
 
 if TYPE_CHECKING:
     from steercap.adapters.prompts import Rendered
-    from steercap.adapters.types import RequestOutput, SamplingParams
+    from steercap.adapters.types import PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
     from steercap.core.budget import Ticket
     from steercap.engine.engine import Engine
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """One sample of a request that has ended.
+class Sample:
+    """One sample of a request that has ended, by vLLM's names of a `CompletionOutput`.
+
+    As it is by default, it is what a pooling model generates: nothing, in the place of the one token that has no row.
 
     Args:
         index: which one.
@@ -47,9 +49,9 @@ class Sampled:
         token_ids: its generated tokens.
     """
 
-    index: int
-    text: str
-    token_ids: Sequence[int]
+    index: int = 0
+    text: str = ""
+    token_ids: Sequence[int] = (-1,)
 
 
 class Done(NamedTuple):
@@ -59,11 +61,13 @@ class Done(NamedTuple):
         output: vLLM's output.
         handles: a handle for each sample, None if nothing is kept.
         receipts: what was edited of each sample, None if nothing was to be.
+        task: what a pooling model did; None of one that generates.
     """
 
-    output: RequestOutput
+    output: Any
     handles: list[CaptureHandle] | None
     receipts: list[SteeringReceipt] | None
+    task: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,8 @@ class Job:
     Args:
         engine: where it runs.
         prompt: the rendered prompt.
-        params: sampling parameters, its own copy.
-        options: further arguments of vLLM's `generate`.
+        params: sampling or pooling parameters, its own copy.
+        options: further arguments of vLLM's `generate` or `encode`.
         plan: what is kept, without a slot, and nothing of what is changed: `planned` completes it. None if there is
             neither.
         points: the points that are kept.
@@ -84,13 +88,15 @@ class Job:
         change: what is changed, or None.
         spans: positions of the messages, for `chat`.
         reading: whether the prompt alone counts; the token that vLLM must sample is kept from the user.
+        task: what a pooling model does; None of one that generates.
+        stops: whether a stop string, which the client alone sees, may end it.
         sketches: what its rows enter when it has ended.
         hands_over: whether the user gets its rows; else they go into sketches alone, if there are any.
     """
 
     engine: Engine
     prompt: Rendered
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     options: dict[str, Any]
     plan: Plan | None
     points: tuple[Point, ...]
@@ -100,8 +106,37 @@ class Job:
     change: Change | None = None
     spans: tuple[MessageSpan, ...] = ()
     reading: bool = False
+    task: str | None = None
+    stops: bool = False
     sketches: tuple[RunningSketch, ...] = ()
     hands_over: bool = True
+
+    def samples_of(self, output: Any) -> Sequence[Sample]:
+        """What was generated, as vLLM gives it."""
+        found: Sequence[Sample] = output.outputs if self.task is None else (Sample(),)
+        return found
+
+
+class _Asked(NamedTuple):
+    """What vLLM is asked for beside a prompt, see `Job`."""
+
+    params: SamplingParams | PoolingParams
+    samples: int
+    stops: bool
+    task: str | None
+
+
+async def _asked(engine: Engine, params: Any, *, encoding: bool) -> _Asked:
+    """Parameters as vLLM's own.
+
+    Raises:
+        InvalidRequest: see `VllmEngine.sampling` and `VllmEngine.pooling`.
+    """
+    if encoding:
+        pooling = await engine.vllm.pooling(params)
+        return _Asked(pooling, 1, stops=False, task=pooling.task)
+    sampling = engine.vllm.sampling(params)
+    return _Asked(sampling, sampling.n, stops=bool(sampling.stop), task=None)
 
 
 async def prepare(
@@ -115,6 +150,7 @@ async def prepare(
     spans: Sequence[MessageSpan] = (),
     reading: bool = False,
     sketches: Sequence[RunningSketch] = (),
+    encoding: bool = False,
 ) -> Job:
     """Check one request and compile its plan, before the engine hears of it.
 
@@ -136,11 +172,11 @@ async def prepare(
         projected, calibrated = engine.projected(spec), engine.calibrated(spec)
         readers, coding = engine.readers(spec), engine.coding(spec)
     lowered = None if steering is None else engine.lowered(steering)
-    sampling = vllm.sampling(params)
+    asked = await _asked(engine, params, encoding=encoding)
     rendered = await vllm.render(prompt)
-    options = await vllm.checked(rendered, sampling, options)
+    options = await vllm.checked(rendered, asked.params, options)
     prompt_len = len(rendered.token_ids)
-    limit = vllm.limit(prompt_len, sampling)
+    limit = vllm.limit(prompt_len, asked.params)
     capture, needed = None, projected or calibrated
     if spec is not None:
         capture = compile_capture(
@@ -150,17 +186,20 @@ async def prepare(
             prompt_len=prompt_len,
             limit=limit,
             # Past a stop string the workers may go on any way; else as far as vLLM runs ahead, which they leave out.
-            accumulates=not sampling.stop and sampling.n <= engine.reductions,
+            accumulates=not asked.stops and asked.samples <= engine.reductions,
             vectors=None if needed is None else needed.plan,
         )
-    change = None if lowered is None else Change(lowered, *scopes_of(lowered, prompt_len, limit))
+    change = None
+    if lowered is not None:
+        change = Change(lowered, *scopes_of(lowered, prompt_len, limit), biased_by(lowered, prompt_len, limit))
+        _check_biases(asked, change, prompt_len)
     plan = None
     if capture is not None or change is not None:
-        plan = Plan(engine.new_key(), prompt_len, limit, sampling.n, capture)
+        plan = Plan(engine.new_key(), prompt_len, limit, asked.samples, capture)
     return Job(
         engine,
         rendered,
-        sampling,
+        asked.params,
         options,
         plan,
         points,
@@ -170,9 +209,30 @@ async def prepare(
         change,
         tuple(spans),
         reading=reading,
+        task=asked.task,
+        stops=asked.stops,
         sketches=tuple(sketches),
         hands_over=hands_over,
     )
+
+
+def _check_biases(asked: _Asked, change: Change, prompt_len: int) -> None:
+    """Check that vLLM makes logits where they are to be biased, and none beside them that are handed over.
+
+    Raises:
+        InvalidSpec: it does not, or they are.
+    """
+    if not change.biased:
+        return
+    if asked.task is not None:
+        raise InvalidSpec("LogitBias: a pooling model makes no logits; edit rows")
+    params: Any = asked.params
+    wanted = params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
+    if wanted and any(selected(ranges, prompt_len - 1).any() for ranges in change.biased):
+        raise InvalidSpec(
+            "LogitBias with prompt_logprobs: the logits of a prompt's positions are made apart, and not biased; give "
+            "tokens=['last_prompt', 'generated'], or leave prompt_logprobs out"
+        )
 
 
 async def run_all(jobs: AsyncIterable[Job], running: set[asyncio.Task[Any]]) -> list[Done]:
@@ -209,20 +269,20 @@ async def _run(job: Job, call: object) -> Done:
     try:
         async with planned(job) as complete:
             output = await _last(outputs_of(job, complete, ticket, partial=False))
-            samples = [(sample.index, len(sample.token_ids)) for sample in output.outputs]
+            found = job.samples_of(output)
+            samples = [(sample.index, len(sample.token_ids)) for sample in found]
             receipts = await receipts_of(job, complete.plan, samples, ended=True)
-        await enter_sketches(job, [(sample.index, sample.token_ids) for sample in output.outputs])
+        await enter_sketches(job, [(sample.index, sample.token_ids) for sample in found])
     except BaseException:
         if job.plan is not None:
             job.engine.abandon(job.plan, ticket)
         raise
     if ticket is None or job.plan is None:
-        return Done(output, None, receipts)
+        return Done(output, None, receipts, job.task)
     if job.hands_over:
-        ended = [Sampled(sample.index, sample.text, sample.token_ids) for sample in output.outputs]
-        return Done(output, handles_of(job, ended, ticket, receipts), receipts)
+        return Done(output, handles_of(job, found, ticket, receipts), receipts, job.task)
     job.engine.done_with(job.plan, ticket)
-    return Done(output, None, receipts)
+    return Done(output, None, receipts, job.task)
 
 
 async def enter_sketches(job: Job, samples: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -311,7 +371,7 @@ async def _placed(job: Job) -> AsyncIterator[Planned]:
 
 def outputs_of(
     job: Job, planned: Planned, ticket: Ticket | None, *, partial: bool | None
-) -> AsyncGenerator[RequestOutput, None]:
+) -> AsyncGenerator[RequestOutput | PoolingRequestOutput, None]:
     """Run a job as planned, where its rows have room; yields vLLM's outputs, the finished one last.
 
     They hold all that came so far with `partial`, come once without, and are what its parameters say with None.
@@ -357,7 +417,7 @@ async def receipts_of(
 
 
 def handles_of(
-    job: Job, samples: Sequence[Sampled], ticket: Ticket, receipts: Sequence[SteeringReceipt] | None
+    job: Job, samples: Sequence[Sample], ticket: Ticket, receipts: Sequence[SteeringReceipt] | None
 ) -> list[CaptureHandle]:
     """A handle for each sample, its claim cut down to what it holds."""
     assert job.plan is not None
@@ -413,11 +473,11 @@ def _pages_kept(job: Job, plan: Plan, generated: int) -> int:
     """
     assert plan.capture is not None
     total = plan.prompt_len + generated - 1 + job.engine.vllm.overshoot
-    total = plan.limit if job.params.stop else min(plan.limit, total)
+    total = plan.limit if job.stops else min(plan.limit, total)
     return job.engine.pages_needed(plan.capture, len(rows_selected(plan.capture.ranges, plan.limit, total)))
 
 
-async def _last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+async def _last(outputs: AsyncIterator[Any]) -> Any:
     last = None
     async for output in outputs:
         last = output

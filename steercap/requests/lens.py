@@ -14,8 +14,10 @@ import torch
 from jaxtyping import Float, Int
 
 from steercap.core.spec import Point
-from steercap.core.values import index_of, parts_of, shown
+from steercap.core.values import flag_of, index_of, parts_of, shown
 from steercap.errors import InvalidRequest
+from steercap.requests.pooled import require_kind
+from steercap.sites import placed
 
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine
@@ -77,23 +79,27 @@ async def unembed(
         max_bytes: the most that these may take.
 
     Raises:
-        InvalidRequest: something that is not such rows, numbers or tokens, or logits beyond `max_bytes`.
+        InvalidRequest: something that is not such rows, numbers or tokens, rows with NaN, or with what the model's
+            dtype cannot hold, or logits beyond `max_bytes`.
         EngineFailure: the engine has died or was closed.
     """
+    require_kind(engine, "unembed", pools=False)
     count, chosen = _asked(engine, top, ids)
-    width, dtype = engine.vllm.hidden_size, engine.dtype
-    if not (isinstance(rows, torch.Tensor) and rows.dim() == 2 and rows.is_floating_point() and rows.shape[1] == width):
-        raise InvalidRequest(f"rows={shown(rows)}; give a floating-point tensor, [rows, {width}]")
-    vocabulary = engine.vllm.vocabulary
+    normed, full = (_flag(name, given) for name, given in (("normed", normed), ("full", full)))
+    width, vocabulary = engine.vllm.hidden_size, engine.vllm.vocabulary
+    rounded = _rounded(rows, width, engine.dtype)
     each = 4 * vocabulary if full else 0
-    if len(rows) * each > max_bytes:
+    most = index_of(max_bytes)
+    if most is None:
+        raise InvalidRequest(f"max_bytes={shown(max_bytes)}; give a whole number of bytes")
+    if len(rows) * each > most:
         raise InvalidRequest(
             f"{len(rows)} rows × {vocabulary} logits take {len(rows) * each:,} bytes, more than "
-            f"max_bytes={max_bytes:,}; choose rows by tokens=, or leave full= out"
+            f"max_bytes={most:,}; choose rows by tokens=, or leave full= out"
         )
     size = max(1, _FRAME_BYTES // max(width * 4, each))
     parts = []
-    for some in rows.to(dtype).cpu().split(size) if len(rows) else ():
+    for some in rounded.split(size) if len(rows) else ():
         found = await engine.unembed(some, None if full else chosen, top=count, normed=normed)
         total = torch.tensor(found.total)[:, None]
         values = _tensor(found.logits, len(some))
@@ -123,12 +129,12 @@ def point_of(points: Sequence[Point], num_layers: int, layer: int | None, site: 
     """
     if site is not None and site not in {*STREAM, BEHIND}:
         raise InvalidRequest(f"lens: site={shown(site)}; rows of the stream are at {', '.join((*STREAM, BEHIND))}")
-    last = Point(num_layers - 1, site or BEHIND)
+    (last,) = placed([Point(num_layers - 1, site or BEHIND)], num_layers)
     if layer is not None:
         index = index_of(layer)
         if index is None or not -num_layers <= index < num_layers:
             raise InvalidRequest(f"lens: layer={shown(layer)}; the model has layers 0 to {num_layers - 1}")
-        wanted = [Point(index % num_layers, site or "resid_post")]
+        wanted = [*placed([Point(index % num_layers, site or "resid_post")], num_layers)]
     else:
         wanted = [last] if site else [last, last._replace(site="resid_post")]
     found = next((point for point in wanted if point in points), None)
@@ -137,6 +143,25 @@ def point_of(points: Sequence[Point], num_layers: int, layer: int | None, site: 
             f"lens: {' or '.join(map(str, wanted))} was not captured; captured: {', '.join(map(str, points))}"
         )
     return found
+
+
+def _flag(name: str, given: object) -> bool:
+    flag = flag_of(given)
+    if flag is None:
+        raise InvalidRequest(f"{name}={shown(given)}; give True or False")
+    return flag
+
+
+def _rounded(rows: torch.Tensor, width: int, dtype: torch.dtype) -> Float[torch.Tensor, "rows hidden"]:
+    """The rows as the model has them: a token would be the likeliest of a row of NaN too."""
+    dense = isinstance(rows, torch.Tensor) and rows.layout == torch.strided and rows.device.type != "meta"
+    if not (dense and rows.dim() == 2 and rows.is_floating_point() and rows.shape[1] == width):
+        raise InvalidRequest(f"rows={shown(rows)}; give a floating-point tensor, [rows, {width}]")
+    rounded = rows.detach().to(dtype).cpu()
+    stray = ~rounded.isfinite().all(dim=1)
+    if stray.any():
+        raise InvalidRequest(f"row {int(stray.nonzero()[0])} holds NaN or infinity in {dtype}, and says no token")
+    return rounded
 
 
 def _asked(engine: Engine, top: int, ids: Sequence[int]) -> tuple[int, tuple[int, ...]]:

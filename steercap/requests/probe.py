@@ -10,28 +10,29 @@ from __future__ import annotations
 import warnings
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec import structs
 
 from steercap.core.coding import RAW
 from steercap.core.messages import Owner, Wanted
+from steercap.core.names import is_module
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens
 from steercap.edits.add import Add
 from steercap.errors import InvalidSetting, ModelNotProved, SteeringNotApplied, TapsNotInstalled
-from steercap.requests.claims import of_projections, of_rows
+from steercap.requests.claims import of_norms, of_projections, of_rows
 from steercap.requests.fetching import fetch_all
 from steercap.requests.job import Done, Job, prepare, run_all
 from steercap.requests.mixing import STREAMS
-from steercap.requests.proof import ATTENTION, STREAM, Claim, closes, edited, worst
+from steercap.requests.pooled import probing
+from steercap.requests.proof import ATTENTION, STREAM, Claim, closes, edited, pools, worst
 from steercap.sites import SITES
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
-    from steercap.adapters.types import RequestOutput
     from steercap.engine.engine import Engine
     from steercap.engine.fetching import Delivery
 
@@ -51,7 +52,7 @@ class _Probed:
     """
 
     rows: Mapping[Point, torch.Tensor]
-    output: RequestOutput
+    output: Any
 
 
 async def probe(engine: Engine) -> tuple[Claim, ...]:
@@ -66,10 +67,11 @@ async def probe(engine: Engine) -> tuple[Claim, ...]:
         TapsNotInstalled: a tap did not fire, what it read cannot be a row, or its change had no effect.
         ModelNotProved: rows are not what their names say.
     """
-    if (longest := engine.vllm.max_model_len) < _PROMPT + _GENERATED:
+    generated = 0 if engine.vllm.pools else _GENERATED
+    if (longest := engine.vllm.max_model_len) < _PROMPT + generated:
         raise InvalidSetting(
             f"max_model_len={longest} has no room for the start-up probe, which reads {_PROMPT} tokens and generates "
-            f"{_GENERATED}; give max_model_len={_PROMPT + _GENERATED} or more"
+            f"{generated}; give max_model_len={_PROMPT + generated} or more"
         )
     claims: list[Claim] = []
     for number in range(engine.engines):  # each is a process, a compiled artifact and taps of its own
@@ -77,6 +79,7 @@ async def probe(engine: Engine) -> tuple[Claim, ...]:
         if strange is None:
             claims += _require(engine, of_rows(engine, clean.rows))
             claims += _require(engine, [claim async for claim in of_projections(engine, number, clean.rows)])
+            claims += _require(engine, [claim async for claim in of_norms(engine, number, clean.rows)])
             claims += _require(engine, await _lens(engine, number, clean))
             claims += await _probe_editing(engine, number, clean)
         else:
@@ -116,12 +119,17 @@ def _require(engine: Engine, claims: Iterable[Claim]) -> list[Claim]:
 
 async def _probe_reading(engine: Engine, number: int) -> tuple[_Probed, tuple[int, int] | None]:
     """One request that captures everything; and the position and point of a row that is not finite, if there is one."""
-    prompt = await engine.vllm.render(list(range(1, _PROMPT + 1)))
-    rows = _PROMPT + _GENERATED - 1
+    prompt = await engine.vllm.render({"prompt_token_ids": list(range(1, _PROMPT + 1))})
+    rows = _PROMPT if engine.vllm.pools else _PROMPT + _GENERATED - 1
     capture = _all_rows(tuple(engine.armed.values()))
     plan = Plan(engine.new_key(), _PROMPT, limit=rows, capture=capture)
     ticket = await engine.admit(engine.pages_needed(capture, rows), call=probe, engine=number)
-    params = engine.vllm.sampling({**_greedy(engine, _GENERATED), "ignore_eos": True})
+    params: Any
+    if engine.vllm.pools:
+        params = await engine.vllm.pooling(await probing(engine))
+        await engine.vllm.checked(prompt, params, {})
+    else:
+        params = engine.vllm.sampling({**_greedy(engine, _GENERATED), "ignore_eos": True})
     try:
         outputs = [output async for output in engine.generate(prompt, params, plan, ticket=ticket)]
         (delivery,) = await engine.collect([Wanted(Owner(plan.key, 0), rows)])
@@ -175,13 +183,16 @@ async def _lens(engine: Engine, number: int, probed: _Probed, edit: Point | None
         probed: a request.
         edit: where its rows were edited; those before cannot know of it.
     """
-    said = probed.output.outputs[0].logprobs or ()
     last, behind = _ends(engine)
     claims = []
     for point in (last, behind) if edit in {None, last} else (behind,):
         if point not in probed.rows:
             continue
         named = f"at {point}" + (f", with an edit at {edit}" if edit else "")
+        if engine.vllm.pools:
+            claims += await _pooled(engine, number, probed, point, named)
+            continue
+        said = probed.output.outputs[0].logprobs or ()
         for row, reported in zip(probed.rows[point][_PROMPT - 1 :][: len(said)], said, strict=True):
             found = await engine.unembed(row[None], list(reported), number, normed=point == behind)
             logits = torch.frombuffer(bytearray(found.logits), dtype=torch.float32).tolist()
@@ -190,6 +201,20 @@ async def _lens(engine: Engine, number: int, probed: _Probed, edit: Point | None
             edges = {"most": found.most[0], "spread": found.spread[0], "total": found.total[0], "size": size}
             claims.append(closes(named, log, logits, **edges, dtype=row.dtype))
     return claims
+
+
+async def _pooled(engine: Engine, number: int, probed: _Probed, point: Point, named: str) -> list[Claim]:
+    """Whether rows, behind the model's own norm and pooler, are what the engine pooled: of each token, where it says
+    that of each.
+    """
+    said = probed.output.outputs.data
+    if said.shape[:1] != (_PROMPT,) or said.dim() != 2:
+        return []
+    found = []
+    for row in probed.rows[point][:_PROMPT]:
+        made = await engine.unembed(row[None], None, number, normed=point.site == "final_norm")
+        found.append(torch.frombuffer(bytearray(made.logits), dtype=torch.float32))
+    return [pools(named, said, torch.stack(found), probed.rows[point].dtype)]
 
 
 def _ends(engine: Engine) -> tuple[Point, Point]:
@@ -229,12 +254,8 @@ async def _probe_editing(engine: Engine, number: int, clean: _Probed) -> list[Cl
             f"the start-up probe changed the rows at {', '.join(map(str, silent))}, and the model's output did not "
             "change; the tap there reads, but what it writes is lost"
         )
-    for point in _ends(engine):
-        if point in edits:
-            ((_, probed),) = await _run(
-                engine, number, [(point, edits[point])]
-            )  # by itself, see `Unembedding.together`
-            claims += _require(engine, await _lens(engine, number, probed, point))
+    for end, probed in await _run(engine, number, [(end, edits[end]) for end in _ends(engine) if end in edits]):
+        claims += _require(engine, await _lens(engine, number, probed, end))
     return claims
 
 
@@ -252,8 +273,9 @@ async def _try(
             before, after = clean.rows[point][:_PROMPT], probed.rows[point]
             added = _added(edits[point])
             claims.append(edited(point, before, after, added, dtype))
-            claims += of_rows(engine, probed.rows, (point, added))
-    unmoved = [point for point, probed in others if point and _likelihood(probed) == _likelihood(plain)]
+            if not is_module(point.site):  # on which side of a sum's terms it lies is not known
+                claims += of_rows(engine, probed.rows, (point, added))
+    unmoved = [point for point, probed in others if point and _said(probed) == _said(plain)]
     return unmoved, claims
 
 
@@ -275,7 +297,9 @@ async def _run(
     async def jobs(some: Sequence[tuple[Point | None, Add | None]]) -> AsyncIterator[Job]:
         for point, edit in some:
             spec = None if edit is None else SteeringSpec([edit])
-            job = await prepare(engine, prompt, _greedy(engine, 1), None, spec, options=options)
+            params = await probing(engine) if engine.vllm.pools else _greedy(engine, 1)
+            asked = prompt, params, None, spec
+            job = await prepare(engine, *asked, options=options, encoding=engine.vllm.pools, reading=engine.vllm.pools)
             if job.plan is not None and point is not None:
                 near = _beside(engine, point)
                 capture = _all_rows(tuple(sorted(engine.armed[one] for one in near)))
@@ -315,7 +339,12 @@ def _beside(engine: Engine, point: Point) -> tuple[Point, ...]:
     return tuple(one for one in engine.armed if one in near)
 
 
-def _likelihood(probed: _Probed) -> dict[int, float]:
-    """Logarithm of the probability of the most probable next tokens, by their ids."""
-    logprobs = probed.output.outputs[0].logprobs or [{}]
+def _said(probed: _Probed) -> object:
+    """What the model makes of a prompt: log probabilities of the most probable next tokens, by their ids, or what was
+    pooled.
+    """
+    outputs = probed.output.outputs
+    if not isinstance(outputs, list):
+        return outputs.data.tolist()
+    logprobs = outputs[0].logprobs or [{}]
     return {token: value.logprob for token, value in logprobs[0].items()}

@@ -6,12 +6,14 @@ twice, a part of a sum, a norm's input for its output. These equations need no s
 - the end of a layer is the beginning of the next;
 - what a layer's blocks add is what the stream grows by, times the family's factor if it has one, each by itself where
   there is a row between them;
+- in layers that norm their sums, what stands behind a norm is what the model's own norm makes of the sum;
 - what the heads give is the values weighed by attention, of the queries and keys that were read;
 - what a block adds is what its last projection makes of what the heads, or the neurons, give it;
 - an edit changes the row of its own point by exactly what was added, and both equations hold of the edited rows;
 - the lens closes: the model's own final norm and unembedding, given the last row of the stream, give the logits that
   the engine reports, with an edit of that row as well as without. Without, a norm would hide any factor. So does the
-  unembedding alone, given the row behind the norm.
+  unembedding alone, given the row behind the norm. Of a pooling model, the pooler stands for the unembedding, and what
+  the engine pools of each token for the logits.
 """
 
 from __future__ import annotations
@@ -74,6 +76,8 @@ def equations(
     factor: float | None,
     edit: tuple[Point, torch.Tensor] | None = None,
     absent: Container[Point] = frozenset(),
+    *,
+    normed: bool = False,
 ) -> Iterator[Claim]:
     """What must hold among rows of the same pass, as far as the points are there.
 
@@ -82,6 +86,7 @@ def equations(
         factor: what blocks' outputs are multiplied by before they are added; None where layers do more than add them.
         edit: where rows were edited, and what was added to each, [n, hidden]; None for nowhere.
         absent: what blocks would add in layers that are one block, and have no other.
+        normed: whether layers norm their sums, so that `resid_post` is none; see `norm_of`.
     """
     named = _named(edit)
 
@@ -110,6 +115,8 @@ def equations(
         following = Point(point.layer + 1, "resid_pre")
         if following in rows:
             yield claim(f"{following} is {point}", following, [rows[point]], _ROW)
+        if normed:
+            continue
         yield from total(point, "resid_pre", [attention, feed_forward])
         yield from total(point, "resid_mid", [feed_forward])
     if (embedded := Point(0, "embed")) in rows and (first := Point(0, "resid_pre")) in rows:
@@ -159,6 +166,18 @@ def projected(point: Point, block: Point, found: torch.Tensor, made: torch.Tenso
     return Claim(f"{block} is what is projected of {point}", relative([found], [made]), computed(found.dtype))
 
 
+def norm_of(point: Point, named: str, found: torch.Tensor, made: torch.Tensor) -> Claim:
+    """What stands behind a norm is what the norm makes of a sum.
+
+    Args:
+        point: behind the norm.
+        named: the sum.
+        found: the rows at the point, [n, hidden].
+        made: what the model's own norm makes of the sum, [n, hidden].
+    """
+    return Claim(f"{point} is the norm of {named}", relative([found], [made]), computed(found.dtype))
+
+
 def edited(point: Point, clean: torch.Tensor, found: torch.Tensor, added: torch.Tensor, dtype: torch.dtype) -> Claim:
     """An edit changes the row of its point by what was added, [n, width] each.
 
@@ -202,6 +221,18 @@ def closes(
     unit = max(spread, 1e-30)
     resolved = _LOGIT * torch.finfo(dtype).eps * max(size, float(theirs.abs().max())) / unit
     return Claim(f"the lens closes {named}", error / unit, computed(dtype) + resolved)
+
+
+def pools(named: str, reported: torch.Tensor, found: torch.Tensor, dtype: torch.dtype) -> Claim:
+    """What a pooling model gives for each token is what it makes of the token's row.
+
+    Args:
+        named: where the rows are read.
+        reported: what the engine pooled, [n, width].
+        found: what rows give, through the model's own norm and pooler, [n, width].
+        dtype: of the rows.
+    """
+    return Claim(f"the pooler closes {named}", relative([reported], [found]), computed(dtype))
 
 
 def computed(dtype: torch.dtype) -> float:

@@ -112,7 +112,7 @@ async def _follow(job: Job, ticket: Ticket | None, outputs: asyncio.Queue[Grown 
     """Run a job of one sample, and check its edits whenever it has grown."""
     async with planned(job) as complete, aclosing(outputs_of(job, complete, ticket, partial=True)) as found:
         async for output in found:
-            (sample,) = output.outputs
+            (sample,) = job.samples_of(output)
             grown = Grown(sample.text, tuple(sample.token_ids), finished=output.finished)
             receipts = await receipts_of(job, complete.plan, [(0, len(grown.token_ids))], ended=grown.finished)
             outputs.put_nowait(replace(grown, receipt=receipts[0] if receipts else None))

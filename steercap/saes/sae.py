@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from steercap.core.spec import Point
 from steercap.core.tokens import Tokens, TokenSelection
-from steercap.core.values import index_of, shown
+from steercap.core.values import flag_of, index_of, shown
 from steercap.edits.add import Add
 from steercap.edits.sae_feature import SAEFeature
 from steercap.encodings.features import read, rows_at_once
@@ -77,16 +77,18 @@ class SAE:
             input, output: points as (layer, site), where the file names none that steercap has, or another is meant.
             activation_scale: what rows are multiplied by first, for files with `normalize_activations`
                 "expected_average_only_in" that do not say it: SAELens's norm_scaling_factor.
-            centred: whether rows are centred on their mean first; None for what the file says. It says so for models
-                with layer norm that TransformerLens loaded with `center_writing_weights`, whose stream is vLLM's less
-                its mean.
+            centred: whether rows are centred on their mean first; None for what the file says, or SAELens knows of the
+                repository. They are for models with layer norm that TransformerLens loaded with
+                `center_writing_weights`, as it does by default, whose stream is vLLM's less its mean.
 
         Raises:
             InvalidFile: no such files, damaged ones, an architecture or a normalisation that steercap does not know,
-                or a point that nobody named.
-            InvalidSpec: `input` or `output` is not a point.
+                a point that nobody named, or a model with layer norm and nobody says whether its rows were centred.
+            InvalidSpec: `input` or `output` is not a point, or `centred` neither True nor False.
             MissingExtra: `source` is no folder, and huggingface_hub is not installed.
         """
+        if centred is not None and flag_of(centred) is None:
+            raise InvalidSpec(f"centred={shown(centred)}; give True, False, or None for what the file says")
         found = find(source, folder, revision)
         recipe, parts = _read(found, os.fspath(source), activation_scale, centred)
         reads = _point("input", input, recipe.input)
@@ -272,7 +274,7 @@ def _read(found: Found, source: str, scale: float | None, centred: bool | None) 
     """
     if found.weights.name == sae_lens.WEIGHTS:
         assert found.configuration is not None
-        recipe = sae_lens.read_recipe(found.configuration, scale=scale, centred=centred)
+        recipe = sae_lens.read_recipe(found.configuration, source=source, scale=scale, centred=flag_of(centred))
         return recipe, parts_of(read_safetensors(found.weights), sae_lens.NAMES, recipe)
     if scale is not None or centred:
         raise InvalidFile(f"{found.weights}: SAEs of Gemma Scope read rows as they are; leave activation_scale= out")

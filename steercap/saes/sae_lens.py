@@ -6,10 +6,12 @@ the language model is in `metadata`. What steercap would have to guess, it refus
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from steercap.core.spec import Point
 from steercap.core.values import index_of, number_of, shown
 from steercap.errors import InvalidFile
 from steercap.saes.encoder import NORMALISATIONS, Normalisation
@@ -31,13 +33,31 @@ RENAMED: Final = {
 }
 #: The normalisation that is one factor for all rows, which must be known.
 AVERAGE: Final = "expected_average_only_in"
+#: What SAELens knows of published SAEs that their files do not say: `config_overrides` of its `pretrained_saes.yaml`
+#: (6.54), those that change what is computed.
+_CENTRED: Final = {"model_from_pretrained_kwargs": {"center_writing_weights": True}}
+PUBLISHED: Final[Mapping[str, Mapping[str, object]]] = {
+    "jbloom/gpt2-small-saes-reformatted": _CENTRED,
+    "jbloom/gpt2-small-feature-splitting-experiment-layer-8": _CENTRED,
+    "tommmcgrath/gpt2-small-mlp-out-saes": _CENTRED,
+    "joshengels/mistral-7b-residual-stream-saes": {"normalize_activations": "constant_norm_rescale"},
+}
+#: Sites whose rows TransformerLens centres where it centres the weights that write to the stream.
+WRITTEN: Final = frozenset({"resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"})
+#: Names of models with layer norms: TransformerLens centres their weights unless it is told not to.
+LAYER_NORMED: Final = re.compile(
+    r"(.*/)?((distil)?gpt-?2|gpt-?(neo|j)|stanford-gpt|pythia|opt-\d|bloom|stablelm|santacoder|phi-[12]|"
+    r"(gelu|solu|attn-only|tiny-stories)-)",
+    re.IGNORECASE,
+)
 
 
-def read_recipe(path: Path, *, scale: float | None = None, centred: bool | None = None) -> Recipe:
+def read_recipe(path: Path, *, source: str = "", scale: float | None = None, centred: bool | None = None) -> Recipe:
     """What a configuration says.
 
     Args:
         path: of the file.
+        source: what the user named, a repository perhaps.
         scale: what rows are multiplied by first, for a file that says so and not by what; None where nobody knows.
         centred: whether the model's rows were centred on their mean; None for what the file says.
 
@@ -49,6 +69,7 @@ def read_recipe(path: Path, *, scale: float | None = None, centred: bool | None 
     metadata = said.get("metadata")
     if isinstance(metadata, Mapping):
         said = {**said, **metadata}
+    said |= PUBLISHED.get(source.lower(), {})
     architecture, k = _architecture(path, said)
     if said.get("hook_head_index") is not None:
         raise InvalidFile(f"{path}: it reads head {said['hook_head_index']} alone; steercap reads whole points")
@@ -56,21 +77,25 @@ def read_recipe(path: Path, *, scale: float | None = None, centred: bool | None 
     shifted = said.get("apply_b_dec_to_input", not transcodes)
     if not isinstance(shifted, bool) or (shifted and transcodes):
         raise InvalidFile(f"{path}: apply_b_dec_to_input={shown(shifted)} of a {architecture}")
+    rescaled = said.get("rescale_acts_by_decoder_norm", False)
+    if not isinstance(rescaled, bool):
+        raise InvalidFile(f"{path}: rescale_acts_by_decoder_norm={shown(rescaled)}; it is true or false")
     normalisation, factor = _normalisation(path, said, scale, transcodes=transcodes)
-    kwargs = said.get("model_from_pretrained_kwargs")
-    processed = isinstance(kwargs, Mapping) and kwargs.get("center_writing_weights") is True
     hook, target = said.get("hf_hook_name") or said.get("hook_name"), said.get("hook_name_out")
     target = (said.get("hf_hook_name_out") or target) if transcodes else hook
+    reads = point_of(hook)
+    if centred is None:
+        centred = _centred(path, said, reads, normalisation)
     return Recipe(
         architecture,
-        point_of(hook),
+        reads,
         point_of(target),
         k,
-        rescaled=said.get("rescale_acts_by_decoder_norm") is True,
+        rescaled=rescaled,
         shifted=shifted,
         normalisation=normalisation,
         scale=factor,
-        centred=processed if centred is None else centred,
+        centred=centred,
         name=str(said.get("neuronpedia_id") or ""),
         model=str(said.get("model_name") or ""),
         size=(index_of(said.get("d_in")), index_of(said.get("d_sae"))),
@@ -83,24 +108,40 @@ def _architecture(path: Path, said: Mapping[str, object]) -> tuple[str, int]:
     architecture, response = said.get("architecture", "standard"), said.get("activation_fn", "relu")
     kwargs = said.get("activation_fn_kwargs")
     k = kwargs.get("k") if isinstance(kwargs, Mapping) else None
-    if response == "topk" and architecture in {"standard", "topk"}:
+    if response == "topk" and architecture in ("standard", "topk"):
         architecture, response = "topk", "relu"
-    if architecture in TRAINED:
+    if isinstance(architecture, str) and architecture in TRAINED:
         raise InvalidFile(
             f"{path}: {architecture} is how an SAE is trained; save_inference_model of SAELens writes what it is used "
             "as"
         )
-    if architecture not in ARCHITECTURES or response != "relu":
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES or response != "relu":
         raise InvalidFile(
             f"{path}: architecture={shown(architecture)} with activation_fn={shown(response)}; steercap knows "
             f"{', '.join(ARCHITECTURES)}, with relu"
         )
     if architecture != "topk":
-        return str(architecture), 0
+        return architecture, 0
     number = index_of(k if k is not None else said.get("k"))
     if number is None or number < 1:
         raise InvalidFile(f"{path}: a topk SAE with k={shown(said.get('k', k))}")
     return "topk", number
+
+
+def _centred(path: Path, said: Mapping[str, object], reads: Point | None, normalisation: Normalisation) -> bool:
+    """Whether the rows that it was made of were centred."""
+    kwargs = said.get("model_from_pretrained_kwargs")
+    told = kwargs.get("center_writing_weights") if isinstance(kwargs, Mapping) else None
+    if isinstance(told, bool):
+        return told
+    model = str(said.get("model_name") or "")
+    written = reads is not None and reads.site in WRITTEN and normalisation != "layer_norm"  # which centres rows itself
+    if written and LAYER_NORMED.match(model):
+        raise InvalidFile(
+            f"{path}: TransformerLens centres rows of {model} by default, and the file does not say whether it was "
+            "made of such rows (center_writing_weights); give centred=True or centred=False"
+        )
+    return False
 
 
 def _normalisation(

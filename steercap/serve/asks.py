@@ -22,6 +22,7 @@ from steercap.edits.base import Edit
 from steercap.errors import InvalidSpec
 from steercap.serve.call import Asked
 from steercap.serve.library import Library
+from steercap.steering.logit_bias import LogitBias
 from steercap.steering.spec import SteeringSpec
 from steercap.vectors.directions import DirectionSet
 from steercap.vectors.layers import LayerVectors
@@ -42,7 +43,10 @@ CAPTURE: Final = (
 )
 #: Fields of edits that hold a vector, or several.
 VECTORS: Final = ("vector", "probe", "read", "write", "rows", "encoder", "decoder", "decoder_bias")
+#: The operation of `LogitBias`, beside those of edits.
+LOGIT_BIAS: Final = "logit_bias"
 DELIVERIES: Final = ("fetch", "inline")
+_ID: Final = re.compile(r"[0-9]{1,9}")
 _SLICE: Final = re.compile(r"(-?\d+)?:(-?\d+)?(?::(-?\d+))?")
 
 
@@ -109,7 +113,7 @@ def steering_of(asked: Any, library: Library, owner: str) -> SteeringSpec:
     return SteeringSpec([one for part in parts for one in _edits_of(part, library, owner)])
 
 
-def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | SteeringSpec]:
+def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | LogitBias | SteeringSpec]:
     if isinstance(asked, str):
         content = library.get(asked, owner).content
         if isinstance(content, SteeringSpec):
@@ -118,9 +122,11 @@ def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | Steer
     if not isinstance(asked, Mapping):
         raise InvalidSpec(f"steering={shown(asked)}; give a name, or an object such as {{'op': 'add', ...}}")
     op = asked.get("op", "add")
+    if op == LOGIT_BIAS:
+        return [_bias_of(asked)]
     kind = EDITS[op] if isinstance(op, str) else None
     if kind is None:
-        raise InvalidSpec(f"op={shown(op)}; known: {', '.join(EDITS)}")
+        raise InvalidSpec(f"op={shown(op)}; known: {', '.join((*EDITS, LOGIT_BIAS))}")
     known = [one.name for one in dataclasses.fields(kind) if one.init]
     given = dict(_object(asked, f"an edit {op!r}", ("op", *known)))
     given.pop("op", None)
@@ -140,6 +146,15 @@ def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | Steer
         _made(kind, given | {"layer": layer} | {name: vectors[layer] for name, vectors in found.items()})
         for layer in layers
     ]
+
+
+def _bias_of(asked: Mapping[str, Any]) -> LogitBias:
+    """A bias of logits; JSON has token ids as text."""
+    given = _object(asked, f"an edit {LOGIT_BIAS!r}", ("op", "bias", "tokens"))
+    bias: Any = given.get("bias")
+    if isinstance(bias, Mapping):
+        bias = {int(one) if _ID.fullmatch(str(one)) else one: add for one, add in bias.items()}
+    return LogitBias(bias, **({"tokens": ranges(given["tokens"])} if "tokens" in given else {}))
 
 
 def _layers_of(given: Mapping[str, Any], found: Mapping[str, LayerVectors]) -> list[int]:

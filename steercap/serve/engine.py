@@ -13,7 +13,7 @@ from steercap.errors import InvalidRequest, SteercapError
 from steercap.requests import files
 from steercap.requests.files import coding_of
 from steercap.requests.handle import CaptureHandle
-from steercap.requests.job import Job, Sampled, handles_of, memory_for, outputs_of, planned, prepare, receipts_of
+from steercap.requests.job import Job, Sample, handles_of, memory_for, outputs_of, planned, prepare, receipts_of
 from steercap.serve.call import CURRENT, Call
 from steercap.serve.captures import Captures
 
@@ -94,7 +94,7 @@ class ServedEngine:
                     samples = [(index, len(ids)) for index, ids in sorted(tokens.items())]
                     receipts = await receipts_of(job, complete.plan, samples, ended=output.finished)
                     if output.finished:
-                        ended = [Sampled(index, texts[index], ids) for index, ids in sorted(tokens.items())]
+                        ended = [Sample(index, texts[index], ids) for index, ids in sorted(tokens.items())]
                         claimed, ticket = ticket, None
                         found = await self._handed_over(call, job, ended, claimed, receipts)
                         call.results += [
@@ -109,7 +109,7 @@ class ServedEngine:
         self,
         call: Call,
         job: Job,
-        samples: Sequence[Sampled],
+        samples: Sequence[Sample],
         ticket: Ticket | None,
         receipts: Sequence[SteeringReceipt] | None,
     ) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ class FinalNorm(Site):
     within = "decoder"
 
     def known(self, family: Family) -> bool:
-        return bool(family.norm)
+        return bool(family.norm) and not family.norms_embeddings
 
     def rows(self, layer: nn.Module, family: Family, sizes: Sizes) -> RowShape:
         located(layer, family.norm)

@@ -7,19 +7,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Final
 
+import msgspec
 import torch
 
+from steercap.core.biases import MAX_ENTRIES, Bias
 from steercap.core.program import MAX_REPLACEMENTS, MAX_SCOPES, NONE, Blob, Configuration, Entry, blob_digest
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point, check_armed, existing
-from steercap.core.tokens import Range, TokenSelection
+from steercap.core.tokens import Range, TokenSelection, selected
 from steercap.edits.base import Edit, RankOne
-from steercap.errors import InvalidSelection, InvalidSpec, InvalidVector, TooManyEdits
+from steercap.errors import EmptySelection, InvalidSelection, InvalidSpec, InvalidVector, TooManyEdits
 from steercap.kernels.bits import HOLE
 from steercap.sites import SITES
+from steercap.steering.logit_bias import LogitBias
 from steercap.steering.spec import SteeringSpec
+
+_FLOAT32: Final = torch.finfo(torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,6 +38,8 @@ class Lowered:
         selections: the token selection of each scope.
         replaced: positions of each replacement as the user wrote them.
         changes_kv: whether any edit reaches keys or values that are cached.
+        biased: the token selection of each scope of biases.
+        edits_digest: the digest without biases, which keys and values do not depend on.
     """
 
     configuration: Configuration
@@ -41,6 +48,8 @@ class Lowered:
     selections: tuple[TokenSelection, ...]
     replaced: tuple[tuple[int, ...], ...]
     changes_kv: bool
+    biased: tuple[TokenSelection, ...] = ()
+    edits_digest: bytes = b""
 
 
 def lower(
@@ -51,6 +60,7 @@ def lower(
     num_layers: int,
     edits_per_point: int,
     exists: Callable[[Point], bool] = lambda _: True,
+    vocabulary: int | None = None,
 ) -> Lowered:
     """Check a spec against the model and compile it.
 
@@ -61,16 +71,22 @@ def lower(
         num_layers: decoder layers of the model.
         edits_per_point: rank-one edits that the tables hold for one point.
         exists: whether the model has a point, see `existing`.
+        vocabulary: tokens that its logits are of; None if it is not known.
 
     Raises:
         LayerOutOfRange, UnknownName, PointNotArmed: a point the engine does not have.
-        InvalidSpec: an edit at a point that cannot be written, or one that needs whole rows of a point that is split.
+        InvalidSpec: an edit at a point that cannot be written, or one that needs whole rows of a point that is split;
+            a bias of a token that the vocabulary lacks, or biases that add up to more than float32 holds.
         InvalidVector: a vector of another width.
-        TooManyEdits: more edits at one point than the tables hold.
+        TooManyEdits: more edits at one point, or biases of logits, than the tables hold.
     """
-    lowering = _Lowering()
+    lowering, biasing = _Lowering(), _Biasing()
     changes_kv = False
     for number, (edit, keeper) in enumerate(spec.segments()):
+        if isinstance(edit, LogitBias):
+            _check_vocabulary(edit, vocabulary)
+            biasing.add(number, edit)
+            continue
         points = existing(edit.points(num_layers), partial(_is_open, edit), exists)
         check_armed(points, armed, SITES, exists)
         changes_kv |= any(schemas[point].changes_kv for point in points)
@@ -79,7 +95,8 @@ def lower(
                 _check_fits(edit, part, point, schemas[point], keeps_norm=keeper is not None)
             lowering.add(number, edit, part, tuple(armed[point] for point in points), keeper)
     _check_counts(lowering.entries, lowering.scopes, lowering.replaced, edits_per_point)
-    configuration = lowering.configuration()
+    edits = lowering.configuration()
+    configuration = msgspec.structs.replace(edits, biases=biasing.checked())
     return Lowered(
         configuration=configuration,
         digest=configuration.digest,
@@ -87,6 +104,8 @@ def lower(
         selections=tuple(lowering.scopes),
         replaced=tuple(lowering.replaced),
         changes_kv=changes_kv,
+        biased=tuple(biasing.scopes),
+        edits_digest=edits.digest,
     )
 
 
@@ -148,6 +167,69 @@ class _Lowering:
             self.vectors[digest] = data
             self._rows.append(len(rows))
         return self._blobs[digest]
+
+
+class _Biasing:
+    """The biases of a configuration as they come together."""
+
+    def __init__(self) -> None:
+        self.scopes: dict[TokenSelection, int] = {}
+        self._biases: list[Bias] = []
+
+    def add(self, number: int, bias: LogitBias) -> None:
+        """Take in one bias, by its number in the spec."""
+        self._biases.append(bias.lower(number, self.scopes.setdefault(bias.selection, len(self.scopes))))
+
+    def checked(self) -> tuple[Bias, ...]:
+        """What has come.
+
+        Raises:
+            TooManyEdits: too much of it.
+            InvalidSpec: biases that add up to more than float32 holds.
+        """
+        total = sum(map(len, self._biases))
+        if total > MAX_ENTRIES:
+            raise TooManyEdits(f"this spec biases {total:,} logits of a position, and at most {MAX_ENTRIES:,} fit")
+        if len(self.scopes) > MAX_SCOPES:
+            raise TooManyEdits(
+                f"the LogitBias of this spec have {len(self.scopes)} different tokens=, and at most {MAX_SCOPES} fit; "
+                "merge some"
+            )
+        most: dict[int, float] = {}
+        for bias in self._biases if len(self._biases) > 1 else ():
+            for token, value in zip(*(one.tolist() for one in bias.entries), strict=True):
+                most[token] = most.get(token, 0.0) + abs(value)
+        if (token := max(most, key=lambda one: most[one], default=None)) is not None and most[token] > _FLOAT32.max:
+            raise InvalidSpec(f"the LogitBias of token {token} add up to more than float32 holds; give smaller ones")
+        return tuple(self._biases)
+
+
+def _check_vocabulary(edit: LogitBias, vocabulary: int | None) -> None:
+    """Check that a model has the tokens that a bias names."""
+    if vocabulary is None:
+        return
+    if edit.vocabulary not in {None, vocabulary}:
+        raise InvalidSpec(f"{edit}: an array of {edit.vocabulary} biases, and this model's vocabulary has {vocabulary}")
+    if (highest := int(edit.lower(0, 0).entries[0][-1])) >= vocabulary:
+        raise InvalidSpec(f"{edit}: token {highest} is none of this model's vocabulary, 0 to {vocabulary - 1}")
+
+
+def biased_by(lowered: Lowered, prompt_len: int, limit: int) -> tuple[tuple[Range, ...], ...]:
+    """Positions of each scope of biases, for a prompt of `prompt_len` tokens.
+
+    Raises:
+        InvalidSelection, EmptySelection: a selection that does not fit the prompt, or has no position with logits.
+    """
+    found = []
+    for selection in lowered.biased:
+        ranges = selection.ranges(prompt_len, limit)
+        if not selected(ranges, limit)[prompt_len - 1 :].any():
+            raise EmptySelection(
+                f"LogitBias: tokens={selection} selects no position of this request whose logits are made: those are "
+                f"{prompt_len - 1}, the last of its prompt, to {limit - 1}"
+            )
+        found.append(ranges)
+    return tuple(found)
 
 
 def scopes_of(
@@ -250,7 +332,7 @@ def _in_one_shard(part: RankOne, schema: PointSchema) -> bool:
 
 def _check_counts(entries: Sequence[Entry], scopes: Any, replaced: Any, edits_per_point: int) -> None:
     counts = Counter(point for entry in entries for point in entry.points)
-    most = max(counts.values())
+    most = max(counts.values(), default=0)
     if most > edits_per_point:
         raise TooManyEdits(
             f"this spec has {most} rank-one edits at one point (a LowRank of rank k counts as k), and the engine holds "

@@ -13,27 +13,29 @@ from steercap.edits.base import Edit
 from steercap.errors import InvalidSpec
 from steercap.files import native
 from steercap.files.native import Kind
+from steercap.steering.logit_bias import LogitBias
 
 
 @dataclass(frozen=True, eq=False)
 class SteeringSpec:
-    """Edits, applied in the order given.
+    """Edits, applied in the order given, and biases of logits.
 
     Args:
-        edits: edits, or specs whose edits take their place in the order.
+        edits: edits, `LogitBias`, or specs whose edits take their place in the order.
         preserve_norm: rescale each row, at each point, to the norm it had before these edits.
 
     Raises:
-        InvalidSpec: no edit, something that is not an edit, or `preserve_norm` inside `preserve_norm`.
+        InvalidSpec: no edit, something that is not an edit, `preserve_norm` inside `preserve_norm`, or around biases
+            of logits alone.
 
     `a + b` is both, one after the other.
     """
 
-    edits: Sequence[Edit | SteeringSpec]
+    edits: Sequence[Edit | LogitBias | SteeringSpec]
     preserve_norm: bool = False
 
     def __post_init__(self) -> None:
-        alone = isinstance(self.edits, (Edit, SteeringSpec))
+        alone = isinstance(self.edits, (Edit, LogitBias, SteeringSpec))
         edits = [self.edits] if alone else parts_of(self.edits, "SteeringSpec: edits")
         if edits is None:
             raise InvalidSpec(f"SteeringSpec({shown(self.edits)}); give a list of edits")
@@ -43,19 +45,25 @@ class SteeringSpec:
             raise InvalidSpec(f"SteeringSpec: preserve_norm={shown(self.preserve_norm)}; give True or False")
         object.__setattr__(self, "preserve_norm", keeps)
         for edit in self.edits:
-            if not isinstance(edit, (Edit, SteeringSpec)):
+            if not isinstance(edit, (Edit, LogitBias, SteeringSpec)):
                 raise InvalidSpec(f"SteeringSpec: {shown(edit)} is not an edit; give steercap's Add, Cap, Ablate, ...")
             if self.preserve_norm and isinstance(edit, SteeringSpec) and edit.keeps_norm:
                 raise InvalidSpec("SteeringSpec: preserve_norm inside preserve_norm; set it once, outside or inside")
         if not self.edits:
             raise InvalidSpec("SteeringSpec([]) changes nothing; give at least one edit, or steering=None")
+        if self.preserve_norm and not self.of_rows():
+            raise InvalidSpec("SteeringSpec: preserve_norm is of rows, and a LogitBias changes none; leave it out")
 
     def __add__(self, other: SteeringSpec) -> SteeringSpec:
         return SteeringSpec([self, other])
 
-    def flat(self) -> tuple[Edit, ...]:
+    def flat(self) -> tuple[Edit | LogitBias, ...]:
         """Every edit in order, those of specs inside included."""
         return tuple(edit for edit, _ in self.segments())
+
+    def of_rows(self) -> tuple[Edit, ...]:
+        """Those of them that change rows, and so have layers and a site."""
+        return tuple(edit for edit in self.flat() if isinstance(edit, Edit))
 
     def save(self, path: str | Path, *, model: str = "") -> Path:
         """Write the spec to one safetensors file; see `steercap.files.native`.
@@ -80,13 +88,13 @@ class SteeringSpec:
         """Whether it, or a spec within it, gives rows back the norms they had."""
         return self.preserve_norm or any(isinstance(edit, SteeringSpec) and edit.keeps_norm for edit in self.edits)
 
-    def segments(self, path: tuple[int, ...] = ()) -> Iterator[tuple[Edit, tuple[int, ...] | None]]:
+    def segments(self, path: tuple[int, ...] = ()) -> Iterator[tuple[Edit | LogitBias, tuple[int, ...] | None]]:
         """Every edit, with the place of the spec that preserves the norm around it; None where none does.
 
         A place is a path of indices: a spec that occurs twice is two places.
         """
         for place, edit in enumerate(self.edits):
-            if isinstance(edit, Edit):
+            if not isinstance(edit, SteeringSpec):
                 yield edit, path if self.preserve_norm else None
             else:
                 for inner, keeper in edit.segments((*path, place)):
@@ -99,7 +107,7 @@ def spec_of(steering: Any) -> SteeringSpec:
     Raises:
         InvalidSpec: something else.
     """
-    if isinstance(steering, Edit):
+    if isinstance(steering, (Edit, LogitBias)):
         return SteeringSpec([steering])
     if isinstance(steering, SteeringSpec):
         return steering
@@ -110,7 +118,7 @@ def _kind() -> Kind:
     """What a file of steering holds: positions of a Replace say its tokens, and are refused beside them."""
     return Kind(
         "steering",
-        {"SteeringSpec": SteeringSpec, **EDITS},
+        {"SteeringSpec": SteeringSpec, "LogitBias": LogitBias, **EDITS},
         left_out=lambda value: ("tokens",) if isinstance(value, Edit) and value.replaced else (),
         noun="edit",
     )

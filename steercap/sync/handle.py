@@ -10,6 +10,7 @@ from steercap.core.ownership import Unshared
 from steercap.core.spec import Point
 from steercap.errors import InvalidRequest
 from steercap.requests import handle as handles
+from steercap.requests.experts import Experts
 from steercap.requests.lens import MOST_BYTES, Lens
 from steercap.sync.loop import LoopThread
 
@@ -115,6 +116,21 @@ class CaptureHandle(Unshared, instead=handles.INSTEAD):
             max_bytes=max_bytes,
         )
         return self._thread.run(asked)
+
+    def experts(self, layer: int, *, tokens: Tokens | TokenSelection | None = None) -> Experts:
+        """Which experts a layer sent tokens to, and with which weights; see `steercap.CaptureHandle.experts`.
+
+        Args:
+            layer, tokens: as there.
+
+        Raises:
+            The errors of `steercap.CaptureHandle.experts`.
+        """
+        if self._thread is None:
+            raise InvalidRequest(
+                "experts: the handle is from a file; the workers of an open model choose, so ask before"
+            )
+        return self._thread.run(self.awaited.experts(layer, tokens=tokens))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -34,6 +34,7 @@ from steercap.sync.sketch import RunningSketch
 if TYPE_CHECKING:
     from steercap.adapters.types import AsyncLLM
     from steercap.edits.base import Edit
+    from steercap.steering.logit_bias import LogitBias
 
 Value = TypeVar("Value")
 Params = ParamSpec("Params")
@@ -135,6 +136,7 @@ class SteerModel(Unshared, instead=_model.INSTEAD):
     generate = calling(Calls[CaptureHandle].generate)
     chat = calling(Calls[CaptureHandle].chat)
     read = calling(Calls[CaptureHandle].read)
+    encode = calling(Calls[CaptureHandle].encode)
     stream = iterating(_model.SteerModel.stream)
     calibrate = blocking(_model.SteerModel.calibrate)
     fetch_captures_batch = blocking(_model.SteerModel.fetch_captures_batch)
@@ -142,7 +144,7 @@ class SteerModel(Unshared, instead=_model.INSTEAD):
     stats: Callable[[SteerModel], Stats] = blocking(_model.SteerModel.stats)
 
     @contextmanager
-    def steered(self, steering: SteeringSpec | Edit) -> Iterator[SteeringSpec]:
+    def steered(self, steering: SteeringSpec | Edit | LogitBias) -> Iterator[SteeringSpec]:
         """Steer every call inside that does not pass `steering=` itself: `with model.steered(spec): ...`.
 
         When nested, its edits come after those of the outer one. It holds for the calls of this thread.

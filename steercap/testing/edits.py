@@ -44,7 +44,7 @@ def edited(spec: SteeringSpec, point: Point, rows: Rows, prompt_len: int, num_la
     for edit in spec.edits:
         if isinstance(edit, SteeringSpec):
             rows = edited(edit, point, rows, prompt_len, num_layers)
-        elif point in edit.points(num_layers):
+        elif isinstance(edit, Edit) and point in edit.points(num_layers):
             ranges = edit.selection.ranges(prompt_len, max(len(rows), prompt_len + 1))
             chosen = torch.from_numpy(selected(ranges, len(rows)))[:, None]
             rows = torch.where(chosen, _parted(edit, rows, prompt_len), rows)

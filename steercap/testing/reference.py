@@ -15,20 +15,25 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from steercap.core.extras import extra
 from steercap.core.spec import Point
+from steercap.core.tokens import selected
 from steercap.errors import UnsupportedModel
 from steercap.families import families_of, family_of
 from steercap.families.base import Family
 from steercap.families.wrappers import architectures_within
 from steercap.sites import SITES
+from steercap.steering.logit_bias import LogitBias
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.edits import edited
 from steercap.worker.decoder import Decoder, decoder_of
 
 #: A point, and what is done to its rows.
 Visited: TypeAlias = "tuple[Point, Callable[[torch.Tensor], None]]"
+#: Ids of experts, int64 [tokens, k], and their weights, float32 [tokens, k].
+Chosen: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 
 class Reference:
@@ -66,6 +71,7 @@ class Reference:
         inputs: Mapping[int, torch.Tensor] | None = None,
         *,
         given: Mapping[Point, torch.Tensor] | None = None,
+        chosen: Mapping[int, Chosen] = MappingProxyType({}),
         steering: SteeringSpec | None = None,
         prompt_len: int = 0,
         media: Mapping[str, Any] = MappingProxyType({}),
@@ -78,6 +84,7 @@ class Reference:
             inputs: rows [tokens, hidden] to put in place of what reaches each of these layers. A 16-bit model drifts
                 from layer to layer; given the rows captured before it, each layer is compared by itself.
             given: rows [tokens, width] to put in place of those of these points, once they have been read.
+            chosen: by layer, experts and weights to put in place of those that the layer chooses.
             steering: edits to make at their points, in float64, before the rows are read.
             prompt_len: prompt tokens, which the edits' token selections refer to.
             media: what the model takes besides the tokens, such as a picture.
@@ -96,6 +103,8 @@ class Reference:
                 hooks.callback(self.layers[layer].register_forward_pre_hook(_replace(rows), with_kwargs=True).remove)
             self._visit(hooks, [one for one in keeps if not SITES[one[0].site].first])
             self._visit(hooks, instead)
+            for layer, choice in chosen.items():
+                hooks.callback(_choose(_experts(self.layers[layer])[1], choice).remove)
             self.model(torch.tensor([list(token_ids)]), use_cache=False, **media)
         return found
 
@@ -113,12 +122,74 @@ class Reference:
             found = self.model(torch.tensor([list(token_ids)]), use_cache=False, output_attentions=True).attentions
         return [weights[0].float() for weights in found]
 
+    def experts(
+        self,
+        token_ids: Sequence[int],
+        *,
+        given: Mapping[Point, torch.Tensor] | None = None,
+        steering: SteeringSpec | None = None,
+        prompt_len: int = 0,
+    ) -> dict[int, Chosen]:
+        """By layer, what transformers' module of the experts is called with: their ids, int64 [tokens, k], and weights,
+        float32 [tokens, k], of each token the greatest weight first.
+
+        Args:
+            token_ids, given, steering, prompt_len: as for `rows`.
+        """
+        found: dict[int, Chosen] = {}
+        instead = [(point, partial(_change, partial(_instead, rows))) for point, rows in (given or {}).items()]
+        with self._hooked, ExitStack() as hooks, torch.inference_mode():
+            self._visit(hooks, self._edits(steering, prompt_len))
+            self._visit(hooks, instead)
+            for index, layer in self.layers.items():
+                if any(name.endswith(".experts") or name == "experts" for name, _ in layer.named_modules()):
+                    hooks.callback(_watch_experts(*_experts(layer), partial(found.__setitem__, index)).remove)
+            self.model(torch.tensor([list(token_ids)]), use_cache=False)
+        return found
+
+    def greedy(
+        self, token_ids: Sequence[int], tokens: int, steering: SteeringSpec | None = None
+    ) -> tuple[list[int], torch.Tensor]:
+        """What transformers' own greedy decoding makes of a prompt, edits by hooks and biases by a LogitsProcessor.
+
+        Args:
+            token_ids: the prompt.
+            tokens: how many to generate; no token ends the text before.
+            steering: edits and biases.
+
+        Returns:
+            The tokens, and the log probabilities of each: float32 [tokens, vocabulary].
+        """
+        with extra("cuda", "cpu"):
+            from transformers import GenerationConfig, LogitsProcessorList
+
+        prompt_len, none = len(token_ids), self.model.config.get_text_config().vocab_size  # a token that never comes
+        config = GenerationConfig(
+            max_new_tokens=tokens,
+            do_sample=False,
+            eos_token_id=none,
+            pad_token_id=0,
+            use_cache=False,  # so that hooks see all positions, from the first
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        processors = LogitsProcessorList([biasing(steering, prompt_len, tokens)])
+        with self._hooked, ExitStack() as hooks, torch.inference_mode():
+            self._visit(hooks, self._edits(steering, prompt_len))
+            found = self.model.generate(
+                torch.tensor([list(token_ids)], device=self.model.device),
+                generation_config=config,
+                logits_processor=processors,
+            )
+        scores = torch.cat(found.scores).float()
+        return found.sequences[0, prompt_len:].tolist(), scores.log_softmax(-1).cpu()
+
     def _edits(self, spec: SteeringSpec | None, prompt_len: int) -> list[Visited]:
         """What is done to the rows of each point that the spec edits."""
         if spec is None:
             return []
         count = len(self.layers)
-        points = dict.fromkeys(point for edit in spec.flat() for point in edit.points(count))
+        points = dict.fromkeys(point for edit in spec.of_rows() for point in edit.points(count))
         return [
             (point, partial(_change, partial(edited, spec, point, prompt_len=prompt_len, num_layers=count)))
             for point in points
@@ -130,12 +201,71 @@ class Reference:
             hooks.callback(SITES[point.site].visit(self.decoder.holder(point), self.family, visit).remove)
 
 
+def biasing(spec: SteeringSpec | None, prompt_len: int, tokens: int) -> Any:
+    """A LogitsProcessor of transformers that adds the biases of a spec where their scopes say so."""
+    with extra("cuda", "cpu"):
+        from transformers import LogitsProcessor
+
+    limit = prompt_len + tokens - 1
+    biases = [edit for edit in spec.flat() if isinstance(edit, LogitBias)] if spec is not None else []
+    chosen = [selected(bias.selection.ranges(prompt_len, limit), limit) for bias in biases]
+
+    class Biasing(LogitsProcessor):  # type: ignore[misc]
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            scores = scores.clone()
+            for bias, held in zip(biases, chosen, strict=True):
+                if held[input_ids.shape[1] - 1]:
+                    given = bias.bias
+                    pairs = given.items() if isinstance(given, Mapping) else enumerate(torch.as_tensor(given).tolist())
+                    for token, value in pairs:
+                        scores[:, token] += value
+            return scores
+
+    return Biasing()
+
+
 def _family(architectures: Sequence[str], layers: Mapping[int, nn.Module]) -> Family:
     """The family of transformers' layers: by their architecture, or by their classes; else what is derived of them."""
     try:
         return family_of(architectures)
     except UnsupportedModel:
         return families_of(list(layers.values()))[0]
+
+
+def _experts(layer: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The module that holds a layer's experts, and the experts."""
+    path = next(name for name, _ in layer.named_modules() if name.rpartition(".")[2] == "experts")
+    return layer.get_submodule(path.rpartition(".")[0]), layer.get_submodule(path)
+
+
+def _choose(experts: nn.Module, chosen: Chosen) -> RemovableHandle:
+    """Put experts and weights in place of those that a layer chooses."""
+
+    def called(_module: nn.Module, args: tuple[Any, ...]) -> Any:
+        return (args[0], chosen[0].to(args[1]), chosen[1].to(args[2]))
+
+    return experts.register_forward_pre_hook(called)
+
+
+def _watch_experts(block: nn.Module, experts: nn.Module, keep: Callable[[Chosen], None]) -> RemovableHandle:
+    """Keep what a layer's experts are called with."""
+
+    def kept(ids: torch.Tensor, weights: torch.Tensor) -> None:
+        order = weights.float().sort(dim=1, descending=True, stable=True).indices
+        keep((ids.long().gather(1, order), weights.float().gather(1, order)))
+
+    def called(_module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        _hidden, ids, weights = (*args, *kwargs.values())
+        kept(ids, weights)
+
+    def scored(router: nn.Module, _args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Llama 4's experts read rows that are multiplied by the scores of all experts, most of them 0."""
+        best = output[0].topk(router.top_k, dim=1)  # type: ignore[arg-type]
+        kept(best.indices, best.values)
+
+    if type(block).__name__.startswith("Llama4"):
+        return block.get_submodule("router").register_forward_hook(scored)
+    return experts.register_forward_pre_hook(called, with_kwargs=True)
 
 
 def _keep(point: Point, found: dict[Point, torch.Tensor], hidden: torch.Tensor) -> None:

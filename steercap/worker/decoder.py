@@ -6,7 +6,7 @@ pipeline stage that list has a placeholder for each layer of the others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class Decoder:
     Args:
         model: the model that vLLM runs.
         path: of the list of layers, in the model.
-        parent: the module that holds the list of layers.
+        parent: the module that holds the list of layers; of an encoder that holds nothing else, what holds it.
         layers: the layers, by their indices in the whole model.
     """
 
@@ -54,18 +54,19 @@ class Decoder:
         """The classes of its layers, as families name them, and the fingerprint of `forward`, see `same_code`."""
         return same_code({name_of(type(layer)): fingerprint_of(layer)} for layer in self.layers.values())
 
-    def unembedding(self, family: Family, together: int) -> Unembedding:
-        """What the model makes logits by.
+    def unembedding(self, family: Family, made: Callable[[torch.Tensor], Any], *, bare: bool = False) -> Unembedding:
+        """What the model makes logits by, or a pooling model what it gives for a token.
 
         Args:
             family: how its layers are written.
-            together: rows that may be given at once.
+            made: of rows behind the norm.
+            bare: whether there need be no norm behind layers that no family knows, as in encoders.
 
         Raises:
             UnsupportedModel: no norm is to be found behind the layers, where the family names none.
         """
         norms = [name for name in family.norm.split("|") if isinstance(getattr(self.parent, name, None), nn.Module)]
-        if not norms and family.derived:
+        if not norms and family.derived and not bare:
             children = ", ".join(name for name, _ in self.parent.named_children())
             raise UnsupportedModel(
                 f"steercap finds no norm behind the layers of {type(self.parent).__name__}, which holds {children}"
@@ -79,13 +80,13 @@ class Decoder:
 
         def head(rows: torch.Tensor) -> torch.Tensor | None:
             hidden = _through(after, rows)
-            logits: torch.Tensor | None = model.compute_logits(hidden if divisor == 1 else hidden / divisor)
+            logits: torch.Tensor | None = made(hidden if divisor == 1 else hidden / divisor)
             return logits
 
         def normed(rows: torch.Tensor) -> torch.Tensor:
             return _through(norm, collapsed(self.parent, rows) if family.mhc else rows)
 
-        return Unembedding(normed, head, together)
+        return Unembedding(normed, head)
 
 
 def _through(modules: Sequence[Any], rows: torch.Tensor) -> torch.Tensor:
@@ -124,7 +125,10 @@ def decoder_of(model: nn.Module, num_layers: int, present: range) -> Decoder:
     (path,) = outer
     layers: Sequence[nn.Module] = modules[path]  # type: ignore[assignment]  # mypy knows no ModuleList as a sequence
     named = next((name for name, module in model.named_modules() if module is modules[path]), path)
-    parent = modules[path.rpartition(".")[0]]
+    above, _, last = (holder := path.rpartition(".")[0]).rpartition(".")
+    if last.startswith("encoder") and len(dict(modules[holder].named_children())) == 1:
+        holder = above
+    parent = modules[holder]
     return Decoder(model, named, parent, {index: layers[index] for index in present})
 
 

@@ -1,4 +1,6 @@
-"""From what a block's last projection reads to what the block adds, by the model's own modules, on its own ranks."""
+"""From what a block's last projection reads to what the block adds, and from a sum to its norm, by the model's own
+modules, on its own ranks.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +32,8 @@ def projecting(layers: Mapping[int, nn.Module], family: Family, shard: int) -> P
         if index not in layers:
             return None
         layer = layers[index]
+        if site in family.norms:  # of whole rows, on every rank
+            return _called(layer.get_submodule(family.norms[site]), rows)
         paths = [located(layer, path) for path in family.projections[site]]
         modules = [layer.get_submodule(path) for path in paths]
         whole, shards = part_of(modules[0])

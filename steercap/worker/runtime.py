@@ -6,7 +6,7 @@ A runner adapter drives it; it knows nothing of vLLM.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -22,6 +22,7 @@ from steercap.core.messages import (
     Attached,
     Call,
     Census,
+    Choose,
     CloseSAE,
     CloseSketch,
     Collect,
@@ -59,6 +60,8 @@ from steercap.errors import SteercapError, WorkerFailure
 from steercap.kernels.finite import edited_most
 from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
+from steercap.worker.biasing import Biasing
+from steercap.worker.choice import Choosing, chosen
 from steercap.worker.ledger import Ledger, Tracked
 from steercap.worker.outbox import Outbox, RowsOutbox
 from steercap.worker.projection import Projecting, projected
@@ -83,7 +86,9 @@ class Runtime:
         loaded: the layers of this rank.
         unembed: what the model makes logits by; None where that is not on this rank.
         project: what its layers' blocks make of what their last projections read.
+        choose: which experts its layers' routers choose.
         attention: how the layers whose queries and keys are armed weigh keys.
+        samples: whether logits are made here: on the last pipeline stage.
     """
 
     def __init__(
@@ -95,12 +100,15 @@ class Runtime:
         loaded: Loaded = Loaded(),  # noqa: B008 -- it cannot change
         unembed: Unembedding | None = None,
         project: Projecting | None = None,
+        choose: Choosing | None = None,
         attention: Mapping[int, AttentionRule] = MappingProxyType({}),
+        samples: bool = True,
     ) -> None:
         self.taps = taps
         self._loaded = loaded
         self._unembed = unembed
         self._project = project
+        self._choose = choose
         self._attention = dict(attention)
         self._names = tuple(armed[point] for point in taps.points)
         self.device = device
@@ -109,11 +117,14 @@ class Runtime:
         self._shape = page_shape(max(record_of(schemas).lines, 1))
         self._arena: Arena | None = None
         # Ranks of a tensor-parallel group edit the same rows, or parts of them: the first counts them.
-        self._steering = Steering(taps, primary=taps.installed.shard == 0)
+        self._steering = Steering(taps, primary=taps.installed.shard == 0, samples=samples)
+        #: Biases of logits, which runner adapters put before tokens are sampled.
+        self.biasing = Biasing(device)
         self._ledger = Ledger(taps.programs, taps.layouts)
         self._kept: dict[Owner, Tracked] = {}  # whose rows are held
         self._sketches = Sketches(taps.layouts, device)
         self._saes = SAEs(taps.layouts, device)
+        self._samples = samples
         self._steps = 0
         self._rows_written = 0
 
@@ -144,16 +155,21 @@ class Runtime:
         if outbox is not None:
             self._kept[owner] = tracked
         self._ledger.enter(request_id, tracked)
+        if steered is not None and steered.biases:
+            self.biasing.enter(request_id, steered)
 
-    def forget(self, request_ids: Iterable[str]) -> None:
+    def forget(self, request_ids: Collection[str]) -> None:
         """These requests will not run again; their rows stay until the client gives them back."""
         self._ledger.leave(request_ids)
+        self.biasing.leave(request_ids)
 
     def begin_step(self, batch: BatchRows) -> None:
         """Fill the tables for the pass that is about to run."""
         self._steps += 1
         if (blocking := self.taps.blocking) is not None:
             self._take_completed(blocking)
+        if self._samples:
+            self.biasing.begin(batch)
         step = self._ledger.make_step(batch)
         if step is None:
             return
@@ -248,17 +264,20 @@ class Runtime:
                 _LOG.exception("steercap could not answer its client")
             return encode(Failed(f"{type(error).__name__}: {error}"))
 
-    def _reply(self, call: Call) -> Answer:  # noqa: C901, PLR0911 -- one answer per question
+    def _reply(self, call: Call) -> Answer:  # noqa: C901, PLR0911, PLR0912 -- one answer per question
         match call.question:
             case Configure():
                 return self._steering.configure(call.question, self._ledger.slots())
             case Settle(wanted):
                 self._wait_for(wanted)
+                self.biasing.confirm(wanted)
                 return self._steering.settle(call.question)
             case Unembed():
                 return unembedded(self._unembed, call.question, self.device)
             case Project():
                 return projected(self._project, call.question, self.device)
+            case Choose():
+                return chosen(self._choose, call.question, self.device)
             case _ if not self.captures:
                 return NotCapturing()
             case Attach():

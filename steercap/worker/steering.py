@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from steercap.core.biases import Bias, bias_masks
 from steercap.core.messages import (
     Configure,
     Configured,
@@ -38,11 +39,13 @@ class Slot:
         configuration: the edits.
         digest: its digest.
         bank_rows: of each of its blobs.
+        addends: what its biases add to logits, by the mask of their scopes; see `worker.biasing`.
     """
 
     configuration: Configuration
     digest: bytes
     bank_rows: tuple[tuple[int, ...], ...]
+    addends: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 class Steered:
@@ -71,6 +74,16 @@ class Steered:
             self._replacements = _replacements(slot, steering)
         replaced = np.array(sorted(self._replacements), dtype=np.int64)
         self._stops = np.union1d(ends_of_runs(self._masks), replaced)
+        self._bias_masks = bias_masks(steering.biased, plan.prompt_len, plan.limit)
+        #: Logits that were biased at each position: int32 [limit].
+        self._entries = np.zeros(plan.limit if self.biases else 0, dtype=np.int32)
+        #: The highest id of a token that a bias names.
+        self.highest = max((int(bias.entries[0][-1]) for bias in self.biases), default=NONE)
+
+    @property
+    def biases(self) -> tuple[Bias, ...]:
+        """What its slot says of logits."""
+        return () if self.slot is None else self.slot.configuration.biases
 
     def begin(self, start: int, count: int) -> npt.NDArray[np.int32]:
         """The scopes that hold the tokens of a pass, int32 [count]; from here on they count as computed.
@@ -108,11 +121,19 @@ class Steered:
         found = enumerate(positions.tolist())
         return {index: self._replacements[position] for index, position in found if position in self._replacements}
 
+    def bias_mask(self, position: int) -> int:
+        """The scopes of biases that hold a position, 0 if its logits are left alone."""
+        return int(self._bias_masks[position]) if position < len(self._bias_masks) else 0
+
+    def put(self, position: int, entries: int) -> None:
+        """So many logits of this position were biased; those of a draft that was rejected come again."""
+        self._entries[position] = entries
+
     def fail(self, reason: str) -> None:
         """An edit was not made; the first reason is kept."""
         self.failure = self.failure or reason
 
-    def seal(self, total: int, points: Sequence[int], *, primary: bool) -> SteeringRecord:
+    def seal(self, total: int, points: Sequence[int], *, primary: bool, samples: bool) -> SteeringRecord:
         """What was done to the first `total` inputs."""
         computed, cached = self._computed[:total], self._cached[:total] & ~self._computed[:total]
         failure = self.failure
@@ -128,6 +149,8 @@ class Steered:
             rows=rows,
             failure=failure,
             primary=primary,
+            biased=np.packbits(self._entries[:total] > 0).tobytes() if samples else None,
+            entries=int(self._entries[:total].sum()),
         )
 
 
@@ -137,12 +160,14 @@ class Steering:
     Args:
         taps: where configurations and vectors go.
         primary: whether this is rank 0 of its tensor-parallel group, whose rows count in the receipt.
+        samples: whether logits are made here: on the last pipeline stage.
     """
 
-    def __init__(self, taps: Taps, *, primary: bool) -> None:
+    def __init__(self, taps: Taps, *, primary: bool, samples: bool) -> None:
         self.points = taps.points
         self.taps = taps
         self.primary = primary
+        self.samples = samples
         self._slots: dict[int, Slot] = {}
         self._rows: dict[int, tuple[bytes, int]] = {}  # which row of which blob each bank row holds
         self._records: dict[Owner, Steered] = {}
@@ -204,7 +229,7 @@ class Steering:
                 continue
             if reason := self._taint(steered.steering.identity):
                 steered.fail(reason)
-            records.append(steered.seal(item.total, self.points, primary=self.primary))
+            records.append(steered.seal(item.total, self.points, primary=self.primary, samples=self.samples))
         return Settled(tuple(records))
 
     def _taint(self, identity: bytes) -> str | None:
@@ -245,7 +270,7 @@ class Steering:
     def fail(self, steered: Steered, reason: str) -> None:
         """Edits were not made: what the request wrote is never to be read."""
         steered.fail(reason)
-        if len(self._tainted) < TAINTS:
+        if steered.steering.scopes and len(self._tainted) < TAINTS:  # biases of logits write nothing
             self._tainted.setdefault(steered.steering.identity, reason)
 
 

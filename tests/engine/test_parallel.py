@@ -13,6 +13,7 @@ from steercap.core.schema import PointSchema
 from steercap.testing import tiny_checkpoint
 from steercap.testing.agreement import projections_agree, shards_agree, workers_agree
 from steercap.testing.attention import attention_agrees
+from steercap.testing.biases import biases_agree
 from steercap.testing.codecs import codecs_agree, coded_rows, same_codes
 from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, hold, points, random_prompt, settled
 from steercap.testing.sketching import rows_by_point, sketches_agree
@@ -33,11 +34,13 @@ def one_core_each(monkeypatch) -> None:
 @pytest.mark.parametrize("layout", ["tensor_parallel_size", "pipeline_parallel_size"])
 async def test_two_workers_give_the_rows_of_transformers(layout, tiny, tiny_reference) -> None:
     """Tensor parallel: one rank captures the full rows, both edit. Pipeline parallel: each stage captures and edits its
-    layers, and projects their rows; the client merges rows and receipts. In codecs they are those of one worker.
+    layers, and projects their rows; the client merges rows and receipts. In codecs they are those of one worker. Of
+    biases every rank that samples has a receipt.
     """
     async with opened(tiny_checkpoint("qwen3"), sites=ALL_SITES, **TINY_ENGINE, **{layout: 2}) as model:
         _, handles = await workers_agree(model, tiny_reference)
         await projections_agree(model)
+        await biases_agree(model, tiny_reference)
         assert all(share <= 1 for share in (await codecs_agree(model)).values())
         assert same_codes(await coded_rows(model, ALL_SITES), await coded_rows(tiny, ALL_SITES)) > 0.99
         await sketches_agree(model)

@@ -123,6 +123,32 @@ async def test_adapters_and_none_in_one_batch(lora, tmp_path) -> None:
     assert await settled(lora) == (0, 0, 0)
 
 
+async def test_the_lens_takes_rows_of_any_adapter_behind_any_batch(lora, tmp_path) -> None:
+    """LoRA's kernels have the rows of the last pass in mind, with their adapters; those of a lens are others."""
+    adapters = [LoRARequest(f"a{n}", 30 + n, str(write_adapter(tmp_path / f"{n}", BASE, seed=n))) for n in range(2)]
+    asked = {"max_tokens": 5, "logprobs": 4, **GREEDY}
+    async with asyncio.TaskGroup() as group:
+        done = [
+            group.create_task(
+                lora.generate(
+                    [random_prompt(length, length) for length in (4, 30, 9)],
+                    asked,
+                    capture_layers=[-1],
+                    lora_request=adapter,
+                    raw_output=True,
+                )
+            )
+            for adapter in (None, *adapters)
+        ]
+    for raws, handles in (one.result() for one in done):
+        await lora.fetch_captures_batch(handles)
+        for raw, handle in zip(raws, handles, strict=True):
+            found = await handle.lens(tokens=["last_prompt", "generated"], top=4)
+            for row, said in enumerate(raw.output.outputs[0].logprobs):
+                ours = dict(zip(found.token_ids[row].tolist(), found.log_probs[row].tolist(), strict=True))
+                assert max(abs(ours[token] - said[token].logprob) for token in ours) < 1e-4
+
+
 async def test_logprobs_of_prompts_are_refused_beside_adapters(lora) -> None:
     """vLLM has no adapter by row for them, with an adapter or without; the next request runs."""
     with pytest.raises(errors.InvalidRequest, match="prompt_logprobs on an engine with enable_lora=True"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, assert_type
 
-from steercap import CaptureHandle, CaptureSpec, Chunk, RawOutput, SteeringReceipt, SteerModel, sync
+from steercap import CaptureHandle, CaptureSpec, Chunk, Encoded, RawOutput, SteeringReceipt, SteerModel, sync
 from steercap.requests.captures import Captures
 
 PARAMS = {"max_tokens": 8}
@@ -83,6 +83,15 @@ async def read_texts(model: SteerModel) -> None:
     assert_type((await (await model.read("Hello")).fetch()).captures, Captures)
 
 
+async def encode_texts(model: SteerModel) -> None:
+    """An `Encoded` stands for a text."""
+    assert_type(await model.encode("Hello"), Encoded)
+    assert_type(await model.encode(["Hello"], {"task": "embed"}), list[Encoded])
+    assert_type(await model.encode("Hello", capture_layers=4), tuple[Encoded, CaptureHandle])
+    assert_type(await model.encode(["Hello"], capture=SPEC), tuple[list[Encoded], list[CaptureHandle]])
+    assert_type(await model.encode(["Hello"], capture=[None]), tuple[list[Encoded], list[CaptureHandle | None]])
+
+
 async def streams(model: SteerModel) -> None:
     """Chunks, whose rows are None where nothing is kept."""
     async for chunk in model.stream("Hello", PARAMS, capture_layers=4):
@@ -99,6 +108,7 @@ def without_await(model: sync.SteerModel) -> None:
     assert_type(model.generate("Hello", raw_output=True), RawOutput)
     assert_type(model.chat(TALK, capture=SPEC), tuple[Text, SyncHandle])
     assert_type(model.read("Hello"), sync.CaptureHandle)
+    assert_type(model.encode("Hello", capture=SPEC), tuple[Encoded, sync.CaptureHandle])
     assert_type(model.read(["Hello"]), list[sync.CaptureHandle])
     assert_type(model.read("Hello").fetch(), sync.CaptureHandle)
     for chunk in model.stream("Hello", PARAMS):

@@ -130,7 +130,7 @@ def test_a_finished_request_pays_for_what_ran_past_its_end() -> None:
 
     def kept(generated: int, overshoot: int, stop: list[str] | None = None) -> int:
         engine = SimpleNamespace(vllm=SimpleNamespace(overshoot=overshoot), pages_needed=lambda _plan, rows: rows)
-        job = SimpleNamespace(engine=engine, params=SimpleNamespace(stop=stop))
+        job = SimpleNamespace(engine=engine, stops=bool(stop))
         plan = Plan("r", 10, 20, capture=CapturePlan((0,), (Range(0, None),), None, RAW))
         return _pages_kept(job, plan, generated)
 

@@ -37,7 +37,7 @@ SPEC = SteeringSpec([Add(torch.ones(WIDTH), layers="all")])
 class Cluster:
     """Behind the verbs of `VllmEngine`: two engines of two pipeline stages each, with two points a stage."""
 
-    hidden_size, num_layers, model_name, overshoot = WIDTH, POINTS, "none", 0
+    hidden_size, num_layers, vocabulary, model_name, overshoot = WIDTH, POINTS, 1000, "none", 0
     points = tuple(Point(layer, "resid_post") for layer in range(POINTS))
 
     def exists(self, point: Point) -> bool:

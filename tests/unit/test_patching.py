@@ -113,6 +113,8 @@ def test_a_logit_difference_asks_for_both_tokens_of_each_pair() -> None:
     (one,) = LogProbability("a").asked(TOKENIZER, 1)
     assert one.read(said(a=-1.0)) == -1.0
     assert [one.read(said()) for one in Measured(lambda _output, pair: pair, {}).asked(TOKENIZER, 2)] == [0.0, 1.0]
+    with pytest.raises(InvalidSpec, match="a run has one sample"):
+        Measured(lambda _output, pair: pair, {"n": 2}).asked(TOKENIZER, 2)
 
 
 @pytest.mark.parametrize("logprobs", [{}, {"a": -1.0}, {"a": -1.0, "b": -math.inf}, {"a": math.nan, "b": -1.0}])

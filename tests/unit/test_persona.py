@@ -388,7 +388,8 @@ def test_all_layers_may_be_read_of_a_site_that_some_layers_lack() -> None:
 def armed(*points: Point, exists: Callable[[Point], bool] = lambda _: True) -> Any:
     """A model of 4 layers, as far as it says where rows can be read."""
     indices = {point: index for index, point in enumerate(points)}
-    compiler = Compiler(indices, {}, [], num_layers=4, settings=Settings(edits_per_point=1), exists=exists)
+    settings = Settings(edits_per_point=1)
+    compiler = Compiler(indices, {}, [], num_layers=4, settings=settings, exists=exists, vocabulary=10)
     return types.SimpleNamespace(serving=types.SimpleNamespace(here=lambda: compiler))
 
 

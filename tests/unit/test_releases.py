@@ -81,8 +81,8 @@ def test_what_is_missing_is_named() -> None:
         releases.require("Model Runner V2", Moved)
     assert re.fullmatch(
         r"in vLLM \S+, Model Runner V2 lacks prepare_inputs\(scheduler_output\), "
-        r"execute_model\(scheduler_output, intermediate_tensors, dummy_run\); steercap has been tried with 0.29 to "
-        "0.33, so install one of these",
+        r"execute_model\(scheduler_output, intermediate_tensors, dummy_run\), sample\(hidden_states, input_batch\); "
+        "steercap has been tried with 0.29 to 0.33, so install one of these",
         str(caught.value),
     )
 

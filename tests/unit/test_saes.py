@@ -33,6 +33,7 @@ from steercap.core.tokens import Range
 from steercap.encodings.coded import CodedRows
 from steercap.encodings.features import HEAD
 from steercap.errors import InvalidFile, InvalidSpec, PointSplit
+from steercap.saes import sae_lens
 from steercap.saes.compiling import compile_readers
 from steercap.saes.encoder import Encoder, image_bytes
 from steercap.saes.features import Features
@@ -137,6 +138,58 @@ def test_rows_of_models_that_were_centred_are_centred(tmp_path) -> None:
     centred, plain = SAE.load(folder), SAE.load(folder, centred=False)
     assert torch.equal(centred.encode(ROWS), plain.encode(ROWS - ROWS.mean(dim=1, keepdim=True)))
     assert not torch.equal(centred.encode(ROWS), plain.encode(ROWS))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"model_from_pretrained_kwargs": {}}, {"model_from_pretrained_kwargs": None}])
+@pytest.mark.parametrize("flat", [True, False])
+def test_whether_rows_were_centred_is_not_guessed(flat, kwargs, tmp_path) -> None:
+    """TransformerLens centres GPT-2's by default, and the first files do not say what was done."""
+    said = {"hook_name": "blocks.1.hook_resid_pre", "model_name": "gpt2-small", **kwargs}
+    folder = some(**({"metadata": {}, **said} if flat else {"metadata": said})).write(tmp_path)
+    with pytest.raises(InvalidFile, match=r"rows of gpt2-small by default.*give centred=True or centred=False"):
+        SAE.load(folder)
+    centred, plain = SAE.load(folder, centred=True), SAE.load(folder, centred=False)
+    assert torch.equal(centred.encode(ROWS), plain.encode(ROWS - ROWS.mean(dim=1, keepdim=True)))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"metadata": {"hook_name": "blocks.1.attn.hook_z", "model_name": "gpt2-small"}},
+        {"metadata": {"hook_name": "blocks.1.hook_resid_pre", "model_name": "gemma-2b"}},
+        {
+            "metadata": {
+                "hook_name": "blocks.1.hook_resid_pre",
+                "model_name": "gpt2-small",
+                "model_from_pretrained_kwargs": {"center_writing_weights": False},
+            }
+        },
+    ],
+    ids=["not of the stream", "without layer norm", "said"],
+)
+def test_rows_that_nobody_centred_are_read_as_they_are(said, tmp_path) -> None:
+    assert not SAE.load(some(**said).write(tmp_path)).encoder.centred
+
+
+def test_what_is_neither_true_nor_false_is_refused(tmp_path) -> None:
+    """A text is true to Python, whatever it says."""
+    with pytest.raises(InvalidSpec, match="centred='no'; give True, False"):
+        SAE.load(some().write(tmp_path / "plain"), centred="no")
+    with pytest.raises(InvalidFile, match="rescale_acts_by_decoder_norm='true'"):
+        SAE.load(some("topk", rescale_acts_by_decoder_norm="true").write(tmp_path / "text"))
+    with pytest.raises(InvalidFile, match=r"architecture=\['topk'\]"):
+        SAE.load(RandomSAE("topk", WIDTH, 400, configuration=(("architecture", ["topk"]),)).write(tmp_path / "list"))
+
+
+def test_what_sae_lens_knows_of_a_repository_is_known(tmp_path) -> None:
+    """Of published SAEs whose files do not say how rows were processed."""
+    said = {"hook_point": "blocks.8.hook_resid_pre", "model_name": "gpt2-small"}
+    (tmp_path / "cfg.json").write_text(json.dumps(said))
+    assert sae_lens.read_recipe(tmp_path / "cfg.json", source="jbloom/GPT2-Small-SAEs-Reformatted").centred
+    said = {"hook_name": "blocks.8.hook_resid_pre", "model_name": "mistral-7b", "normalize_activations": "none"}
+    (tmp_path / "cfg.json").write_text(json.dumps(said))
+    rescaled = sae_lens.read_recipe(tmp_path / "cfg.json", source="JoshEngels/Mistral-7B-Residual-Stream-SAEs")
+    assert rescaled.normalisation == "constant_norm_rescale"
 
 
 HOOKS = {

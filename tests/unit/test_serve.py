@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 
-from steercap import Ablate, Add, CaptureSpec, SteeringSpec
+from steercap import Ablate, Add, CaptureSpec, LogitBias, SteeringSpec
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSpec
 from steercap.serve.asks import asked_of, capture_of, ranges, steering_of
 from steercap.serve.call import CURRENT
@@ -131,6 +131,15 @@ bodies = st.recursive(
     lambda inner: st.dictionaries(known, inner, max_size=5) | st.lists(inner, max_size=3),
     max_leaves=15,
 )
+
+
+def test_a_bias_of_logits_has_its_tokens_as_json_has_them(library) -> None:
+    (bias,) = steering_of({"op": "logit_bias", "bias": {"7": 2.5}, "tokens": "last_prompt"}, library, ME).flat()
+    assert isinstance(bias, LogitBias)
+    assert bias.bias == {7: 2.5}
+    for wrong in ({"x": 1.0}, {"9" * 5000: 1.0}, None, {}, {"7": "much"}):
+        with pytest.raises(InvalidRequest):
+            steering_of({"op": "logit_bias", "bias": wrong}, library, ME)
 
 
 @given(bodies)

@@ -1,0 +1,125 @@
+"""What Model Runner V1's samplers get wrong, repaired in the worker: `logprob_token_ids` beside `logprobs`.
+
+vLLM answers all requests of a batch as if they had asked by `logprob_token_ids` as soon as one of them has: another's
+`logprobs=5` becomes its sampled token, and token 0 at -inf. With drafts it ignores `logprob_token_ids`, or ends. Here
+each row gets what its request asked for. Model Runner V2 mixes them itself.
+
+What it relies on: both samplers take all log probabilities that they hand over from `Sampler.gather_logprobs`, of as
+many rows for each request, in the order of the batch; and `SamplingMetadata` says in `logprob_token_ids` and
+`max_num_logprobs` what is asked. vLLM's output processor reads the sampled token, in the first column, and after it as
+many columns as the request asked for, so that what pads a row is not seen. It can go when vLLM mixes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import inf
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.sampler import Sampler
+
+from steercap.adapters.hooks import wrap
+from steercap.adapters.releases import require
+
+
+def hook() -> None:
+    """Repair this process's samplers; a second call does nothing."""
+    require("Sampler", Sampler)
+    require("RejectionSampler", RejectionSampler)
+    require("SamplingMetadata", SamplingMetadata)
+    wrap(Sampler, "forward", _sample)
+    wrap(RejectionSampler, "forward", _verify)
+
+
+def _sample(
+    original: Callable[[], Any],
+    sampler: Any,
+    logits: torch.Tensor,
+    sampling_metadata: Any,
+    *_args: Any,
+    **_options: Any,
+) -> Any:
+    with _mixed(sampler, sampling_metadata, len(logits)):
+        return original()
+
+
+def _verify(
+    original: Callable[[], Any],
+    rejection_sampler: Any,
+    metadata: Any,
+    _draft_probs: Any,
+    _logits: Any,
+    sampling_metadata: Any,
+    *_args: Any,
+    **_options: Any,
+) -> Any:
+    with _mixed(rejection_sampler.sampler, sampling_metadata, len(metadata.num_draft_tokens)):
+        return original()
+
+
+@contextmanager
+def _mixed(sampler: Any, metadata: Any, requests: int) -> Iterator[None]:
+    """In the block, the sampler believes that `logprobs` alone was asked for, and gathers what was.
+
+    Args:
+        sampler: vLLM's `Sampler`.
+        metadata: what is asked of this pass.
+        requests: how many requests it has.
+    """
+    asked, most = metadata.logprob_token_ids, metadata.max_num_logprobs
+    if not asked:
+        yield
+        return
+    gather = sampler.gather_logprobs
+
+    def gathered(logprobs: torch.Tensor, num_logprobs: int, token_ids: torch.Tensor) -> LogprobsTensors:
+        return with_tokens(gather(logprobs, num_logprobs, token_ids), logprobs, asked, len(logprobs) // requests)
+
+    metadata.logprob_token_ids, metadata.max_num_logprobs = None, most or 0
+    sampler.gather_logprobs = gathered
+    try:
+        yield
+    finally:
+        del sampler.gather_logprobs
+        metadata.logprob_token_ids, metadata.max_num_logprobs = asked, most
+
+
+def with_tokens(
+    found: LogprobsTensors, logprobs: torch.Tensor, asked: Mapping[int, Sequence[int]], each: int
+) -> LogprobsTensors:
+    """The most likely tokens of each row, and in the rows of some requests the tokens that these have asked for.
+
+    Args:
+        found: the sampled token and the most likely ones, [rows, 1 + most likely].
+        logprobs: of every token, [rows, vocabulary].
+        asked: token ids by the index of their request in the batch.
+        each: rows of each request, one after the other.
+    """
+    most = max(map(len, asked.values()))
+    rows = [request * each + row for request in asked for row in range(each)]
+    tokens = torch.zeros(len(rows), most, dtype=torch.int64)
+    missing = torch.ones(len(rows), most, dtype=torch.bool)
+    for at, wanted in enumerate(asked.values()):
+        tokens[at * each : (at + 1) * each, : len(wanted)] = torch.tensor(wanted)
+        missing[at * each : (at + 1) * each, : len(wanted)] = False
+    index, tokens, missing = (_moved(one, logprobs.device) for one in (torch.tensor(rows), tokens, missing))
+    values = logprobs[index].gather(1, tokens).masked_fill(missing, -inf)
+    width = max(found.logprobs.shape[1], 1 + most)
+    ids = pad(found.logprob_token_ids, (0, width - found.logprobs.shape[1]))
+    numbers = pad(found.logprobs, (0, width - found.logprobs.shape[1]), value=-inf)
+    ids[index, 1:] = pad(tokens, (0, width - 1 - most)).to(ids.dtype)
+    numbers[index, 1:] = pad(values, (0, width - 1 - most), value=-inf)
+    return found._replace(logprob_token_ids=ids, logprobs=numbers)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on the device, without waiting for it."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
