@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import msgspec
 import typer
 
-from steercap.cli.command import command
+from steercap.cli.command import Loops, command
 from steercap.cli.engines import SMOLLM2, located, pairs_of
 from steercap.cli.terminal import Terminal
 from steercap.config import CPU
@@ -29,6 +29,7 @@ def register(app: typer.Typer) -> None:
             "steercap serve Qwen/Qwen3-8B --vectors calm=calm.safetensors --preset calm=calm",
             "steercap serve Qwen/Qwen3-8B -- --enable-auto-tool-choice --tool-call-parser hermes",
         ],
+        loops=_loops,
     )
     async def serve(
         terminal: Terminal,
@@ -85,6 +86,15 @@ def register(app: typer.Typer) -> None:
         said += ["--api-key", *api_key] if api_key else []
         terminal.say(f"starting vLLM's server with {model}; http://{host}:{port}/v1 once it is up")
         await run(path, [*said, *(flags or ())], settings, **own)
+
+
+def _loops() -> Loops | None:
+    """uvloop's, in which vLLM's server runs too."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 def _named(texts: Sequence[str], option: str) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from steercap.adapters.releases import importing
 from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
 from steercap.model import SteerModel
@@ -55,7 +56,7 @@ async def application(model: SteerModel, flags: argparse.Namespace, settings: Se
         InvalidFile: a file of vectors that cannot be used.
         UnsupportedRunner: vLLM's server is not what is known of it.
     """
-    with extra("cuda", "cpu"):
+    with extra("cuda", "cpu"), importing():
         from steercap.adapters import server
         from steercap.serve.routes import Routes
 
@@ -93,7 +94,7 @@ async def serve(model: str, flags: Sequence[str], settings: ServerSettings, **st
         InvalidRequest, InvalidFile: flags, files or presets that cannot be used.
         The errors of `SteerModel.start`.
     """
-    with extra("cuda", "cpu"):
+    with extra("cuda", "cpu"), importing():
         from steercap.adapters import server
 
     read = server.read_flags(model, flags)
