@@ -233,7 +233,7 @@ class VllmEngine:
         plan: Plan | None,
         *,
         salt: str = "",
-        partial: bool = False,
+        partial: bool | None = False,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput | PoolingRequestOutput, None]:
         """Run one request; yields its outputs, the finished one last.
@@ -244,7 +244,7 @@ class VllmEngine:
             request_id: the caller's id.
             plan: what the workers shall keep and change of it.
             salt: what its keys and values depend on besides its tokens; added to the user's own `cache_salt`.
-            partial: whether to yield the text so far at every step, not just the end.
+            partial: whether to yield the text so far at every step, not just the end; None for what `params` says.
             **options: further arguments of `AsyncLLM.generate` or `encode`.
 
         Raises:
@@ -255,7 +255,7 @@ class VllmEngine:
         if isinstance(params, PoolingParams):
             run = self.llm.encode
         else:
-            params.output_kind = RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY
+            _report(params, partial)
         if plan is not None:
             _carry(plan, params)
         payload = prompt.payload
@@ -321,6 +321,12 @@ def _carry(plan: Plan, params: SamplingParams | PoolingParams) -> None:
         params.extra_args = {**(params.extra_args or {}), EXTRA_ARGS_KEY: plan.encode()}
     if plan.reads_prompt:
         params.skip_reading_prefix_cache = True
+
+
+def _report(params: SamplingParams, partial: bool | None) -> None:
+    """Say when a request's outputs come, see `VllmEngine.generate`."""
+    if partial is not None:
+        params.output_kind = RequestOutputKind.CUMULATIVE if partial else RequestOutputKind.FINAL_ONLY
 
 
 def _require_whole(output: RequestOutput | PoolingRequestOutput) -> None:

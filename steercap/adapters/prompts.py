@@ -44,7 +44,7 @@ class Rendered:
 
 
 async def render(llm: AsyncLLM, prompt: Any) -> Rendered:
-    """Tokenise one prompt: a str, token ids, or one of vLLM's prompt dicts.
+    """Tokenise one prompt: a str, token ids, or one of vLLM's prompt dicts; one that is rendered is as it is.
 
     Args:
         llm: the engine.
@@ -53,6 +53,8 @@ async def render(llm: AsyncLLM, prompt: Any) -> Rendered:
     Raises:
         InvalidPrompt: the prompt is empty, malformed, or too long for the context.
     """
+    if isinstance(prompt, Rendered):
+        return prompt
     if isinstance(prompt, Mapping):
         prompt = prompt_dict(prompt)
     try:
@@ -117,3 +119,14 @@ def _token_id(one: Any, index: int) -> int:
     if found is None:
         raise InvalidPrompt(f"prompt_token_ids[{index}] is {shown(one)}; give whole numbers")
     return found
+
+
+def rendered(payload: Any) -> Rendered:
+    """A prompt that vLLM's server has rendered.
+
+    Raises:
+        InvalidPrompt: a prompt of embeddings, or none that steercap can label rows of.
+    """
+    if not isinstance(payload, Mapping) or not payload.get("prompt_token_ids"):
+        raise InvalidPrompt("rows of this prompt cannot be labelled: it has no token ids")
+    return Rendered(payload, tuple(payload["prompt_token_ids"]), media_of(payload))

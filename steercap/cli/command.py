@@ -29,6 +29,8 @@ from steercap.errors import SteercapError
 FAILED: Final = 1
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+#: What makes an event loop.
+Loops = Callable[[], asyncio.AbstractEventLoop]
 
 #: -h and --help.
 CONTEXT: Final = {"help_option_names": ["-h", "--help"]}
@@ -68,7 +70,9 @@ def group_of(help_text: str, **settings: Any) -> typer.Typer:
     )
 
 
-def command(app: typer.Typer, name: str, *, examples: Sequence[str]) -> Callable[[Function], Function]:
+def command(
+    app: typer.Typer, name: str, *, examples: Sequence[str], loops: Callable[[], Loops | None] = lambda: None
+) -> Callable[[Function], Function]:
     """Make a function a command of `app`; its docstring is the help.
 
     A parameter whose type is a dataclass of options stands for all of its fields. One of type `Terminal` is where to
@@ -78,6 +82,7 @@ def command(app: typer.Typer, name: str, *, examples: Sequence[str]) -> Callable
         app: where it belongs.
         name: what the user types.
         examples: calls that work, one per line, shown after the options.
+        loops: gives what makes the event loop that coroutines run in, None for asyncio's own.
     """
 
     def register(function: Function) -> Function:
@@ -94,7 +99,8 @@ def command(app: typer.Typer, name: str, *, examples: Sequence[str]) -> Callable
                 from_environment()
                 result = function(**given)
                 if inspect.iscoroutine(result):
-                    asyncio.run(_until_stopped(result, terminal))
+                    with asyncio.Runner(loop_factory=loops()) as runner:
+                        runner.run(_until_stopped(result, terminal))
 
         _describe(run, function, groups)
         app.command(

@@ -229,7 +229,7 @@ class Engine:
         *,
         ticket: Ticket | None = None,
         salt: str = "",
-        partial: bool = False,
+        partial: bool | None = False,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput | PoolingRequestOutput, None]:
         """Run one request; yields its outputs, the finished one last.
@@ -240,7 +240,7 @@ class Engine:
             plan: what the workers shall keep and change of it.
             ticket: where its rows have room; without one, vLLM balances the load.
             salt: what its keys and values depend on besides its tokens.
-            partial: whether to yield the text so far at every step.
+            partial: whether to yield the text so far at every step; None for what `params` says.
             **options: further arguments of vLLM's `generate` or `encode`.
         """
         self.require_open()

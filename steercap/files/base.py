@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from steercap.errors import InvalidFile, SteercapError
 
@@ -110,10 +110,19 @@ def write_tensors(path: Path, header: msgspec.Struct, tensors: dict[str, torch.T
     with write_whole(path) as scratch, _room(path) as room:
         scratch.touch()
         mode = scratch.stat().st_mode  # safetensors would leave a file that only its owner can read
-        save_file(tensors, room / path.name, {"steercap": msgspec.json.encode(header).decode()})
+        save_file(tensors, room / path.name, _metadata(header))
         (room / path.name).chmod(mode)
         (room / path.name).replace(scratch)
     return path
+
+
+def encode_tensors(header: msgspec.Struct, tensors: dict[str, torch.Tensor]) -> bytes:
+    """What `write_tensors` writes."""
+    return save(tensors, _metadata(header))
+
+
+def _metadata(header: msgspec.Struct) -> dict[str, str]:
+    return {"steercap": msgspec.json.encode(header).decode()}
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from steercap.encodings import ENCODINGS
 from steercap.encodings.base import Codec
 from steercap.encodings.coded import CodedRows
 from steercap.errors import InvalidFile
-from steercap.files.base import blame, read_tensors, write_tensors
+from steercap.files.base import blame, encode_tensors, read_tensors, write_tensors
 from steercap.requests.captures import Rows, Whole
 
 VERSION: Final = 1
@@ -95,12 +95,21 @@ def write(saved: Saved, path: Path) -> Path:
     Raises:
         InvalidFile: the name ends in something other than .safetensors.
     """
+    return write_tensors(path, saved.header, _tensors(saved))
+
+
+def encode(saved: Saved) -> bytes:
+    """What `write` writes."""
+    return encode_tensors(saved.header, _tensors(saved))
+
+
+def _tensors(saved: Saved) -> dict[str, torch.Tensor]:
     tensors = {name: tensor.contiguous() for point, rows in saved.rows.items() for name, tensor in named(point, rows)}
     tensors["positions"] = saved.positions
     tensors["token_ids"] = saved.token_ids
     tensors["prompt_token_ids"] = torch.tensor(saved.prompt_token_ids, dtype=torch.int64)
     tensors["output_token_ids"] = torch.tensor(saved.output_token_ids, dtype=torch.int64)
-    return write_tensors(path, saved.header, tensors)
+    return tensors
 
 
 def read(path: Path) -> Saved:

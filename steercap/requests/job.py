@@ -39,9 +39,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a pooling model generates: nothing, in the place of the one token that has no row.
+    """One sample of a request that has ended, by vLLM's names of a `CompletionOutput`.
 
-    Its names are those of vLLM's `CompletionOutput`.
+    As it is by default, it is what a pooling model generates: nothing, in the place of the one token that has no row.
+
+    Args:
+        index: which one.
+        text: its text.
+        token_ids: its generated tokens.
     """
 
     index: int = 0
@@ -275,7 +280,7 @@ async def _run(job: Job, call: object) -> Done:
     if ticket is None or job.plan is None:
         return Done(output, None, receipts, job.task)
     if job.hands_over:
-        return Done(output, _handles(job, found, ticket, receipts), receipts, job.task)
+        return Done(output, handles_of(job, found, ticket, receipts), receipts, job.task)
     job.engine.done_with(job.plan, ticket)
     return Done(output, None, receipts, job.task)
 
@@ -365,9 +370,12 @@ async def _placed(job: Job) -> AsyncIterator[Planned]:
 
 
 def outputs_of(
-    job: Job, planned: Planned, ticket: Ticket | None, *, partial: bool
+    job: Job, planned: Planned, ticket: Ticket | None, *, partial: bool | None
 ) -> AsyncGenerator[RequestOutput | PoolingRequestOutput, None]:
-    """Run a job as planned, where its rows have room; yields vLLM's outputs, the finished one last."""
+    """Run a job as planned, where its rows have room; yields vLLM's outputs, the finished one last.
+
+    They hold all that came so far with `partial`, come once without, and are what its parameters say with None.
+    """
     return job.engine.generate(
         job.prompt,
         job.params,
@@ -408,7 +416,7 @@ async def receipts_of(
         raise
 
 
-def _handles(
+def handles_of(
     job: Job, samples: Sequence[Sample], ticket: Ticket, receipts: Sequence[SteeringReceipt] | None
 ) -> list[CaptureHandle]:
     """A handle for each sample, its claim cut down to what it holds."""

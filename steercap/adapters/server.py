@@ -1,0 +1,137 @@
+"""vLLM's own OpenAI-compatible server over an engine that runs: its arguments, its application, its life.
+
+What it relies on: `make_arg_parser`, `validate_parsed_serve_args`, `build_app`, `init_app_state`, `serve_http`; that
+`APIRoute.app` is what a route runs, behind vLLM's check of keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import socket
+from collections.abc import Callable, Collection, Sequence
+from http import HTTPStatus
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.types import ASGIApp
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import serve_http, setup_server
+from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from steercap.errors import (
+    CaptureMemoryFull,
+    InvalidRequest,
+    InvalidSetting,
+    SAEMemoryFull,
+    SteercapError,
+    SteeringSlotsFull,
+    UnsupportedRunner,
+)
+
+#: Engine arguments that SteerModel takes by another way, or that are not its to take.
+_LEFT_OUT: Final = ("model",)
+#: Errors of one who asks too much at once.
+_FULL: Final = (CaptureMemoryFull, SAEMemoryFull, SteeringSlotsFull)
+
+
+def read_flags(model: str, flags: Sequence[str]) -> argparse.Namespace:
+    """What `vllm serve MODEL` makes of its flags.
+
+    Raises:
+        InvalidSetting: vLLM has no such flag, or its value does not fit.
+    """
+    parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
+
+    def refuse(message: str) -> None:
+        raise InvalidSetting(f"vLLM's server: {message}; `vllm serve --help=all` lists its flags")
+
+    parser.error = refuse
+    try:
+        found: argparse.Namespace = parser.parse_args([model, *flags])
+        found.model = model
+        validate_parsed_serve_args(found)
+    except (argparse.ArgumentError, TypeError, ValueError) as error:
+        raise InvalidSetting(f"vLLM's server: {error}; `vllm serve --help=all` lists its flags") from error
+    return found
+
+
+def engine_arguments(flags: argparse.Namespace) -> dict[str, Any]:
+    """The engine's part of flags, as far as they differ from vLLM's defaults."""
+    given, plain = AsyncEngineArgs.from_cli_args(flags), AsyncEngineArgs(model=flags.model)
+    found = {}
+    for field in dataclasses.fields(AsyncEngineArgs):
+        value = getattr(given, field.name, None)
+        if field.init and field.name not in _LEFT_OUT and value != getattr(plain, field.name, None):
+            found[field.name] = value
+    return found
+
+
+async def application(
+    engine: Any, flags: argparse.Namespace, paths: Collection[str], around: Callable[[ASGIApp], ASGIApp]
+) -> FastAPI:
+    """vLLM's application.
+
+    Args:
+        engine: what it is to take for its engine.
+        flags: of `read_flags`.
+        paths: routes that take POST, around which something is put.
+        around: puts it there.
+
+    Raises:
+        UnsupportedRunner: vLLM has no such route.
+    """
+    tasks = await engine.get_supported_tasks()
+    app: FastAPI = build_app(flags, tasks, engine.model_config)
+    found = [one for one in app.routes if isinstance(one, APIRoute) and one.path in paths and "POST" in one.methods]
+    if {route.path for route in found} != set(paths):
+        raise UnsupportedRunner(f"vLLM's server has not all of {', '.join(sorted(paths))}; steercap knows no other way")
+    for route in found:
+        route.app = around(route.app)
+    await init_app_state(engine, app.state, flags, tasks)
+    return app
+
+
+def listening(flags: argparse.Namespace) -> socket.socket:
+    """A socket that is bound to the address that the flags say."""
+    _, found = setup_server(flags, reuse_port=False)
+    bound: socket.socket = found
+    return bound
+
+
+async def serve(app: FastAPI, sock: socket.socket, flags: argparse.Namespace) -> None:
+    """Serve until the process is told to end."""
+    ended = await serve_http(
+        app,
+        sock=sock,
+        enable_ssl_refresh=flags.enable_ssl_refresh,
+        host=flags.host,
+        port=flags.port,
+        log_level=flags.uvicorn_log_level,
+        access_log=not flags.disable_uvicorn_access_log,
+        timeout_keep_alive=int(os.environ.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "5")),
+        ssl_keyfile=flags.ssl_keyfile,
+        ssl_certfile=flags.ssl_certfile,
+        ssl_ca_certs=flags.ssl_ca_certs,
+        ssl_cert_reqs=flags.ssl_cert_reqs,
+        ssl_ciphers=flags.ssl_ciphers,
+        h11_max_incomplete_event_size=flags.h11_max_incomplete_event_size,
+        h11_max_header_count=flags.h11_max_header_count,
+    )
+    await ended
+
+
+def translated(error: SteercapError) -> Exception:
+    """What vLLM's server answers with the right status."""
+    found: Exception = GenerationError(str(error))
+    if isinstance(error, _FULL):
+        found = GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS)
+    elif isinstance(error, InvalidRequest):
+        found = VLLMValidationError(str(error), parameter="steercap")
+    return found

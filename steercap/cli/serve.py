@@ -1,0 +1,114 @@
+"""`steercap serve`: vLLM's own OpenAI-compatible server, whose requests may capture and steer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import msgspec
+import typer
+
+from steercap.cli.command import Loops, command
+from steercap.cli.engines import SMOLLM2, located, pairs_of
+from steercap.cli.terminal import Terminal
+from steercap.config import CPU
+
+KEPT: Final = "What is kept"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @command(
+        app,
+        "serve",
+        examples=[
+            "steercap serve",
+            "steercap serve Qwen/Qwen3-8B --sites resid_post,attn_out --port 8000 --api-key KEY",
+            "steercap serve Qwen/Qwen3-8B --vectors calm=calm.safetensors --preset calm=calm",
+            "steercap serve Qwen/Qwen3-8B -- --enable-auto-tool-choice --tool-call-parser hermes",
+        ],
+        loops=_loops,
+    )
+    async def serve(
+        terminal: Terminal,
+        model: Annotated[str, typer.Argument(help="Name on the hub, path, or smollm2.")] = SMOLLM2,
+        flags: Annotated[
+            list[str] | None, typer.Argument(metavar="[-- FLAG...]", help="Flags of `vllm serve`, behind --.")
+        ] = None,
+        *,
+        host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+        port: Annotated[int, typer.Option(min=0, max=65535, help="Port.")] = 8000,
+        api_key: Annotated[list[str] | None, typer.Option(help="Keys that clients may use; may be repeated.")] = None,
+        sites: Annotated[str, typer.Option(help="Sites that can be read and edited, with commas.")] = "resid_post",
+        engine_arg: Annotated[
+            list[str] | None,
+            typer.Option(metavar="KEY=VALUE", help="Argument of SteerModel, its value in JSON; may be repeated."),
+        ] = None,
+        vectors: Annotated[
+            list[str] | None,
+            typer.Option(metavar="NAME=FILE", help="Vectors or steering that all may use.", rich_help_panel=KEPT),
+        ] = None,
+        preset: Annotated[
+            list[str] | None,
+            typer.Option(
+                metavar="NAME=STEERING",
+                help="A model MODEL+NAME that is steered: the name of vectors, or edits in JSON.",
+                rich_help_panel=KEPT,
+            ),
+        ] = None,
+        captures_seconds: Annotated[
+            float, typer.Option(min=1, help="How long rows wait to be fetched.", rich_help_panel=KEPT)
+        ] = 600,
+        captures_gib: Annotated[
+            float, typer.Option(min=0, help="GiB of rows that wait at once.", rich_help_panel=KEPT)
+        ] = 4,
+        captures_gib_of_a_key: Annotated[
+            float, typer.Option(min=0, help="Of these, those of one API key.", rich_help_panel=KEPT)
+        ] = 1,
+    ) -> None:
+        """Serve a model by vLLM's own OpenAI-compatible server; requests capture and steer by the field `steercap`."""
+        from steercap.serve.server import ServerSettings
+        from steercap.serve.server import serve as run
+
+        path = str(located(model))
+        settings = ServerSettings(
+            vectors={name: Path(file) for name, file in _named(vectors or (), "--vectors")},
+            presets={name: _steering(said) for name, said in _named(preset or (), "--preset")},
+            captures_seconds=captures_seconds,
+            captures_bytes=int(captures_gib * 2**30),
+            captures_bytes_of_a_key=int(captures_gib_of_a_key * 2**30),
+        )
+        own: dict[str, Any] = dict(CPU) if model == SMOLLM2 else {}
+        own |= {"sites": sites.split(","), **dict(pairs_of(engine_arg or (), "--engine-arg"))}
+        said = ["--host", host, "--port", str(port), "--served-model-name", model]
+        said += ["--api-key", *api_key] if api_key else []
+        terminal.say(f"starting vLLM's server with {model}; http://{host}:{port}/v1 once it is up")
+        await run(path, [*said, *(flags or ())], settings, **own)
+
+
+def _loops() -> Loops | None:
+    """uvloop's, in which vLLM's server runs too."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def _named(texts: Sequence[str], option: str) -> list[tuple[str, str]]:
+    found = []
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals and value):
+            raise typer.BadParameter(f"{text!r}: give NAME=..., such as calm=calm.safetensors", param_hint=option)
+        found.append((name, value))
+    return found
+
+
+def _steering(said: str) -> Any:
+    try:
+        return msgspec.json.decode(said)
+    except msgspec.DecodeError:
+        return said

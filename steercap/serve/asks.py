@@ -1,0 +1,226 @@
+"""The field `steercap` of a request's body, from JSON to specs.
+
+    {"capture": {"layers": [5, 10], "sites": "resid_post", "tokens": "generated", "codec": "full8"},
+     "steering": {"edits": [{"op": "add", "vector": "calm", "layers": [10], "scale": 4.0}]},
+     "deliver": "inline"}
+
+A vector is a list of numbers or the name of one that was uploaded. Steering by name alone is a spec that was uploaded,
+or vectors that are added as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from steercap.core.spec import CaptureSpec, resolve_layers
+from steercap.core.values import shown
+from steercap.edits import EDITS
+from steercap.edits.base import Edit
+from steercap.errors import InvalidSpec
+from steercap.serve.call import Asked
+from steercap.serve.library import Library
+from steercap.steering.logit_bias import LogitBias
+from steercap.steering.spec import SteeringSpec
+from steercap.vectors.directions import DirectionSet
+from steercap.vectors.layers import LayerVectors
+
+#: What `capture` may hold: fields of CaptureSpec whose values JSON has, and `project` by name.
+CAPTURE: Final = (
+    "layers",
+    "sites",
+    "at",
+    "tokens",
+    "reduce",
+    "codec",
+    "k",
+    "seed",
+    "before_edits",
+    "allow_nonfinite",
+    "project",
+)
+#: Fields of edits that hold a vector, or several.
+VECTORS: Final = ("vector", "probe", "read", "write", "rows", "encoder", "decoder", "decoder_bias")
+#: The operation of `LogitBias`, beside those of edits.
+LOGIT_BIAS: Final = "logit_bias"
+DELIVERIES: Final = ("fetch", "inline")
+_ID: Final = re.compile(r"[0-9]{1,9}")
+_SLICE: Final = re.compile(r"(-?\d+)?:(-?\d+)?(?::(-?\d+))?")
+
+
+def asked_of(body: Any, library: Library, owner: str) -> Asked:
+    """What the field asks.
+
+    Args:
+        body: its value.
+        library: what has names.
+        owner: whose request it is.
+
+    Raises:
+        InvalidRequest: it does not say what can be done; of the kind that says why.
+    """
+    given = _object(body, "steercap", ("capture", "steering", "codec", "deliver"))
+    deliver = given.get("deliver", "fetch")
+    if deliver not in DELIVERIES:
+        raise InvalidSpec(f"steercap.deliver={shown(deliver)}; give {' or '.join(map(repr, DELIVERIES))}")
+    capture = given.get("capture")
+    if given.get("codec") is not None:
+        if not isinstance(capture, Mapping) or "codec" in capture:
+            raise InvalidSpec("steercap.codec is for rows; give it beside capture=, or within it, not both")
+        capture = {**capture, "codec": given["codec"]}
+    steering = given.get("steering")
+    return Asked(
+        None if capture is None else capture_of(capture, library, owner),
+        None if steering is None else steering_of(steering, library, owner),
+        deliver,
+    )
+
+
+def capture_of(asked: Any, library: Library, owner: str) -> CaptureSpec:
+    """A CaptureSpec from JSON.
+
+    Raises:
+        InvalidSpec: of the kind that says what is wrong.
+    """
+    if asked is True:
+        return CaptureSpec()
+    given = dict(_object(asked, "steercap.capture", CAPTURE))
+    for name in ("layers", "tokens"):
+        if name in given:
+            given[name] = ranges(given[name])
+    if isinstance(given.get("at"), Sequence) and not isinstance(given["at"], str):
+        given["at"] = [tuple(one) if isinstance(one, list) else one for one in given["at"]]
+    if (project := given.get("project")) is not None:
+        given["project"] = directions_of(project, library, owner)
+    return CaptureSpec(**given)
+
+
+def steering_of(asked: Any, library: Library, owner: str) -> SteeringSpec:
+    """A SteeringSpec from JSON: a name, an edit, a list of these, or an object with `edits`.
+
+    Raises:
+        InvalidSpec: of the kind that says what is wrong.
+    """
+    if isinstance(asked, Mapping) and "edits" in asked:
+        given = _object(asked, "steercap.steering", ("edits", "preserve_norm"))
+        if not isinstance(given["edits"], list):
+            raise InvalidSpec(f"steercap.steering.edits={shown(given['edits'])}; give a list")
+        edits = [one for edit in given["edits"] for one in _edits_of(edit, library, owner)]
+        return SteeringSpec(edits, preserve_norm=given.get("preserve_norm", False))
+    parts = asked if isinstance(asked, list) else [asked]
+    return SteeringSpec([one for part in parts for one in _edits_of(part, library, owner)])
+
+
+def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | LogitBias | SteeringSpec]:
+    if isinstance(asked, str):
+        content = library.get(asked, owner).content
+        if isinstance(content, SteeringSpec):
+            return [content]
+        return _edits_of({"op": "add", "vector": asked}, library, owner)
+    if not isinstance(asked, Mapping):
+        raise InvalidSpec(f"steering={shown(asked)}; give a name, or an object such as {{'op': 'add', ...}}")
+    op = asked.get("op", "add")
+    if op == LOGIT_BIAS:
+        return [_bias_of(asked)]
+    kind = EDITS[op] if isinstance(op, str) else None
+    if kind is None:
+        raise InvalidSpec(f"op={shown(op)}; known: {', '.join((*EDITS, LOGIT_BIAS))}")
+    known = [one.name for one in dataclasses.fields(kind) if one.init]
+    given = dict(_object(asked, f"an edit {op!r}", ("op", *known)))
+    given.pop("op", None)
+    for name in ("layers", "tokens", "elements"):
+        if name in given:
+            given[name] = ranges(given[name])
+    named = {name: given[name] for name in VECTORS if _is_name(given.get(name))}
+    if not named:
+        return [_made(kind, given)]
+    found = {name: layer_vectors(value, library, owner) for name, value in named.items()}
+    site = next(iter(found.values())).site
+    given.setdefault("site", site)
+    layers = _layers_of(given, found)
+    for name in ("layer", "layers"):
+        given.pop(name, None)
+    return [
+        _made(kind, given | {"layer": layer} | {name: vectors[layer] for name, vectors in found.items()})
+        for layer in layers
+    ]
+
+
+def _bias_of(asked: Mapping[str, Any]) -> LogitBias:
+    """A bias of logits; JSON has token ids as text."""
+    given = _object(asked, f"an edit {LOGIT_BIAS!r}", ("op", "bias", "tokens"))
+    bias: Any = given.get("bias")
+    if isinstance(bias, Mapping):
+        bias = {int(one) if _ID.fullmatch(str(one)) else one: add for one, add in bias.items()}
+    return LogitBias(bias, **({"tokens": ranges(given["tokens"])} if "tokens" in given else {}))
+
+
+def _layers_of(given: Mapping[str, Any], found: Mapping[str, LayerVectors]) -> list[int]:
+    """The layers of edits whose vectors have names: those asked for, or all that the vectors have."""
+    common = [layer for layer in next(iter(found.values())) if all(layer in one for one in found.values())]
+    asked = given.get("layer") if given.get("layer") is not None else given.get("layers")
+    if asked is None:
+        return common
+    wanted = [asked] if isinstance(asked, int) else asked if isinstance(asked, list) else None
+    if wanted is None:
+        wanted = list(resolve_layers(asked, max(common) + 1))
+    if missing := [layer for layer in wanted if layer not in common]:
+        raise InvalidSpec(f"layer {missing[0]!r}: {', '.join(map(repr, found))} has vectors for layers {common}")
+    return wanted
+
+
+def _made(kind: type, given: Mapping[str, Any]) -> Edit:
+    try:
+        made: Edit = kind(**given)
+    except TypeError as error:  # something that it needs is missing
+        raise InvalidSpec(f"{kind.__name__}: {str(error).partition(' ')[2]}") from error
+    return made
+
+
+def layer_vectors(name: Any, library: Library, owner: str) -> LayerVectors:
+    """Vectors by name: "calm", or one direction of a set, "traits/calm".
+
+    Raises:
+        InvalidSpec: nothing has the name, or what has it is no vector.
+    """
+    first, _, direction = str(name).partition("/")
+    content = library.get(first, owner).content
+    if isinstance(content, DirectionSet) and direction in content:
+        return content[direction]
+    if isinstance(content, LayerVectors) and not direction:
+        return content
+    kind = f"directions {', '.join(content)}" if isinstance(content, DirectionSet) else "something else"
+    raise InvalidSpec(f"{name!r} is no vector: {first!r} holds {kind}")
+
+
+def directions_of(name: Any, library: Library, owner: str) -> LayerVectors | DirectionSet:
+    """What rows are projected on, by name.
+
+    Raises:
+        InvalidSpec: nothing has the name, or what has it holds no directions.
+    """
+    if not _is_name(name):
+        raise InvalidSpec(f"steercap.capture.project={shown(name)}; give the name of vectors that were uploaded")
+    content = library.get(name.partition("/")[0], owner).content
+    return content if isinstance(content, DirectionSet) and "/" not in name else layer_vectors(name, library, owner)
+
+
+def ranges(value: Any) -> Any:
+    """A value with slices in place of texts such as "4:12" and "::2"."""
+    if isinstance(value, str) and (found := _SLICE.fullmatch(value)):
+        return slice(*(None if part is None else int(part) for part in found.groups()))
+    return [ranges(one) for one in value] if isinstance(value, list) else value
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _object(value: Any, what: str, known: Sequence[str]) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidSpec(f"{what}={shown(value)}; give an object")
+    if unknown := [name for name in value if name not in known]:
+        raise InvalidSpec(f"{what} has {shown(unknown[0])}, which means nothing; known: {', '.join(known)}")
+    return value

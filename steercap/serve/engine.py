@@ -1,0 +1,185 @@
+"""What vLLM's server takes for its engine: requests that ask something of steercap run as jobs, others as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Final
+
+from steercap.core.receipt import SteeringReceipt
+from steercap.errors import InvalidRequest, SteercapError
+from steercap.requests import files
+from steercap.requests.files import coding_of
+from steercap.requests.handle import CaptureHandle
+from steercap.requests.job import Job, Sample, handles_of, memory_for, outputs_of, planned, prepare, receipts_of
+from steercap.serve.call import CURRENT, Call
+from steercap.serve.captures import Captures
+
+if TYPE_CHECKING:
+    from steercap.adapters.types import RequestOutput
+    from steercap.core.budget import Ticket
+    from steercap.model import SteerModel
+
+#: The most bytes of a file that is handed over within an answer.
+MOST_INLINE: Final = 8 << 20
+
+
+class ServedEngine:
+    """vLLM's engine, as vLLM's server sees it.
+
+    Args:
+        model: the open model.
+        captures: where rows wait.
+        translated: what vLLM's server answers with the right status, of an error of ours.
+    """
+
+    def __init__(self, model: SteerModel, captures: Captures, translated: Callable[[SteercapError], Exception]) -> None:
+        self._model = model
+        self._llm: Any = model.engine
+        self._captures = captures
+        self._translated = translated
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Nothing: the model is closed by those who opened it."""
+
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **options: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """vLLM's outputs of one request; see `AsyncLLM.generate`."""
+        call = CURRENT.get()
+        if call is None:
+            found: AsyncGenerator[RequestOutput, None] = self._llm.generate(
+                prompt, sampling_params, request_id, **options
+            )
+            return found
+        first = call.prompts * sampling_params.n
+        call.prompts += 1
+        return self._asked(call, first, prompt, sampling_params, options)
+
+    async def _asked(
+        self, call: Call, first: int, prompt: Any, params: Any, options: dict[str, Any]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        from steercap.adapters.prompts import rendered
+
+        engine = self._model.serving.here()
+        options = {name: value for name, value in options.items() if value is not None}
+        options.pop("prompt_text", None)
+        options.pop("tokenization_kwargs", None)
+        try:
+            if call.asked.capture is not None:
+                self._captures.require_room(call.owner)
+            job = await prepare(
+                engine, rendered(prompt), params, call.asked.capture, call.asked.steering, options=options
+            )
+            async with aclosing(self._run(call, first, job)) as outputs:
+                async for output in outputs:
+                    yield output
+        except SteercapError as error:
+            raise self._translated(error) from error
+
+    async def _run(self, call: Call, first: int, job: Job) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a job, the last of them once its edits are known to have been made and its rows are here."""
+        ticket = await memory_for(job, object())
+        texts: dict[int, str] = {}
+        tokens: dict[int, list[int]] = {}
+        try:
+            async with planned(job) as complete, aclosing(outputs_of(job, complete, ticket, partial=None)) as outputs:
+                async for output in outputs:
+                    grown(output, job.params, texts, tokens)
+                    samples = [(index, len(ids)) for index, ids in sorted(tokens.items())]
+                    receipts = await receipts_of(job, complete.plan, samples, ended=output.finished)
+                    if output.finished:
+                        ended = [Sample(index, texts[index], ids) for index, ids in sorted(tokens.items())]
+                        claimed, ticket = ticket, None
+                        found = await self._handed_over(call, job, ended, claimed, receipts)
+                        call.results += [
+                            {"choice": first + sample.index} | one for sample, one in zip(ended, found, strict=True)
+                        ]
+                    yield output
+        finally:
+            if job.plan is not None and ticket is not None:
+                job.engine.abandon(job.plan, ticket)
+
+    async def _handed_over(
+        self,
+        call: Call,
+        job: Job,
+        samples: Sequence[Sample],
+        ticket: Ticket | None,
+        receipts: Sequence[SteeringReceipt] | None,
+    ) -> list[dict[str, Any]]:
+        """What the answer says of each sample."""
+        found: list[dict[str, Any]] = [{} for _ in samples]
+        for one, receipt in zip(found, receipts or (), strict=False):
+            one["steering"] = {
+                "rows": list(receipt.rows),
+                "computed": receipt.computed,
+                "cached": receipt.cached,
+                "digest": receipt.digest,
+            }
+        if ticket is None:
+            return found
+        handles = handles_of(job, samples, ticket, receipts)
+        try:
+            await self._model.fetch_captures_batch(handles)
+            for one, handle in zip(found, handles, strict=True):
+                content = await asyncio.to_thread(files.encode, handle.as_saved())
+                one["capture"] = described(handle) | self._delivered(call, content)
+        finally:
+            for handle in handles:
+                handle.release()
+        return found
+
+    def _delivered(self, call: Call, content: bytes) -> dict[str, Any]:
+        """Where the rows are."""
+        if call.asked.delivery == "inline":
+            if len(content) > MOST_INLINE:
+                raise InvalidRequest(
+                    f"the rows take {len(content):,} bytes, and an answer holds {MOST_INLINE:,}; leave deliver= out "
+                    "and fetch them, or keep fewer"
+                )
+            return {"bytes": len(content), "data": base64.b64encode(content).decode()}
+        waiting = self._captures.put(content, call.owner)
+        return {
+            "id": waiting.name,
+            "bytes": len(content),
+            "url": f"/v1/steercap/captures/{waiting.name}",
+            "expires_in": round(self._captures.expires_in(waiting), 1),
+        }
+
+
+def grown(output: RequestOutput, params: Any, texts: dict[int, str], tokens: dict[int, list[int]]) -> None:
+    """Enter what an output says of its samples: all of each, or what is new."""
+    new = params.output_kind.name == "DELTA"
+    for sample in output.outputs:
+        texts[sample.index] = (texts.get(sample.index, "") if new else "") + sample.text
+        tokens[sample.index] = [*(tokens.get(sample.index, ()) if new else ()), *sample.token_ids]
+
+
+def described(handle: CaptureHandle) -> dict[str, Any]:
+    """What a handle holds, as JSON: its points with shapes and dtypes, and which tokens its rows are of."""
+    saved, receipt = handle.as_saved(), handle.receipt
+    points = []
+    for point in handle.points:
+        kept = saved.rows[point]
+        first = kept[0] if isinstance(kept, tuple) else kept
+        codec, parameters = coding_of(first)
+        rows = handle.captures[point] if codec == "raw" and not isinstance(kept, tuple) else None
+        one: dict[str, Any] = {"layer": point.layer, "site": point.site, "codec": codec, **parameters}
+        if rows is not None:
+            one |= {"shape": list(rows.shape), "dtype": str(rows.dtype).removeprefix("torch.")}
+        points.append(one)
+    return {
+        "points": points,
+        "rows": len(handle.positions),
+        "reduce": receipt.reduce,
+        "prompt_tokens": len(handle.prompt_token_ids),
+        "output_tokens": len(handle.output_token_ids),
+        "directions": list(handle.directions),
+        "verified": receipt.verified,
+    }

@@ -1,0 +1,143 @@
+"""Vectors and steering by name: what clients upload, and what the operator loads at the start."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidSpec, SteercapError
+from steercap.files import native
+from steercap.formats import load_control_vector
+from steercap.steering.spec import SteeringSpec
+from steercap.vectors.directions import DirectionSet
+from steercap.vectors.layers import LayerVectors
+
+#: What can be named.
+Content: TypeAlias = "LayerVectors | DirectionSet | SteeringSpec"
+#: What a name may be: it stands in addresses and, behind "+", in names of models.
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+#: Bytes of one file, and of all files of one key.
+MOST_BYTES: Final = 256 << 20
+MOST_BYTES_OF_A_KEY: Final = 1 << 30
+#: Whose the operator's own are: everybody reads them.
+OPERATOR: Final = "operator"
+
+_READERS: Final[Mapping[str, Any]] = {
+    "vectors": LayerVectors.load,
+    "directions": DirectionSet.load,
+    "steering": SteeringSpec.load,
+}
+
+
+@dataclass(frozen=True)
+class Named:
+    """Something with a name.
+
+    Args:
+        name: see `NAME`.
+        owner: whose it is.
+        content: what it is.
+        size: bytes of its file.
+        added: when it came, seconds since 1970.
+    """
+
+    name: str
+    owner: str
+    content: Content
+    size: int
+    added: float
+
+    def described(self) -> dict[str, Any]:
+        """As JSON: what it is, how wide, of which layers, and where it comes from."""
+        found: dict[str, Any] = {"name": self.name, "bytes": self.size, "created": int(self.added)}
+        found["owner"] = "operator" if self.owner == OPERATOR else "you"
+        content = self.content
+        if isinstance(content, SteeringSpec):
+            edits = content.flat()
+            return found | {"kind": "steering", "edits": [type(edit).__name__ for edit in edits]}
+        found |= {"model": content.model, "site": content.site, "width": content.width}
+        if isinstance(content, LayerVectors):
+            norms = {str(layer): norm for layer, norm in content.norms().items()}
+            return found | {"kind": "vectors", "label": content.name, "layers": list(content), "norms": norms}
+        layers = list(next(iter(content.values())))
+        found |= {"kind": "directions", "directions": list(content), "layers": layers}
+        return found | {"provenance": repr(content.provenance)}
+
+
+class Library:
+    """What has names on a server: each key sees its own, and the operator's.
+
+    Args:
+        most_bytes: of one file.
+        most_of_a_key: of all files of a key.
+    """
+
+    def __init__(self, *, most_bytes: int = MOST_BYTES, most_of_a_key: int = MOST_BYTES_OF_A_KEY) -> None:
+        self.most_bytes = most_bytes
+        self.most_of_a_key = most_of_a_key
+        self._kept: dict[tuple[str, str], Named] = {}
+
+    def add(self, name: str, owner: str, data: bytes) -> Named:
+        """Keep what a file holds, in place of what had the name.
+
+        Raises:
+            InvalidSpec: not a name.
+            InvalidFile: not a file of vectors, directions or steering, in safetensors or GGUF.
+            CaptureMemoryFull: beyond what a key may keep.
+        """
+        if not NAME.fullmatch(name):
+            raise InvalidSpec(f"name={name[:80]!r}; give letters, digits, dots, dashes and underscores, 64 at most")
+        mine = (owner, name)
+        held = sum(one.size for key, one in self._kept.items() if key[0] == owner and key != mine)
+        if owner != OPERATOR and held + len(data) > self.most_of_a_key:
+            raise CaptureMemoryFull(
+                f"your files take {held:,} bytes, and {self.most_of_a_key:,} may be kept; DELETE some"
+            )
+        self._kept[mine] = Named(name, owner, read(data), len(data), time.time())
+        return self._kept[mine]
+
+    def get(self, name: str, owner: str) -> Named:
+        """What an owner calls so: their own before the operator's.
+
+        Raises:
+            InvalidSpec: nothing has the name.
+        """
+        for whose in (owner, OPERATOR):
+            if (found := self._kept.get((whose, name))) is not None:
+                return found
+        known = ", ".join(sorted(one.name for one in self.of(owner))) or "none"
+        raise InvalidSpec(f"no vector or steering is called {name[:80]!r}; known: {known}")
+
+    def of(self, owner: str) -> Iterator[Named]:
+        """What an owner sees."""
+        return (one for one in tuple(self._kept.values()) if one.owner in {owner, OPERATOR})
+
+    def remove(self, name: str, owner: str) -> bool:
+        """Let go of one of an owner's own; whether it was there."""
+        return self._kept.pop((owner, name), None) is not None
+
+
+def read(data: bytes) -> Content:
+    """What the bytes of a file hold; nothing in them is run.
+
+    Raises:
+        InvalidFile: not vectors, directions or steering, in safetensors or GGUF.
+    """
+    with tempfile.TemporaryDirectory(prefix="steercap-upload-") as folder:
+        path = Path(folder, "upload.gguf" if data[:4] == b"GGUF" else "upload.safetensors")
+        path.write_bytes(data)
+        try:
+            if path.suffix == ".gguf":
+                return load_control_vector(path)
+            kind = native.read_header(path).kind
+            if kind not in _READERS:
+                raise InvalidFile(f"it holds {kind}, not vectors, directions or steering")
+            content: Content = _READERS[kind](path)
+        except SteercapError as error:
+            raise InvalidFile(f"the file cannot be used: {str(error).replace(str(path), 'it')}") from error
+        return content

@@ -1,0 +1,218 @@
+"""Between vLLM's server and the network: takes `steercap` out of a request's body, and puts what came of it into the
+answer, one JSON document or the last event of a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from steercap.core.values import shown
+from steercap.errors import InvalidRequest, InvalidSpec, SteercapError
+from steercap.serve.asks import asked_of
+from steercap.serve.call import CURRENT, Asked, Call
+from steercap.serve.captures import owner_of
+from steercap.serve.library import Library
+from steercap.serve.presets import Presets
+
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
+
+#: The routes whose requests may ask something of steercap.
+PATHS: Final = ("/v1/chat/completions", "/v1/completions")
+#: Bytes of a body, which are counted while it is read.
+MOST_BODY: Final = 128 << 20
+_DONE: Final = b"data: [DONE]"
+
+
+class Asking:
+    """Put around a route of vLLM's.
+
+    Args:
+        app: the route's own.
+        library: what has names.
+        presets: names of models that stand for steering.
+        most_body: bytes that a body may have.
+    """
+
+    def __init__(self, app: App, library: Library, presets: Presets, most_body: int = MOST_BODY) -> None:
+        self._app = app
+        self._library = library
+        self._presets = presets
+        self._most = most_body
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        body = await _read(scope, receive, self._most)
+        if body is None:
+            await _refuse(send, 413, f"the body is longer than {self._most:,} bytes")
+            return
+        try:
+            body, call = self._read(body, owner_of(_header(scope, b"authorization")))
+        except InvalidRequest as error:
+            await _refuse(send, 400, str(error))
+            return
+        except SteercapError as error:
+            await _refuse(send, 429, str(error))
+            return
+        scope = {**scope, "headers": _resized(scope["headers"], len(body))}
+        if call is None:
+            await self._app(scope, _replayed(body, receive), send)
+            return
+        token = CURRENT.set(call)
+        try:
+            await self._app(scope, _replayed(body, receive), Answer(call, send))
+        finally:
+            CURRENT.reset(token)
+
+    def _read(self, body: bytes, owner: str) -> tuple[bytes, Call | None]:
+        """The body as vLLM is to read it, and what it asks of steercap.
+
+        Raises:
+            SteercapError: what it asks cannot be done.
+        """
+        try:
+            given = msgspec.json.decode(body)
+        except (msgspec.DecodeError, RecursionError):
+            return body, None  # vLLM says what is wrong with it
+        if not isinstance(given, dict):
+            return body, None
+        steering = self._presets.of(given.get("model"))
+        field, store, selectors = (given.pop(name, None) for name in ("steercap", "store_activations", "selectors"))
+        if field is None and store is None and selectors is None and steering is None:
+            return body, None
+        if store is not None or selectors is not None:
+            field = _shorthand(field, store, selectors)
+        asked = Asked() if field is None else asked_of(field, self._library, owner)
+        if steering is not None:
+            both = steering if asked.steering is None else steering + asked.steering
+            asked = Asked(asked.capture, both, asked.delivery)
+        if given.get("use_beam_search"):
+            raise InvalidSpec("steercap: beams of a beam search are requests of their own; leave use_beam_search out")
+        if asked.capture is None and asked.steering is None:
+            return msgspec.json.encode(given), None
+        return msgspec.json.encode(given), Call(asked, owner)
+
+
+def _shorthand(field: Any, store: Any, selectors: Any) -> Any:
+    """`store_activations` and `selectors`, as `capture` says them."""
+    if field is not None and (not isinstance(field, Mapping) or "capture" in field):
+        raise InvalidSpec("store_activations and selectors say what steercap.capture says; give one of them")
+    if store is not None and not isinstance(store, bool):
+        raise InvalidSpec(f"store_activations={shown(store)}; give true or false")
+    if not store:
+        if selectors is not None:
+            raise InvalidSpec("selectors say which activations to store; give store_activations: true with them")
+        return field
+    return {**(field or {}), "capture": True if selectors is None else {"at": selectors}}
+
+
+class Answer:
+    """An answer on its way out, into which what came of the request is put.
+
+    Args:
+        call: the request.
+        send: where it goes.
+    """
+
+    def __init__(self, call: Call, send: Send) -> None:
+        self._call = call
+        self._send = send
+        self._start: Message | None = None
+        self._stream = False
+        self._held = b""
+
+    async def __call__(self, message: Message) -> None:
+        """Pass one message on."""
+        if message["type"] == "http.response.start":
+            kind = next((value for name, value in message["headers"] if name.lower() == b"content-type"), b"")
+            self._stream = kind.startswith(b"text/event-stream")
+            if self._stream or message["status"] != 200:
+                await self._send(message)
+            else:
+                self._start = message
+            return
+        if message["type"] != "http.response.body" or not (self._stream or self._start):
+            await self._send(message)
+        elif self._stream:
+            await self._event(message)
+        else:
+            await self._document(message)
+
+    async def _event(self, message: Message) -> None:
+        """One part of a stream; the event of ours comes before the last."""
+        self._held += message.get("body", b"")
+        more = message.get("more_body", False)
+        end = self._held.rfind(b"\n\n") + 2 if more else len(self._held)
+        ready, self._held = self._held[:end], self._held[end:]
+        if self._call.results and (at := ready.find(_DONE)) >= 0:
+            chunk = {"object": "steercap", "choices": [], "steercap": {"results": self._call.results}}
+            ready = ready[:at] + b"data: " + msgspec.json.encode(chunk) + b"\n\n" + ready[at:]
+        await self._send({**message, "body": ready})
+
+    async def _document(self, message: Message) -> None:
+        """One part of a JSON document."""
+        self._held += message.get("body", b"")
+        if message.get("more_body", False):
+            return
+        assert self._start is not None
+        found = msgspec.json.decode(self._held)
+        found["steercap"] = {"results": self._call.results}
+        body = msgspec.json.encode(found)
+        await self._send({**self._start, "headers": _resized(self._start["headers"], len(body))})
+        await self._send({"type": "http.response.body", "body": body})
+
+
+async def _read(scope: Message, receive: Receive, most: int) -> bytes | None:
+    """The whole body, None if it is longer than may be."""
+    said = _header(scope, b"content-length")
+    if said.isdecimal() and int(said) > most:
+        return None
+    parts: list[bytes] = []
+    length = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return b"".join(parts)
+        parts.append(message.get("body", b""))
+        length += len(parts[-1])
+        if length > most:
+            return None
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """Gives the body once, then what comes after it."""
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+async def _refuse(send: Send, status: int, reason: str) -> None:
+    """An error as OpenAI's clients read it."""
+    kind = "BadRequestError" if status == 400 else "RateLimitError" if status == 429 else "RequestEntityTooLarge"
+    body = msgspec.json.encode({"error": {"message": reason, "type": kind, "param": "steercap", "code": status}})
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _header(scope: Message, name: bytes) -> str:
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name), "")
+
+
+def _resized(headers: Any, length: int) -> list[tuple[bytes, bytes]]:
+    kept = [(name, value) for name, value in headers if name.lower() not in {b"content-length", b"transfer-encoding"}]
+    return [*kept, (b"content-length", str(length).encode())]

@@ -1,0 +1,171 @@
+"""`/v1/steercap`: captures, vectors, the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from steercap.encodings import ENCODINGS
+from steercap.errors import CaptureMemoryFull, SteercapError
+from steercap.serve.captures import Captures, owner_of
+from steercap.serve.library import Library
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
+
+_RANGE: Final = re.compile(r"bytes=(\d*)-(\d*)")
+
+
+class Routes:
+    """The routes of one server.
+
+    Args:
+        model: the open model.
+        captures: what waits.
+        library: what has names.
+        aliases: names of models that stand for steering.
+    """
+
+    def __init__(self, model: SteerModel, captures: Captures, library: Library, aliases: tuple[str, ...]) -> None:
+        self._model = model
+        self._captures = captures
+        self._library = library
+        self._aliases = aliases
+
+    @property
+    def routes(self) -> list[Route]:
+        """All of them."""
+        return [
+            Route("/v1/steercap/model", self.model, methods=["GET"]),
+            Route("/v1/steercap/captures", self.list_captures, methods=["GET"]),
+            Route("/v1/steercap/captures/{name}", self.capture, methods=["GET", "HEAD"]),
+            Route("/v1/steercap/captures/{name}", self.forget_capture, methods=["DELETE"]),
+            Route("/v1/steercap/vectors", self.list_vectors, methods=["GET"]),
+            Route("/v1/steercap/vectors/{name}", self.put_vector, methods=["PUT"]),
+            Route("/v1/steercap/vectors/{name}", self.vector, methods=["GET"]),
+            Route("/v1/steercap/vectors/{name}", self.forget_vector, methods=["DELETE"]),
+        ]
+
+    async def model(self, request: Request) -> Response:
+        """What the model has, and what is held of it."""
+        owner, model = owner_of(request.headers.get("authorization", "")), self._model
+        stats = await model.stats()
+        points = [
+            {"layer": point.layer, "site": point.site, "shape": list(schema.shape), "dtype": schema.dtype}
+            for point, schema in model.points.items()
+        ]
+        return JSONResponse(
+            {
+                "model": model.serving.model,
+                "num_layers": model.num_layers,
+                "hidden_size": model.hidden_size,
+                "points": points,
+                "codecs": ["raw", *(name for name, codec in ENCODINGS.items() if codec.is_codec)],
+                "presets": list(self._aliases),
+                "limits": {
+                    "captures_bytes": self._captures.most_of_a_key,
+                    "captures_seconds": self._captures.time_to_live,
+                    "vectors_bytes": self._library.most_of_a_key,
+                },
+                "held": {"captures_bytes": self._captures.held(owner), "vectors": len(list(self._library.of(owner)))},
+                "engine": dataclasses.asdict(stats),
+            }
+        )
+
+    async def list_captures(self, request: Request) -> Response:
+        """Those of the caller."""
+        owner = owner_of(request.headers.get("authorization", ""))
+        found = [
+            {"id": one.name, "bytes": one.size, "expires_in": round(self._captures.expires_in(one), 1)}
+            for one in self._captures.of(owner)
+        ]
+        return JSONResponse({"object": "list", "data": found})
+
+    async def capture(self, request: Request) -> Response:
+        """One, as a safetensors file, whole or a range of its bytes."""
+        one = self._captures.get(*_named(request))
+        if one is None:
+            return _error(404, "no such capture is waiting: it was deleted, its time is over, or it is not yours")
+        headers = {"accept-ranges": "bytes", "etag": f'"{one.name}"'}
+        asked = request.headers.get("range")
+        if asked is None:
+            return Response(one.content, 200, headers, "application/octet-stream")
+        found = _range(asked, one.size)
+        if found is None:
+            return Response(status_code=416, headers={"content-range": f"bytes */{one.size}"})
+        start, stop = found
+        headers["content-range"] = f"bytes {start}-{stop - 1}/{one.size}"
+        return Response(one.content[start:stop], 206, headers, "application/octet-stream")
+
+    async def forget_capture(self, request: Request) -> Response:
+        """Let go of one."""
+        name, owner = _named(request)
+        if not self._captures.remove(name, owner):
+            return _error(404, "no such capture is waiting: it was deleted, its time is over, or it is not yours")
+        return JSONResponse({"id": name, "object": "steercap.capture", "deleted": True})
+
+    async def list_vectors(self, request: Request) -> Response:
+        """The caller's own, and the operator's."""
+        owner = owner_of(request.headers.get("authorization", ""))
+        return JSONResponse({"object": "list", "data": [one.described() for one in self._library.of(owner)]})
+
+    async def vector(self, request: Request) -> Response:
+        """What one is."""
+        try:
+            return JSONResponse(self._library.get(*_named(request)).described())
+        except SteercapError as error:
+            return _error(404, str(error))
+
+    async def put_vector(self, request: Request) -> Response:
+        """Upload a file of vectors, directions or steering; what had the name goes."""
+        name, owner = _named(request)
+        parts: list[bytes] = []
+        length = 0
+        async for part in request.stream():
+            length += len(part)
+            if length > self._library.most_bytes:
+                return _error(413, f"the file is longer than {self._library.most_bytes:,} bytes")
+            parts.append(part)
+        try:
+            return JSONResponse(self._library.add(name, owner, b"".join(parts)).described(), 201)
+        except CaptureMemoryFull as error:
+            return _error(429, str(error))
+        except SteercapError as error:
+            return _error(400, str(error))
+
+    async def forget_vector(self, request: Request) -> Response:
+        """Let go of one of the caller's own."""
+        name, owner = _named(request)
+        if not self._library.remove(name, owner):
+            return _error(404, "no vector or steering of yours has the name")
+        return JSONResponse({"name": name, "deleted": True})
+
+
+def _named(request: Request) -> tuple[str, str]:
+    return request.path_params["name"], owner_of(request.headers.get("authorization", ""))
+
+
+def _range(asked: str, size: int) -> tuple[int, int] | None:
+    """Where a range of bytes starts and stops; None where there is none such."""
+    found = _RANGE.fullmatch(asked.strip())
+    if found is None or not any(found.groups()):
+        return None
+    first, last = (int(part) if part else None for part in found.groups())
+    if first is None:
+        assert last is not None
+        start, stop = max(0, size - last), size
+    else:
+        start, stop = first, size if last is None else min(size, last + 1)
+    return (start, stop) if start < stop else None
+
+
+def _error(status: int, message: str) -> Response:
+    kinds: Mapping[int, str] = {400: "BadRequestError", 404: "NotFoundError", 429: "RateLimitError"}
+    kind: Any = kinds.get(status, "RequestEntityTooLarge")
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)

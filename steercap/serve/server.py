@@ -1,0 +1,106 @@
+"""One server from its start to its end."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steercap.adapters.releases import importing
+from steercap.core.extras import extra
+from steercap.errors import InvalidSpec
+from steercap.model import SteerModel
+from steercap.serve.asks import steering_of
+from steercap.serve.captures import MOST_BYTES, MOST_BYTES_OF_A_KEY, TIME_TO_LIVE, Captures
+from steercap.serve.engine import ServedEngine
+from steercap.serve.library import NAME, OPERATOR, Library
+from steercap.serve.middleware import PATHS, Asking
+from steercap.serve.presets import Presets
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """What a server keeps, and for whom.
+
+    Args:
+        vectors: files of vectors, directions or steering that everybody may use, by name.
+        presets: steering by name, as a request says it: `{"calm": {"edits": [...]}}`, or the name of one of `vectors`.
+        captures_seconds: how long a capture waits to be fetched.
+        captures_bytes: bytes of captures that wait at once.
+        captures_bytes_of_a_key: of these, those of one API key.
+    """
+
+    vectors: Mapping[str, Path] = field(default_factory=dict)
+    presets: Mapping[str, Any] = field(default_factory=dict)
+    captures_seconds: float = TIME_TO_LIVE
+    captures_bytes: int = MOST_BYTES
+    captures_bytes_of_a_key: int = MOST_BYTES_OF_A_KEY
+
+
+async def application(model: SteerModel, flags: argparse.Namespace, settings: ServerSettings) -> FastAPI:
+    """vLLM's application over an open model, with routes and a field of a request's body of our own.
+
+    Args:
+        model: open, and for as long as it is served.
+        flags: of `vllm serve`, see `adapters.server.read_flags`; those of the engine count for nothing here.
+        settings: of the server.
+
+    Raises:
+        InvalidSpec: a preset that means nothing.
+        InvalidFile: a file of vectors that cannot be used.
+        UnsupportedRunner: vLLM's server is not what is known of it.
+    """
+    with extra("cuda", "cpu"), importing():
+        from steercap.adapters import server
+        from steercap.serve.routes import Routes
+
+    library = Library()
+    for name, path in settings.vectors.items():
+        library.add(name, OPERATOR, path.read_bytes())
+    for name in settings.presets:
+        if not NAME.fullmatch(name):
+            raise InvalidSpec(f"preset {name!r}: give letters, digits, dots, dashes and underscores")
+    steering = {name: steering_of(asked, library, OPERATOR) for name, asked in settings.presets.items()}
+    names = flags.served_model_name or [flags.model]
+    presets = Presets(names, steering)
+    served = argparse.Namespace(**{**vars(flags), "served_model_name": [*names, *presets.aliases]})
+    captures = Captures(
+        time_to_live=settings.captures_seconds,
+        most_bytes=settings.captures_bytes,
+        most_of_a_key=settings.captures_bytes_of_a_key,
+    )
+    engine = ServedEngine(model, captures, server.translated)
+    app = await server.application(engine, served, PATHS, lambda route: Asking(route, library, presets))
+    app.router.routes.extend(Routes(model, captures, library, presets.aliases).routes)
+    return app
+
+
+async def serve(model: str, flags: Sequence[str], settings: ServerSettings, **steercap: Any) -> None:
+    """Open a model, and serve it until the process is told to end.
+
+    Args:
+        model: path or name of the model.
+        flags: of `vllm serve`.
+        settings: of the server.
+        **steercap: of `SteerModel`, beside vLLM's arguments, which are among the flags.
+
+    Raises:
+        InvalidRequest, InvalidFile: flags, files or presets that cannot be used.
+        The errors of `SteerModel.start`.
+    """
+    with extra("cuda", "cpu"), importing():
+        from steercap.adapters import server
+
+    read = server.read_flags(model, flags)
+    with closing(server.listening(read)) as sock:  # before the engine: a port that is taken is known at once
+        # Pictures that vLLM's cache leaves out of one request must have come with another before; requests that wait
+        # for room would change the order.
+        arguments = {"mm_processor_cache_gb": 0, **server.engine_arguments(read), **steercap}
+        async with SteerModel(model, **arguments) as opened:
+            await server.serve(await application(opened, read, settings), sock, read)

@@ -1,0 +1,254 @@
+"""vLLM's server over an open model, asked by OpenAI's own client: rows and texts are those of local requests."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import random
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from openai import APIError, APIStatusError, AsyncOpenAI, BadRequestError
+from safetensors.torch import load
+
+from steercap import Add, CaptureHandle, CaptureSpec, SteerModel
+from steercap.adapters import server
+from steercap.serve.server import ServerSettings, application
+from steercap.testing.rows import random_prompt, settled
+from steercap.vectors.layers import LayerVectors
+
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
+FLAGS = ["--served-model-name", "tiny", "--api-key", "mine", "yours", "--chat-template", TEMPLATE]
+MESSAGES: Any = [{"role": "user", "content": "Name a colour."}]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6}
+IGNORED = {"ignore_eos": True}
+
+
+class Clients:
+    """Clients of one server, by API key."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    def http(self, key: str = "mine") -> httpx.AsyncClient:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.AsyncClient(transport=httpx.ASGITransport(self._app), base_url="http://test", headers=headers)
+
+    def openai(self, key: str = "mine") -> AsyncOpenAI:
+        return AsyncOpenAI(base_url="http://test/v1", api_key=key, http_client=self.http(key), max_retries=0)
+
+
+@pytest.fixture(scope="module")
+async def served(tiny: SteerModel, tmp_path_factory) -> Clients:
+    """`calm` is the operator's, at layer 1; `tiny+calm` a model that is steered by it."""
+    file = tmp_path_factory.mktemp("serve") / "calm.safetensors"
+    CALM.save(file)
+    settings = ServerSettings(vectors={"calm": file}, presets={"calm": {"op": "add", "vector": "calm", "scale": 4.0}})
+    return Clients(await application(tiny, server.read_flags(tiny.serving.model, FLAGS), settings))
+
+
+CALM = LayerVectors({1: torch.randn(128, generator=torch.Generator().manual_seed(1))}, name="calm")
+
+
+async def fetched(http: httpx.AsyncClient, answer: Any, choice: int = 0) -> dict[str, torch.Tensor]:
+    """The rows of one choice."""
+    one = next(one for one in answer.model_extra["steercap"]["results"] if one["choice"] == choice)
+    found = await http.get(one["capture"]["url"])
+    assert found.status_code == 200
+    assert len(found.content) == one["capture"]["bytes"]
+    tensors: dict[str, torch.Tensor] = load(found.content)
+    return tensors
+
+
+async def local(tiny: SteerModel, prompt: list[int], spec: CaptureSpec, **asked: Any) -> tuple[str, CaptureHandle]:
+    text, handle = await tiny.generate(prompt, {**GREEDY, **IGNORED}, capture=spec, **asked)
+    await handle.fetch()
+    return text, handle
+
+
+async def test_rows_and_texts_are_those_of_local_requests(served: Clients, tiny: SteerModel) -> None:
+    """Clean and steered, chat and text, fetched and within the answer."""
+    client, http = served.openai(), served.http()
+    prompt = random_prompt(40, 1)
+    spec = {"layers": [0, 2], "sites": ["resid_post", "attn_out"]}
+    for steering, own in ((None, None), ({"op": "add", "vector": "calm", "scale": 4.0}, Add(CALM[1], 4.0, layer=1))):
+        text, handle = await local(tiny, prompt, CaptureSpec(**spec), steering=own)
+        asked = {"capture": spec} | ({} if steering is None else {"steering": steering})
+        answer = await client.completions.create(
+            model="tiny", prompt=prompt, extra_body={"steercap": asked, **IGNORED}, **GREEDY
+        )
+        assert answer.choices[0].text == text
+        tensors = await fetched(http, answer)
+        for point, rows in handle.captures.items():
+            torch.testing.assert_close(tensors[f"rows.{point.site}.{point.layer}"], rows, rtol=1e-5, atol=1e-5)
+        assert tensors["output_token_ids"].tolist() == list(handle.output_token_ids)
+        (one,) = answer.model_extra["steercap"]["results"]
+        assert ("steering" in one) == (own is not None)
+        if own is not None:
+            assert one["steering"]["rows"] == list(handle.receipt.steering.rows) == [45]
+            assert one["steering"]["digest"] == handle.receipt.steering.digest
+        chat = await client.chat.completions.create(
+            model="tiny", messages=MESSAGES, extra_body={"steercap": asked | {"deliver": "inline"}, **IGNORED}, **GREEDY
+        )
+        inline = load(base64.b64decode(chat.model_extra["steercap"]["results"][0]["capture"]["data"]))
+        text, handle = await local(tiny, inline["prompt_token_ids"].tolist(), CaptureSpec(**spec), steering=own)
+        assert chat.choices[0].message.content == text
+        torch.testing.assert_close(inline["rows.attn_out.2"], handle.captures[2, "attn_out"], rtol=1e-5, atol=1e-5)
+
+
+async def test_a_stream_ends_with_what_came_of_it(served: Clients, tiny: SteerModel) -> None:
+    prompt = random_prompt(30, 2)
+    text, handle = await local(tiny, prompt, CaptureSpec(layers=3), steering=Add(CALM[1], layer=1))
+    asked = {"capture": {"layers": 3}, "steering": "calm"}
+    chunks = await served.openai().completions.create(
+        model="tiny", prompt=prompt, stream=True, extra_body={"steercap": asked, **IGNORED}, **GREEDY
+    )
+    found = [chunk async for chunk in chunks]
+    assert "".join(choice.text for chunk in found for choice in chunk.choices) == text
+    assert not found[-1].choices
+    tensors = await fetched(served.http(), found[-1])
+    torch.testing.assert_close(tensors["rows.resid_post.3"], handle.captures[3], rtol=1e-5, atol=1e-5)
+
+
+async def test_many_prompts_and_samples_are_told_apart(served: Clients) -> None:
+    prompts = [random_prompt(12, 3), random_prompt(25, 4)]
+    answer = await served.openai().completions.create(
+        model="tiny",
+        prompt=prompts,
+        n=2,
+        max_tokens=5,
+        seed=1,
+        extra_body={"store_activations": True, "selectors": ["resid_post[1]"], **IGNORED},
+    )
+    results = answer.model_extra["steercap"]["results"]
+    assert sorted(one["choice"] for one in results) == [0, 1, 2, 3]
+    for choice in answer.choices:
+        tensors = await fetched(served.http(), answer, choice.index)
+        assert tensors["prompt_token_ids"].tolist() == prompts[choice.index // 2]
+        assert len(tensors["rows.resid_post.1"]) == len(prompts[choice.index // 2]) + 4
+
+
+async def test_a_preset_is_a_model(served: Clients, tiny: SteerModel) -> None:
+    client = served.openai()
+    assert [model.id async for model in client.models.list()] == ["tiny", "tiny+calm"]
+    prompt = random_prompt(20, 5)
+    plain, steered = [
+        (await client.completions.create(model=name, prompt=prompt, extra_body=IGNORED, **GREEDY)).choices[0].text
+        for name in ("tiny", "tiny+calm")
+    ]
+    assert plain == await tiny.generate(prompt, {**GREEDY, **IGNORED})
+    assert steered == await tiny.generate(prompt, {**GREEDY, **IGNORED}, steering=Add(CALM[1], 4.0, layer=1))
+    assert plain != steered
+
+
+async def test_logprobs_are_those_of_what_is_steered(served: Clients, tiny: SteerModel) -> None:
+    prompt = random_prompt(20, 6)
+    raw = await tiny.generate(
+        prompt, {**GREEDY, **IGNORED, "logprobs": 2}, steering=Add(CALM[1], layer=1), raw_output=True
+    )
+    answer = await served.openai().completions.create(
+        model="tiny", prompt=prompt, logprobs=2, extra_body={"steercap": {"steering": "calm"}, **IGNORED}, **GREEDY
+    )
+    known = [max(one.logprob for one in said.values()) for said in raw.output.outputs[0].logprobs]
+    assert answer.choices[0].logprobs.token_logprobs == pytest.approx(known, abs=1e-4)
+
+
+async def test_captures_are_of_their_key(served: Clients) -> None:
+    client = served.openai("mine")
+    answer = await client.completions.create(
+        model="tiny", prompt=[3, 4, 5], extra_body={"steercap": {"capture": True}}, **GREEDY
+    )
+    url = answer.model_extra["steercap"]["results"][0]["capture"]["url"]
+    assert (await served.http("mine").get(url)).status_code == 200
+    assert (await served.http("yours").get(url)).status_code == 404
+    assert (await served.http("nobody's").get(url)).status_code == 401
+    assert (await served.http("yours").delete(url)).status_code == 404
+    assert (await served.http("mine").delete(url)).status_code == 200
+    assert (await served.http("mine").get(url)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"steercap": {"capture": {"layers": 99}}}, "layer 99 is outside this model of 4 layers"),
+        ({"steercap": {"capture": {"sites": "neurons"}}}, "neurons"),
+        ({"steercap": {"steering": {"op": "add", "vector": [1.0, 2.0], "layer": 1}}}, "2"),
+        ({"steercap": {"capture": {"tokens": [5000]}}}, "5000"),
+        ({"steercap": {"nothing": 1}}, "which means nothing"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_does_not_fit_is_an_error_and_not_an_answer(served: Clients, asked, says, stream) -> None:
+    async def answered() -> None:
+        answer = await served.openai().completions.create(
+            model="tiny", prompt=[3, 4, 5], stream=stream, extra_body=asked, **GREEDY
+        )
+        if stream:
+            async for _ in answer:
+                pass
+
+    with pytest.raises(APIError if stream else BadRequestError, match=says):
+        await answered()
+
+
+async def test_a_key_that_holds_too_much_is_told_so(tiny: SteerModel) -> None:
+    settings = ServerSettings(captures_bytes_of_a_key=20_000)
+    clients = Clients(await application(tiny, server.read_flags(tiny.serving.model, FLAGS), settings))
+    codes = []
+    for _ in range(4):
+        try:
+            await clients.openai().completions.create(
+                model="tiny", prompt=random_prompt(12, 7), extra_body={"steercap": {"capture": {"layers": 1}}}, **GREEDY
+            )
+            codes.append(200)
+        except APIStatusError as error:
+            codes.append(error.status_code)
+    assert codes == [200, 200, 429, 429]
+    assert await settled(tiny) == (0, 0, 0)
+
+
+async def test_clients_that_cancel_fetch_or_forget_leave_nothing(served: Clients, tiny: SteerModel) -> None:
+    """60 clients at once, each what chance says; rows of those who fetch are those of their own prompts."""
+    draw = random.Random(7)
+
+    async def one(number: int) -> None:
+        client, prompt = served.openai(draw.choice(["mine", "yours"])), random_prompt(5 + number, number)
+        kind = number % 4
+        asked = {"capture": {"layers": [1, 2]}} | ({"steering": "calm"} if number % 3 == 0 else {})
+        body = IGNORED if kind == 3 else {"steercap": asked, **IGNORED}
+        coming = client.completions.create(
+            model="tiny", prompt=prompt, extra_body=body, temperature=0.0, max_tokens=60 if kind == 1 else 12
+        )
+        if kind == 1:  # gives up
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(draw.uniform(0.0, 0.02)):
+                    await coming
+            return
+        answer = await coming
+        if kind == 0:
+            key = client.api_key
+            tensors = await fetched(served.http(key), answer)
+            own = Add(CALM[1], layer=1) if number % 3 == 0 else None
+            _, handle = await tiny.generate(
+                prompt,
+                {"temperature": 0.0, "max_tokens": 12, **IGNORED},
+                capture=CaptureSpec(layers=[1, 2]),
+                steering=own,
+            )
+            async with handle:
+                torch.testing.assert_close(tensors["rows.resid_post.2"], handle.captures[2], rtol=1e-4, atol=1e-4)
+
+    await asyncio.gather(*(one(number) for number in range(60)))
+    assert await settled(tiny) == (0, 0, 0)
+
+
+async def test_the_model_says_what_it_has(served: Clients) -> None:
+    found = (await served.http().get("/v1/steercap/model")).json()
+    assert (found["num_layers"], found["hidden_size"]) == (4, 128)
+    assert {"layer": 1, "site": "resid_post", "shape": [128], "dtype": "float32"} in found["points"]
+    assert {"raw", "full8", "int4"} <= set(found["codecs"])
+    assert found["presets"] == ["tiny+calm"]
+    assert (await served.http("nobody's").get("/v1/steercap/model")).status_code == 401
+    assert (await served.http().get("/health")).status_code == 200

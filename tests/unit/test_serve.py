@@ -1,0 +1,389 @@
+"""What a server makes of bodies, files and captures, without an engine."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+
+from steercap import Ablate, Add, CaptureSpec, LogitBias, SteeringSpec
+from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSpec
+from steercap.serve.asks import asked_of, capture_of, ranges, steering_of
+from steercap.serve.call import CURRENT
+from steercap.serve.captures import Captures, owner_of
+from steercap.serve.library import OPERATOR, Library
+from steercap.serve.middleware import Asking
+from steercap.serve.presets import Presets
+from steercap.serve.routes import Routes
+from steercap.vectors.directions import DirectionSet
+from steercap.vectors.layers import LayerVectors
+
+WIDTH = 8
+ME, OTHER = owner_of("Bearer me"), owner_of("Bearer other")
+
+
+def content(value: Any, tmp_path) -> bytes:
+    return value.save(tmp_path / "file.safetensors").read_bytes()
+
+
+@pytest.fixture
+def library(tmp_path) -> Library:
+    """`calm`, of two layers; `traits`, two directions; `both`, two edits; all the operator's, and one of mine."""
+    found = Library()
+    calm = LayerVectors({3: torch.ones(WIDTH), 5: 2 * torch.ones(WIDTH)}, name="calm")
+    found.add("calm", OPERATOR, content(calm, tmp_path))
+    found.add("traits", OPERATOR, content(DirectionSet({"warm": calm, "cold": -1 * calm}), tmp_path))
+    found.add(
+        "both",
+        OPERATOR,
+        content(SteeringSpec([Add(torch.ones(WIDTH), layer=1), Ablate(torch.ones(WIDTH), layer=2)]), tmp_path),
+    )
+    found.add("mine", ME, content(calm, tmp_path))
+    return found
+
+
+# What is asked
+
+
+def test_a_capture_is_read_as_it_is_written(library) -> None:
+    spec = capture_of(
+        {"layers": "2:9:2", "sites": ["attn_out"], "tokens": ["generated", "0:4"], "codec": "full8"}, library, ME
+    )
+    assert (spec.layers, spec.sites, spec.codec) == (slice(2, 9, 2), ("attn_out",), "full8")
+    assert spec.tokens == CaptureSpec(tokens=["generated", slice(0, 4)]).tokens
+    assert capture_of(True, library, ME) == CaptureSpec()
+    assert capture_of({"at": ["blocks.5.hook_resid_post", [2, "z"]]}, library, ME).at is not None
+    assert set(capture_of({"project": "traits"}, library, ME).project) == {"warm", "cold"}
+    assert ranges(["::2", -1, ":"]) == [slice(None, None, 2), -1, slice(None)]
+
+
+def test_steering_is_edits_or_names(library) -> None:
+    (edit,) = steering_of({"op": "add", "vector": [1.0] * WIDTH, "layer": 4, "scale": 2}, library, ME).flat()
+    assert (type(edit), edit.layer, edit.scale) == (Add, 4, 2.0)
+    calm = steering_of("calm", library, ME).flat()
+    assert [(edit.layer, float(edit.vector[0])) for edit in calm] == [(3, 1.0), (5, 2.0)]
+    (one,) = steering_of(
+        {"edits": [{"op": "ablate", "vector": "traits/cold", "layers": [5]}], "preserve_norm": True}, library, ME
+    ).flat()
+    assert (type(one), one.layer, float(one.vector[0])) == (Ablate, 5, -2.0)
+    assert [type(edit) for edit in steering_of(["both", "mine"], library, ME).flat()] == [Add, Ablate, Add, Add]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (5, "steercap=5; give an object"),
+        ({"captures": {}}, "'captures', which means nothing; known: capture, steering, codec, deliver"),
+        ({"capture": {"layer": 3}}, "steercap.capture has 'layer'"),
+        ({"capture": {"sae": "x"}}, "steercap.capture has 'sae'"),
+        ({"capture": {"reduce": "median"}}, "unknown reduce="),
+        ({"codec": "full8"}, "steercap.codec is for rows"),
+        ({"deliver": "/etc"}, "give 'fetch' or 'inline'"),
+        ({"steering": "nothing"}, "no vector or steering is called 'nothing'; known: both, calm, mine, traits"),
+        ({"steering": {"op": "__class__"}}, "op='__class__'|unknown edit"),
+        ({"steering": {"op": "add", "vector": "both"}}, "'both' is no vector"),
+        ({"steering": {"op": "add", "vector": "traits"}}, "'traits' holds directions warm, cold"),
+        ({"steering": {"op": "add", "vector": "calm", "layer": 4}}, r"has vectors for layers \[3, 5\]"),
+        ({"steering": {"op": "add", "vector": [1.0, None], "layer": 4}}, "is not made of real numbers"),
+        ({"steering": {"op": "add", "layer": 4}}, "Add: .*vector"),
+        ({"steering": {"op": "add", "vector": [1.0], "layer": 4, "__init__": 1}}, "'__init__', which means nothing"),
+        ({"steering": []}, "changes nothing"),
+        ({"steering": {"edits": "calm"}}, "give a list"),
+    ],
+)
+def test_what_means_nothing_is_refused_by_name(body, says, library) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        asked_of(body, library, ME)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+    max_leaves=12,
+)
+known = st.sampled_from(
+    [
+        "capture",
+        "steering",
+        "codec",
+        "deliver",
+        "layers",
+        "sites",
+        "at",
+        "tokens",
+        "op",
+        "vector",
+        "edits",
+        "layer",
+        "project",
+    ]
+)
+bodies = st.recursive(
+    json_values | st.sampled_from(["add", "calm", "traits/warm", "4:", "all"]),
+    lambda inner: st.dictionaries(known, inner, max_size=5) | st.lists(inner, max_size=3),
+    max_leaves=15,
+)
+
+
+def test_a_bias_of_logits_has_its_tokens_as_json_has_them(library) -> None:
+    (bias,) = steering_of({"op": "logit_bias", "bias": {"7": 2.5}, "tokens": "last_prompt"}, library, ME).flat()
+    assert isinstance(bias, LogitBias)
+    assert bias.bias == {7: 2.5}
+    for wrong in ({"x": 1.0}, {"9" * 5000: 1.0}, None, {}, {"7": "much"}):
+        with pytest.raises(InvalidRequest):
+            steering_of({"op": "logit_bias", "bias": wrong}, library, ME)
+
+
+@given(bodies)
+def test_no_body_is_an_error_of_ours(body) -> None:
+    """Whatever is asked is a request, or one of the errors that clients are told of."""
+    library = Library()
+    try:
+        asked_of(body, library, ME)
+    except InvalidRequest as error:
+        assert len(str(error)) < 2000
+
+
+# What has names
+
+
+def test_each_key_sees_its_own(library, tmp_path) -> None:
+    assert {one.name for one in library.of(ME)} == {"calm", "traits", "both", "mine"}
+    assert {one.name for one in library.of(OTHER)} == {"calm", "traits", "both"}
+    with pytest.raises(InvalidSpec, match="no vector or steering is called 'mine'"):
+        library.get("mine", OTHER)
+    library.add("calm", ME, content(LayerVectors({0: torch.zeros(WIDTH) + 7}), tmp_path))
+    assert list(library.get("calm", ME).content) == [0]
+    assert list(library.get("calm", OTHER).content) == [3, 5]
+    assert not library.remove("traits", ME), "it is the operator's"
+    assert library.remove("calm", ME)
+    assert list(library.get("calm", ME).content) == [3, 5]
+    described = library.get("traits", ME).described()
+    assert described["directions"] == ["warm", "cold"]
+    json.dumps(described)
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (pytest.fail, ("a pickle was run",))
+
+
+def test_files_are_vectors_and_nothing_is_run(library, tmp_path) -> None:
+    torch.save({"a": Evil()}, tmp_path / "evil.pt")
+    for data in (b"", b"GGUF", b"x" * 100, pickle.dumps(Evil()), (tmp_path / "evil.pt").read_bytes()):
+        with pytest.raises(InvalidFile, match="the file cannot be used") as failed:
+            library.add("bad", ME, data)
+        assert "/" not in str(failed.value).replace("and/or", ""), "a path of the server's"
+    for name in ("", "../x", "a/b", "a" * 65, ".hidden", "é"):
+        with pytest.raises(InvalidSpec, match="give letters"):
+            library.add(name, ME, b"")
+    small = Library(most_of_a_key=100)
+    with pytest.raises(CaptureMemoryFull, match="100 may be kept"):
+        small.add("calm", ME, content(LayerVectors({0: torch.ones(WIDTH)}), tmp_path))
+
+
+# What waits
+
+
+def test_captures_have_an_owner_a_limit_and_an_end() -> None:
+    now = [100.0]
+    store = Captures(time_to_live=60, most_bytes=30, most_of_a_key=20, clock=lambda: now[0])
+    one = store.put(b"x" * 15, ME)
+    assert store.get(one.name, OTHER) is None
+    assert not store.remove(one.name, OTHER)
+    assert store.get(one.name, ME) is one
+    with pytest.raises(CaptureMemoryFull, match="15 bytes of your captures"):
+        store.put(b"x" * 6, ME)
+    store.put(b"x" * 15, OTHER)
+    with pytest.raises(CaptureMemoryFull, match="30 bytes of captures wait on this server"):
+        store.put(b"x", owner_of("Bearer third"))
+    now[0] += 59
+    assert store.expires_in(one) == 1
+    now[0] += 2
+    assert store.get(one.name, ME) is None
+    assert store.held() == 0
+    two = store.put(b"y", ME)
+    assert store.remove(two.name, ME)
+    assert not store.remove(two.name, ME)
+    assert one.name != two.name
+
+
+# Between the server and the network
+
+
+class Inner:
+    """A route that says what it was given, as a document or as events."""
+
+    def __init__(self, *, events: bool = False) -> None:
+        self.events = events
+        self.seen: list[dict[str, Any]] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = (await receive())["body"]
+        call = CURRENT.get()
+        self.seen.append(json.loads(body))
+        assert dict(scope["headers"])[b"content-length"] == str(len(body)).encode()
+        if call is not None:
+            call.results.append({"choice": 0})
+        kind = b"text/event-stream" if self.events else b"application/json"
+        parts = (
+            [b'data: {"a": 1}\n', b'\ndata: {"a": 2}\n\ndata: [DO', b"NE]\n\n"] if self.events else [b'{"id', b'": 7}']
+        )
+        length = [] if self.events else [(b"content-length", str(sum(map(len, parts))).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind), *length]})
+        for part in parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def post(
+    inner: Inner, body: bytes, library: Library, presets: Presets | None = None, most: int = 10_000
+) -> httpx.Response:
+    app = Asking(inner, library, presets or Presets([], {}), most)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        return await client.post("/v1/chat/completions", content=body)
+
+
+async def test_a_plain_body_passes_as_it_is(library) -> None:
+    inner = Inner()
+    body = b'{"model":  "m", "messages": []}'
+    answer = await post(inner, body, library)
+    assert answer.json() == {"id": 7}
+    assert inner.seen == [{"model": "m", "messages": []}]
+
+
+async def test_what_is_asked_is_taken_out_and_what_came_is_put_in(library) -> None:
+    inner = Inner()
+    answer = await post(inner, json.dumps({"model": "m", "steercap": {"capture": True}}).encode(), library)
+    assert answer.json() == {"id": 7, "steercap": {"results": [{"choice": 0}]}}
+    assert inner.seen == [{"model": "m"}]
+    # A name that is escaped is the same name.
+    answer = await post(inner, b'{"model": "m", "\\u0073teercap": {"capture": true}}', library)
+    assert "steercap" in answer.json()
+
+
+async def test_events_get_one_more_before_the_last(library) -> None:
+    answer = await post(Inner(events=True), b'{"stream": true, "steercap": {"steering": "calm"}}', library)
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert events[0] == '{"a": 1}'
+    assert events[1] == '{"a": 2}'
+    assert msgspec.json.decode(events[2])["steercap"] == {"results": [{"choice": 0}]}
+    assert events[3:] == ["[DONE]"]
+
+
+async def test_a_preset_steers_those_who_do_not_ask(library) -> None:
+    presets = Presets(["m"], {"calm": steering_of("calm", library, OPERATOR)})
+    assert presets.aliases == ("m+calm",)
+    inner = Inner()
+    assert "steercap" in (await post(inner, b'{"model": "m+calm"}', library, presets)).json()
+    assert "steercap" not in (await post(inner, b'{"model": "m"}', library, presets)).json()
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"steercap": {"x": 1}}, 400, "means nothing"),
+        ({"store_activations": "yes"}, 400, "give true or false"),
+        ({"selectors": ["resid_post[3]"]}, 400, "store_activations: true"),
+        ({"store_activations": True, "steercap": {"capture": True}}, 400, "give one of them"),
+        ({"use_beam_search": True, "steercap": {"capture": True}}, 400, "beams"),
+        ({"messages": "x" * 20_000}, 413, "longer than 10,000 bytes"),
+    ],
+)
+async def test_what_cannot_be_done_is_said_before_the_engine_hears_of_it(body, status, says, library) -> None:
+    inner = Inner()
+    answer = await post(inner, json.dumps(body).encode(), library)
+    assert answer.status_code == status
+    assert says in answer.json()["error"]["message"]
+    assert not inner.seen
+
+
+@given(
+    st.binary(max_size=200)
+    | bodies.map(lambda body: json.dumps(body).encode())
+    | bodies.map(lambda body: json.dumps({"steercap": body}).encode())
+)
+async def test_no_body_is_a_failure_of_the_server(body) -> None:
+    class Quiet(Inner):
+        async def __call__(self, _scope: Any, receive: Any, send: Any) -> None:
+            await receive()
+            await send(
+                {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
+            )
+            await send({"type": "http.response.body", "body": b"{}"})
+
+    assert (await post(Quiet(), body, Library())).status_code in {200, 400, 413}
+
+
+# Our own routes
+
+
+@pytest.fixture
+async def client(library):
+    store = Captures()
+    app = Starlette(routes=Routes(None, store, library, ()).routes)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://test/v1/steercap", headers={"authorization": "Bearer me"}
+    ) as found:
+        yield found, store
+
+
+async def test_captures_are_fetched_whole_or_in_parts_by_their_owner(client) -> None:
+    http, store = client
+    one = store.put(bytes(range(100)), ME)
+    whole = await http.get(f"/captures/{one.name}")
+    assert (whole.status_code, whole.content) == (200, bytes(range(100)))
+    for asked, expected in (
+        ("bytes=0-9", range(10)),
+        ("bytes=95-", range(95, 100)),
+        ("bytes=-3", range(97, 100)),
+        ("bytes=90-400", range(90, 100)),
+    ):
+        part = await http.get(f"/captures/{one.name}", headers={"range": asked})
+        assert (part.status_code, part.content) == (206, bytes(expected))
+        assert part.headers["content-range"] == f"bytes {expected[0]}-{expected[-1]}/100"
+    for asked in ("bytes=100-", "bytes=5-4", "bytes=-", "lines=1-2", "bytes=0-1,4-5"):
+        assert (await http.get(f"/captures/{one.name}", headers={"range": asked})).status_code == 416
+    other = {"authorization": "Bearer other"}
+    assert (await http.get(f"/captures/{one.name}", headers=other)).status_code == 404
+    assert (await http.delete(f"/captures/{one.name}", headers=other)).status_code == 404
+    assert [found["id"] for found in (await http.get("/captures")).json()["data"]] == [one.name]
+    assert (await http.get("/captures", headers=other)).json()["data"] == []
+    assert (await http.delete(f"/captures/{one.name}")).json()["deleted"] is True
+    assert (await http.get(f"/captures/{one.name}")).status_code == 404
+
+
+async def test_vectors_are_put_listed_and_deleted(client, tmp_path) -> None:
+    http, _ = client
+    data = content(LayerVectors({2: torch.ones(WIDTH)}, name="joy", model="m"), tmp_path)
+    assert (await http.put("/vectors/joy", content=data)).status_code == 201
+    assert (await http.get("/vectors/joy")).json()["layers"] == [2]
+    assert (await http.get("/vectors/joy", headers={"authorization": "Bearer other"})).status_code == 404
+    assert {one["name"] for one in (await http.get("/vectors")).json()["data"]} >= {"joy", "calm"}
+    assert (await http.put("/vectors/..%2Fx", content=data)).status_code in {400, 404}
+    assert (await http.put("/vectors/junk", content=b"junk")).status_code == 400
+    assert (await http.delete("/vectors/calm")).status_code == 404
+    assert (await http.delete("/vectors/joy")).status_code == 200
+
+
+async def test_a_long_file_is_not_read_to_its_end(client, library) -> None:
+    http, _ = client
+    library.most_bytes = 1000
+    read = 0
+
+    async def endless():
+        nonlocal read
+        while True:
+            read += 100
+            yield b"x" * 100
+
+    assert (await http.put("/vectors/long", content=endless())).status_code == 413
+    assert read < 5000
