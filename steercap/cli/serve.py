@@ -72,6 +72,8 @@ def register(app: typer.Typer) -> None:
         from steercap.serve.server import ServerSettings
         from steercap.serve.server import serve as run
 
+        if model.startswith("-"):  # flags alone, behind --
+            model, flags = SMOLLM2, [model, *(flags or ())]
         path = str(located(model))
         settings = ServerSettings(
             vectors={name: Path(file) for name, file in _named(vectors or (), "--vectors")},
