@@ -73,8 +73,8 @@ def register(app: typer.Typer) -> None:
 
         path = str(located(model))
         settings = ServerSettings(
-            vectors={name: Path(file) for name, file in _named(vectors or (), "--vectors")},
-            presets={name: _steering(said) for name, said in _named(preset or (), "--preset")},
+            vectors={name: Path(file) for name, file in named(vectors or (), "--vectors")},
+            presets={name: _steering(said) for name, said in named(preset or (), "--preset")},
             captures_seconds=captures_seconds,
             captures_bytes=int(captures_gib * 2**30),
             captures_bytes_of_a_key=int(captures_gib_of_a_key * 2**30),
@@ -87,7 +87,12 @@ def register(app: typer.Typer) -> None:
         await run(path, [*said, *(flags or ())], settings, **own)
 
 
-def _named(texts: Sequence[str], option: str) -> list[tuple[str, str]]:
+def named(texts: Sequence[str], option: str) -> list[tuple[str, str]]:
+    """Names and values of NAME=VALUE.
+
+    Raises:
+        typer.BadParameter: something else.
+    """
     found = []
     for text in texts:
         name, equals, value = text.partition("=")

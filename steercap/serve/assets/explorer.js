@@ -1,6 +1,6 @@
 // The page: what is asked, which direction, how much of it; answers as they come, and the view of them.
 import { Failure, answered, asked, json, key } from "./api.js";
-import { element, written } from "./colours.js";
+import { element } from "./colours.js";
 import { fragmentOf, saveFile, savePicture, stateOf } from "./save.js";
 import { View, firstLayer } from "./view.js";
 
@@ -98,7 +98,7 @@ async function run(name, steering) {
     const found = await answered(question(), {
       steering,
       signal: control.signal,
-      grown: (text) => (place.textContent = text),
+      grown: (text) => (place.textContent = text.trimStart()),
     });
     if (!found.text) place.replaceChildren(element("span", { className: "hint" }, "It ended at once."));
     answers[name] = found.text;
@@ -278,12 +278,14 @@ function reach() {
   return [1, 2, 4, 5, 10].map((step) => step * ten).find((step) => step >= most * 0.8) ?? 4;
 }
 
+const doseSaid = () => String(Number(state.dose.toPrecision(3))).replace(/^-/, "−").replace(/^(?=[1-9]|0\.)/, "+");
+
 function sayDose() {
   const found = lengths();
   const share = found ? ` · ${Math.round((100 * Math.abs(state.dose) * found.vector) / found.row)} % of a row` : "";
-  byId("dose-said").textContent = state.direction ? `${written(state.dose)}×${share}` : "";
+  byId("dose-said").textContent = state.direction ? `${doseSaid()}×${share}` : "";
   byId("dose-hint").textContent = state.direction ? `“${state.direction}” is added to every row of the layer.` : "Choose or make a direction to steer with.";
-  byId("steered-title").textContent = state.direction && state.dose ? `Steered: ${written(state.dose)} × ${state.direction} at layer ${state.at}` : "Steered";
+  byId("steered-title").textContent = state.direction && state.dose ? `Steered: ${doseSaid()} × ${state.direction} at layer ${state.at}` : "Steered";
 }
 
 let dosing = 0;
@@ -364,7 +366,7 @@ function take(fragment) {
   if (!["text", "chat"].includes(found.mode)) delete found.mode;
   if (found.length !== undefined) found.length = Math.min(512, Math.max(1, Math.round(found.length)));
   Object.assign(state, { direction: "", compare: "", dose: 0 }, found);
-  view.settings = { ...view.settings, direction: state.direction, compare: state.compare, measure: state.measure || (state.direction ? "cosine" : "norm"), layer: state.layer, token: state.token ?? 0, run: "plain" };
+  view.settings = { ...view.settings, direction: state.direction, compare: state.compare, measure: state.measure || (state.direction ? "cosine" : "norm"), layer: state.layer, token: state.token, run: "plain" };
   show();
 }
 

@@ -39,15 +39,15 @@ export function drawCells(context, shown, place, colours) {
     });
   });
   context.font = `11px ${FONT}`;
-  context.textAlign = "right";
+  context.textAlign = "left";
   context.textBaseline = "middle";
   const every = Math.max(1, Math.ceil(12 / place.width));
   tokens.forEach((token, column) => {
     if (column % every) return;
     const text = visible(token.text);
     context.save();
-    context.translate(column * place.width + place.width / 2 + 2, place.high + 8);
-    context.rotate(-Math.PI / 3.2);
+    context.translate(column * place.width + place.width / 2 - 2, place.high + 8);
+    context.rotate(Math.PI / 3.2);
     context.fillStyle = token.generated ? colours.ink : colours.quiet;
     context.fillText(text.length > 9 ? `${text.slice(0, 8)}…` : text, 0, 0);
     context.restore();

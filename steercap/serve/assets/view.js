@@ -18,7 +18,7 @@ export class View {
   constructor(root, source) {
     this.source = source;
     this.looks = {};
-    this.settings = { run: "plain", measure: "norm", direction: "", compare: "", layer: null, token: 0 };
+    this.settings = { run: "plain", measure: "norm", direction: "", compare: "", layer: null, token: null };
     this.runs = element("div", { className: "choices", role: "radiogroup", "aria-label": "Which answer" });
     this.measures = element("select", { id: "measure" });
     this.measures.addEventListener("change", () => this.change({ measure: this.measures.value }));
@@ -69,7 +69,7 @@ export class View {
   /** What one run of the model gave; a new plain one is a new question. */
   put(run, look) {
     this.looks[run] = look;
-    this.change({ run: run === "plain" ? this.settings.run : this.settings.run });
+    this.change({});
   }
 
   drop(run) {
@@ -79,12 +79,11 @@ export class View {
   }
 
   change(changed) {
-    const before = this.settings.run;
     Object.assign(this.settings, changed);
     const { look, settings } = this;
     if (!look) return;
     if (!look.layers.includes(settings.layer)) settings.layer = firstLayer(look.layers);
-    if (settings.run !== before) settings.token = Math.min(settings.token, look.tokens.length - 1);
+    settings.token ??= Math.max(0, look.tokens.findIndex((token) => token.generated) - 1); // the last of the prompt
     settings.token = Math.min(Math.max(0, settings.token), Math.max(0, look.tokens.length - 1));
     this.draw();
     this.source.changed?.(settings, changed);
@@ -279,7 +278,6 @@ export class View {
       element("dl", {}, ...numbers.flatMap(([what, value]) => [element("dt", {}, what), element("dd", {}, value)])),
       element("h3", {}, "Says next, by the logit lens"),
       said ? next : element("p", { className: "hint waiting" }, "…"),
-      element("p", { className: "heard", "aria-live": "polite" }, `layer ${settings.layer}, ${visible(token.text)}`),
     );
   }
 
