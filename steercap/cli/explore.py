@@ -78,7 +78,7 @@ def free_port() -> int:
 
 async def _opened(terminal: Terminal, address: str, *, browser: bool) -> None:
     """Say where the page is as soon as the server answers, and open it."""
-    while not await asyncio.to_thread(_answers, f"{address}/health"):
+    while not await asyncio.to_thread(_answers, f"{address}/health"):  # noqa: ASYNC110 -- vLLM tells nobody when
         await asyncio.sleep(PAUSE)
     page = f"{address}/explorer"
     terminal.say(f"the explorer: {page}   (Ctrl-C ends it)")

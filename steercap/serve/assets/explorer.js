@@ -168,7 +168,7 @@ async function offer() {
     if (one.kind === "vectors") known.set(one.name, one);
     for (const direction of one.directions ?? []) known.set(`${one.name}/${direction}`, one);
   }
-  for (const [id, none] of [["direction", known.size ? "none" : "none yet: make one below"], ["compare", "nothing"]]) {
+  for (const [id, none] of [["direction", known.size ? "none" : "none yet"], ["compare", "nothing"]]) {
     byId(id).replaceChildren(element("option", { value: "" }, none), ...[...known.keys()].map((name) => element("option", { value: name }, name)));
   }
   for (const name of ["direction", "compare"]) {

@@ -116,12 +116,12 @@ export class View {
     const { look, measure } = this;
     if (measure === "next") return { colour: (value, colours) => colours.sequential(value), marks: ["0", "probability", "1"], signed: false };
     if (measure === "norm") {
-      const sizes = this.all("").filter((value) => value > 0).map(Math.log);
-      const from = Math.min(...sizes.length ? sizes : [0]);
-      const to = Math.max(...sizes.length ? sizes : [1], from + 1e-9);
+      const sizes = this.all("").filter((value) => value > 0);
+      const from = Math.log(sizes.reduce((least, size) => Math.min(least, size), Infinity));
+      const to = Math.max(Math.log(limitOf(sizes)), from + 1e-9);
       return {
         colour: (value, colours) => colours.sequential((Math.log(Math.max(value, 1e-30)) - from) / (to - from)),
-        marks: [written(Math.exp(from), false), "length, log scale", written(Math.exp(to), false)],
+        marks: [written(Math.exp(from), false), "length, log scale", `≥ ${written(Math.exp(to), false)}`],
         signed: false,
       };
     }
