@@ -24,7 +24,10 @@ from steercap.vectors.layers import LayerVectors
 
 playwright = pytest.importorskip("playwright.async_api", reason="no playwright; pip install playwright")
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no browser; Debian: apt-get install chromium")
+pytestmark = [
+    pytest.mark.skipif(BROWSER is None, reason="no browser; Debian: apt-get install chromium"),
+    pytest.mark.extended,
+]
 
 TEXT = "The film was wonderful, but the dinner after it was"
 LENGTH = 12
@@ -37,6 +40,8 @@ MORE = [
 LESS = ["The film was terrible.", "I found the food awful.", "Their new song is boring.", "My day has been dreadful."]
 #: Ends and middle of the colours in light, as explorer.css has them.
 CENTRE, BELOW, ABOVE = "#f3f4f5", "#2166ac", "#d95b00"
+#: The first of the pictures, which is always there.
+GRID = ".pictures > div:first-child .grid"
 #: Milliseconds.
 PATIENCE = 60_000
 
@@ -82,6 +87,10 @@ class Seen:
             "console", lambda said: self.complaints.append(said.text) if said.type in {"error", "warning"} else None
         )
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
+
+    def _said(self, said: Any) -> None:
+        if said.type in {"error", "warning"} and "getImageData" not in said.text:  # that is this test's own doing
+            self.complaints.append(said.text)
 
     async def text(self, selector: str) -> str:
         found: str = (await self.page.locator(selector).inner_text()).strip()
@@ -206,6 +215,7 @@ async def test_colours_and_numbers_are_those_of_local_rows(site, browser, smol: 
     async with handle:
         rows = torch.stack([handle.captures[layer] for layer in range(30)])
         along = torch.stack([torch.cosine_similarity(rows[layer], vectors[layer][None], dim=1) for layer in range(30)])
+        words = [smol.tokenizer.decode([token]).strip() for token in handle.token_ids]
         says = {layer: await handle.lens(layer, site="resid_post", top=3) for layer in (7, 18, 29)}
     async with opened(browser, explored(site)) as seen:
         await seen.idle()
@@ -225,18 +235,18 @@ async def test_colours_and_numbers_are_those_of_local_rows(site, browser, smol: 
             for token, value in enumerate(line):
                 known = mixed(value, limit)  # of equal numbers but for rounding: two of 255
                 assert max(abs(one - two) for one, two in zip(colours[layer][token], known, strict=True)) <= 2
-        box = await seen.page.locator(".grid .cells").bounding_box()
+        box = await seen.page.locator(f"{GRID} .cells").bounding_box()
         high, wide = (box["height"] - 74) / 30, (box["width"] - 44) / along.shape[1]
         for layer, token in ((7, 3), (29, 0), (18, 14)):
             place = {"x": (token + 0.5) * wide, "y": (30 - layer - 0.5) * high}
-            await seen.page.locator(".grid .cells").click(position=place)
+            await seen.page.locator(f"{GRID} .cells").click(position=place)
             await seen.idle()
             assert f"layer {layer} · token {token} ·" in await seen.text(".cell > p.hint")
             found = await seen.numbers()
             assert number(found["Cosine with praise"]) == pytest.approx(float(along[layer, token]), abs=6e-4)
             length = float(rows[layer, token].norm())
             assert number(found["Length of the row"]) == pytest.approx(length, rel=6e-3)
-            assert await seen.text(f".token >> nth={token}") == smol.tokenizer.decode([handle.token_ids[token]]).strip()
+            assert await seen.text(f".token >> nth={token}") == words[token]
             chances = [number(one.rstrip(" %")) for one in await seen.page.locator(".next .chance").all_inner_texts()]
             known = 100 * says[layer].log_probs[token].exp()
             assert chances[:3] == pytest.approx(known.tolist(), abs=0.06)
@@ -248,7 +258,7 @@ async def test_the_grid_is_walked_by_keys(site, browser) -> None:
     async with opened(browser, explored(site)) as seen:
         await seen.idle()
         page = seen.page
-        await page.locator(".grid").focus()
+        await page.locator(GRID).focus()
         await page.keyboard.press("Home")
         await page.keyboard.press("ArrowRight")
         await page.keyboard.press("ArrowUp")
@@ -307,7 +317,7 @@ async def test_the_dose_is_dragged(site, browser, smol: SteerModel, vectors) -> 
         await seen.page.mouse.up()
         await seen.page.wait_for_timeout(400)
         await seen.idle()
-        dose, layer = (float(await seen.page.input_value(name)) for name in ("#dose", "#at"))
+        dose, layer = [float(await seen.page.input_value(name)) for name in ("#dose", "#at")]
         assert dose > 0
         for scale in (dose, -2.0):
             if scale != dose:
@@ -330,7 +340,7 @@ async def test_a_view_is_kept(site, browser, tmp_path) -> None:
         await seen.idle()
         await seen.made()
         await seen.dosed(2)
-        await seen.page.locator(".grid").focus()
+        await seen.page.locator(GRID).focus()
         await seen.page.keyboard.press("ArrowUp")
         await seen.idle()
         await seen.page.wait_for_timeout(300)
@@ -358,7 +368,7 @@ async def test_a_view_is_kept(site, browser, tmp_path) -> None:
         assert await kept.colours() == colours
         assert said in await kept.text("#answers")
         await kept.page.select_option("#measure", "next")
-        await kept.page.locator(".grid").focus()
+        await kept.page.locator(GRID).focus()
         for _ in range(3):
             await kept.page.keyboard.press("ArrowDown")
             assert len(await kept.page.locator(".next li").all()) == 8
@@ -427,7 +437,7 @@ async def test_what_goes_wrong_is_said_in_words(site, browser, smol: SteerModel)
 
 async def test_a_chat_is_typed_or_pasted(site, browser, smol: SteerModel) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]
-    known, _ = await smol.chat(messages, {"max_tokens": LENGTH, **GREEDY}, capture=CaptureSpec())
+    known = await smol.chat(messages, {"max_tokens": LENGTH, "temperature": 0.0})
     typed = "system: Be brief.\nuser: Name a colour."
     pasted = '[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]'
     async with opened(browser, f"{explored(site)}&mode=chat") as seen:
