@@ -83,9 +83,7 @@ class Seen:
         self.page = page
         self.complaints: list[str] = []
         page.set_default_timeout(PATIENCE)
-        page.on(
-            "console", lambda said: self.complaints.append(said.text) if said.type in {"error", "warning"} else None
-        )
+        page.on("console", self._said)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
 
     def _said(self, said: Any) -> None:
@@ -412,6 +410,7 @@ async def test_what_goes_wrong_is_said_in_words(site, browser, smol: SteerModel)
     """A prompt that does not fit, a direction that is not there, texts that say nothing, and a key."""
     async with opened(browser, f"{explored(site)}&direction=nothing") as seen:
         await seen.idle()
+        assert "direction “nothing”, which this server does not have" in await seen.text("#notice")
         await seen.page.fill("#text", "word " * 3000)
         await seen.page.click("#run")
         await seen.page.wait_for_selector("#notice:visible")

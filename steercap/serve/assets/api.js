@@ -32,14 +32,14 @@ async function refused(response) {
   return new Failure(known[response.status] ?? (said || `The server answered with status ${response.status}.`), response.status);
 }
 
-export async function asked(path, { method = "GET", body, signal } = {}) {
+export async function asked(path, { method = "GET", body, signal, keepalive } = {}) {
   const headers = {};
   if (key.get()) headers.authorization = `Bearer ${key.get()}`;
   const raw = body instanceof Blob;
   if (body !== undefined && !raw) headers["content-type"] = "application/json";
   let response;
   try {
-    response = await fetch(path, { method, headers, signal, body: body === undefined || raw ? body : JSON.stringify(body) });
+    response = await fetch(path, { method, headers, signal, keepalive, body: body === undefined || raw ? body : JSON.stringify(body) });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Failure("The server cannot be reached. Is it still running?");

@@ -74,6 +74,9 @@ export function written(value, signed = true) {
   return (value < 0 ? "−" : signed && value > 0 ? "+" : "") + text;
 }
 
+/** A probability, in per cent. */
+export const chanceOf = (share) => (share < 0.0005 ? "< 0.1 %" : `${(100 * share).toFixed(1)} %`);
+
 const SIGNS = { " ": "·", "\t": "⇥", "\r": "␍", "\n": "↵", "\u00a0": "⍽" };
 
 /** A token's text with its white space seen. */

@@ -20,14 +20,13 @@ const running = {};
 const waiting = {};
 const answers = { plain: "", steered: "" };
 let layers = [];
-let asking = null;
 
 const view = new View(byId("view"), {
   lens: async (look, wanted) => {
     const positions = look.tokens.map((token) => token.position);
     const most = Math.max(1, Math.floor(4096 / Math.max(1, positions.length)));
     const some = wanted.slice(0, most);
-    const found = await json(`v1/steercap/captures/${look.capture}/lens`, { method: "POST", body: { layers: some, top: 8 } });
+    const found = await rows(look.capture, "lens", { layers: some, top: 8 });
     return Object.fromEntries(found.layers.map((layer, at) => [layer, found.top[at]]));
   },
   changed: (settings, changed) => {
@@ -125,22 +124,29 @@ async function run(name, steering) {
 
 const chosen = () => [state.direction, state.compare].filter((name, at, all) => name && all.indexOf(name) === at);
 
+/** Something asked of rows that wait on the server, which lets go of them in a while. */
+async function rows(capture, what, body, signal) {
+  try {
+    return await json(`v1/steercap/captures/${capture}/${what}`, { method: "POST", body, signal });
+  } catch (error) {
+    throw error.status === 404 ? new Failure("The server has let go of these rows, as it does after a while. Run again to look on.", 404) : error;
+  }
+}
+
 /** What is to be seen of rows that wait, along the chosen directions. */
 async function looked(capture, signal) {
-  const found = await json(`v1/steercap/captures/${capture}/scores`, { method: "POST", body: { directions: chosen() }, signal });
+  const found = await rows(capture, "scores", { directions: chosen() }, signal);
   return { ...found, capture, lens: {} };
 }
 
 function forget(name) {
-  if (waiting[name]) asked(`v1/steercap/captures/${waiting[name]}`, { method: "DELETE" }).catch(() => {});
+  if (waiting[name]) asked(`v1/steercap/captures/${waiting[name]}`, { method: "DELETE", keepalive: true }).catch(() => {});
   delete waiting[name];
 }
 
 async function ask() {
   settled();
-  asking?.abort();
   clearTimeout(dosing);
-  asking = new AbortController();
   if (!state.text.trim()) return tell(new Failure("There is nothing to ask: type a text."));
   byId("run").disabled = true;
   say("The model is answering.");
@@ -160,6 +166,7 @@ async function ask() {
 
 // Directions
 
+/** Offer the directions that the server has; gives what to say where one that is asked for is not among them. */
 async function offer() {
   const { data } = await json("v1/steercap/vectors");
   known = new Map();
@@ -171,15 +178,17 @@ async function offer() {
   for (const [id, none] of [["direction", known.size ? "none" : "none yet"], ["compare", "nothing"]]) {
     byId(id).replaceChildren(element("option", { value: "" }, none), ...[...known.keys()].map((name) => element("option", { value: name }, name)));
   }
+  let missing = null;
   for (const name of ["direction", "compare"]) {
     if (state[name] && !known.has(state[name])) {
-      tell(new Failure(`This view is of the direction “${state[name]}”, which this server does not have for you; it is shown without.`));
+      missing = new Failure(`This view is of the direction “${state[name]}”, which this server does not have for you; it is shown without.`);
       state[name] = "";
     }
     byId(name).value = state[name];
   }
   byId("compare").disabled = known.size < 2 || !state.direction;
   if (!known.size) byId("make").open = true;
+  return missing;
 }
 
 /** Take a direction: what is shown is scored along it. */
@@ -195,6 +204,7 @@ async function direct(changed) {
       view.looks[name] = { ...look, lens: before?.lens ?? {} };
     }
   } catch (error) {
+    if (error.status === 404) return ask(); // the rows have gone: the model reads the text again
     tell(error);
   }
   const measure = state.direction && !["cosine", "projection"].includes(view.settings.measure) ? "cosine" : view.settings.measure;
@@ -382,7 +392,7 @@ async function begin() {
     byId("models-field").hidden = names.length < 2;
     byId("model").textContent = `${names[0]} · ${model.num_layers} layers × ${model.hidden_size}`;
     if (!model.points.some((point) => point.site === "resid_post")) throw new Failure("This server was started without the site resid_post, which the explorer reads.");
-    await offer();
+    const missing = await offer();
     const first = known.keys().next().value;
     if (!state.direction && first && !location.hash) state.direction = byId("direction").value = first;
     byId("compare").disabled = known.size < 2 || !state.direction;
@@ -391,6 +401,7 @@ async function begin() {
     const run = state.run;
     await ask();
     if (run !== "plain" && view.looks[run]) view.change({ run });
+    if (missing) tell(missing);
   } catch (error) {
     tell(error);
   }

@@ -12,7 +12,7 @@ let pictures = 0;
 /** Where everything of a picture lies, in CSS pixels. */
 export function laidOut(shown, room, density) {
   const columns = Math.max(1, shown.tokens.length);
-  const wanted = shown.words ? 74 : Math.min(40, Math.max(18, (room - AXIS) / columns));
+  const wanted = shown.words ? 74 : Math.min(40, Math.max(13, (room - AXIS) / columns));
   const width = Math.max(2, Math.min(wanted, Math.floor(MOST_PIXELS / density / columns)));
   const height = shown.words ? 17 : Math.max(6, Math.min(18, Math.floor(420 / Math.max(1, shown.layers.length))));
   return { width, height, wide: Math.ceil(width * columns) + 44, high: height * shown.layers.length, labels: LABELS, axis: AXIS };

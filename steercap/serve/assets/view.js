@@ -1,6 +1,6 @@
 // What is seen of one answer: its text in colour, the picture of layers and tokens, and one cell of it in numbers.
 // It asks nothing of a server itself, so a saved file shows the same.
-import { css, element, inkOn, limitOf, palette, visible, written } from "./colours.js";
+import { chanceOf, css, element, inkOn, limitOf, palette, visible, written } from "./colours.js";
 import { Picture } from "./picture.js";
 
 export const MEASURES = {
@@ -138,7 +138,7 @@ export class View {
     const value = this.values(name)(row, column);
     if (measure === "next") {
       const best = look.lens[look.layers[row]]?.[column]?.[0];
-      return best ? `${where}: next “${visible(best[0])}”, ${(100 * best[1]).toFixed(1)} %` : `${where}: not asked yet`;
+      return best ? `${where}: next “${visible(best[0])}”, ${chanceOf(best[1])}` : `${where}: not asked yet`;
     }
     const what = { norm: "length", cosine: "cosine", projection: "along" }[measure];
     return `${where}: ${what} ${value === undefined ? "none at this layer" : written(value, measure !== "norm")}`;
@@ -270,7 +270,7 @@ export class View {
     next.append(...(said ?? []).map(([text, chance]) => {
       const bar = element("i", { "aria-hidden": "true" });
       bar.style.width = `${Math.max(0.5, 100 * chance)}%`;
-      return element("li", {}, element("code", {}, visible(text)), element("span", { className: "chance" }, `${(100 * chance).toFixed(1)} %`), bar);
+      return element("li", {}, element("code", {}, visible(text)), element("span", { className: "chance" }, chanceOf(chance)), bar);
     }));
     this.cell.replaceChildren(
       element("h2", {}, element("code", {}, visible(token.text))),
