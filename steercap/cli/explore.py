@@ -60,13 +60,13 @@ def register(app: typer.Typer) -> None:
         own: dict[str, Any] = dict(CPU) if model == SMOLLM2 else {}
         said = ["--host", HOST, "--port", str(chosen), "--served-model-name", model, *(flags or ())]
         terminal.say(f"starting {model}; the page opens once it is up, in a minute or so")
-        opening = asyncio.create_task(_opened(terminal, f"http://{HOST}:{chosen}", browser=browser))
+        page = asyncio.create_task(opening(terminal, f"http://{HOST}:{chosen}", browser=browser))
         try:
             await run(path, said, settings, **(own | dict(pairs_of(engine_arg or (), "--engine-arg"))))
         finally:
-            opening.cancel()
+            page.cancel()
             with suppress(asyncio.CancelledError):
-                await opening
+                await page
 
 
 def free_port() -> int:
@@ -76,8 +76,14 @@ def free_port() -> int:
         return found
 
 
-async def _opened(terminal: Terminal, address: str, *, browser: bool) -> None:
-    """Say where the page is as soon as the server answers, and open it."""
+async def opening(terminal: Terminal, address: str, *, browser: bool) -> None:
+    """Say where the page is as soon as the server answers, and open it.
+
+    Args:
+        terminal: where it is said.
+        address: of the server.
+        browser: whether to open it.
+    """
     while not await asyncio.to_thread(_answers, f"{address}/health"):  # noqa: ASYNC110 -- vLLM tells nobody when
         await asyncio.sleep(PAUSE)
     page = f"{address}/explorer"

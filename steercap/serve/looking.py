@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,8 @@ MOST_BODY: Final = 1 << 20
 MOST_ROWS: Final = 1 << 13
 MOST_TOP: Final = 50
 MOST_DIRECTIONS: Final = 16
+#: Numbers of one answer.
+MOST_NUMBERS: Final = 1 << 21
 #: Texts of each kind that a direction is made of.
 MOST_TEXTS: Final = 64
 SITE: Final = "resid_post"
@@ -166,6 +169,12 @@ def scored(handle: CaptureHandle, site: Any, directions: Mapping[str, LayerVecto
         InvalidRequest: directions of another site or width, or rows that were not captured.
     """
     layers = _layers(handle, site)
+    numbers = len(layers) * len(handle.positions) * (1 + 2 * len(directions))
+    if numbers > MOST_NUMBERS:
+        raise InvalidRequest(
+            f"{len(layers)} layers × {len(handle.positions)} tokens and {len(directions)} directions make {numbers:,} "
+            f"numbers, and an answer holds {MOST_NUMBERS:,}; capture fewer, or ask for fewer directions"
+        )
     rows = {layer: handle.captures.elements((layer, site)).double() for layer in layers}
     norms = {layer: one.norm(dim=-1) for layer, one in rows.items()}
     found: dict[str, Any] = {}
@@ -226,9 +235,9 @@ def _texts(what: str, given: Any) -> Sequence[str]:
     return given
 
 
-def _short(values: Any) -> list[float]:
-    """Numbers as JSON, to six digits."""
-    return [float(f"{float(value):.6g}") for value in values]
+def _short(values: Sequence[Any] | torch.Tensor) -> list[float | None]:
+    """Numbers as JSON, to six digits; JSON has neither NaN nor infinity."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in map(float, values)]
 
 
 def _read(content: bytes) -> CaptureHandle:

@@ -10,13 +10,13 @@ import torch
 
 from steercap import CaptureSpec, SteerModel
 from steercap.adapters import server
+from steercap.serve import looking
 from steercap.serve.server import ServerSettings, application
 from steercap.testing.rows import GREEDY, random_prompt
 from steercap.vectors import extract
 from steercap.vectors.layers import LayerVectors
 
 FLAGS = ["--served-model-name", "tiny", "--api-key", "mine", "yours"]
-WIDE = [random_prompt(9, seed) for seed in range(4)]
 SOME = LayerVectors({layer: torch.randn(128, generator=torch.Generator().manual_seed(layer)) for layer in (0, 2)})
 OTHER = LayerVectors({layer: torch.randn(128, generator=torch.Generator().manual_seed(9 + layer)) for layer in (2, 3)})
 
@@ -149,6 +149,17 @@ async def test_texts_that_make_no_direction_are_refused(app, name, body, says) -
     found = await client(app).post(f"/v1/steercap/vectors/{name}", json=body)
     assert found.status_code in {400, 404, 405}
     assert says in found.text
+
+
+async def test_an_answer_has_a_size(app, monkeypatch) -> None:
+    """And what is no number in JSON is none."""
+    address = await waiting(app, [3, 4, 5])
+    monkeypatch.setattr(looking, "MOST_NUMBERS", 6 * 4 * 3 - 1)
+    assert (await client(app).post(f"{address}/scores", json={})).status_code == 200
+    found = await client(app).post(f"{address}/scores", json={"directions": ["some"]})
+    assert found.status_code == 400
+    assert "4 layers × 6 tokens and 1 directions make 72 numbers" in found.json()["error"]["message"]
+    assert looking._short([1.23456789, float("nan"), float("-inf")]) == [1.23457, None, None]
 
 
 async def test_rows_are_looked_at_by_their_key_alone(app) -> None:

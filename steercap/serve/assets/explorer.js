@@ -197,6 +197,8 @@ async function direct(changed) {
   if (!state.direction) state.compare = "";
   for (const name of ["direction", "compare"]) byId(name).value = state[name];
   byId("compare").disabled = known.size < 2 || !state.direction;
+  const measure = state.direction && !["cosine", "projection"].includes(view.settings.measure) ? "cosine" : view.settings.measure;
+  Object.assign(view.settings, { direction: state.direction, compare: state.compare, measure });
   try {
     for (const name of Object.keys(waiting)) {
       const before = view.looks[name];
@@ -207,8 +209,7 @@ async function direct(changed) {
     if (error.status === 404) return ask(); // the rows have gone: the model reads the text again
     tell(error);
   }
-  const measure = state.direction && !["cosine", "projection"].includes(view.settings.measure) ? "cosine" : view.settings.measure;
-  view.change({ direction: state.direction, compare: state.compare, measure });
+  view.change({ measure });
   offerLayers();
 }
 
