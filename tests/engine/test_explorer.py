@@ -390,7 +390,7 @@ async def test_two_directions_are_compared(site, browser, smol: SteerModel, vect
         await seen.page.wait_for_selector(".pictures > div:nth-child(2):not([hidden])")
         other = (await extract(smol, past, present, name="past", held_out=0.0))["past"]
         known = float(torch.cosine_similarity(vectors[18], other[18], dim=0))
-        assert number((await seen.numbers())["praise with past"]) == pytest.approx(known, abs=6e-4)
+        assert number((await seen.numbers())["Cosine of praise with past"]) == pytest.approx(known, abs=6e-4)
         assert "Cosine with past" in await seen.numbers()
         assert not seen.complaints
 

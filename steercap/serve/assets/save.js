@@ -48,7 +48,7 @@ export async function saveFile(kept) {
     '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">',
     `<title>steercap explorer</title><style>${style}</style></head><body class="saved">`,
     '<header><h1>steercap <span>explorer</span></h1><p id="model" class="model"></p></header>',
-    '<main><div class="right"><section id="answers" class="answers" aria-label="Answers"></section><div id="view"></div></div></main>',
+    '<main><div class="right"><section id="answers" class="answers" aria-label="Answers"></section><div id="view" class="view"></div></div></main>',
     `<script type="application/json" id="kept">${data}</script><script>"use strict";${script}</script></body></html>`,
   ].join("\n");
   handed(new Blob([page], { type: "text/html" }), "steercap-view.html");

@@ -264,7 +264,7 @@ export class View {
     }
     const { alike } = look;
     const shared = alike?.of?.join() === [settings.direction, settings.compare].join() ? alike.layers.indexOf(settings.layer) : -1;
-    if (shared >= 0) numbers.push([`${settings.direction} with ${settings.compare}`, written(alike.cosine[shared])]);
+    if (shared >= 0) numbers.push([`Cosine of ${settings.direction} with ${settings.compare}`, written(alike.cosine[shared])]);
     const said = look.lens[settings.layer]?.[settings.token];
     const next = element("ol", { className: "next" });
     next.append(...(said ?? []).map(([text, chance]) => {
