@@ -181,7 +181,7 @@ async function offer() {
   let missing = null;
   for (const name of ["direction", "compare"]) {
     if (state[name] && !known.has(state[name])) {
-      missing = new Failure(`This view is of the direction “${state[name]}”, which this server does not have for you; it is shown without.`);
+      missing ??= new Failure(`This view is of the direction “${state[name]}”, which this server does not have for you; it is shown without.`);
       state[name] = "";
     }
     byId(name).value = state[name];
