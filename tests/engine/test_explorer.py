@@ -335,7 +335,7 @@ async def test_the_dose_is_dragged(site, browser, smol: SteerModel, vectors) -> 
 
 async def test_a_view_is_kept(site, browser, tmp_path) -> None:
     """As a link, which says the same again; as a file, which needs no server; as a picture."""
-    async with opened(browser, explored(site)) as seen:
+    async with opened(browser, explored(site), permissions=["clipboard-read", "clipboard-write"]) as seen:
         await seen.idle()
         await seen.made()
         await seen.dosed(2)
@@ -343,6 +343,9 @@ async def test_a_view_is_kept(site, browser, tmp_path) -> None:
         await seen.page.keyboard.press("ArrowUp")
         await seen.idle()
         await seen.page.wait_for_timeout(300)
+        await seen.page.click("#link")
+        await seen.page.get_by_text("The link is copied.").wait_for(state="attached")
+        assert await seen.page.evaluate("() => navigator.clipboard.readText()") == seen.page.url
         link, said, numbers, colours = (
             seen.page.url,
             await seen.text("#steered"),

@@ -448,6 +448,7 @@ byId("key-form").addEventListener("submit", (event) => {
 byId("link").addEventListener("click", (event) =>
   keeping(event.target, async () => {
     history.replaceState(null, "", `#${fragmentOf(state)}`);
+    if (!navigator.clipboard) throw new Failure("A page that did not come by HTTPS may not copy; the link is in the address bar.");
     await navigator.clipboard.writeText(location.href);
   }, "The link is copied."),
 );
