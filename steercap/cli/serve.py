@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
             "steercap serve Qwen/Qwen3-8B --vectors calm=calm.safetensors --preset calm=calm",
             "steercap serve Qwen/Qwen3-8B -- --enable-auto-tool-choice --tool-call-parser hermes",
         ],
-        loops=_loops,
+        loops=uv_loops,
     )
     async def serve(
         terminal: Terminal,
@@ -72,12 +72,11 @@ def register(app: typer.Typer) -> None:
         from steercap.serve.server import ServerSettings
         from steercap.serve.server import serve as run
 
-        if model.startswith("-"):  # flags alone, behind --
-            model, flags = SMOLLM2, [model, *(flags or ())]
+        model, flags = parted(model, flags)
         path = str(located(model))
         settings = ServerSettings(
-            vectors={name: Path(file) for name, file in _named(vectors or (), "--vectors")},
-            presets={name: _steering(said) for name, said in _named(preset or (), "--preset")},
+            vectors={name: Path(file) for name, file in named(vectors or (), "--vectors")},
+            presets={name: _steering(said) for name, said in named(preset or (), "--preset")},
             captures_seconds=captures_seconds,
             captures_bytes=int(captures_gib * 2**30),
             captures_bytes_of_a_key=int(captures_gib_of_a_key * 2**30),
@@ -87,10 +86,16 @@ def register(app: typer.Typer) -> None:
         said = ["--host", host, "--port", str(port), "--served-model-name", model]
         said += ["--api-key", *api_key] if api_key else []
         terminal.say(f"starting vLLM's server with {model}; http://{host}:{port}/v1 once it is up")
-        await run(path, [*said, *(flags or ())], settings, **own)
+        await run(path, [*said, *flags], settings, **own)
 
 
-def _loops() -> Loops | None:
+def parted(model: str, flags: Sequence[str] | None) -> tuple[str, list[str]]:
+    """The model and vLLM's flags: where flags alone stand behind --, the first of them is no model."""
+    given = list(flags or ())
+    return (SMOLLM2, [model, *given]) if model.startswith("-") else (model, given)
+
+
+def uv_loops() -> Loops | None:
     """uvloop's, in which vLLM's server runs too."""
     try:
         import uvloop
@@ -99,7 +104,12 @@ def _loops() -> Loops | None:
     return uvloop.new_event_loop
 
 
-def _named(texts: Sequence[str], option: str) -> list[tuple[str, str]]:
+def named(texts: Sequence[str], option: str) -> list[tuple[str, str]]:
+    """Names and values of NAME=VALUE.
+
+    Raises:
+        typer.BadParameter: something else.
+    """
     found = []
     for text in texts:
         name, equals, value = text.partition("=")

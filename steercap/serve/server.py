@@ -13,6 +13,7 @@ from steercap.adapters.releases import importing
 from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
 from steercap.model import SteerModel
+from steercap.serve import explorer
 from steercap.serve.asks import steering_of
 from steercap.serve.captures import MOST_BYTES, MOST_BYTES_OF_A_KEY, TIME_TO_LIVE, Captures
 from steercap.serve.engine import ServedEngine
@@ -58,6 +59,7 @@ async def application(model: SteerModel, flags: argparse.Namespace, settings: Se
     """
     with extra("cuda", "cpu"), importing():
         from steercap.adapters import server
+        from steercap.serve.looking import Looking
         from steercap.serve.routes import Routes
 
     library = Library()
@@ -78,6 +80,7 @@ async def application(model: SteerModel, flags: argparse.Namespace, settings: Se
     engine = ServedEngine(model, captures, server.translated)
     app = await server.application(engine, served, PATHS, lambda route: Asking(route, library, presets))
     app.router.routes.extend(Routes(model, captures, library, presets.aliases).routes)
+    app.router.routes.extend([*Looking(model, captures, library).routes, *explorer.routes()])
     return app
 
 

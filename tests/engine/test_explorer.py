@@ -1,0 +1,455 @@
+"""The explorer in a real Chromium, over SmolLM2: what is clicked, dragged and walked; its colours and numbers are those
+of local rows.
+
+Needs chromium (Debian: apt-get install chromium) and playwright (PyPI).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+import uvicorn
+
+from steercap import Add, CaptureSpec, SteerModel
+from steercap.adapters import server
+from steercap.serve.server import ServerSettings, application
+from steercap.testing.rows import GREEDY
+from steercap.vectors import extract
+from steercap.vectors.layers import LayerVectors
+
+playwright = pytest.importorskip("playwright.async_api", reason="no playwright; pip install playwright")
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.skipif(BROWSER is None, reason="no browser; Debian: apt-get install chromium"),
+    pytest.mark.extended,
+]
+
+TEXT = "The film was wonderful, but the dinner after it was"
+LENGTH = 12
+MORE = [
+    "The film was wonderful.",
+    "I found the food excellent.",
+    "Their new song is beautiful.",
+    "My day has been lovely.",
+]
+LESS = ["The film was terrible.", "I found the food awful.", "Their new song is boring.", "My day has been dreadful."]
+#: Ends and middle of the colours in light, as explorer.css has them.
+CENTRE, BELOW, ABOVE = "#f3f4f5", "#2166ac", "#d95b00"
+#: The first of the pictures, which is always there.
+GRID = ".pictures > div:first-child .grid"
+#: Milliseconds.
+PATIENCE = 60_000
+
+
+@pytest.fixture(scope="module")
+async def site(smol: SteerModel) -> Any:
+    async with served(smol) as address:
+        yield address
+
+
+@asynccontextmanager
+async def served(model: SteerModel, *flags: str) -> Any:
+    """The address of a server over the model."""
+    read = server.read_flags(model.serving.model, ["--served-model-name", "smollm2", *flags])
+    app = await application(model, read, ServerSettings())
+    running = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
+    running.install_signal_handlers = lambda: None
+    task = asyncio.create_task(running.serve())
+    while not running.started:
+        await asyncio.sleep(0.01)
+    port = running.servers[0].sockets[0].getsockname()[1]
+    yield f"http://127.0.0.1:{port}"
+    running.should_exit = True
+    await task
+
+
+@pytest.fixture(scope="module")
+async def browser() -> Any:
+    async with playwright.async_playwright() as started:
+        found = await started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield found
+        await found.close()
+
+
+class Seen:
+    """A page with what it said to the console."""
+
+    def __init__(self, page: Any) -> None:
+        self.page = page
+        self.complaints: list[str] = []
+        page.set_default_timeout(PATIENCE)
+        page.on("console", self._said)
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+
+    def _said(self, said: Any) -> None:
+        if said.type in {"error", "warning"} and "getImageData" not in said.text:  # that is this test's own doing
+            self.complaints.append(said.text)
+
+    async def text(self, selector: str) -> str:
+        found: str = (await self.page.locator(selector).inner_text()).strip()
+        return found
+
+    async def idle(self) -> None:
+        """Wait until answers are whole and seen, and the lens of the chosen cell is here."""
+        await self.page.wait_for_selector("#run:enabled")
+        await self.page.wait_for_selector('#plain[aria-busy="false"]')
+        await self.page.wait_for_selector('#steered[aria-busy="false"]')
+        await self.page.wait_for_selector(".cell .next li", state="attached")
+
+    async def made(self) -> None:
+        """Make the direction of the texts that stand there."""
+        await self.page.locator("#make").evaluate("one => (one.open = true)")
+        await self.page.click("#make-button")
+        await self.page.wait_for_selector("#dose:enabled")
+        await self.idle()
+
+    async def dosed(self, dose: float) -> None:
+        await self.page.locator("#dose").fill(str(dose))
+        await self.page.wait_for_timeout(400)
+        await self.idle()
+
+    async def numbers(self) -> dict[str, str]:
+        """What the panel of the chosen cell says."""
+        names, values = [await self.page.locator(f".cell {kind}").all_inner_texts() for kind in ("dt", "dd")]
+        return dict(zip(names, values, strict=True))
+
+    async def colours(self) -> list[list[list[int]]]:
+        """The picture: red, green, blue by layer and token, read off its canvas at a corner of each cell."""
+        found: list[list[list[int]]] = await self.page.evaluate(COLOURS)
+        return found
+
+
+#: Reads the middles of cells; the sizes of cells are found by their count.
+COLOURS = """() => {
+  const grid = document.querySelector(".grid"), canvas = grid.querySelector(".cells"), density = devicePixelRatio;
+  const rows = Number(grid.getAttribute("aria-rowcount")), columns = Number(grid.getAttribute("aria-colcount"));
+  const high = (parseFloat(canvas.style.height) - 74) / rows, wide = (parseFloat(canvas.style.width) - 44) / columns;
+  const context = canvas.getContext("2d");
+  return Array.from({ length: rows }, (_, row) => Array.from({ length: columns }, (_, column) => {
+    const left = Math.floor((column + 0.5) * wide * density), top = Math.floor((rows - row - 0.5) * high * density);
+    return [...context.getImageData(left, top, 1, 1).data].slice(0, 3);
+  }));
+}"""
+
+
+@asynccontextmanager
+async def opened(browser: Any, address: str, **context: Any) -> Any:
+    made = await browser.new_context(**{"viewport": {"width": 1380, "height": 1000}, "color_scheme": "light"} | context)
+    seen = Seen(await made.new_page())
+    await seen.page.goto(address)
+    yield seen
+    await made.close()
+
+
+def explored(site: str) -> str:
+    return f"{site}/explorer#text={TEXT.replace(' ', '+')}&length={LENGTH}"
+
+
+@pytest.fixture(scope="module")
+async def vectors(smol: SteerModel) -> LayerVectors:
+    return (await extract(smol, MORE, LESS, name="praise", held_out=0.0))["praise"]
+
+
+def mixed(value: float, limit: float) -> list[int]:
+    """The colour of a value, by Ottosson's OKLab."""
+    to = torch.tensor(
+        [
+            [0.4122214708, 0.5363325363, 0.0514459929],
+            [0.2119034982, 0.6806995451, 0.1073969566],
+            [0.0883024619, 0.2817188376, 0.6299787005],
+        ],
+        dtype=torch.float64,
+    )
+    mix = torch.tensor(
+        [
+            [0.2104542553, 0.7936177850, -0.0040720468],
+            [1.9779984951, -2.4285922050, 0.4505937099],
+            [0.0259040371, 0.7827717662, -0.8086757660],
+        ],
+        dtype=torch.float64,
+    )
+
+    def lab(colour: str) -> torch.Tensor:
+        parts = torch.tensor([int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)], dtype=torch.float64)
+        linear = torch.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+        return mix @ (to @ linear) ** (1 / 3)
+
+    share = min(1.0, abs(value) / limit)
+    found = torch.lerp(lab(CENTRE), lab(BELOW if value < 0 else ABOVE), share)
+    linear = torch.linalg.solve(to, torch.linalg.solve(mix, found) ** 3).clamp(0, 1)
+    parts = torch.where(linear <= 0.0031308, linear * 12.92, 1.055 * linear ** (1 / 2.4) - 0.055)
+    return [round(255 * float(part)) for part in parts]
+
+
+def number(said: str) -> float:
+    return float(said.replace("−", "-"))
+
+
+async def test_a_stranger_sees_something_at_once(smol: SteerModel, browser) -> None:
+    """Painted within a second, without a direction: lengths and the lens; nothing to complain of."""
+    async with served(smol) as site, opened(browser, f"{site}/explorer") as seen:
+        await seen.idle()
+        paint = await seen.page.evaluate("() => performance.getEntriesByName('first-contentful-paint')[0].startTime")
+        assert paint < 1000
+        assert await seen.text("#model") == "smollm2 · 30 layers × 576"
+        assert await seen.text("#plain")
+        assert await seen.page.locator(".token").count() > 10
+        assert await seen.page.input_value("#measure") == "norm"
+        assert len(await seen.page.locator(".next li").all()) == 8
+        assert not await seen.page.locator("#notice").is_visible()
+        await seen.page.select_option("#measure", "next")
+        await seen.page.wait_for_timeout(1500)
+        assert not seen.complaints
+
+
+async def test_colours_and_numbers_are_those_of_local_rows(site, browser, smol: SteerModel, vectors) -> None:
+    """Of a direction that the page has made of texts: every cell's colour; of cells that are clicked, the numbers."""
+    text, handle = await smol.generate(TEXT, {"max_tokens": LENGTH, **GREEDY}, capture=CaptureSpec())
+    async with handle:
+        rows = torch.stack([handle.captures[layer] for layer in range(30)])
+        along = torch.stack([torch.cosine_similarity(rows[layer], vectors[layer][None], dim=1) for layer in range(30)])
+        words = [smol.tokenizer.decode([token]).strip() for token in handle.token_ids]
+        says = {layer: await handle.lens(layer, site="resid_post", top=3) for layer in (7, 18, 29)}
+    async with opened(browser, explored(site)) as seen:
+        await seen.idle()
+        assert await seen.text("#plain") == text.strip()
+        await seen.made()
+        assert await seen.page.input_value("#measure") == "cosine"
+        colours = await seen.colours()
+        limit = float(along.abs().max())
+        assert limit < 10 * float(along.abs().median()), "a cosine that counts for less than it is"
+        low, high = (
+            await seen.page.locator(".marks b").nth(0).inner_text(),
+            await seen.page.locator(".marks b").nth(2).inner_text(),
+        )
+        assert -number(low) == number(high) == pytest.approx(limit, abs=6e-4)
+        assert (len(colours), len(colours[0])) == tuple(along.shape)
+        for layer, line in enumerate(along.tolist()):
+            for token, value in enumerate(line):
+                known = mixed(value, limit)  # of equal numbers but for rounding: two of 255
+                assert max(abs(one - two) for one, two in zip(colours[layer][token], known, strict=True)) <= 2
+        box = await seen.page.locator(f"{GRID} .cells").bounding_box()
+        high, wide = (box["height"] - 74) / 30, (box["width"] - 44) / along.shape[1]
+        for layer, token in ((7, 3), (29, 0), (18, 14)):
+            place = {"x": (token + 0.5) * wide, "y": (30 - layer - 0.5) * high}
+            await seen.page.locator(f"{GRID} .cells").click(position=place)
+            await seen.idle()
+            assert f"layer {layer} · token {token} ·" in await seen.text(".cell > p.hint")
+            found = await seen.numbers()
+            assert number(found["Cosine with praise"]) == pytest.approx(float(along[layer, token]), abs=6e-4)
+            length = float(rows[layer, token].norm())
+            assert number(found["Length of the row"]) == pytest.approx(length, rel=6e-3)
+            assert await seen.text(f".token >> nth={token}") == words[token]
+            said = await seen.page.locator(".next .chance").all_inner_texts()
+            chances = [0.0 if one == "< 0.1 %" else number(one.rstrip(" %")) for one in said]
+            known = 100 * says[layer].log_probs[token].exp()
+            assert chances[:3] == pytest.approx(known.tolist(), abs=0.06)
+        assert not seen.complaints
+
+
+async def test_the_grid_is_walked_by_keys(site, browser) -> None:
+    """Arrows, ends and pages; what is heard is the active cell, and the text's tokens walk too."""
+    async with opened(browser, explored(site)) as seen:
+        await seen.idle()
+        page = seen.page
+        await page.locator(GRID).focus()
+        await page.keyboard.press("Home")
+        await page.keyboard.press("ArrowRight")
+        await page.keyboard.press("ArrowUp")
+        heard = (
+            "document.getElementById(document.querySelector('.grid').getAttribute('aria-activedescendant')).textContent"
+        )
+        first = await page.evaluate(f"() => {heard}")
+        assert first.startswith("layer 19, token 1 ")
+        for key, where in (
+            ("PageDown", "layer 14, token 1 "),
+            ("End", "layer 14, token"),
+            ("Control+End", "layer 0, "),
+        ):
+            await page.keyboard.press(key)
+            assert (await page.evaluate(f"() => {heard}")).startswith(where)
+        for _ in range(3):
+            await page.keyboard.press("ArrowDown")
+        assert (await page.evaluate(f"() => {heard}")).startswith("layer 0, ")
+        await seen.idle()
+        await page.locator('.token[tabindex="0"]').focus()
+        for _ in range(2):
+            await page.keyboard.press("ArrowLeft")
+        chosen = await page.locator('.token[aria-selected="true"]').get_attribute("aria-label")
+        assert await page.evaluate("() => document.activeElement.getAttribute('aria-label')") == chosen
+        await page.keyboard.press("ArrowUp")
+        assert (await page.locator('.token[aria-selected="true"]').get_attribute("aria-label")).startswith("layer 1, ")
+        order = []
+        await page.locator("#text").focus()
+        for _ in range(24):
+            await page.keyboard.press("Tab")
+            order.append(await page.evaluate("() => document.activeElement.id || document.activeElement.className"))
+        places = [order.index(name) for name in ("length", "run", "direction", "measure", "grid")]
+        assert places == sorted(places)
+        unnamed = await page.evaluate(UNNAMED)
+        assert not unnamed
+        assert not seen.complaints
+
+
+#: Fields and buttons that are shown and have no name.
+UNNAMED = """() => [...document.querySelectorAll("input, select, textarea, button")].filter((one) =>
+  !(one.labels?.length || one.textContent.trim() || one.getAttribute("aria-label"))).map((one) => one.outerHTML)"""
+
+
+async def test_the_dose_is_dragged(site, browser, smol: SteerModel, vectors) -> None:
+    """The steered text beside the plain one is the one that is steered here; nothing is left of it at no dose."""
+    async with opened(browser, explored(site)) as seen:
+        await seen.idle()
+        plain = await seen.text("#plain")
+        await seen.made()
+        box = await seen.page.locator("#dose").bounding_box()
+        middle = box["y"] + box["height"] / 2
+        await seen.page.mouse.move(box["x"] + box["width"] / 2, middle)
+        await seen.page.mouse.down()
+        for share in (0.55, 0.65, 0.75):
+            await seen.page.mouse.move(box["x"] + share * box["width"], middle)
+        await seen.page.mouse.up()
+        await seen.page.wait_for_timeout(400)
+        await seen.idle()
+        dose, layer = [float(await seen.page.input_value(name)) for name in ("#dose", "#at")]
+        assert dose > 0
+        for scale in (dose, -2.0):
+            if scale != dose:
+                await seen.dosed(scale)
+            own = Add(vectors[int(layer)], scale, layer=int(layer))
+            known = await smol.generate(TEXT, {"max_tokens": LENGTH, **GREEDY}, steering=own)
+            assert await seen.text("#steered") == known.strip()
+        assert await seen.text("#plain") == plain
+        await seen.page.locator('.choices input[value="steered"]').check(force=True)
+        assert known.split()[-2] in await seen.text(".tokens")
+        await seen.dosed(0)
+        assert "Move the dose" in await seen.text("#steered")
+        assert await seen.page.locator(".choices input[value=steered]").count() == 0
+        assert not seen.complaints
+
+
+async def test_a_view_is_kept(site, browser, tmp_path) -> None:
+    """As a link, which says the same again; as a file, which needs no server; as a picture."""
+    async with opened(browser, explored(site), permissions=["clipboard-read", "clipboard-write"]) as seen:
+        await seen.idle()
+        await seen.made()
+        await seen.dosed(2)
+        await seen.page.locator(GRID).focus()
+        await seen.page.keyboard.press("ArrowUp")
+        await seen.idle()
+        await seen.page.wait_for_timeout(300)
+        await seen.page.click("#link")
+        await seen.page.get_by_text("The link is copied.").wait_for(state="attached")
+        assert await seen.page.evaluate("() => navigator.clipboard.readText()") == seen.page.url
+        link, said, numbers, colours = (
+            seen.page.url,
+            await seen.text("#steered"),
+            await seen.numbers(),
+            await seen.colours(),
+        )
+        for button, name in (("#file", "view.html"), ("#png", "view.png")):
+            async with seen.page.expect_download() as coming:
+                await seen.page.click(button)
+            await (await coming.value).save_as(tmp_path / name)
+        assert not seen.complaints
+    async with opened(browser, link) as again:
+        await again.idle()
+        assert await again.text("#steered") == said
+        assert await again.numbers() == numbers
+        assert await again.colours() == colours
+    assert (tmp_path / "view.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    page = (tmp_path / "view.html").read_text()
+    assert "http" not in page.replace("http-equiv", "")
+    async with opened(browser, (tmp_path / "view.html").as_uri(), offline=True) as kept:
+        assert await kept.numbers() == numbers
+        assert await kept.colours() == colours
+        assert said in await kept.text("#answers")
+        await kept.page.select_option("#measure", "next")
+        await kept.page.locator(GRID).focus()
+        for _ in range(3):
+            await kept.page.keyboard.press("ArrowDown")
+            assert len(await kept.page.locator(".next li").all()) == 8
+        assert not kept.complaints
+
+
+async def test_two_directions_are_compared(site, browser, smol: SteerModel, vectors) -> None:
+    async with opened(browser, explored(site)) as seen:
+        await seen.idle()
+        await seen.made()
+        await seen.page.fill("#name", "past")
+        past, present = ["He walked home.", "They ate there."], ["He walks home.", "They eat there."]
+        await seen.page.fill("#more", "\n".join(past))
+        await seen.page.fill("#less", "\n".join(present))
+        await seen.page.click("#make-button")
+        await seen.page.wait_for_selector('#direction option[value="past"]', state="attached")
+        await seen.idle()
+        await seen.page.select_option("#direction", "praise")
+        await seen.page.select_option("#compare", "past")
+        await seen.page.wait_for_selector(".pictures > div:nth-child(2):not([hidden])")
+        other = (await extract(smol, past, present, name="past", held_out=0.0))["past"]
+        known = float(torch.cosine_similarity(vectors[18], other[18], dim=0))
+        assert number((await seen.numbers())["Cosine of praise with past"]) == pytest.approx(known, abs=6e-4)
+        assert "Cosine with past" in await seen.numbers()
+        assert not seen.complaints
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_a_phone_needs_no_scrolling_sideways(site, browser, scheme) -> None:
+    size = {"viewport": {"width": 360, "height": 780}, "color_scheme": scheme, "has_touch": True, "is_mobile": True}
+    async with opened(browser, explored(site), **size) as seen:
+        await seen.idle()
+        for measure in ("norm", "next"):
+            await seen.page.select_option("#measure", measure)
+            await seen.page.wait_for_timeout(300)
+            assert await seen.page.evaluate("() => document.documentElement.scrollWidth") == 360
+        assert not seen.complaints
+
+
+async def test_what_goes_wrong_is_said_in_words(site, browser, smol: SteerModel) -> None:
+    """A prompt that does not fit, a direction that is not there, texts that say nothing, and a key."""
+    async with opened(browser, f"{explored(site)}&direction=nothing") as seen:
+        await seen.idle()
+        assert "direction “nothing”, which this server does not have" in await seen.text("#notice")
+        await seen.page.fill("#text", "word " * 3000)
+        await seen.page.click("#run")
+        await seen.page.wait_for_selector("#notice:visible")
+        assert "1024" in await seen.text("#notice")
+        await seen.page.fill("#text", TEXT)
+        await seen.page.press("#text", "Control+Enter")
+        await seen.page.wait_for_selector("#notice", state="hidden")
+        await seen.idle()
+        await seen.page.locator("#make").evaluate("one => (one.open = true)")
+        await seen.page.fill("#more", "")
+        await seen.page.click("#make-button")
+        await seen.page.wait_for_selector("#notice:visible")
+        assert "give a list of texts" in await seen.text("#notice")
+    async with served(smol, "--api-key", "secret") as guarded, opened(browser, explored(guarded)) as seen:
+        await seen.page.wait_for_selector("#key-form:visible")
+        assert "API key" in await seen.text("#notice")
+        await seen.page.fill("#key", "secret")
+        await seen.page.press("#key", "Enter")
+        await seen.idle()
+        assert await seen.text("#plain")
+        assert not await seen.page.locator("#key-form").is_visible()
+
+
+async def test_a_chat_is_typed_or_pasted(site, browser, smol: SteerModel) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]
+    known = await smol.chat(messages, {"max_tokens": LENGTH, "temperature": 0.0})
+    typed = "system: Be brief.\nuser: Name a colour."
+    pasted = '[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a colour."}]'
+    async with opened(browser, f"{explored(site)}&mode=chat") as seen:
+        for text in (typed, pasted):
+            await seen.idle()
+            await seen.page.fill("#text", text)
+            await seen.page.click("#run")
+            await seen.page.wait_for_timeout(200)
+            await seen.idle()
+            assert await seen.text("#plain") == known.strip()
+            assert "<|im_start|>" in await seen.text(".tokens")
+        assert not seen.complaints
