@@ -92,6 +92,7 @@ class Workers:
         self._given_back: dict[Owner, _GivenBack] = {}
         self._flush: asyncio.Task[None] | None = None
         self._settling: Batcher[tuple[Sequence[Wanted], bool], list[Records]] = Batcher(self._settle)
+        self._growing: Batcher[Sequence[Wanted], list[list[list[Parcel | Unknown]]]] = Batcher(self._locate)
 
     def require_open(self) -> None:
         """Check that they can be asked from here.
@@ -107,6 +108,7 @@ class Workers:
         """Fail whoever waits for an answer."""
         self.closed = True
         await self._settling.aclose()
+        await self._growing.aclose()
         if self._flush:
             self._flush.cancel()
             await asyncio.wait([self._flush])
@@ -136,6 +138,14 @@ class Workers:
         """
         engines = await self.ask(Collect(tuple(wanted)), Collected)
         return [[[answer.parcels[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
+
+    async def locate_growing(self, wanted: Sequence[Wanted]) -> list[list[list[Parcel | Unknown]]]:
+        """The same of requests that still run; one RPC for all that ask meanwhile."""
+        return await self._growing.ask(wanted)
+
+    async def _locate(self, asked: Sequence[Sequence[Wanted]]) -> list[list[list[list[Parcel | Unknown]]]]:
+        found = iter(await self.locate([item for items in asked for item in items]))
+        return [[next(found) for _ in items] for items in asked]
 
     async def settle(self, wanted: Sequence[Wanted], *, ended: bool) -> list[Records]:
         """What the workers did to samples of a request so far; one RPC for all that ask meanwhile.
