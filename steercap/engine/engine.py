@@ -332,6 +332,10 @@ class Engine:
         """See `Workers.settle`."""
         return await self._workers.settle(wanted, ended=ended)
 
+    async def engage(self, owner: Owner) -> int:
+        """See `Workers.engage`."""
+        return await self._workers.engage(owner)
+
     async def census(self) -> list[list[Counted]]:
         """Engine by engine, what each capturing worker holds."""
         return await self._workers.census()

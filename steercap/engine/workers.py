@@ -24,6 +24,8 @@ from steercap.core.messages import (
     Configure,
     Configured,
     Counted,
+    Engage,
+    Engaged,
     Failed,
     LineRange,
     Lines,
@@ -47,7 +49,7 @@ from steercap.core.messages import (
 )
 from steercap.engine.batching import Batcher
 from steercap.engine.ranks import Rank, Ranks
-from steercap.errors import EngineFailure, ModelClosed, UnsupportedRunner, WorkerFailure
+from steercap.errors import EngineFailure, ModelClosed, SteeringNotApplied, UnsupportedRunner, WorkerFailure
 from steercap.transport.reader import open_reader
 
 if TYPE_CHECKING:
@@ -163,6 +165,21 @@ class Workers:
             [[[answer.records[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
         )
         return [[next(records) for _ in items] for items, _ in asked]
+
+    async def engage(self, owner: Owner) -> int:
+        """Let the steering of a sample begin that was held back; returns the first position that is steered.
+
+        Raises:
+            SteeringNotApplied: its workers do not begin with the same.
+        """
+        engines = await self.ask(Engage((owner,)), Engaged)
+        known = [[one for answer in answers for one in answer.positions] for answers in engines]
+        found = [set(positions) for positions in known if any(one is not None for one in positions)]
+        if len(found) != 1 or len(found[0]) != 1:
+            raise SteeringNotApplied(f"{owner.key}: steering was to begin, and its workers begin at positions {known}")
+        (start,) = found[0]
+        assert start is not None
+        return start
 
     async def configure(self, question: Configure) -> list[Configured]:
         """Send vectors, and what slots hold."""

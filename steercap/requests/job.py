@@ -31,7 +31,7 @@ from steercap.requests.sketching import RunningSketch, enter, joint_capture
 from steercap.saes.compiling import Readers
 from steercap.steering.calibration import Calibrated
 from steercap.steering.lowering import biased_by, scopes_of
-from steercap.steering.monitor import Monitor, monitors_of
+from steercap.steering.monitor import Monitor, held_back, monitors_of
 from steercap.steering.projection import Projected
 
 if TYPE_CHECKING:
@@ -169,6 +169,10 @@ async def prepare(
     vllm = engine.vllm
     watching = monitors_of(monitors)
     kept = _kept(engine, spec, sketches, watching)
+    held = held_back(watching)
+    if held is not None and steering is not None:
+        raise InvalidSpec("a monitor with do='steer' beside steering=; a request has the one or the other")
+    steering = held or steering
     lowered = None if steering is None else engine.lowered(steering)
     asked = await _asked(engine, params, encoding=encoding)
     stops = asked.stops or any(monitor.do == "stop" for monitor in watching)
@@ -195,6 +199,12 @@ async def prepare(
     plan = None
     if capture is not None or change is not None:
         plan = Plan(engine.new_key(), prompt_len, limit, asked.samples, capture)
+    if held is not None and change is not None and plan is not None:
+        if change.biased or change.replaced:
+            raise InvalidSpec(
+                "a monitor's steering holds edits that say what they add to a row; no LogitBias, no Replace"
+            )
+        change = replace(change, held=plan.key)
     watch = None
     if watching and plan is not None:
         gauges = gauges_of(watching, kept.gauged, plan)
@@ -462,6 +472,7 @@ def outputs_of(
         outputs,
         lambda samples: rows_so_far(job, samples),
         lambda tokens: job.engine.vllm.text(job.prompt, cast("SamplingParams", job.params), tokens),
+        lambda index: job.engine.engage(Owner(cast("Plan", job.plan).key, index)),
         new=partial is None and kind == "DELTA",
         final=final,
     )
@@ -507,12 +518,19 @@ async def receipts_of(
     found = await job.engine.settle(wanted, ended=ended)
     try:
         return [
-            check_edits(plan.key, plan, configuration, item.total, said)
+            check_edits(plan.key, _since(job, plan, item.owner.sample), configuration, item.total, said)
             for item, said in zip(wanted, found, strict=True)
         ]
     except SteeringNotApplied:
         job.engine.configurations.epoch += 1
         raise
+
+
+def _since(job: Job, plan: Plan, index: int) -> Plan:
+    """The plan of a sample whose steering was held back, with the positions at which it has not been."""
+    if job.watch is None or plan.steering is None or not plan.steering.held:
+        return plan
+    return msgspec.structs.replace(plan, steering=plan.steering.since(job.watch.steered(index)))
 
 
 def handles_of(

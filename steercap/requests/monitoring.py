@@ -49,12 +49,14 @@ class MonitorReport:
         scored: rows that it scored. The last token of a text has no row.
         crossings: where it fired, in the order of the tokens.
         stopped: whether it ended the text.
+        steered_from: the first position whose row its steering could edit; None where it let none begin.
     """
 
     monitor: str
     scored: int
     crossings: tuple[Crossing, ...]
     stopped: bool = False
+    steered_from: int | None = None
 
 
 @dataclass
@@ -71,6 +73,7 @@ class _Sample:
         crossings: where monitors fired.
         stop: where its text ends.
         ended: whether vLLM has ended it, or a monitor has.
+        steered: where steering that was held back began, None while it has not.
     """
 
     gauges: int
@@ -82,6 +85,7 @@ class _Sample:
     crossings: list[Crossing] = field(default_factory=list)
     stop: Crossing | None = None
     ended: bool = False
+    steered: int | None = None
 
     def __post_init__(self) -> None:
         self.scored = [0] * self.gauges
@@ -118,6 +122,7 @@ class Watch:
                 sample.scored[number],
                 tuple(one for one in sample.crossings if one.monitor == gauge.label),
                 stopped == gauge.label,
+                sample.steered if gauge.monitor.do == "steer" else None,
             )
             for number, gauge in enumerate(self._gauges)
         )
@@ -126,11 +131,16 @@ class Watch:
         """Where monitors fired in a sample so far, in the order of the tokens."""
         return tuple(self._samples[index].crossings)
 
+    def steered(self, index: int) -> int | None:
+        """The first position of a sample at which steering applies that was held back; None while it is."""
+        return self._samples[index].steered
+
     async def outputs(
         self,
         outputs: AsyncGenerator[RequestOutput, None],
         rows: Rows,
         text: Callable[[Sequence[int]], str],
+        engage: Callable[[int], Awaitable[int]],
         *,
         new: bool,
         final: bool,
@@ -143,6 +153,7 @@ class Watch:
             outputs: of the engine, as they come.
             rows: gives rows of its samples.
             text: gives the text of generated tokens.
+            engage: lets the steering of a sample begin, and says at which position.
             new: whether an output holds what is new of each sample; else all of it.
             final: whether only the last is wanted, with all samples.
 
@@ -160,6 +171,7 @@ class Watch:
                 last = copy.copy(output)
                 last.outputs = [self._cut(one, text) for one in mine]
                 latest |= {one.index: one for one in last.outputs}
+                await self._engage(engage, {one.index for one in mine})
                 if all(sample.ended for sample in self._samples):
                     break
                 if last.outputs and not (final or output.finished):
@@ -183,6 +195,15 @@ class Watch:
         found = await rows({index: (one.tokens, one.rows) for index, one in some.items()})
         for index, came in found.items():
             self._enter(some[index], came)
+
+    async def _engage(self, engage: Callable[[int], Awaitable[int]], grown: Collection[int]) -> None:
+        """Let steering begin where a monitor first says so, of samples that go on."""
+        steering = {gauge.label for gauge in self._gauges if gauge.monitor.do == "steer"}
+        for index in grown:
+            sample = self._samples[index]
+            due = sample.steered is None and any(one.monitor in steering for one in sample.crossings)
+            if due and not sample.ended:
+                sample.steered = await engage(index)
 
     def _enter(self, sample: _Sample, came: Arrived) -> None:
         """Enter the scores of one sample's rows, up to the first at which it is to stop."""

@@ -132,9 +132,9 @@ def monitors_asked(asked: Any, library: Library, owner: str) -> tuple[Monitor, .
 
 def _monitor_of(asked: Any, library: Library, owner: str) -> Monitor:
     known = [one.name for one in dataclasses.fields(Monitor)]
-    given = dict(_object(asked, "a monitor", (*known, "steering")))
-    if given.pop("steering", None) is not None:
-        given["do"] = "steer"  # which is refused, with its reason
+    given = dict(_object(asked, "a monitor", known))
+    if given.get("steering") is not None:
+        given["steering"] = steering_of(given["steering"], library, owner)
     if "tokens" in given:
         given["tokens"] = ranges(given["tokens"])
     if _is_name(given.get("probe")):

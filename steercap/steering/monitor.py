@@ -15,13 +15,15 @@ from steercap.core.schema import PointSchema
 from steercap.core.spec import Point, name_of_site, resolve_layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import flag_of, index_of, number_of, shown
+from steercap.edits.base import Edit
 from steercap.edits.inputs import Vector, float32_copy
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.sites import SITES, placed
 from steercap.steering.projection import Projected, read_by
+from steercap.steering.spec import SteeringSpec, spec_of
 
 #: What a monitor does when it fires.
-Do = Literal["annotate", "stop"]
+Do = Literal["annotate", "stop", "steer"]
 #: Most monitors of one request.
 MOST: Final = 64
 
@@ -42,7 +44,9 @@ class Monitor:
         bias: the probe's own bias.
         tokens: which tokens are scored, as for `CaptureSpec`.
         do: "annotate" reports where it fires; "stop" ends the text with the token at which it first fires, and is for
-            tokens that are generated.
+            tokens that are generated; "steer" lets `steering` begin, and stay.
+        steering: what begins where it first fires, with the first token that is not under way then: the report says
+            which. It edits the tokens that its own selections name, from there on.
         name: what it is called in reports; "" for its number among the monitors of its request.
 
     Raises:
@@ -61,6 +65,7 @@ class Monitor:
     tokens: Tokens | TokenSelection = "generated"
     do: Do = "annotate"
     name: str = ""
+    steering: SteeringSpec | Edit | None = None
 
     def __post_init__(self) -> None:
         self._check_do()
@@ -88,14 +93,14 @@ class Monitor:
 
     def _check_do(self) -> None:
         asked: object = self.do
-        if asked == "steer":
-            raise InvalidSpec(
-                "Monitor: do='steer' does not exist: nothing in the engine holds steering open from one token on. "
-                "AddIf adds a vector to each row that a probe picks, each decided in its own pass; or stop, and go on "
-                "with the prompt and the text so far, steered"
-            )
         if not isinstance(asked, str) or asked not in get_args(Do):
-            raise InvalidSpec(f"Monitor: do={shown(asked)}; give {' or '.join(map(repr, get_args(Do)))}")
+            raise InvalidSpec(f"Monitor: do={shown(asked)}; give {', '.join(map(repr, get_args(Do)))}")
+        if (asked == "steer") != (self.steering is not None):
+            raise InvalidSpec(
+                f"Monitor: do={shown(asked)} with steering={shown(self.steering)}; steering= and do='steer' go together"
+            )
+        if self.steering is not None:
+            object.__setattr__(self, "steering", spec_of(self.steering))
 
     @property
     def weights(self) -> torch.Tensor:
@@ -154,6 +159,18 @@ def monitors_of(given: Any) -> tuple[Monitor, ...]:
     if len(set(labels)) < len(labels):
         raise InvalidSpec(f"monitors are called {', '.join(map(repr, labels))}; give each a name= of its own")
     return found
+
+
+def held_back(monitors: Sequence[Monitor]) -> SteeringSpec | None:
+    """What a request is steered by once a monitor says so; None if none may.
+
+    Raises:
+        InvalidSpec: several would.
+    """
+    found = [cast("SteeringSpec", one.steering) for one in monitors if one.steering is not None]
+    if len(found) > 1:
+        raise InvalidSpec(f"{len(found)} monitors with do='steer'; a request may have one")
+    return found[0] if found else None
 
 
 def labels_of(monitors: Sequence[Monitor]) -> tuple[str, ...]:

@@ -12,10 +12,11 @@ import pytest
 import torch
 from vllm.outputs import CompletionOutput, RequestOutput
 
-from steercap import Monitor
+from steercap import Add, Monitor
+from steercap.core.program import SteeringPlan, scope_masks
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
-from steercap.core.tokens import TokenSelection
+from steercap.core.tokens import Range, TokenSelection
 from steercap.errors import CaptureNotFinite, InvalidSpec, InvalidVector, UnknownName
 from steercap.requests.arriving import Arrived
 from steercap.requests.captures import Captures
@@ -40,8 +41,9 @@ PROMPT = 3
         ({"layer": True}, InvalidSpec, "layer=True"),
         ({"above": 1}, InvalidSpec, "above=1"),
         ({"site": "resid_past"}, UnknownName, "resid_past"),
-        ({"do": "stopp"}, InvalidSpec, "give 'annotate' or 'stop'"),
-        ({"do": "steer"}, InvalidSpec, "do='steer' does not exist"),
+        ({"do": "stopp"}, InvalidSpec, "give 'annotate', 'stop', 'steer'"),
+        ({"do": "steer"}, InvalidSpec, "go together"),
+        ({"steering": Add([1.0, 0.0], layer=1)}, InvalidSpec, "go together"),
         ({"name": 3}, InvalidSpec, "name=3"),
         ({"probe": [0.0, 0.0]}, InvalidVector, "zero"),
         ({"probe": [[1.0]]}, InvalidVector, "shape"),
@@ -98,6 +100,7 @@ class Runs:
     def __init__(self, *steps: tuple[int, list[int], str | None], new: bool) -> None:
         self.steps, self.new, self.closed = steps, new, False
         self.all: dict[int, list[int]] = {}
+        self.engaged: list[int] = []
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
         try:
@@ -110,6 +113,10 @@ class Runs:
                 yield RequestOutput("r", None, [0] * PROMPT, None, [sample], ended)
         finally:
             self.closed = True
+
+    async def engage(self, index: int) -> int:
+        self.engaged.append(index)
+        return PROMPT + len(self.all[index]) + 1
 
     async def rows(self, samples: Mapping[int, tuple[Sequence[int], int]]) -> dict[int, Arrived]:
         found = {}
@@ -133,7 +140,7 @@ def watch_of(*monitors: Monitor, samples: int = 1) -> Watch:
 
 
 async def seen(watch: Watch, runs: Runs, *, final: bool = False) -> list[RequestOutput]:
-    outputs = watch.outputs(runs.outputs(), runs.rows, text_of, new=runs.new, final=final)
+    outputs = watch.outputs(runs.outputs(), runs.rows, text_of, runs.engage, new=runs.new, final=final)
     return [output async for output in outputs]
 
 
@@ -188,6 +195,25 @@ async def test_a_sample_that_has_ended_says_no_more(final) -> None:
             (1, [1, 2]),
         ]
     assert [report.stopped for index in (0, 1) for report in watch.reports(index)] == [True, False]
+
+
+async def test_steering_begins_once_for_each_sample() -> None:
+    """Where its monitor first fires, unless the text has ended by then."""
+    steer = Monitor(PROBE, 15.0, 1, do="steer", steering=Add([0.0, 1.0], layer=1), name="steer")
+    runs = Runs((0, [1], None), (0, [2, 3], None), (1, [1], None), (0, [4], "length"), (1, [2, 3], "length"), new=True)
+    watch = watch_of(steer, samples=2)
+    await seen(watch, runs)
+    assert runs.engaged == [0]
+    assert (watch.steered(0), watch.steered(1)) == (PROMPT + 4, None)
+    assert [report.steered_from for index in (0, 1) for report in watch.reports(index)] == [PROMPT + 4, None]
+
+
+def test_steering_that_is_held_back_is_cut_to_its_positions() -> None:
+    plan = SteeringPlan(0, b"", b"", ((Range(0, None),), (Range(1, 20, 3), Range(30, 31))), (), held=True)
+    assert not scope_masks(plan.since(None).scopes, 40).any()
+    whole, cut = scope_masks(plan.scopes, 40), scope_masks(plan.since(9).scopes, 40)
+    assert not cut[:9].any()
+    assert (cut[9:] == whole[9:]).all()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
