@@ -45,7 +45,8 @@ async def served(tiny: SteerModel, tmp_path_factory) -> AsyncOpenAI:
     folder = tmp_path_factory.mktemp("monitors")
     files = {"calm": CALM.save(folder / "calm.safetensors"), "traits": TRAITS.save(folder / "traits.safetensors")}
     app = await application(tiny, server.read_flags(tiny.serving.model, FLAGS), ServerSettings(vectors=files))
-    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+    headers = {"authorization": "Bearer none"}
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", headers=headers)
     return AsyncOpenAI(base_url="http://test/v1", api_key="none", http_client=http, max_retries=0)
 
 
@@ -371,6 +372,56 @@ async def test_many_at_once_are_told_apart(served: AsyncOpenAI, tiny: SteerModel
     assert await settled(tiny) == (0, 0, 0)
 
 
+async def test_steering_begins_where_a_probe_says(tiny: SteerModel) -> None:
+    """Rows before the position that is reported are those of a run that nothing watches, rows from there on those of
+    the same tokens read with the edit from there; the receipt counts these alone, and nobody else's cache has them.
+    """
+    run = await run_of(tiny, 17)
+    token = run.records[0]
+    push = TRAITS["warm"][1] * 4
+    monitor = Monitor(CALM[LAYER], run.threshold(token), LAYER, do="steer", steering=Add(push, layer=1), name="calm")
+    spec = CaptureSpec(layers=[1, LAYER])
+    params = {**GREEDY, **IGNORED, "max_tokens": 60}
+    raw, handle = await tiny.generate(run.prompt, params, capture=spec, monitors=[monitor], raw_output=True)
+    plain, other = await tiny.generate(run.prompt, params, capture=spec)
+    ((report,),) = raw.monitors
+    start = report.steered_from
+    assert report.crossings[0].token == token
+    assert len(run.prompt) + token < start < len(run.prompt) + 50
+    inputs = [*handle.prompt_token_ids, *handle.output_token_ids[:-1]]
+    known = await tiny.read(inputs, capture=spec, steering=Add(push, layer=1, tokens=slice(start, None)))
+    async with handle, other, known:
+        for layer in (1, LAYER):
+            torch.testing.assert_close(
+                handle.captures[layer][:start], other.captures[layer][:start], rtol=1e-4, atol=1e-4
+            )
+            torch.testing.assert_close(handle.captures[layer], known.captures[layer], rtol=1e-4, atol=1e-4)
+            assert not torch.allclose(handle.captures[layer][start], other.captures[layer][start], atol=1e-2)
+        assert raw.steering[0].rows == (len(inputs) - start,)
+    assert raw.output.outputs[0].text != plain
+    assert await tiny.generate(run.prompt, params) == plain
+    assert await settled(tiny) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_server_steers_from_a_token_on(served: AsyncOpenAI, tiny: SteerModel, stream) -> None:
+    """One whose probe never fires is as if nothing had been asked."""
+    run = await run_of(tiny, 18)
+    token = run.records[0]
+    steer = {"probe": "calm", "layer": LAYER, "do": "steer", "steering": {"op": "add", "vector": "traits/warm"}}
+    for threshold, fires in ((run.threshold(token), True), (1e6, False)):
+        asked = {"monitors": [{**steer, "threshold": threshold}]}
+        text, reason, result, _, counted = await answered(served, run, asked, stream=stream, max_tokens=60)
+        (report,), rows = result["monitors"], result["steering"]["rows"]
+        assert (reason, counted) == ("length", 60)
+        if fires:
+            assert report["crossings"][0]["token"] == token
+            assert rows == [len(run.prompt) + 59 - report["steered_from"]] * 2
+        else:
+            assert (report["steered_from"], rows) == (None, [0, 0])
+            assert text == await text_of(tiny, run, 60)
+
+
 async def test_a_stop_string_and_a_probe_each_end_what_they_reach_first(tiny: SteerModel) -> None:
     """Text that vLLM holds back for a stop string is handed over where a probe ends it."""
     run = await run_of(tiny, 16)
@@ -411,8 +462,13 @@ async def test_a_client_that_leaves_ends_what_is_watched(served: AsyncOpenAI, ti
 
 MONITOR = {"probe": "calm", "layer": LAYER, "threshold": 0.5}
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"monitors": [{**MONITOR, "do": "steer"}]}, "do='steer' does not exist"),
-    ({"monitors": [{**MONITOR, "steering": "calm"}]}, "do='steer' does not exist"),
+    ({"monitors": [{**MONITOR, "do": "steer"}]}, "go together"),
+    ({"monitors": [{**MONITOR, "steering": "calm"}]}, "go together"),
+    ({"monitors": [{**MONITOR, "do": "steer", "steering": "calm"}], "steering": "calm"}, "the one or the other"),
+    (
+        {"monitors": [{**MONITOR, "do": "steer", "steering": {"op": "logit_bias", "bias": {"3": 1.0}}}]},
+        "no LogitBias, no Replace",
+    ),
     ({"monitors": [{**MONITOR, "threshold": "high"}]}, "give a finite number"),
     ({"monitors": [{**MONITOR, "probe": [1.0, 2.0]}]}, "width 2"),
     ({"monitors": [{**MONITOR, "probe": "nothing"}]}, "no vector or steering is called"),
