@@ -169,7 +169,7 @@ class Watch:
                     self._grow(one, new=new)
                 await self._score(rows, {one.index for one in mine})
                 last = copy.copy(output)
-                last.outputs = [self._cut(one, text) for one in mine]
+                last.outputs = [self._cut(one, text, new=new) for one in mine]
                 latest |= {one.index: one for one in last.outputs}
                 await self._engage(engage, {one.index for one in mine})
                 if all(sample.ended for sample in self._samples):
@@ -236,29 +236,39 @@ class Watch:
                 found.append(Crossing(gauge.label, position, token if token >= 0 else None, score))
         return found
 
-    def _cut(self, output: Any, text: Callable[[Sequence[int]], str]) -> Any:
-        """What is handed on of an output: nothing beyond the token at which its sample was stopped."""
+    def _cut(self, output: Any, text: Callable[[Sequence[int]], str], *, new: bool) -> Any:
+        """What is handed on of an output: nothing beyond the token at which its sample was stopped.
+
+        Where an output holds all of a sample, its lists are vLLM's own, and have grown since it was made.
+        """
         sample = self._samples[output.index]
         if sample.stop is None:
             sample.ended = output.finish_reason is not None
-            return output
+            return output if new else _shortened(output, len(sample.tokens))
         assert sample.stop.token is not None, "prompts are not stopped at"
         sample.ended = True
         sample.tokens = sample.tokens[: sample.stop.token + 1]
         sample.text = text(sample.tokens)
         tokens, characters = sample.before
-        kept = len(sample.tokens) - tokens
-        logprobs, total = output.logprobs, output.cumulative_logprob
-        if logprobs is not None:
-            beyond = range(kept, len(output.token_ids))
-            total -= sum(logprobs[number][output.token_ids[number]].logprob for number in beyond)
-            logprobs = logprobs[:kept]
         return replace(
-            output,
+            _shortened(output, len(sample.tokens) - tokens),
             text=sample.text[characters:],
-            token_ids=list(output.token_ids[:kept]),
-            logprobs=logprobs,
-            cumulative_logprob=total if logprobs is not None else None,
+            cumulative_logprob=_total(output, len(sample.tokens) - tokens, new=new),
             finish_reason=STOPPED,
             stop_reason=sample.stop.monitor,
         )
+
+
+def _shortened(output: Any, tokens: int) -> Any:
+    """An output with so many tokens, in lists of its own."""
+    logprobs = None if output.logprobs is None else output.logprobs[:tokens]
+    return replace(output, token_ids=list(output.token_ids[:tokens]), logprobs=logprobs)
+
+
+def _total(output: Any, tokens: int, *, new: bool) -> float | None:
+    """The log probability of a sample up to so many tokens of an output; None where there are none."""
+    if output.logprobs is None:
+        return None
+    counted = range(tokens, len(output.token_ids)) if new else range(tokens)
+    part = sum(output.logprobs[number][output.token_ids[number]].logprob for number in counted)
+    return float(output.cumulative_logprob - part if new else part)
