@@ -17,7 +17,14 @@ from safetensors.torch import load
 
 from steercap import Add, CaptureSpec, Monitor, SteerModel
 from steercap.adapters import server
-from steercap.errors import InvalidRequest, InvalidSelection, InvalidSpec, PointNotArmed
+from steercap.errors import (
+    CaptureIncomplete,
+    InvalidRequest,
+    InvalidSelection,
+    InvalidSpec,
+    PointNotArmed,
+    SteeringNotApplied,
+)
 from steercap.serve.server import ServerSettings, application
 from steercap.testing.rows import random_prompt, settled
 from steercap.vectors.directions import DirectionSet
@@ -432,6 +439,60 @@ async def test_a_stop_string_and_a_probe_each_end_what_they_reach_first(tiny: St
     assert "".join(chunk.text for chunk in chunks) == await text_of(tiny, run, token + 1)
     for before, after in pairwise(chunks):
         assert after.finished or not before.finished
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chat_is_stopped_with_its_logprobs(served: AsyncOpenAI, stream) -> None:
+    """By a probe that always fires: one token is left, with its log probability."""
+    asked = {"monitors": [{"probe": "calm", "layer": LAYER, "threshold": -1e6, "do": "stop"}]}
+    answer = await served.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Name a colour."}],
+        stream=stream,
+        logprobs=True,
+        extra_body={"steercap": asked, **IGNORED},
+        **GREEDY,
+    )
+    if not stream:
+        (choice,) = answer.choices
+        assert (choice.finish_reason, len(choice.logprobs.content)) == ("steercap_probe", 1)
+        return
+    choices = [choice async for chunk in answer for choice in chunk.choices]
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["steercap_probe"]
+    assert sum(len(choice.logprobs.content) for choice in choices if choice.logprobs) == 1
+
+
+async def test_a_probe_is_read_of_projections_on_it(served: AsyncOpenAI) -> None:
+    """Scores are the numbers of the stream, times the probe's length."""
+    asked = {
+        "capture": {"project": "traits", "layers": [LAYER]},
+        "monitors": [{"probe": "traits/cold", "layer": LAYER, "threshold": -1e6, "bias": 1.5}],
+    }
+    chunks = await served.completions.create(
+        model="tiny",
+        prompt=random_prompt(20, 60),
+        stream=True,
+        extra_body={"steercap": asked, **IGNORED},
+        **GREEDY,
+    )
+    _, fields, last = await live(chunks)
+    (report,) = last["results"][0]["monitors"]
+    positions, numbers = together(fields, 0, f"resid_post.{LAYER}")
+    known = numbers[20:, 1].double() * TRAITS["cold"][LAYER].double().norm() + 1.5
+    assert [one["position"] for one in report["crossings"]] == positions[20:] == list(range(20, 43))
+    assert [one["score"] for one in report["crossings"]] == pytest.approx(known.tolist(), rel=1e-6)
+    await fetched(served, last["results"][0])
+
+
+async def test_rows_that_cannot_be_trusted_have_no_scores(served: AsyncOpenAI, tiny: SteerModel) -> None:
+    """Steering that overflows fails the request, watched or not, and no other."""
+    wild = Add(torch.full((128,), 3e38), 3.0, layer=1, tokens="generated")
+    monitor = Monitor(CALM[LAYER], 1e30, LAYER)
+    with pytest.raises((CaptureIncomplete, SteeringNotApplied), match="overflows"):
+        await tiny.generate(random_prompt(9, 61), GREEDY, steering=wild, monitors=[monitor], raw_output=True)
+    run = await run_of(tiny, 19)
+    assert await text_of(tiny, run, 24) == run.text
+    assert await settled(tiny) == (0, 0, 0)
 
 
 async def test_a_client_that_leaves_ends_what_is_watched(served: AsyncOpenAI, tiny: SteerModel) -> None:
