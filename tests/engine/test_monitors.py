@@ -484,7 +484,7 @@ async def test_a_probe_is_read_of_projections_on_it(served: AsyncOpenAI) -> None
     await fetched(served, last["results"][0])
 
 
-async def test_rows_that_cannot_be_trusted_have_no_scores(served: AsyncOpenAI, tiny: SteerModel) -> None:
+async def test_rows_that_cannot_be_trusted_have_no_scores(tiny: SteerModel) -> None:
     """Steering that overflows fails the request, watched or not, and no other."""
     wild = Add(torch.full((128,), 3e38), 3.0, layer=1, tokens="generated")
     monitor = Monitor(CALM[LAYER], 1e30, LAYER)
