@@ -16,7 +16,6 @@ from openai import APIError, AsyncOpenAI, BadRequestError
 from safetensors.torch import load
 
 from steercap import Add, CaptureSpec, Monitor, SteerModel
-from steercap.adapters import server
 from steercap.errors import (
     CaptureIncomplete,
     InvalidRequest,
@@ -49,6 +48,8 @@ CALM, TRAITS = vectors(1), DirectionSet({"warm": vectors(2), "cold": vectors(3)}
 @pytest.fixture(scope="module")
 async def served(tiny: SteerModel, tmp_path_factory) -> AsyncOpenAI:
     """OpenAI's client of a server that knows `calm` and `traits`."""
+    from steercap.adapters import server  # vLLM, and Triton with it, which other tests want to import first
+
     folder = tmp_path_factory.mktemp("monitors")
     files = {"calm": CALM.save(folder / "calm.safetensors"), "traits": TRAITS.save(folder / "traits.safetensors")}
     app = await application(tiny, server.read_flags(tiny.serving.model, FLAGS), ServerSettings(vectors=files))

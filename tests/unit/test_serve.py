@@ -124,6 +124,10 @@ known = st.sampled_from(
         "edits",
         "layer",
         "project",
+        "monitors",
+        "probe",
+        "threshold",
+        "do",
     ]
 )
 bodies = st.recursive(
