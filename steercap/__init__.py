@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from steercap.requests.answers import RawOutput
     from steercap.requests.handle import CaptureHandle
     from steercap.requests.manifest import Manifest
+    from steercap.requests.monitoring import Crossing, MonitorReport
     from steercap.requests.pooled import Encoded
     from steercap.requests.saving import CaptureRun, save_run
     from steercap.requests.sketching import RunningSketch
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from steercap.saes.sae import SAE
     from steercap.sketches.sketch import Sketch
     from steercap.steering.logit_bias import LogitBias
+    from steercap.steering.monitor import Monitor
     from steercap.steering.spec import SteeringSpec
     from steercap.vectors.calibration import Calibration
 
@@ -61,11 +63,14 @@ _HOMES = {
     "CaptureRun": "steercap.requests.saving",
     "CaptureSpec": "steercap.core.spec",
     "Chunk": "steercap.requests.stream",
+    "Crossing": "steercap.requests.monitoring",
     "Encoded": "steercap.requests.pooled",
     "Features": "steercap.saes.features",
     "LogitBias": "steercap.steering.logit_bias",
     "LowRank": "steercap.edits.low_rank",
     "Manifest": "steercap.requests.manifest",
+    "Monitor": "steercap.steering.monitor",
+    "MonitorReport": "steercap.requests.monitoring",
     "Point": "steercap.core.spec",
     "RawOutput": "steercap.requests.answers",
     "Receipt": "steercap.core.receipt",
@@ -100,11 +105,14 @@ __all__ = [
     "CaptureRun",
     "CaptureSpec",
     "Chunk",
+    "Crossing",
     "Encoded",
     "Features",
     "LogitBias",
     "LowRank",
     "Manifest",
+    "Monitor",
+    "MonitorReport",
     "Point",
     "RawOutput",
     "Receipt",

@@ -4,17 +4,20 @@ tokenizers' `DecodeStream` holds text back while it ends within a character. vLL
 prompt itself ends within a character (token ids that were cut there, or bytes that are not one), or with U+FFFD, the
 whole prompt comes out as if it had been generated, and stop strings match in it. What it relies on:
 `FastIncrementalDetokenizer` and its `tokenizer`, `stream` and `skip_special_tokens`. It can go when such a prompt stays
-out of vLLM's texts.
+out of vLLM's texts. `text_of` relies on `IncrementalDetokenizer`.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, Final
 
 import tokenizers
-from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer, IncrementalDetokenizer
 
 from steercap.adapters.releases import require
 
@@ -31,6 +34,7 @@ def mend() -> None:
     if hasattr(original, _MENDED):
         return
     require("FastIncrementalDetokenizer", FastIncrementalDetokenizer)
+    require("IncrementalDetokenizer", IncrementalDetokenizer)
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -45,6 +49,19 @@ def mend() -> None:
 
     setattr(init, _MENDED, True)
     FastIncrementalDetokenizer.__init__ = init
+
+
+def text_of(tokenizer: Any, params: SamplingParams, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text that vLLM has once these tokens were generated and the text ends there, with no stop string in it."""
+    if not params.detokenize or not tokens:
+        return ""
+    plain = copy.copy(params)
+    plain.stop = []
+    request: Any = SimpleNamespace(request_id="", sampling_params=plain, prompt_token_ids=[*prompt], prompt_embeds=None)
+    detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
+    detokenizer.update([*tokens], False)
+    text: str = detokenizer.get_next_output_text(finished=True, delta=False)
+    return text
 
 
 def _readable(detokenizer: Any, prompt: Sequence[int]) -> int:

@@ -7,7 +7,7 @@ What it relies on: `AsyncLLM.from_vllm_config`, `encode`, `generate` and its `da
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Final, Protocol
 
@@ -299,6 +299,10 @@ class VllmEngine:
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         return self.llm.renderer.get_tokenizer()
+
+    def text(self, prompt: Rendered, params: SamplingParams, tokens: Sequence[int]) -> str:
+        """The text of generated tokens, where it ends with the last of them."""
+        return detokenizer.text_of(self.tokenizer, params, prompt.token_ids, tokens)
 
     async def quiesce(self) -> None:
         """Stop listening to the engine, or its end would be reported as a crash; in its event loop."""

@@ -89,6 +89,11 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     "DPCoordinatorProc": ("run_coordinator",),
     "WorkerProc": ("worker_main",),
     "FastIncrementalDetokenizer": ("__init__(tokenizer, request)",),
+    "IncrementalDetokenizer": (
+        "from_new_request(tokenizer, request)",
+        "get_next_output_text(finished, delta)",
+        "update(new_token_ids, stop_terminated)",
+    ),
     "Attention": (
         "attn_backend.get_name",
         "attn_type",

@@ -138,6 +138,16 @@ class Settle(Message, frozen=True):
     ended: tuple[bool, ...]
 
 
+class Engage(Message, frozen=True):
+    """Let steering begin that was held back, with the first token that is not under way; every rank answers.
+
+    Args:
+        owners: whose.
+    """
+
+    owners: tuple[Owner, ...]
+
+
 class Collect(Message, frozen=True):
     """Seal finished requests and say where their rows are."""
 
@@ -287,6 +297,7 @@ Question: TypeAlias = (
     | Census
     | Configure
     | Settle
+    | Engage
     | Unembed
     | Project
     | Choose
@@ -494,6 +505,12 @@ class Settled(Message, frozen=True):
     records: tuple[SteeringRecord | Unknown, ...]
 
 
+class Engaged(Message, frozen=True):
+    """Answer to Engage, in its order: the first position that is steered, None of a request that is not here."""
+
+    positions: tuple[int | None, ...]
+
+
 class SketchOpened(Message, frozen=True):
     """Answer to OpenSketch and CloseSketch: why there is no room for it, or ""."""
 
@@ -558,6 +575,7 @@ Answer: TypeAlias = (
     | Counted
     | Configured
     | Settled
+    | Engaged
     | SketchOpened
     | Folded
     | SketchPart

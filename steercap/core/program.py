@@ -159,6 +159,7 @@ class SteeringPlan(msgspec.Struct, frozen=True):
         scopes: positions of each token selection.
         replaced: positions of each replacement, in the order of its rows.
         biased: positions of each token selection of its biases.
+        held: whether nothing is edited until the client says so, see `messages.Engage`.
     """
 
     slot: int
@@ -167,10 +168,29 @@ class SteeringPlan(msgspec.Struct, frozen=True):
     scopes: tuple[tuple[Range, ...], ...]
     replaced: tuple[tuple[int, ...], ...]
     biased: tuple[tuple[Range, ...], ...] = ()
+    held: bool = False
+
+    def since(self, position: int | None) -> SteeringPlan:
+        """The same at positions from this one on; None for none."""
+        scopes = tuple(() if position is None else _since(ranges, position) for ranges in self.scopes)
+        return msgspec.structs.replace(self, scopes=scopes)
+
+
+def _since(ranges: Sequence[Range], position: int) -> tuple[Range, ...]:
+    """What ranges select from a position on."""
+    found = []
+    for one in ranges:
+        steps = max(0, -(-(position - one.start) // one.step))
+        found.append(Range(one.start + steps * one.step, one.stop, one.step))
+    return tuple(found)
 
 
 def identity(
-    configuration: bytes, scopes: Sequence[Sequence[Range]], replaced: Sequence[Sequence[int]], epoch: int
+    configuration: bytes,
+    scopes: Sequence[Sequence[Range]],
+    replaced: Sequence[Sequence[int]],
+    epoch: int,
+    held: str = "",
 ) -> bytes:
     """What the KV of a steered request depends on besides its tokens: SHA-256.
 
@@ -182,8 +202,9 @@ def identity(
         scopes: positions of each token selection.
         replaced: positions of each replacement.
         epoch: raised whenever steering failed, so that what was written then is never read.
+        held: the request whose steering begins at a position that nobody knows yet: its KV is nobody else's.
     """
-    return hashlib.sha256(_ENCODER.encode((configuration, scopes, replaced, epoch))).digest()
+    return hashlib.sha256(_ENCODER.encode((configuration, scopes, replaced, epoch, held))).digest()
 
 
 @lru_cache(maxsize=256)

@@ -23,6 +23,7 @@ class CallArguments:
     Args:
         sampling_params: pooling parameters, if the prompts are encoded.
         encoding: whether the prompts are encoded by a pooling model.
+        monitors: what watches each request.
     """
 
     sampling_params: Any
@@ -34,6 +35,7 @@ class CallArguments:
     reading: bool = False
     sketches: Sequence[Any] = ()
     encoding: bool = False
+    monitors: Any = None
 
     @property
     def spec(self) -> Any:

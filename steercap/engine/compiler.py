@@ -24,6 +24,7 @@ from steercap.saes.compiling import Readers, compile_readers
 from steercap.sites import SITES, placed
 from steercap.steering.calibration import Calibrated, calibration_of, compile_calibration
 from steercap.steering.lowering import Lowered, lower
+from steercap.steering.monitor import Monitor, check_widths, compile_probes
 from steercap.steering.projection import Projected, compile_projection, points_of
 from steercap.steering.spec import SteeringSpec, spec_of
 
@@ -145,6 +146,25 @@ class Compiler:
             self._check_records(found.lowered.configuration.reads, coding, "project=")
             known[points] = found
         return known[points]
+
+    def probe_points(self, monitors: Sequence[Monitor]) -> tuple[Point, ...]:
+        """The point of each monitor.
+
+        Raises:
+            LayerOutOfRange, UnknownName, PointNotArmed: this engine has no such point.
+            InvalidVector: a probe of another width than the rows.
+        """
+        points = tuple(monitor.point(self._num_layers) for monitor in monitors)
+        check_armed(points, self._armed, SITES, self._exists)
+        check_widths(monitors, points, self._schemas)
+        return points
+
+    def probed(self, monitors: Sequence[Monitor], points: Sequence[Point]) -> tuple[Projected, tuple[int, ...]]:
+        """What is kept for monitors alone; see `monitor.compile_probes`."""
+        found, columns = compile_probes(monitors, points, self._armed)
+        coding = Coding("projected", len(found.names))
+        self._check_records(found.lowered.configuration.reads, coding, "monitors=")
+        return found, columns
 
     def calibrated(self, spec: CaptureSpec) -> Calibrated | None:
         """What a spec codes rows by besides the rows, compiled; None for codecs that need nothing.

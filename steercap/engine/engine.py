@@ -35,6 +35,7 @@ from steercap.families.proved import verified
 from steercap.saes.compiling import Readers
 from steercap.steering.calibration import Calibrated
 from steercap.steering.lowering import Lowered
+from steercap.steering.monitor import Monitor
 from steercap.steering.projection import Projected
 
 if TYPE_CHECKING:
@@ -217,6 +218,14 @@ class Engine:
         """See `Compiler.coding`."""
         return self._compiler.coding(spec)
 
+    def probe_points(self, monitors: Sequence[Monitor]) -> tuple[Point, ...]:
+        """See `Compiler.probe_points`."""
+        return self._compiler.probe_points(monitors)
+
+    def probed(self, monitors: Sequence[Monitor], points: Sequence[Point]) -> tuple[Projected, tuple[int, ...]]:
+        """See `Compiler.probed`."""
+        return self._compiler.probed(monitors, points)
+
     def pages_needed(self, plan: CapturePlan, rows: int) -> int:
         """Pages that `rows` rows of the plan, or their accumulator, take on the worker that holds most of them."""
         return max((rank.pages(plan, rows) for rank in self._all_ranks), default=0)
@@ -302,13 +311,18 @@ class Engine:
 
     # Rows
 
-    async def collect(self, wanted: Sequence[Wanted]) -> list[Delivery]:
-        """Fetch finished requests' rows: one RPC for all, then the rows out of each arena.
+    async def collect(self, wanted: Sequence[Wanted], *, growing: bool = False) -> list[Delivery]:
+        """Fetch requests' rows: one RPC for all, then the rows out of each arena.
+
+        Args:
+            wanted: whose, and which.
+            growing: whether the requests still run, so that many will ask for a few rows each, again and again.
 
         Raises:
             EngineFailure: the engine has died, or a worker cannot answer.
         """
-        return await self._fetcher.deliver(self._ranks, await self.locate(wanted))
+        found = await (self._workers.locate_growing(wanted) if growing else self.locate(wanted))
+        return await self._fetcher.deliver(self._ranks, found)
 
     async def locate(self, wanted: Sequence[Wanted]) -> list[list[list[Parcel | Unknown]]]:
         """See `Workers.locate`."""
@@ -317,6 +331,10 @@ class Engine:
     async def settle(self, wanted: Sequence[Wanted], *, ended: bool) -> list[Records]:
         """See `Workers.settle`."""
         return await self._workers.settle(wanted, ended=ended)
+
+    async def engage(self, owner: Owner) -> int:
+        """See `Workers.engage`."""
+        return await self._workers.engage(owner)
 
     async def census(self) -> list[list[Counted]]:
         """Engine by engine, what each capturing worker holds."""

@@ -24,6 +24,8 @@ from steercap.core.messages import (
     Configure,
     Configured,
     Counted,
+    Engage,
+    Engaged,
     Failed,
     LineRange,
     Lines,
@@ -47,7 +49,7 @@ from steercap.core.messages import (
 )
 from steercap.engine.batching import Batcher
 from steercap.engine.ranks import Rank, Ranks
-from steercap.errors import EngineFailure, ModelClosed, UnsupportedRunner, WorkerFailure
+from steercap.errors import EngineFailure, ModelClosed, SteeringNotApplied, UnsupportedRunner, WorkerFailure
 from steercap.transport.reader import open_reader
 
 if TYPE_CHECKING:
@@ -92,6 +94,7 @@ class Workers:
         self._given_back: dict[Owner, _GivenBack] = {}
         self._flush: asyncio.Task[None] | None = None
         self._settling: Batcher[tuple[Sequence[Wanted], bool], list[Records]] = Batcher(self._settle)
+        self._growing: Batcher[Sequence[Wanted], list[list[list[Parcel | Unknown]]]] = Batcher(self._locate)
 
     def require_open(self) -> None:
         """Check that they can be asked from here.
@@ -107,6 +110,7 @@ class Workers:
         """Fail whoever waits for an answer."""
         self.closed = True
         await self._settling.aclose()
+        await self._growing.aclose()
         if self._flush:
             self._flush.cancel()
             await asyncio.wait([self._flush])
@@ -137,6 +141,14 @@ class Workers:
         engines = await self.ask(Collect(tuple(wanted)), Collected)
         return [[[answer.parcels[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
 
+    async def locate_growing(self, wanted: Sequence[Wanted]) -> list[list[list[Parcel | Unknown]]]:
+        """The same of requests that still run; one RPC for all that ask meanwhile."""
+        return await self._growing.ask(wanted)
+
+    async def _locate(self, asked: Sequence[Sequence[Wanted]]) -> list[list[list[list[Parcel | Unknown]]]]:
+        found = iter(await self.locate([item for items in asked for item in items]))
+        return [[next(found) for _ in items] for items in asked]
+
     async def settle(self, wanted: Sequence[Wanted], *, ended: bool) -> list[Records]:
         """What the workers did to samples of a request so far; one RPC for all that ask meanwhile.
 
@@ -153,6 +165,21 @@ class Workers:
             [[[answer.records[index] for answer in answers] for answers in engines] for index in range(len(wanted))]
         )
         return [[next(records) for _ in items] for items, _ in asked]
+
+    async def engage(self, owner: Owner) -> int:
+        """Let the steering of a sample begin that was held back; returns the first position that is steered.
+
+        Raises:
+            SteeringNotApplied: its workers do not begin with the same.
+        """
+        engines = await self.ask(Engage((owner,)), Engaged)
+        known = [[one for answer in answers for one in answer.positions] for answers in engines]
+        found = [set(positions) for positions in known if any(one is not None for one in positions)]
+        if len(found) != 1 or len(found[0]) != 1:
+            raise SteeringNotApplied(f"{owner.key}: steering was to begin, and its workers begin at positions {known}")
+        (start,) = found[0]
+        assert start is not None
+        return start
 
     async def configure(self, question: Configure) -> list[Configured]:
         """Send vectors, and what slots hold."""

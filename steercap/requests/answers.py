@@ -23,6 +23,7 @@ from steercap.core.receipt import SteeringReceipt
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidRequest
 from steercap.requests.job import Done, Job, prepare, run_all
+from steercap.requests.monitoring import MonitorReport
 from steercap.requests.pooled import Encoded, require_kind
 from steercap.requests.serving import Serving
 from steercap.requests.stream import Chunk, stream
@@ -38,10 +39,12 @@ class RawOutput:
     Args:
         output: vLLM's RequestOutput, as vLLM made it: `raw.output.outputs[0].text`, `.token_ids`, `.logprobs`.
         steering: a receipt for each sample, None where nothing was to be changed.
+        monitors: what each monitor found, for each sample; None where there were none.
     """
 
     output: RequestOutput
     steering: tuple[SteeringReceipt, ...] | None
+    monitors: tuple[tuple[MonitorReport, ...], ...] | None = None
 
 
 async def generated(serving: Serving, prompts: Any, call: CallArguments) -> Any:
@@ -88,7 +91,7 @@ async def streamed(serving: Serving, prompt: Any, call: CallArguments) -> AsyncG
     if many or isinstance(spec, (list, tuple)) or (isinstance(spec, CaptureSpec) and spec.reduce):
         raise InvalidRequest("stream takes one prompt, and rows rather than their reduction; use generate")
     asked = call.sampling_params, spec, call.steering
-    job = await prepare(engine, given[0], *asked, options=call.options, sketches=call.sketches)
+    job = await prepare(engine, given[0], *asked, options=call.options, sketches=call.sketches, monitors=call.monitors)
     params: Any = job.params
     if params.n != 1:
         raise InvalidRequest(f"stream gives one sample, not n={params.n}; use generate")
@@ -114,6 +117,8 @@ async def _answered(
 ) -> Any:
     """Run prompts, with the spans of their messages, and give back what the user gets."""
     engine, captured, raw = serving.here(), call.spec is not None, flag_asked("raw_output", call.raw_output)
+    if call.monitors and not raw:
+        raise InvalidRequest("what monitors= find is in RawOutput.monitors; give raw_output=True, or use stream")
     params = each(call.sampling_params, len(prompts), "pooling" if call.encoding else "sampling_params")
     specs = each(call.spec, len(prompts), "capture")
     edits = each(call.steering, len(prompts), "steering")
@@ -129,6 +134,7 @@ async def _answered(
                 reading=call.reading,
                 sketches=call.sketches,
                 encoding=call.encoding,
+                monitors=call.monitors,
             )
 
     done = await run_all(jobs(), serving.running)
@@ -148,7 +154,8 @@ def _given(done: Done, *, raw: bool) -> Any:
 
 
 def _raw(done: Done) -> RawOutput:
-    return RawOutput(done.output, None if done.receipts is None else tuple(done.receipts))
+    steering = None if done.receipts is None else tuple(done.receipts)
+    return RawOutput(done.output, steering, None if done.monitors is None else tuple(done.monitors))
 
 
 def _texts(output: RequestOutput) -> str | list[str]:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from steercap.adapters.types import PoolingParams, SamplingParams
     from steercap.edits.base import Edit
     from steercap.steering.logit_bias import LogitBias
+    from steercap.steering.monitor import Monitor
 
 
 Value = TypeVar("Value")
@@ -107,3 +108,41 @@ class ChatBySpec(BySpec, Template):
 
 class ChatBySpecs(BySpecs, Template):
     """`BySpecs`, of `chat`."""
+
+
+class Watched(TypedDict, total=False):
+    """What `generate` and `chat` take besides, with `raw_output=True`."""
+
+    monitors: Sequence[Monitor] | None
+
+
+class RawPlain(Plain, Watched):
+    """`Plain`, with monitors."""
+
+
+class RawByLayers(ByLayers, Watched):
+    """`ByLayers`, with monitors."""
+
+
+class RawBySpec(BySpec, Watched):
+    """`BySpec`, with monitors."""
+
+
+class RawBySpecs(BySpecs, Watched):
+    """`BySpecs`, with monitors."""
+
+
+class RawChatPlain(ChatPlain, Watched):
+    """`ChatPlain`, with monitors."""
+
+
+class RawChatByLayers(ChatByLayers, Watched):
+    """`ChatByLayers`, with monitors."""
+
+
+class RawChatBySpec(ChatBySpec, Watched):
+    """`ChatBySpec`, with monitors."""
+
+
+class RawChatBySpecs(ChatBySpecs, Watched):
+    """`ChatBySpecs`, with monitors."""

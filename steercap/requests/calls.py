@@ -24,6 +24,14 @@ from steercap.requests.asked import (
     Plain,
     Pooling,
     Prompt,
+    RawByLayers,
+    RawBySpec,
+    RawBySpecs,
+    RawChatByLayers,
+    RawChatBySpec,
+    RawChatBySpecs,
+    RawChatPlain,
+    RawPlain,
     Reading,
     Several,
     Steering,
@@ -36,6 +44,7 @@ from steercap.requests.stream import Chunk
 
 if TYPE_CHECKING:
     from steercap.adapters.types import SamplingParams
+    from steercap.steering.monitor import Monitor
 
 #: Sampling parameters of `read`: vLLM runs no prompt without sampling one token, which has no row.
 READ: Final = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
@@ -58,7 +67,7 @@ class Calls(Generic[Handle]):
     ) -> Coming[Text]: ...
     @overload
     def generate(
-        self, prompts: Prompt, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[Plain]
+        self, prompts: Prompt, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[RawPlain]
     ) -> Coming[RawOutput]: ...
     @overload
     def generate(
@@ -66,7 +75,7 @@ class Calls(Generic[Handle]):
     ) -> Coming[tuple[Text, Handle | list[Handle]]]: ...
     @overload
     def generate(
-        self, prompts: Prompt, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[ByLayers]
+        self, prompts: Prompt, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[RawByLayers]
     ) -> Coming[tuple[RawOutput, Handle | list[Handle]]]: ...
     @overload
     def generate(
@@ -74,7 +83,7 @@ class Calls(Generic[Handle]):
     ) -> Coming[tuple[Text, Handle | list[Handle]]]: ...
     @overload
     def generate(
-        self, prompts: Prompt, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[BySpec]
+        self, prompts: Prompt, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[RawBySpec]
     ) -> Coming[tuple[RawOutput, Handle | list[Handle]]]: ...
     @overload
     def generate(
@@ -87,7 +96,7 @@ class Calls(Generic[Handle]):
     ) -> Coming[list[Text]]: ...
     @overload
     def generate(
-        self, prompts: Several[Prompt], sampling_params: Params = None, *, raw_output: On, **asked: Unpack[Plain]
+        self, prompts: Several[Prompt], sampling_params: Params = None, *, raw_output: On, **asked: Unpack[RawPlain]
     ) -> Coming[list[RawOutput]]: ...
     @overload
     def generate(
@@ -100,7 +109,7 @@ class Calls(Generic[Handle]):
     ) -> Coming[tuple[list[Text], list[Handle | list[Handle]]]]: ...
     @overload
     def generate(
-        self, prompts: Several[Prompt], sampling_params: Params = None, *, raw_output: On, **asked: Unpack[ByLayers]
+        self, prompts: Several[Prompt], sampling_params: Params = None, *, raw_output: On, **asked: Unpack[RawByLayers]
     ) -> Coming[tuple[list[RawOutput], list[Handle | list[Handle]]]]: ...
     @overload
     def generate(
@@ -113,7 +122,7 @@ class Calls(Generic[Handle]):
     ) -> Coming[tuple[list[Text], list[Handle | list[Handle]]]]: ...
     @overload
     def generate(
-        self, prompts: Several[Prompt], sampling_params: Params = None, *, raw_output: On, **asked: Unpack[BySpec]
+        self, prompts: Several[Prompt], sampling_params: Params = None, *, raw_output: On, **asked: Unpack[RawBySpec]
     ) -> Coming[tuple[list[RawOutput], list[Handle | list[Handle]]]]: ...
     @overload
     def generate(
@@ -126,7 +135,7 @@ class Calls(Generic[Handle]):
     ) -> Coming[tuple[list[Text], list[Handle | list[Handle] | None]]]: ...
     @overload
     def generate(
-        self, prompts: Several[Prompt], sampling_params: Params = None, *, raw_output: On, **asked: Unpack[BySpecs]
+        self, prompts: Several[Prompt], sampling_params: Params = None, *, raw_output: On, **asked: Unpack[RawBySpecs]
     ) -> Coming[tuple[list[RawOutput], list[Handle | list[Handle] | None]]]: ...
     def generate(
         self,
@@ -136,6 +145,7 @@ class Calls(Generic[Handle]):
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
         steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        monitors: Sequence[Monitor] | None = None,
         raw_output: bool = False,
         lora_request: Any = None,
         priority: int = 0,
@@ -150,8 +160,11 @@ class Calls(Generic[Handle]):
             capture: what to keep, for all prompts, or one each (None keeps nothing).
             steering: what to change: a SteeringSpec (or one edit) for all prompts, or one each; None changes
                 nothing. Left out, it is what `model.steered` says around the call.
+            monitors: probes with thresholds that watch each request while it runs, and may end it: `Monitor`. What they
+                found is in the `RawOutput`, so `raw_output=True` goes with them.
             raw_output: return a `RawOutput` in place of each text: vLLM's RequestOutput as `output`, as `steering`
-                a `SteeringReceipt` for each sample, None where nothing was to be changed.
+                a `SteeringReceipt` for each sample, None where nothing was to be changed, and as `monitors` what each
+                monitor found in each sample.
             lora_request: vLLM's LoRARequest, for an engine started with `enable_lora=True`.
             priority: vLLM's request priority, for an engine started with `scheduling_policy="priority"`.
 
@@ -171,7 +184,9 @@ class Calls(Generic[Handle]):
             ModelClosed: the model is not open.
         """
         options = {"lora_request": lora_request, "priority": priority}
-        call = CallArguments(sampling_params, capture_layers, capture, steering, options, raw_output=raw_output)
+        call = CallArguments(
+            sampling_params, capture_layers, capture, steering, options, raw_output=raw_output, monitors=monitors
+        )
         return generated(self.serving, prompts, in_context(self, call))
 
     @overload
@@ -185,7 +200,7 @@ class Calls(Generic[Handle]):
     ) -> Coming[Text]: ...
     @overload
     def chat(
-        self, messages: Conversation, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[ChatPlain]
+        self, messages: Conversation, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[RawChatPlain]
     ) -> Coming[RawOutput]: ...
     @overload
     def chat(
@@ -198,7 +213,12 @@ class Calls(Generic[Handle]):
     ) -> Coming[tuple[Text, Handle | list[Handle]]]: ...
     @overload
     def chat(
-        self, messages: Conversation, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[ChatByLayers]
+        self,
+        messages: Conversation,
+        sampling_params: Params = None,
+        *,
+        raw_output: On,
+        **asked: Unpack[RawChatByLayers],
     ) -> Coming[tuple[RawOutput, Handle | list[Handle]]]: ...
     @overload
     def chat(
@@ -211,7 +231,7 @@ class Calls(Generic[Handle]):
     ) -> Coming[tuple[Text, Handle | list[Handle]]]: ...
     @overload
     def chat(
-        self, messages: Conversation, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[ChatBySpec]
+        self, messages: Conversation, sampling_params: Params = None, *, raw_output: On, **asked: Unpack[RawChatBySpec]
     ) -> Coming[tuple[RawOutput, Handle | list[Handle]]]: ...
     @overload
     def chat(
@@ -229,7 +249,7 @@ class Calls(Generic[Handle]):
         sampling_params: Params = None,
         *,
         raw_output: On,
-        **asked: Unpack[ChatPlain],
+        **asked: Unpack[RawChatPlain],
     ) -> Coming[list[RawOutput]]: ...
     @overload
     def chat(
@@ -247,7 +267,7 @@ class Calls(Generic[Handle]):
         sampling_params: Params = None,
         *,
         raw_output: On,
-        **asked: Unpack[ChatByLayers],
+        **asked: Unpack[RawChatByLayers],
     ) -> Coming[tuple[list[RawOutput], list[Handle | list[Handle]]]]: ...
     @overload
     def chat(
@@ -265,7 +285,7 @@ class Calls(Generic[Handle]):
         sampling_params: Params = None,
         *,
         raw_output: On,
-        **asked: Unpack[ChatBySpec],
+        **asked: Unpack[RawChatBySpec],
     ) -> Coming[tuple[list[RawOutput], list[Handle | list[Handle]]]]: ...
     @overload
     def chat(
@@ -283,7 +303,7 @@ class Calls(Generic[Handle]):
         sampling_params: Params = None,
         *,
         raw_output: On,
-        **asked: Unpack[ChatBySpecs],
+        **asked: Unpack[RawChatBySpecs],
     ) -> Coming[tuple[list[RawOutput], list[Handle | list[Handle] | None]]]: ...
     def chat(
         self,
@@ -293,6 +313,7 @@ class Calls(Generic[Handle]):
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
         steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        monitors: Sequence[Monitor] | None = None,
         raw_output: bool = False,
         lora_request: Any = None,
         priority: int = 0,
@@ -303,7 +324,8 @@ class Calls(Generic[Handle]):
         Args:
             messages: one conversation, a list of {"role", "content"} dicts, or a list of conversations; of text alone,
                 pictures are for `generate`.
-            sampling_params, capture_layers, capture, steering, raw_output, lora_request, priority: as for `generate`.
+            sampling_params, capture_layers, capture, steering, monitors, raw_output, lora_request, priority: as for
+                `generate`.
             chat_template_kwargs: further arguments of the tokenizer's chat template.
 
         Returns:
@@ -315,7 +337,9 @@ class Calls(Generic[Handle]):
             The errors of `generate`.
         """
         options = {"lora_request": lora_request, "priority": priority}
-        call = CallArguments(sampling_params, capture_layers, capture, steering, options, raw_output=raw_output)
+        call = CallArguments(
+            sampling_params, capture_layers, capture, steering, options, raw_output=raw_output, monitors=monitors
+        )
         return replied(self.serving, messages, in_context(self, call), chat_template_kwargs)
 
     @overload
@@ -426,6 +450,7 @@ class Calls(Generic[Handle]):
         capture_layers: Layers | None = None,
         capture: CaptureSpec | None = None,
         steering: Steering | FromContext = FROM_CONTEXT,
+        monitors: Sequence[Monitor] | None = None,
         lora_request: Any = None,
         priority: int = 0,
     ) -> AsyncGenerator[Chunk, None]:
@@ -435,6 +460,7 @@ class Calls(Generic[Handle]):
             prompt: one prompt, as for `generate`.
             sampling_params, capture_layers, capture, steering, lora_request, priority: as for `generate`, for one
                 sample.
+            monitors: as for `generate`; where they fire is in the chunks.
 
         Yields:
             Chunks whose texts, token ids and rows, one after the other, are those of the whole; the first one brings
@@ -446,5 +472,5 @@ class Calls(Generic[Handle]):
             The errors of `generate`, and CaptureIncomplete. SteeringNotApplied comes in place of the last chunk.
         """
         options = {"lora_request": lora_request, "priority": priority}
-        call = CallArguments(sampling_params, capture_layers, capture, steering, options)
+        call = CallArguments(sampling_params, capture_layers, capture, steering, options, monitors=monitors)
         return streamed(self.serving, prompt, in_context(self, call))

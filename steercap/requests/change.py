@@ -21,12 +21,14 @@ class Change:
         scopes: positions of each token selection.
         replaced: positions of each replacement.
         biased: positions of each token selection of biases.
+        held: key of the request, if nothing is edited until a monitor says so; else "".
     """
 
     lowered: Lowered
     scopes: tuple[tuple[Range, ...], ...]
     replaced: tuple[tuple[int, ...], ...]
     biased: tuple[tuple[Range, ...], ...] = ()
+    held: str = ""
 
     def placed(self, slots: Mapping[bytes, int], epoch: int) -> SteeringPlan:
         """What the workers are told of it.
@@ -36,8 +38,8 @@ class Change:
             epoch: see `identity`.
         """
         digest = self.lowered.digest
-        name = identity(self.lowered.edits_digest or digest, self.scopes, self.replaced, epoch)
-        return SteeringPlan(slots[digest], digest, name, self.scopes, self.replaced, self.biased)
+        name = identity(self.lowered.edits_digest or digest, self.scopes, self.replaced, epoch, self.held)
+        return SteeringPlan(slots[digest], digest, name, self.scopes, self.replaced, self.biased, bool(self.held))
 
 
 class Planned(NamedTuple):

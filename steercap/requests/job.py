@@ -5,29 +5,33 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
 from steercap.core.attention import AttentionRule
 from steercap.core.chat import MessageSpan
-from steercap.core.coding import RAW
+from steercap.core.coding import RAW, Coding
 from steercap.core.messages import Owner, Wanted
 from steercap.core.plan import Plan, compile_capture
 from steercap.core.receipt import SteeringReceipt, check_edits
 from steercap.core.rows import rows_selected
 from steercap.core.spec import CaptureSpec, Point
-from steercap.core.tokens import selected
+from steercap.core.tokens import TokenSelection, selected
 from steercap.errors import InvalidSpec, ModelClosed, SteeringNotApplied, first_error
+from steercap.requests.arriving import Arrived, arrived
 from steercap.requests.change import Change, Planned
 from steercap.requests.checks import Expected
+from steercap.requests.gauges import Gauged, gauged_by, gauges_of
 from steercap.requests.handle import CaptureHandle
 from steercap.requests.lifecycle import Lifecycle, Source
+from steercap.requests.monitoring import MonitorReport, Watch
 from steercap.requests.sketching import RunningSketch, enter, joint_capture
 from steercap.saes.compiling import Readers
 from steercap.steering.calibration import Calibrated
 from steercap.steering.lowering import biased_by, scopes_of
+from steercap.steering.monitor import Monitor, held_back, monitors_of
 from steercap.steering.projection import Projected
 
 if TYPE_CHECKING:
@@ -62,12 +66,14 @@ class Done(NamedTuple):
         handles: a handle for each sample, None if nothing is kept.
         receipts: what was edited of each sample, None if nothing was to be.
         task: what a pooling model did; None of one that generates.
+        monitors: what its monitors found in each sample, None if there were none.
     """
 
     output: Any
     handles: list[CaptureHandle] | None
     receipts: list[SteeringReceipt] | None
     task: str | None = None
+    monitors: list[tuple[MonitorReport, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,9 +95,10 @@ class Job:
         spans: positions of the messages, for `chat`.
         reading: whether the prompt alone counts; the token that vLLM must sample is kept from the user.
         task: what a pooling model does; None of one that generates.
-        stops: whether a stop string, which the client alone sees, may end it.
+        stops: whether a stop string or a monitor, which the client alone sees, may end it.
         sketches: what its rows enter when it has ended.
-        hands_over: whether the user gets its rows; else they go into sketches alone, if there are any.
+        hands_over: whether the user gets its rows; else they are for sketches or monitors alone, if there are any.
+        watch: its monitors, None if there are none.
     """
 
     engine: Engine
@@ -110,6 +117,7 @@ class Job:
     stops: bool = False
     sketches: tuple[RunningSketch, ...] = ()
     hands_over: bool = True
+    watch: Watch | None = None
 
     def samples_of(self, output: Any) -> Sequence[Sample]:
         """What was generated, as vLLM gives it."""
@@ -151,6 +159,7 @@ async def prepare(
     reading: bool = False,
     sketches: Sequence[RunningSketch] = (),
     encoding: bool = False,
+    monitors: Any = None,
 ) -> Job:
     """Check one request and compile its plan, before the engine hears of it.
 
@@ -158,35 +167,29 @@ async def prepare(
         InvalidRequest: of the kind that says what is wrong.
     """
     vllm = engine.vllm
-    points: tuple[Point, ...] = ()
-    indices: tuple[int, ...] = ()
-    projected, calibrated, readers, coding = None, None, None, RAW
-    hands_over = spec is not None
-    if spec is not None and not isinstance(spec, CaptureSpec):
-        raise InvalidSpec(f"capture={spec!r}; give a CaptureSpec, or capture_layers= for layers alone")
-    if sketches:
-        spec, points, indices = joint_capture(engine, spec, sketches)
-    elif spec is not None:
-        points, indices = engine.captured(spec)
-    if spec is not None:
-        projected, calibrated = engine.projected(spec), engine.calibrated(spec)
-        readers, coding = engine.readers(spec), engine.coding(spec)
+    watching = monitors_of(monitors)
+    kept = _kept(engine, spec, sketches, watching)
+    held = held_back(watching)
+    if held is not None and steering is not None:
+        raise InvalidSpec("a monitor with do='steer' beside steering=; a request has the one or the other")
+    steering = held or steering
     lowered = None if steering is None else engine.lowered(steering)
     asked = await _asked(engine, params, encoding=encoding)
+    stops = asked.stops or any(monitor.do == "stop" for monitor in watching)
     rendered = await vllm.render(prompt)
     options = await vllm.checked(rendered, asked.params, options)
     prompt_len = len(rendered.token_ids)
     limit = vllm.limit(prompt_len, asked.params)
-    capture, needed = None, projected or calibrated
-    if spec is not None:
+    capture, needed = None, kept.projected or kept.calibrated
+    if kept.spec is not None:
         capture = compile_capture(
-            spec,
-            indices,
-            coding,
+            kept.spec,
+            kept.indices,
+            kept.coding,
             prompt_len=prompt_len,
             limit=limit,
             # Past a stop string the workers may go on any way; else as far as vLLM runs ahead, which they leave out.
-            accumulates=not asked.stops and asked.samples <= engine.reductions,
+            accumulates=not stops and asked.samples <= engine.reductions,
             vectors=None if needed is None else needed.plan,
         )
     change = None
@@ -196,24 +199,96 @@ async def prepare(
     plan = None
     if capture is not None or change is not None:
         plan = Plan(engine.new_key(), prompt_len, limit, asked.samples, capture)
+    if held is not None and change is not None and plan is not None:
+        if change.biased or change.replaced:
+            raise InvalidSpec(
+                "a monitor's steering holds edits that say what they add to a row; no LogitBias, no Replace"
+            )
+        change = replace(change, held=plan.key)
+    watch = None
+    if watching and plan is not None:
+        gauges = gauges_of(watching, kept.gauged, plan)
+        watch = Watch(plan.key, gauges, prompt_len=prompt_len, limit=limit, samples=asked.samples)
     return Job(
         engine,
         rendered,
         asked.params,
         options,
         plan,
-        points,
-        projected,
-        calibrated,
-        readers,
+        kept.points,
+        kept.projected,
+        kept.calibrated,
+        kept.readers,
         change,
         tuple(spans),
         reading=reading,
         task=asked.task,
-        stops=asked.stops,
+        stops=stops,
         sketches=tuple(sketches),
-        hands_over=hands_over,
+        hands_over=spec is not None,
+        watch=watch,
     )
+
+
+class _Kept(NamedTuple):
+    """What a request keeps, compiled for one engine; see `Job`.
+
+    Args:
+        spec: what says which tokens, None if nothing is kept.
+        indices: of the points among the armed, ascending.
+        coding: how rows are stored.
+        gauged: of each monitor, its point, and which of the products that are kept there is its own.
+    """
+
+    spec: CaptureSpec | None = None
+    points: tuple[Point, ...] = ()
+    indices: tuple[int, ...] = ()
+    projected: Projected | None = None
+    calibrated: Calibrated | None = None
+    readers: Readers | None = None
+    coding: Coding = RAW
+    gauged: Gauged = ()
+
+
+def _kept(engine: Engine, own: Any, sketches: Sequence[RunningSketch], monitors: Sequence[Monitor]) -> _Kept:
+    """What a request keeps: for its user, else for the sketches that it joins, or for its monitors.
+
+    Raises:
+        InvalidSpec: of the kind that says what cannot be kept, or not together.
+    """
+    if own is not None and not isinstance(own, CaptureSpec):
+        raise InvalidSpec(f"capture={own!r}; give a CaptureSpec, or capture_layers= for layers alone")
+    if monitors and sketches:
+        raise InvalidSpec("a request keeps rows once: make calls with monitors= outside of model.sketch()")
+    if monitors and own is None:
+        places = engine.probe_points(monitors)
+        projected, columns = engine.probed(monitors, places)
+        return _Kept(
+            CaptureSpec(tokens=TokenSelection(tuple(term for one in monitors for term in one.selection.terms))),
+            projected.points,
+            tuple(engine.armed[point] for point in projected.points),
+            projected,
+            coding=Coding("projected", len(projected.names)),
+            gauged=tuple(zip(places, columns, strict=True)),
+        )
+    if sketches:
+        spec, points, indices = joint_capture(engine, own, sketches)
+    elif own is None:
+        return _Kept()
+    else:
+        spec, (points, indices) = own, engine.captured(own)
+    kept = _Kept(
+        spec,
+        points,
+        indices,
+        engine.projected(spec),
+        engine.calibrated(spec),
+        engine.readers(spec),
+        engine.coding(spec),
+    )
+    if not monitors:
+        return kept
+    return kept._replace(gauged=gauged_by(spec, kept.coding, points, monitors, engine.probe_points(monitors)))
 
 
 def _check_biases(asked: _Asked, change: Change, prompt_len: int) -> None:
@@ -277,12 +352,14 @@ async def _run(job: Job, call: object) -> Done:
         if job.plan is not None:
             job.engine.abandon(job.plan, ticket)
         raise
-    if ticket is None or job.plan is None:
-        return Done(output, None, receipts, job.task)
-    if job.hands_over:
-        return Done(output, handles_of(job, found, ticket, receipts), receipts, job.task)
-    job.engine.done_with(job.plan, ticket)
-    return Done(output, None, receipts, job.task)
+    reports = None if job.watch is None else [job.watch.reports(sample.index) for sample in found]
+    handles = None
+    if ticket is not None and job.plan is not None:
+        if job.hands_over:
+            handles = handles_of(job, found, ticket, receipts)
+        else:
+            job.engine.done_with(job.plan, ticket)
+    return Done(output, handles, receipts, job.task, reports)
 
 
 async def enter_sketches(job: Job, samples: Sequence[tuple[int, Sequence[int]]]) -> None:
@@ -374,17 +451,50 @@ def outputs_of(
 ) -> AsyncGenerator[RequestOutput | PoolingRequestOutput, None]:
     """Run a job as planned, where its rows have room; yields vLLM's outputs, the finished one last.
 
-    They hold all that came so far with `partial`, come once without, and are what its parameters say with None.
+    They hold all that came so far with `partial`, come once without, and are what its parameters say with None. Where
+    the job has monitors, they read its rows meanwhile, and may end it.
     """
-    return job.engine.generate(
+    kind = "" if job.watch is None else cast("SamplingParams", job.params).output_kind.name
+    final = partial is False or (partial is None and kind == "FINAL_ONLY")
+    outputs: Any = job.engine.generate(
         job.prompt,
         job.params,
         planned.plan,
         ticket=ticket,
         salt=planned.salt,
-        partial=partial,
+        partial=partial if job.watch is None else True if final else partial,
         **job.options,
     )
+    if job.watch is None:
+        found: AsyncGenerator[RequestOutput | PoolingRequestOutput, None] = outputs
+        return found
+    return job.watch.outputs(
+        outputs,
+        lambda samples: rows_so_far(job, samples),
+        lambda tokens: job.engine.vllm.text(job.prompt, cast("SamplingParams", job.params), tokens),
+        lambda index: job.engine.engage(Owner(cast("Plan", job.plan).key, index)),
+        new=partial is None and kind == "DELTA",
+        final=final,
+    )
+
+
+async def rows_so_far(job: Job, samples: Mapping[int, tuple[Sequence[int], int]]) -> dict[int, Arrived]:
+    """The rows that came of samples of a job that runs, each checked.
+
+    Args:
+        job: the request, which captures.
+        samples: by index, the tokens generated so far, and how many rows came before.
+
+    Raises:
+        CaptureIncomplete, CaptureNotFinite: see `checks.received`.
+    """
+    plan = job.plan
+    assert plan is not None
+    wanted = [
+        (Owner(plan.key, index), replace(expected_of(job, plan, index, tokens), first=first))
+        for index, (tokens, first) in samples.items()
+    ]
+    return dict(zip(samples, await arrived(job.engine, wanted), strict=True)) if wanted else {}
 
 
 async def receipts_of(
@@ -408,12 +518,19 @@ async def receipts_of(
     found = await job.engine.settle(wanted, ended=ended)
     try:
         return [
-            check_edits(plan.key, plan, configuration, item.total, said)
+            check_edits(plan.key, _since(job, plan, item.owner.sample), configuration, item.total, said)
             for item, said in zip(wanted, found, strict=True)
         ]
     except SteeringNotApplied:
         job.engine.configurations.epoch += 1
         raise
+
+
+def _since(job: Job, plan: Plan, index: int) -> Plan:
+    """The plan of a sample whose steering was held back, with the positions at which it has not been."""
+    if job.watch is None or plan.steering is None or not plan.steering.held:
+        return plan
+    return msgspec.structs.replace(plan, steering=plan.steering.since(job.watch.steered(index)))
 
 
 def handles_of(

@@ -13,11 +13,10 @@ import torch
 
 from steercap.core.budget import Ticket
 from steercap.core.media import types_at
-from steercap.core.messages import Owner, Wanted
 from steercap.core.receipt import SteeringReceipt
 from steercap.requests.captures import Captures
-from steercap.requests.checks import received
-from steercap.requests.job import Job, enter_sketches, expected_of, memory_for, outputs_of, planned, receipts_of
+from steercap.requests.job import Job, enter_sketches, memory_for, outputs_of, planned, receipts_of, rows_so_far
+from steercap.requests.monitoring import Crossing, MonitorReport
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,9 @@ class Chunk:
         steering: with the last chunk, what was edited; None where nothing was to be.
         token_types: what the model read at each new row, str [rows], see `CaptureHandle.token_types`; None where
             nothing is captured.
+        crossings: where monitors fired since the last chunk.
+        monitors: with the last chunk, what each monitor found.
+        finish_reason: with the last chunk, why the text ended: vLLM's word, or "steercap_probe".
     """
 
     text: str
@@ -42,6 +44,9 @@ class Chunk:
     finished: bool
     steering: SteeringReceipt | None = None
     token_types: npt.NDArray[np.str_] | None = None
+    crossings: tuple[Crossing, ...] = ()
+    monitors: tuple[MonitorReport, ...] = ()
+    finish_reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,12 +58,18 @@ class Grown:
         token_ids: generated token ids, a copy: vLLM's own list goes on growing.
         finished: whether it has ended.
         receipt: what was edited so far, None where nothing was to be.
+        crossings: where monitors fired.
+        monitors: what each monitor found.
+        finish_reason: why it has ended, None where it has not.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finished: bool
     receipt: SteeringReceipt | None = None
+    crossings: tuple[Crossing, ...] = ()
+    monitors: tuple[MonitorReport, ...] = ()
+    finish_reason: str | None = None
 
 
 async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
@@ -96,6 +107,9 @@ async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
                 grown.finished,
                 grown.receipt if grown.finished else None,
                 None if positions is None else types_at(job.prompt.media, positions.numpy()),
+                grown.crossings[len(last.crossings) :],
+                grown.monitors if grown.finished else (),
+                grown.finish_reason,
             )
             last = grown
         await running
@@ -113,7 +127,10 @@ async def _follow(job: Job, ticket: Ticket | None, outputs: asyncio.Queue[Grown 
     async with planned(job) as complete, aclosing(outputs_of(job, complete, ticket, partial=True)) as found:
         async for output in found:
             (sample,) = job.samples_of(output)
-            grown = Grown(sample.text, tuple(sample.token_ids), finished=output.finished)
+            reason = getattr(sample, "finish_reason", None)
+            grown = Grown(sample.text, tuple(sample.token_ids), finished=output.finished, finish_reason=reason)
+            if job.watch is not None:
+                grown = replace(grown, crossings=job.watch.crossings(), monitors=job.watch.reports())
             receipts = await receipts_of(job, complete.plan, [(0, len(grown.token_ids))], ended=grown.finished)
             outputs.put_nowait(replace(grown, receipt=receipts[0] if receipts else None))
 
@@ -122,8 +139,5 @@ async def _new_rows(job: Job, generated: Sequence[int], first: int) -> tuple[Cap
     """The rows from number `first` on of a sequence that has come so far."""
     if job.plan is None or job.plan.capture is None or not job.hands_over:
         return None, None
-    total = job.plan.prompt_len + len(generated) - 1
-    expected = replace(expected_of(job, job.plan, 0, generated), first=first)
-    (delivery,) = await job.engine.collect([Wanted(Owner(job.plan.key, 0), total, first)])
-    rows, receipt = received(expected, delivery, job.engine.vllm.points)
-    return Captures(rows, job.engine.vllm.num_layers), torch.from_numpy(receipt.positions)
+    came = (await rows_so_far(job, {0: (generated, first)}))[0]
+    return came.captures, torch.from_numpy(came.positions)

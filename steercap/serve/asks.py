@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from steercap.core.spec import CaptureSpec, resolve_layers
 from steercap.core.values import shown
@@ -23,9 +23,12 @@ from steercap.errors import InvalidSpec
 from steercap.serve.call import Asked
 from steercap.serve.library import Library
 from steercap.steering.logit_bias import LogitBias
+from steercap.steering.monitor import Monitor, monitors_of
 from steercap.steering.spec import SteeringSpec
 from steercap.vectors.directions import DirectionSet
 from steercap.vectors.layers import LayerVectors
+
+Made = TypeVar("Made")
 
 #: What `capture` may hold: fields of CaptureSpec whose values JSON has, and `project` by name.
 CAPTURE: Final = (
@@ -61,7 +64,7 @@ def asked_of(body: Any, library: Library, owner: str) -> Asked:
     Raises:
         InvalidRequest: it does not say what can be done; of the kind that says why.
     """
-    given = _object(body, "steercap", ("capture", "steering", "codec", "deliver"))
+    given = _object(body, "steercap", ("capture", "steering", "monitors", "codec", "deliver"))
     deliver = given.get("deliver", "fetch")
     if deliver not in DELIVERIES:
         raise InvalidSpec(f"steercap.deliver={shown(deliver)}; give {' or '.join(map(repr, DELIVERIES))}")
@@ -75,6 +78,7 @@ def asked_of(body: Any, library: Library, owner: str) -> Asked:
         None if capture is None else capture_of(capture, library, owner),
         None if steering is None else steering_of(steering, library, owner),
         deliver,
+        monitors_asked(given.get("monitors"), library, owner),
     )
 
 
@@ -111,6 +115,38 @@ def steering_of(asked: Any, library: Library, owner: str) -> SteeringSpec:
         return SteeringSpec(edits, preserve_norm=given.get("preserve_norm", False))
     parts = asked if isinstance(asked, list) else [asked]
     return SteeringSpec([one for part in parts for one in _edits_of(part, library, owner)])
+
+
+def monitors_asked(asked: Any, library: Library, owner: str) -> tuple[Monitor, ...]:
+    """Monitors from JSON: a list of objects, in which a probe is a list of numbers or the name of vectors.
+
+    Raises:
+        InvalidSpec: of the kind that says what is wrong.
+    """
+    if asked is None:
+        return ()
+    if not isinstance(asked, list):
+        raise InvalidSpec(f"steercap.monitors={shown(asked)}; give a list of objects")
+    return monitors_of([_monitor_of(one, library, owner) for one in asked])
+
+
+def _monitor_of(asked: Any, library: Library, owner: str) -> Monitor:
+    known = [one.name for one in dataclasses.fields(Monitor)]
+    given = dict(_object(asked, "a monitor", known))
+    if given.get("steering") is not None:
+        given["steering"] = steering_of(given["steering"], library, owner)
+    if "tokens" in given:
+        given["tokens"] = ranges(given["tokens"])
+    if _is_name(given.get("probe")):
+        name, vectors = given["probe"], layer_vectors(given["probe"], library, owner)
+        given.setdefault("site", vectors.site)
+        given.setdefault("name", name)
+        if given.get("layer") is None and len(vectors) == 1:
+            given["layer"] = next(iter(vectors))
+        if given.get("layer") not in list(vectors):
+            raise InvalidSpec(f"layer={shown(given.get('layer'))}: {name!r} has vectors for layers {list(vectors)}")
+        given["probe"] = vectors[given["layer"]]
+    return _made(Monitor, given)
 
 
 def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | LogitBias | SteeringSpec]:
@@ -171,9 +207,9 @@ def _layers_of(given: Mapping[str, Any], found: Mapping[str, LayerVectors]) -> l
     return wanted
 
 
-def _made(kind: type, given: Mapping[str, Any]) -> Edit:
+def _made(kind: type[Made], given: Mapping[str, Any]) -> Made:
     try:
-        made: Edit = kind(**given)
+        made = kind(**given)
     except TypeError as error:  # something that it needs is missing
         raise InvalidSpec(f"{kind.__name__}: {str(error).partition(' ')[2]}") from error
     return made

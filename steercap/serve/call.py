@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from steercap.core.spec import CaptureSpec
+from steercap.steering.monitor import Monitor
 from steercap.steering.spec import SteeringSpec
 
 #: How the rows of an answer are handed over.
@@ -21,11 +22,31 @@ class Asked:
         capture: what is kept.
         steering: what is changed.
         delivery: whether rows are in the answer, or fetched.
+        monitors: what watches each of its requests.
     """
 
     capture: CaptureSpec | None = None
     steering: SteeringSpec | None = None
     delivery: Delivery = "fetch"
+    monitors: tuple[Monitor, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether it asks anything."""
+        return self.capture is not None or self.steering is not None or bool(self.monitors)
+
+
+class Live(NamedTuple):
+    """Numbers of tokens, as JSON, that go out with an event of a stream.
+
+    Args:
+        choice: whose.
+        kind: the field of the event that has them: "scores" or "crossings".
+        content: they.
+    """
+
+    choice: int
+    kind: str
+    content: dict[str, Any]
 
 
 @dataclass
@@ -37,12 +58,14 @@ class Call:
         owner: whose it is, see `serve.captures.owner_of`.
         results: what came of each of its choices, as JSON, in the order of their ends.
         prompts: how many of its prompts have been given to the engine.
+        live: numbers of tokens that wait for the next event of their choice in the stream, see `Live`.
     """
 
     asked: Asked
     owner: str
     results: list[dict[str, Any]] = field(default_factory=list)
     prompts: int = 0
+    live: list[Live] = field(default_factory=list)
 
 
 #: The request that is being served, where it asks anything of steercap.

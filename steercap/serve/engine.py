@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from steercap.core.receipt import SteeringReceipt
 from steercap.errors import InvalidRequest, SteercapError
 from steercap.requests import files
@@ -16,6 +18,7 @@ from steercap.requests.handle import CaptureHandle
 from steercap.requests.job import Job, Sample, handles_of, memory_for, outputs_of, planned, prepare, receipts_of
 from steercap.serve.call import CURRENT, Call
 from steercap.serve.captures import Captures
+from steercap.serve.numbers import Numbers
 
 if TYPE_CHECKING:
     from steercap.adapters.types import RequestOutput
@@ -74,7 +77,13 @@ class ServedEngine:
             if call.asked.capture is not None:
                 self._captures.require_room(call.owner)
             job = await prepare(
-                engine, rendered(prompt), params, call.asked.capture, call.asked.steering, options=options
+                engine,
+                rendered(prompt),
+                params,
+                call.asked.capture,
+                call.asked.steering,
+                options=options,
+                monitors=call.asked.monitors,
             )
             async with aclosing(self._run(call, first, job)) as outputs:
                 async for output in outputs:
@@ -87,12 +96,14 @@ class ServedEngine:
         ticket = await memory_for(job, object())
         texts: dict[int, str] = {}
         tokens: dict[int, list[int]] = {}
+        numbers = Numbers(call, first, job)
         try:
             async with planned(job) as complete, aclosing(outputs_of(job, complete, ticket, partial=None)) as outputs:
                 async for output in outputs:
                     grown(output, job.params, texts, tokens)
                     samples = [(index, len(ids)) for index, ids in sorted(tokens.items())]
                     receipts = await receipts_of(job, complete.plan, samples, ended=output.finished)
+                    await numbers.take(tokens)
                     if output.finished:
                         ended = [Sample(index, texts[index], ids) for index, ids in sorted(tokens.items())]
                         claimed, ticket = ticket, None
@@ -122,7 +133,14 @@ class ServedEngine:
                 "cached": receipt.cached,
                 "digest": receipt.digest,
             }
+        if job.watch is not None:
+            for one, sample in zip(found, samples, strict=True):
+                one["monitors"] = [msgspec.to_builtins(report) for report in job.watch.reports(sample.index)]
         if ticket is None:
+            return found
+        if not job.hands_over:
+            assert job.plan is not None
+            job.engine.done_with(job.plan, ticket)
             return found
         handles = handles_of(job, samples, ticket, receipts)
         try:

@@ -4,7 +4,8 @@ answer, one JSON document or the last event of a stream.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
 import msgspec
@@ -27,6 +28,8 @@ PATHS: Final = ("/v1/chat/completions", "/v1/completions")
 #: Bytes of a body, which are counted while it is read.
 MOST_BODY: Final = 128 << 20
 _DONE: Final = b"data: [DONE]"
+#: How the events of a stream begin that hold an object.
+_OBJECT: Final = b"data: {"
 
 
 class Asking:
@@ -90,12 +93,10 @@ class Asking:
         asked = Asked() if field is None else asked_of(field, self._library, owner)
         if steering is not None:
             both = steering if asked.steering is None else steering + asked.steering
-            asked = Asked(asked.capture, both, asked.delivery)
+            asked = replace(asked, steering=both)
         if given.get("use_beam_search"):
             raise InvalidSpec("steercap: beams of a beam search are requests of their own; leave use_beam_search out")
-        if asked.capture is None and asked.steering is None:
-            return msgspec.json.encode(given), None
-        return msgspec.json.encode(given), Call(asked, owner)
+        return msgspec.json.encode(given), Call(asked, owner) if asked else None
 
 
 def _shorthand(field: Any, store: Any, selectors: Any) -> Any:
@@ -149,10 +150,33 @@ class Answer:
         more = message.get("more_body", False)
         end = self._held.rfind(b"\n\n") + 2 if more else len(self._held)
         ready, self._held = self._held[:end], self._held[end:]
+        if self._call.live:
+            ready = b"\n\n".join(map(self._with_numbers, ready.split(b"\n\n")))
         if self._call.results and (at := ready.find(_DONE)) >= 0:
-            chunk = {"object": "steercap", "choices": [], "steercap": {"results": self._call.results}}
+            found = {"results": self._call.results, **self._numbers(None)}
+            chunk = {"object": "steercap", "choices": [], "steercap": found}
             ready = ready[:at] + b"data: " + msgspec.json.encode(chunk) + b"\n\n" + ready[at:]
         await self._send({**message, "body": ready})
+
+    def _with_numbers(self, event: bytes) -> bytes:
+        """An event with what waits of its choices."""
+        if not self._call.live or not event.startswith(_OBJECT):
+            return event
+        found = msgspec.json.decode(event[len(_OBJECT) - 1 :])
+        numbers = self._numbers({one.get("index") for one in found.get("choices", ())})
+        return _OBJECT[:-1] + msgspec.json.encode({**found, "steercap": numbers}) if numbers else event
+
+    def _numbers(self, choices: Collection[Any] | None) -> dict[str, list[Any]]:
+        """What waits of choices, None for all, by its kind; it waits no more."""
+        found: dict[str, list[Any]] = {}
+        left = []
+        for one in self._call.live:
+            if choices is None or one.choice in choices:
+                found.setdefault(one.kind, []).append({"choice": one.choice, **one.content})
+            else:
+                left.append(one)
+        self._call.live = left
+        return found
 
     async def _document(self, message: Message) -> None:
         """One part of a JSON document."""

@@ -29,6 +29,8 @@ from steercap.core.messages import (
     Collected,
     Configure,
     Counted,
+    Engage,
+    Engaged,
     Failed,
     Fold,
     Joining,
@@ -272,6 +274,8 @@ class Runtime:
                 self._wait_for(wanted)
                 self.biasing.confirm(wanted)
                 return self._steering.settle(call.question)
+            case Engage(owners):
+                return Engaged(tuple(map(self._engage, owners)))
             case Unembed():
                 return unembedded(self._unembed, call.question, self.device)
             case Project():
@@ -299,6 +303,19 @@ class Runtime:
             case Census():
                 return self._count()
         raise WorkerFailure(f"no answer to {call.question!r}")
+
+    def _engage(self, owner: Owner) -> int | None:
+        """Let the steering of a request begin that was held back."""
+        steered = self._steering.record(owner)
+        if steered is None:
+            return None
+        tracked = self._ledger.find(owner)
+        if tracked is not None:
+            self._ledger.flush(tracked)
+        start = steered.engage()
+        if tracked is not None:
+            self._ledger.look_again(tracked)
+        return start
 
     def _outbox_for(self, owner: Owner, plan: Plan, capture: CapturePlan, arena: Arena) -> Outbox:
         if capture.accumulates:

@@ -63,7 +63,9 @@ class Steered:
         self.steering = steering
         self.slot = slot
         self.failure: str | None = None
-        self._masks = scope_masks(steering.scopes, plan.limit)
+        self._limit = plan.limit
+        self._since: int | None = None if steering.held else 0
+        self._masks = scope_masks((steering.since(None) if steering.held else steering).scopes, plan.limit)
         self._computed = np.zeros(plan.limit, dtype=np.bool_)
         self._cached = np.zeros(plan.limit, dtype=np.bool_)
         self._next = 0
@@ -124,6 +126,14 @@ class Steered:
     def bias_mask(self, position: int) -> int:
         """The scopes of biases that hold a position, 0 if its logits are left alone."""
         return int(self._bias_masks[position]) if position < len(self._bias_masks) else 0
+
+    def engage(self) -> int:
+        """Let edits begin that were held back, with the next token; returns its position. Idempotent."""
+        if self._since is None:
+            self._since = self._next
+            self._masks = scope_masks(self.steering.since(self._since).scopes, self._limit)
+            self._stops = ends_of_runs(self._masks)
+        return self._since
 
     def put(self, position: int, entries: int) -> None:
         """So many logits of this position were biased; those of a draft that was rejected come again."""

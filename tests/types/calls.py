@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from typing import Any, assert_type
 
-from steercap import CaptureHandle, CaptureSpec, Chunk, Encoded, RawOutput, SteeringReceipt, SteerModel, sync
+from steercap import (
+    CaptureHandle,
+    CaptureSpec,
+    Chunk,
+    Encoded,
+    Monitor,
+    MonitorReport,
+    RawOutput,
+    SteeringReceipt,
+    SteerModel,
+    sync,
+)
 from steercap.requests.captures import Captures
 
 PARAMS = {"max_tokens": 8}
@@ -49,6 +60,8 @@ async def raw_outputs(model: SteerModel) -> None:
     raw = await model.generate("Hello", PARAMS, raw_output=True)
     assert_type(raw, RawOutput)
     assert_type(raw.steering, tuple[SteeringReceipt, ...] | None)
+    watched = await model.generate("Hello", PARAMS, raw_output=True, monitors=[Monitor([1.0], 0.0, 4)])
+    assert_type(watched.monitors, tuple[tuple[MonitorReport, ...], ...] | None)
     assert_type(await model.generate("Hello", raw_output=True, capture_layers=4), tuple[RawOutput, Handle])
     assert_type(await model.generate("Hello", raw_output=True, capture=SPEC), tuple[RawOutput, Handle])
     assert_type(await model.generate(["Hello"], raw_output=True), list[RawOutput])

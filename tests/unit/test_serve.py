@@ -81,7 +81,7 @@ def test_steering_is_edits_or_names(library) -> None:
     ("body", "says"),
     [
         (5, "steercap=5; give an object"),
-        ({"captures": {}}, "'captures', which means nothing; known: capture, steering, codec, deliver"),
+        ({"captures": {}}, "'captures', which means nothing; known: capture, steering, monitors, codec, deliver"),
         ({"capture": {"layer": 3}}, "steercap.capture has 'layer'"),
         ({"capture": {"sae": "x"}}, "steercap.capture has 'sae'"),
         ({"capture": {"reduce": "median"}}, "unknown reduce="),
@@ -124,6 +124,10 @@ known = st.sampled_from(
         "edits",
         "layer",
         "project",
+        "monitors",
+        "probe",
+        "threshold",
+        "do",
     ]
 )
 bodies = st.recursive(

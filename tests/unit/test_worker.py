@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,8 @@ from steercap.core.messages import (
     Configure,
     Configured,
     Counted,
+    Engage,
+    Engaged,
     Failed,
     Lines,
     NotCapturing,
@@ -680,6 +683,33 @@ async def test_positions_read_from_the_cache_do_not_count_as_computed() -> None:
     computed = np.unpackbits(np.frombuffer(record.computed, dtype=np.uint8))[:8]
     assert computed.tolist() == [1, 1, 1, 0, 1, 1, 1, 1]
     assert record.rows == (2 * 7,)
+
+
+async def test_steering_that_is_held_back_begins_between_two_passes() -> None:
+    """With the first token of no pass yet, once; what is computed again is edited from the same position on."""
+    bench = Bench()
+    configuration, vectors = adding(500.0)
+    configure(bench, configuration, vectors)
+    held = msgspec.structs.replace(steering_plan(configuration), held=True)
+    steer(bench, "r1", held)
+    steer(bench, "r2", held)
+    bench.step(("r1", 0, 4), ("r2", 0, 4))
+    for position in (4, 5):
+        bench.step(("r1", position, 1), ("r2", position, 1))
+    assert bench.ask(Engage((Owner("r1", 0), Owner("gone", 0)))) == Engaged((6, None))
+    for position in (6, 7):
+        bench.step(("r1", position, 1), ("r2", position, 1))
+    assert bench.ask(Engage((Owner("r1", 0),))) == Engaged((6,))
+    bench.step(("r1", 0, 5), ("r2", 8, 1))  # preempted
+    bench.step(("r1", 5, 4))
+    for number, key, start in ((1, "r1", 6), (2, "r2", 9)):
+        _, rows = await bench.rows(key, 9)
+        for point in range(POINTS):
+            added = torch.zeros(9, 1)
+            added[start:] = 500.0 if point != 1 else 0.0
+            torch.testing.assert_close(rows[point], expected(number, range(9), point) + added)
+        record = settled(bench, key, 9)
+        assert (record.failure, record.rows) == (None, (2 * (9 - start),))
 
 
 async def test_a_tap_that_does_not_edit_is_found_out(kind) -> None:

@@ -1,0 +1,274 @@
+"""Monitors of one request while it runs: rows are scored as they come, and a text ends where one says so."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from steercap.core.rows import Ints
+from steercap.core.tokens import selected
+from steercap.errors import CaptureNotFinite
+from steercap.requests.arriving import Arrived
+from steercap.requests.gauges import Gauge
+
+if TYPE_CHECKING:
+    from steercap.adapters.types import RequestOutput
+
+#: Why a text ended that a monitor has ended, beside vLLM's own reasons.
+STOPPED: Final = "steercap_probe"
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A token at which a monitor fired.
+
+    Args:
+        monitor: its name.
+        position: of the token in the sequence.
+        token: which of the generated tokens it is, from 0; None of a prompt's token.
+        score: of the row of this position.
+    """
+
+    monitor: str
+    position: int
+    token: int | None
+    score: float
+
+
+@dataclass(frozen=True)
+class MonitorReport:
+    """What a monitor found in one sample.
+
+    Args:
+        monitor: its name.
+        scored: rows that it scored. The last token of a text has no row.
+        crossings: where it fired, in the order of the tokens.
+        stopped: whether it ended the text.
+        steered_from: the first position whose row its steering could edit; None where it let none begin.
+    """
+
+    monitor: str
+    scored: int
+    crossings: tuple[Crossing, ...]
+    stopped: bool = False
+    steered_from: int | None = None
+
+
+@dataclass
+class _Sample:
+    """One sample so far.
+
+    Args:
+        gauges: how many watch it.
+        tokens: generated.
+        text: of them.
+        before: how many tokens, and how much of the text, came before the newest output.
+        rows: how many have been scored.
+        scored: of these, by monitor.
+        crossings: where monitors fired.
+        stop: where its text ends.
+        ended: whether vLLM has ended it, or a monitor has.
+        steered: where steering that was held back began, None while it has not.
+    """
+
+    gauges: int
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    before: tuple[int, int] = (0, 0)
+    rows: int = 0
+    scored: list[int] = field(init=False)
+    crossings: list[Crossing] = field(default_factory=list)
+    stop: Crossing | None = None
+    ended: bool = False
+    steered: int | None = None
+
+    def __post_init__(self) -> None:
+        self.scored = [0] * self.gauges
+
+
+#: Gives the rows of samples since those that came before: by index, from their tokens and the number of those rows.
+Rows = Callable[[Mapping[int, tuple[Sequence[int], int]]], Awaitable[Mapping[int, Arrived]]]
+
+
+class Watch:
+    """The monitors of one request.
+
+    Args:
+        name: of the request, for messages.
+        gauges: what is asked of it.
+        prompt_len: prompt tokens.
+        limit: positions that can have rows.
+        samples: how many it gives.
+    """
+
+    def __init__(self, name: str, gauges: Sequence[Gauge], *, prompt_len: int, limit: int, samples: int) -> None:
+        self._name, self._gauges = name, tuple(gauges)
+        self._prompt_len, self._limit = prompt_len, limit
+        self._selected = [selected(gauge.ranges, limit) for gauge in gauges]
+        self._samples = [_Sample(len(gauges)) for _ in range(samples)]
+
+    def reports(self, index: int = 0) -> tuple[MonitorReport, ...]:
+        """What each monitor found in a sample so far."""
+        sample = self._samples[index]
+        stopped = None if sample.stop is None else sample.stop.monitor
+        return tuple(
+            MonitorReport(
+                gauge.label,
+                sample.scored[number],
+                tuple(one for one in sample.crossings if one.monitor == gauge.label),
+                stopped == gauge.label,
+                sample.steered if gauge.monitor.do == "steer" else None,
+            )
+            for number, gauge in enumerate(self._gauges)
+        )
+
+    def crossings(self, index: int = 0) -> tuple[Crossing, ...]:
+        """Where monitors fired in a sample so far, in the order of the tokens."""
+        return tuple(self._samples[index].crossings)
+
+    def steered(self, index: int) -> int | None:
+        """The first position of a sample at which steering applies that was held back; None while it is."""
+        return self._samples[index].steered
+
+    async def outputs(
+        self,
+        outputs: AsyncGenerator[RequestOutput, None],
+        rows: Rows,
+        text: Callable[[Sequence[int]], str],
+        engage: Callable[[int], Awaitable[int]],
+        *,
+        new: bool,
+        final: bool,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a request, with nothing beyond a token at which it was stopped.
+
+        When all of its samples have ended, the engine's request has, too, before the last output is yielded.
+
+        Args:
+            outputs: of the engine, as they come.
+            rows: gives rows of its samples.
+            text: gives the text of generated tokens.
+            engage: lets the steering of a sample begin, and says at which position.
+            new: whether an output holds what is new of each sample; else all of it.
+            final: whether only the last is wanted, with all samples.
+
+        Raises:
+            CaptureIncomplete, CaptureNotFinite: a row that was to be scored did not come, or has no score.
+        """
+        latest: dict[int, Any] = {}
+        last: RequestOutput | None = None
+        async with aclosing(outputs):
+            async for output in outputs:
+                mine = [one for one in output.outputs if not self._samples[one.index].ended]
+                for one in mine:
+                    self._grow(one, new=new)
+                await self._score(rows, {one.index for one in mine})
+                last = copy.copy(output)
+                last.outputs = [self._cut(one, text, new=new) for one in mine]
+                latest |= {one.index: one for one in last.outputs}
+                await self._engage(engage, {one.index for one in mine})
+                if all(sample.ended for sample in self._samples):
+                    break
+                if last.outputs and not (final or output.finished):
+                    yield last
+        assert last is not None, "the engine ended a request without an output"
+        last.finished = True
+        if final:
+            last.outputs = [one for _, one in sorted(latest.items())]
+        yield last
+
+    def _grow(self, output: Any, *, new: bool) -> None:
+        """Enter what an output says of a sample."""
+        sample = self._samples[output.index]
+        sample.before = (len(sample.tokens), len(sample.text)) if new else (0, 0)
+        sample.tokens = [*(sample.tokens if new else ()), *output.token_ids]
+        sample.text = (sample.text if new else "") + output.text
+
+    async def _score(self, rows: Rows, grown: Collection[int]) -> None:
+        """Score the rows that came since the last time."""
+        some = {index: self._samples[index] for index in grown if self._samples[index].tokens}
+        found = await rows({index: (one.tokens, one.rows) for index, one in some.items()})
+        for index, came in found.items():
+            self._enter(some[index], came)
+
+    async def _engage(self, engage: Callable[[int], Awaitable[int]], grown: Collection[int]) -> None:
+        """Let steering begin where a monitor first says so, of samples that go on."""
+        steering = {gauge.label for gauge in self._gauges if gauge.monitor.do == "steer"}
+        for index in grown:
+            sample = self._samples[index]
+            due = sample.steered is None and any(one.monitor in steering for one in sample.crossings)
+            if due and not sample.ended:
+                sample.steered = await engage(index)
+
+    def _enter(self, sample: _Sample, came: Arrived) -> None:
+        """Enter the scores of one sample's rows, up to the first at which it is to stop."""
+        sample.rows += len(came.positions)
+        crossings: list[Crossing] = []
+        scored = []
+        for gauge, chosen in zip(self._gauges, self._selected, strict=True):
+            own = chosen[came.positions]
+            scored.append(came.positions[own])
+            crossings += self._crossings(gauge, came.positions[own], gauge.scores(came.captures)[torch.from_numpy(own)])
+        crossings.sort(key=lambda one: one.position)
+        stopping = {gauge.label for gauge in self._gauges if gauge.monitor.do == "stop"}
+        sample.stop = next((one for one in crossings if one.monitor in stopping), None)
+        end = self._limit if sample.stop is None else sample.stop.position
+        sample.crossings += [one for one in crossings if one.position <= end]
+        for number, positions in enumerate(scored):
+            sample.scored[number] += int((positions <= end).sum())
+
+    def _crossings(self, gauge: Gauge, positions: Ints, scores: torch.Tensor) -> list[Crossing]:
+        """Where a monitor fires."""
+        found = []
+        for position, score in zip(positions.tolist(), scores.tolist(), strict=True):
+            if not abs(score) < float("inf"):
+                raise CaptureNotFinite(
+                    f"{self._name}: monitor {gauge.label!r} has no score at position {position}: its row at "
+                    f"{gauge.point} gives {score}"
+                )
+            if gauge.monitor.fires(score):
+                token = position - self._prompt_len
+                found.append(Crossing(gauge.label, position, token if token >= 0 else None, score))
+        return found
+
+    def _cut(self, output: Any, text: Callable[[Sequence[int]], str], *, new: bool) -> Any:
+        """What is handed on of an output: nothing beyond the token at which its sample was stopped.
+
+        Where an output holds all of a sample, its lists are vLLM's own, and have grown since it was made.
+        """
+        sample = self._samples[output.index]
+        if sample.stop is None:
+            sample.ended = output.finish_reason is not None
+            return output if new else _shortened(output, len(sample.tokens))
+        assert sample.stop.token is not None, "prompts are not stopped at"
+        sample.ended = True
+        sample.tokens = sample.tokens[: sample.stop.token + 1]
+        sample.text = text(sample.tokens)
+        tokens, characters = sample.before
+        return replace(
+            _shortened(output, len(sample.tokens) - tokens),
+            text=sample.text[characters:],
+            cumulative_logprob=_total(output, len(sample.tokens) - tokens, new=new),
+            finish_reason=STOPPED,
+            stop_reason=sample.stop.monitor,
+        )
+
+
+def _shortened(output: Any, tokens: int) -> Any:
+    """An output with so many tokens, in lists of its own."""
+    logprobs = None if output.logprobs is None else output.logprobs[:tokens]
+    return replace(output, token_ids=list(output.token_ids[:tokens]), logprobs=logprobs)
+
+
+def _total(output: Any, tokens: int, *, new: bool) -> float | None:
+    """The log probability of a sample up to so many tokens of an output; None where there are none."""
+    if output.logprobs is None:
+        return None
+    counted = range(tokens, len(output.token_ids)) if new else range(tokens)
+    part = sum(output.logprobs[number][output.token_ids[number]].logprob for number in counted)
+    return float(output.cumulative_logprob - part if new else part)

@@ -1,0 +1,226 @@
+"""A probe with a threshold, read on the tokens of a request while it runs, and what its directions are compiled to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, cast, get_args
+
+import torch
+
+from steercap.core.plan import InSlot
+from steercap.core.program import NONE
+from steercap.core.schema import PointSchema
+from steercap.core.spec import Point, name_of_site, resolve_layers
+from steercap.core.tokens import Tokens, TokenSelection
+from steercap.core.values import flag_of, index_of, number_of, shown
+from steercap.edits.base import Edit
+from steercap.edits.inputs import Vector, float32_copy
+from steercap.errors import InvalidSpec, InvalidVector
+from steercap.sites import SITES, placed
+from steercap.steering.projection import Projected, read_by
+from steercap.steering.spec import SteeringSpec, spec_of
+
+#: What a monitor does when it fires.
+Do = Literal["annotate", "stop", "steer"]
+#: Most monitors of one request.
+MOST: Final = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Monitor:
+    """Watch a request: it fires at each token whose row h has h·probe + bias beyond the threshold.
+
+    A row is scored when its token has been read, which is when the next one has been sampled. The last token of a text
+    is never read, and has no score.
+
+    Args:
+        probe: [hidden], used as it is, not normalised: the weights of a linear probe, say.
+        threshold: what the score must lie beyond, itself excluded.
+        layer: the decoder layer whose rows are scored, from 0; negative from the end.
+        site: place in the layer, a name in `steercap.sites`. The rows are those behind the edits of their point.
+        above: whether it fires above the threshold; else below.
+        bias: the probe's own bias.
+        tokens: which tokens are scored, as for `CaptureSpec`.
+        do: "annotate" reports where it fires; "stop" ends the text with the token at which it first fires, and is for
+            tokens that are generated; "steer" lets `steering` begin, and stay.
+        steering: what begins where it first fires, with the first token that is not under way then: the report says
+            which. It edits the tokens that its own selections name, from there on.
+        name: what it is called in reports; "" for its number among the monitors of its request.
+
+    Raises:
+        InvalidSpec: a number, a name or a flag that is none, or something to do that does not exist.
+        InvalidVector: a probe that is zero, not finite, or not [hidden].
+        InvalidSelection: `tokens` that means nothing.
+        UnknownName: a site that does not exist.
+    """
+
+    probe: Vector
+    threshold: float
+    layer: int
+    site: str = "resid_post"
+    above: bool = True
+    bias: float = 0.0
+    tokens: Tokens | TokenSelection = "generated"
+    do: Do = "annotate"
+    name: str = ""
+    steering: SteeringSpec | Edit | None = None
+
+    def __post_init__(self) -> None:
+        self._check_do()
+        probe = float32_copy(self.probe, "Monitor: probe", "width")
+        if not probe.any():
+            raise InvalidVector("Monitor: probe is zero, so every row would have the same score")
+        object.__setattr__(self, "probe", probe)
+        for field in ("threshold", "bias"):
+            number = number_of(getattr(self, field))
+            if number is None or not math.isfinite(number):
+                raise InvalidSpec(f"Monitor: {field}={shown(getattr(self, field))}; give a finite number")
+            object.__setattr__(self, field, number)
+        layer, above = index_of(self.layer), flag_of(self.above)
+        if layer is None:
+            raise InvalidSpec(f"Monitor: layer={shown(self.layer)}; give the index of one layer")
+        if above is None:
+            raise InvalidSpec(f"Monitor: above={shown(self.above)}; give True or False")
+        if not isinstance(self.site, str) or not isinstance(self.name, str):
+            raise InvalidSpec(f"Monitor: site={shown(self.site)}, name={shown(self.name)}; give text")
+        object.__setattr__(self, "layer", layer)
+        object.__setattr__(self, "above", above)
+        object.__setattr__(self, "site", name_of_site(self.site))
+        object.__setattr__(self, "tokens", TokenSelection.parse(self.tokens))
+        _ = SITES[self.site]
+
+    def _check_do(self) -> None:
+        asked: object = self.do
+        if not isinstance(asked, str) or asked not in get_args(Do):
+            raise InvalidSpec(f"Monitor: do={shown(asked)}; give {', '.join(map(repr, get_args(Do)))}")
+        if (asked == "steer") != (self.steering is not None):
+            raise InvalidSpec(
+                f"Monitor: do={shown(asked)} with steering={shown(self.steering)}; steering= and do='steer' go together"
+            )
+        if self.steering is not None:
+            object.__setattr__(self, "steering", spec_of(self.steering))
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """The probe: float32 [hidden]."""
+        return cast("torch.Tensor", self.probe)
+
+    @property
+    def unit(self) -> torch.Tensor:
+        """The probe at length 1, as directions are that rows are projected on: float32 [hidden]."""
+        return (self.weights.double() / float(self.weights.double().norm())).float()
+
+    @property
+    def length(self) -> float:
+        """Of the probe."""
+        return float(self.weights.double().norm())
+
+    @property
+    def selection(self) -> TokenSelection:
+        """The tokens asked for, parsed."""
+        return cast("TokenSelection", self.tokens)
+
+    def fires(self, score: float) -> bool:
+        """Whether a score lies beyond the threshold."""
+        return score > self.threshold if self.above else score < self.threshold
+
+    def point(self, num_layers: int) -> Point:
+        """Where its rows are, in a model of so many layers.
+
+        Raises:
+            LayerOutOfRange: a layer that it does not have.
+        """
+        (layer,) = resolve_layers(self.layer, num_layers)
+        (point,) = placed((Point(layer, self.site),), num_layers)
+        return point
+
+    def __repr__(self) -> str:
+        """In few words."""
+        beyond = ">" if self.above else "<"
+        return f"Monitor({self.name or 'probe'} {beyond} {self.threshold} at {self.layer}, {self.site}: {self.do})"
+
+
+def monitors_of(given: Any) -> tuple[Monitor, ...]:
+    """The monitors of a request.
+
+    Raises:
+        InvalidSpec: something else, too many, or two of one name.
+    """
+    if given is None:
+        return ()
+    found = (given,) if isinstance(given, Monitor) else tuple(given) if isinstance(given, (list, tuple)) else None
+    if found is None or not all(isinstance(one, Monitor) for one in found):
+        raise InvalidSpec(f"monitors={shown(given)}; give a list of Monitor")
+    if len(found) > MOST:
+        raise InvalidSpec(f"{len(found)} monitors; a request may have {MOST}")
+    labels = labels_of(found)
+    if len(set(labels)) < len(labels):
+        raise InvalidSpec(f"monitors are called {', '.join(map(repr, labels))}; give each a name= of its own")
+    return found
+
+
+def held_back(monitors: Sequence[Monitor]) -> SteeringSpec | None:
+    """What a request is steered by once a monitor says so; None if none may.
+
+    Raises:
+        InvalidSpec: several would.
+    """
+    found = [cast("SteeringSpec", one.steering) for one in monitors if one.steering is not None]
+    if len(found) > 1:
+        raise InvalidSpec(f"{len(found)} monitors with do='steer'; a request may have one")
+    return found[0] if found else None
+
+
+def labels_of(monitors: Sequence[Monitor]) -> tuple[str, ...]:
+    """What monitors are called in reports: their names, or their numbers."""
+    return tuple(one.name or str(number) for number, one in enumerate(monitors))
+
+
+def compile_probes(
+    monitors: Sequence[Monitor],
+    points: Sequence[Point],
+    armed: Mapping[Point, int],
+) -> tuple[Projected, tuple[int, ...]]:
+    """What a request keeps that nothing else is kept of: the products of rows with the probes that read them.
+
+    Args:
+        monitors: whose.
+        points: of each of them.
+        armed: index of every armed point.
+
+    Returns:
+        Directions at length 1, as many at each point, and of each monitor which of them is its own.
+
+    Raises:
+        InvalidSpec: probes of different widths.
+    """
+    if len({len(one.weights) for one in monitors}) > 1:
+        raise InvalidSpec("monitors of one request read rows of one width; ask for those of another apart")
+    at: dict[Point, list[torch.Tensor]] = {}
+    columns = []
+    for monitor, point in zip(monitors, points, strict=True):
+        found = at.setdefault(point, [])
+        columns.append(len(found))
+        found.append(monitor.unit)
+    ordered = sorted(at, key=armed.__getitem__)
+    count = max(map(len, at.values()))
+    vectors = [vector for point in ordered for vector in (at[point] * count)[:count]]  # as many numbers of each
+    lowered = read_by(torch.stack(vectors), [armed[point] for point in ordered])
+    names = tuple(map(str, range(count)))
+    return Projected(lowered, InSlot(NONE, lowered.digest), tuple(ordered), names, {}), tuple(columns)
+
+
+def check_widths(monitors: Sequence[Monitor], points: Sequence[Point], schemas: Mapping[Point, PointSchema]) -> None:
+    """Check that probes are as wide as the rows that they read.
+
+    Raises:
+        InvalidVector: one is not.
+    """
+    for monitor, point in zip(monitors, points, strict=True):
+        if len(monitor.weights) != schemas[point].width:
+            raise InvalidVector(
+                f"{monitor}: the probe has width {len(monitor.weights)}, the rows at {point} are {schemas[point]}; it "
+                "was made for another model, or another site"
+            )
