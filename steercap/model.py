@@ -15,6 +15,7 @@ from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.engine.stats import Stats, stats_of
+from steercap.requests.answers import Answers
 from steercap.requests.calls import Calls
 from steercap.requests.context import joining, steered
 from steercap.requests.fetching import fetch_all
@@ -119,6 +120,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         )
         arguments, own = with_preset(preset, engine_args), "max_model_len" in engine_args
         self.serving = Serving(self.model, self.settings, arguments, cut=not own)
+        self._answers = Answers(self.serving)
 
     # Life
 
