@@ -37,13 +37,17 @@ class Call:
         owner: whose it is, see `serve.captures.owner_of`.
         results: what came of each of its choices, as JSON, in the order of their ends.
         prompts: how many of its prompts have been given to the engine.
+        error: the class of the error of ours that it failed with; "" where there was none.
     """
 
     asked: Asked
     owner: str
     results: list[dict[str, Any]] = field(default_factory=list)
     prompts: int = 0
+    error: str = ""
 
 
+#: The header of an answer that says which class an error of ours is of.
+ERROR_HEADER: Final = "x-steercap-error"
 #: The request that is being served, where it asks anything of steercap.
 CURRENT: Final[ContextVar[Call | None]] = ContextVar("steercap call", default=None)

@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from steercap.core.receipt import SteeringReceipt
 from steercap.errors import InvalidRequest, SteercapError
 from steercap.requests import files
@@ -80,6 +82,7 @@ class ServedEngine:
                 async for output in outputs:
                     yield output
         except SteercapError as error:
+            call.error = type(error).__name__
             raise self._translated(error) from error
 
     async def _run(self, call: Call, first: int, job: Job) -> AsyncGenerator[RequestOutput, None]:
@@ -162,7 +165,9 @@ def grown(output: RequestOutput, params: Any, texts: dict[int, str], tokens: dic
 
 
 def described(handle: CaptureHandle) -> dict[str, Any]:
-    """What a handle holds, as JSON: its points with shapes and dtypes, and which tokens its rows are of."""
+    """What a handle holds, for msgspec's JSON: its points with shapes and dtypes, which tokens its rows are of, and the
+    header of its file, less the text, which the answer has.
+    """
     saved, receipt = handle.as_saved(), handle.receipt
     points = []
     for point in handle.points:
@@ -182,4 +187,5 @@ def described(handle: CaptureHandle) -> dict[str, Any]:
         "output_tokens": len(handle.output_token_ids),
         "directions": list(handle.directions),
         "verified": receipt.verified,
+        "header": msgspec.structs.replace(saved.header, text=""),
     }
