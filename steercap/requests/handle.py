@@ -298,8 +298,8 @@ class CaptureHandle(Unshared, instead=INSTEAD):
 
         Raises:
             CaptureNotFetched, CaptureReleased: as for `captures`.
-            InvalidRequest: rows that were not captured or are not of the stream, a handle from a file or a server (`model.unembed`
-                takes its rows), or numbers that do not fit.
+            InvalidRequest: rows that were not captured or are not of the stream, a handle from a file or a server
+                (`unembed` of an open model takes its rows), or numbers that do not fit.
             InvalidSelection: tokens of which no row was captured.
             EngineFailure: the engine has died or was closed.
         """

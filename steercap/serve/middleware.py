@@ -148,7 +148,8 @@ class Answer:
         end = self._held.rfind(b"\n\n") + 2 if more else len(self._held)
         ready, self._held = self._held[:end], self._held[end:]
         if (self._call.results or self._call.error) and (at := ready.find(_DONE)) >= 0:
-            came = {"error": self._call.error} if self._call.error else {"results": self._call.results}
+            failed = self._call.error
+            came: dict[str, Any] = {"error": failed} if failed else {"results": self._call.results}
             chunk = {"object": "steercap", "choices": [], "steercap": came}
             ready = ready[:at] + b"data: " + msgspec.json.encode(chunk) + b"\n\n" + ready[at:]
         await self._send({**message, "body": ready})
