@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from steercap.client.asks import NotAsJSON, capture_asked, require_specs, steering_asked
-from steercap.client.chats import templated
+from steercap.client.chats import templated, tokenised
 from steercap.client.connection import AT_ONCE, Connection
 from steercap.client.rows import Waiting
 from steercap.client.sampling import sampling_asked
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 _COMPLETIONS: Final = "/v1/completions"
 _PROMPT: Final = ("prompt", "prompt_token_ids")
+#: Tokens that a tokenizer may add to a text, of whose bytes it makes one each at most.
+_MARKS: Final = 16
 #: What `read` has the server generate: vLLM runs no prompt without sampling one token, which has no row.
 _READ: Final[Mapping[str, Any]] = {"max_tokens": 1, "temperature": 0.0}
 
@@ -213,12 +215,14 @@ class RemoteAnswers:
     async def _body(self, asked: Asked) -> AsyncIterator[dict[str, Any]]:
         """The body of a request; what it names is on the server while the block runs."""
         require_specs(asked.spec)
+        sampling, options = sampling_asked(asked.params), _options_asked(asked.call.options)
+        prompt, sampling["max_tokens"] = await self._within(_prompt_asked(asked.prompt), sampling["max_tokens"])
         body = {
             "model": self.connection.here().name,
-            "prompt": _prompt_asked(asked.prompt),
+            "prompt": prompt,
             "return_token_ids": True,
-            **sampling_asked(asked.params),
-            **_options_asked(asked.call.options),
+            **sampling,
+            **options,
         }
         async with AsyncExitStack() as names:
             field: dict[str, Any] = {}
@@ -229,6 +233,21 @@ class RemoteAnswers:
             if asked.steering is not None:
                 field["steering"] = await self._steering(asked.steering, names)
             yield {**body, "steercap": field} if field else body
+
+    async def _within(self, prompt: str | list[int], max_tokens: Any) -> tuple[str | list[int], Any]:
+        """A prompt and how many tokens may follow it: as many as there is room for, where more were asked, or None.
+
+        A server refuses the one, and makes 16 of the other.
+        """
+        context = self.connection.here().context
+        if context is None or not (max_tokens is None or isinstance(max_tokens, int)):
+            return prompt, max_tokens
+        longest = len(prompt.encode()) + _MARKS if isinstance(prompt, str) else len(prompt)
+        if max_tokens is not None and longest + max_tokens <= context:
+            return prompt, max_tokens
+        ids = await tokenised(self.connection, prompt) if isinstance(prompt, str) else prompt
+        room = max(1, context - len(ids))
+        return ids, room if max_tokens is None else min(room, max_tokens)
 
     async def _steering(self, given: Any, names: AsyncExitStack) -> Any:
         if isinstance(given, str):

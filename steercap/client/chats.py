@@ -1,4 +1,4 @@
-"""Conversations as token ids, by the server's own chat template, and where their messages lie."""
+"""Texts and conversations as token ids, by the server's own tokenizer and chat template, and where messages lie."""
 
 from __future__ import annotations
 
@@ -38,6 +38,17 @@ class Rendered(NamedTuple):
         """Where each token lies in it."""
         ends = [0, *itertools.accumulate(map(len, self.texts))]
         return list(itertools.pairwise(ends))
+
+
+async def tokenised(connection: Connection, text: str) -> list[int]:
+    """Token ids of a text, as the server reads it for a prompt.
+
+    Raises:
+        The errors of `Connection.ask`.
+    """
+    answer = await connection.ask("POST", "/tokenize", json={"model": connection.here().name, "prompt": text})
+    with connection.answering():
+        return list(map(int, answer["tokens"]))
 
 
 async def templated(

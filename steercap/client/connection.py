@@ -45,11 +45,13 @@ class Described:
     Args:
         name: of the model in requests; of several, or with a preset, the one that was asked for.
         model: its path, or name on the hub.
+        context: tokens that a prompt and its reply may have together, None if it does not say.
         num_layers, hidden_size, points: as of `SteerModel`.
     """
 
     name: str
     model: str
+    context: int | None
     num_layers: int
     hidden_size: int
     points: Mapping[Point, PointSchema]
@@ -136,14 +138,15 @@ class Connection:
                 "start it with `steercap serve`"
             ) from error
         with self.answering():
-            names = [one["id"] for one in listed["data"]]
+            names = {one["id"]: one.get("max_model_len") for one in listed["data"]}
             if self._name is not None and self._name not in names:
                 raise InvalidRequest(f"{self.url} has no model {shown(self._name)}; known: {', '.join(names)}")
             points = {
                 Point(one.pop("layer"), one.pop("site")): PointSchema(**{**one, "shape": tuple(one["shape"])})
                 for one in said["points"]
             }
-            return Described(self._name or names[0], said["model"], said["num_layers"], said["hidden_size"], points)
+            name = self._name or next(iter(names))
+            return Described(name, said["model"], names[name], said["num_layers"], said["hidden_size"], points)
 
     async def aclose(self) -> None:
         """Cancel what runs, let the server free what it holds for us, close the connection. Idempotent."""
