@@ -93,9 +93,9 @@ CAPTURES: list[CaptureSpec] = [
     CaptureSpec(),
     CaptureSpec(layers=slice(1, None, 2), sites=["resid_post", "attn_out"], tokens="generated"),
     CaptureSpec(layers=[True, False, False, True], tokens=[slice(-3, None), 0]),
-    CaptureSpec(at=["resid_post[2]", (-1, "z")], tokens=slice(2, 9)),
+    CaptureSpec(at=["resid_post[2]", (-1, "attn_out")], tokens=slice(2, 9)),
     CaptureSpec(layers=range(3), reduce="mean"),
-    CaptureSpec(layers=1, sites=["q", "k"]),
+    CaptureSpec(layers=1, sites="mlp_out", allow_nonfinite=True),
     CaptureSpec(layers=2, codec="full8"),
     CaptureSpec(layers=2, codec="rp8", k=64, seed=5, tokens="last_prompt"),
     CaptureSpec(layers=1, before_edits=True),
@@ -130,17 +130,14 @@ async def test_a_spec_means_the_same_on_both_sides(remote: RemoteModel, tiny: St
     same(here, there)
 
 
-async def test_attention_codes_and_files_are_the_local_ones(remote: RemoteModel, tiny: SteerModel, tmp_path) -> None:
+async def test_codes_and_files_are_the_local_ones(remote: RemoteModel, tiny: SteerModel, tmp_path) -> None:
     prompt = random_prompt(20, 50)
-    for spec in (CaptureSpec(layers=1, sites=["q", "k"]), CaptureSpec(layers=2, codec="full8")):
-        _, here = await tiny.generate(prompt, GREEDY, capture=spec)
-        _, there = await remote.generate(prompt, GREEDY, capture=spec)
-        await asyncio.gather(here.fetch(), there.fetch())
-        if spec.codec is None:
-            torch.testing.assert_close(there.attention_pattern(1), here.attention_pattern(1), rtol=1e-4, atol=1e-5)
-        else:
-            assert there.coded[2].codec == here.coded[2].codec == "full8"
-        same(here, CaptureHandle.load(there.save(tmp_path / "rows.safetensors")))
+    spec = CaptureSpec(layers=2, codec="full8")
+    _, here = await tiny.generate(prompt, GREEDY, capture=spec)
+    _, there = await remote.generate(prompt, GREEDY, capture=spec)
+    await asyncio.gather(here.fetch(), there.fetch())
+    assert there.coded[2].codec == here.coded[2].codec == "full8"
+    same(here, CaptureHandle.load(there.save(tmp_path / "rows.safetensors")))
     with pytest.raises(errors.InvalidRequest, match="from a server"):
         await there.lens(2)
     with pytest.raises(errors.InvalidRequest, match="from a server"):
@@ -150,7 +147,7 @@ async def test_attention_codes_and_files_are_the_local_ones(remote: RemoteModel,
 async def test_many_at_once_each_with_specs_of_its_own(remote: RemoteModel, tiny: SteerModel) -> None:
     """32 requests side by side, of other layers, steering and lengths; then the same in one call with lists."""
     prompts = [random_prompt(4 + number, 100 + number) for number in range(32)]
-    specs = [CaptureSpec(layers=[number % 4], sites=("resid_post", "z")[number % 2]) for number in range(32)]
+    specs = [CaptureSpec(layers=[number % 4], sites=("resid_post", "mlp_out")[number % 2]) for number in range(32)]
     edits = [None if number % 3 == 0 else Add(vector(number), 1.5, layer=number % 4) for number in range(32)]
 
     async def one(number: int) -> tuple[str, CaptureHandle]:
@@ -182,9 +179,10 @@ async def test_texts_prompts_and_samples_come_as_they_do_locally(remote: RemoteM
     given = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, stop_token_ids=[2], min_tokens=1)
     words = ["a b c", {"prompt": "d e"}]
     assert await remote.generate(words, given) == await tiny.generate(words, given)
-    assert await remote.generate(
-        "a b c", {"temperature": 0.0, "max_tokens": None, "min_p": 0.0}
-    ) == await tiny.generate("a b c", {"temperature": 0.0, "max_tokens": None})
+    for most in (None, 240, 400):  # as many as the context holds, whatever the server makes of it
+        greedy = {"temperature": 0.0, "max_tokens": most, "ignore_eos": True}
+        prompts = ["a b c" * 5, random_prompt(30, 60)]
+        assert await remote.generate(prompts, greedy) == await tiny.generate(prompts, greedy)
     raw = await remote.generate(prompt, {**GREEDY, "logprobs": 2}, steering=Add(vector(2), layer=1), raw_output=True)
     known = await tiny.generate(prompt, {**GREEDY, "logprobs": 2}, steering=Add(vector(2), layer=1), raw_output=True)
     assert raw.output.choices[0].text == known.output.outputs[0].text

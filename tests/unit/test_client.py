@@ -8,25 +8,42 @@ import gc
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import torch
+from handles import a_handle
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import steercap
-from steercap import Ablate, Add, AddIf, Cap, CaptureSpec, LogitBias, LowRank, Replace, SetProjection, SteeringSpec
+from steercap import (
+    Ablate,
+    Add,
+    AddIf,
+    Cap,
+    CaptureHandle,
+    CaptureSpec,
+    LogitBias,
+    LowRank,
+    Replace,
+    SetProjection,
+    SteeringSpec,
+)
 from steercap.client import RemoteModel
 from steercap.client.asks import MOST_NUMBERS, NotAsJSON, capture_asked, require_specs, steering_asked
 from steercap.client.model import LACKING
 from steercap.client.sampling import DEFAULTS, sampling_asked
 from steercap.client.uploads import encoded
+from steercap.core.attention import AttentionRule
 from steercap.errors import (
+    CaptureIncomplete,
     CaptureMemoryFull,
     InvalidPrompt,
     InvalidRequest,
@@ -38,9 +55,11 @@ from steercap.errors import (
     SteeringNotApplied,
     WrongEventLoop,
 )
+from steercap.requests import files
 from steercap.serve.asks import capture_of, steering_of
 from steercap.serve.call import ERROR_HEADER
 from steercap.serve.captures import owner_of
+from steercap.serve.engine import described
 from steercap.serve.library import Library, read
 from steercap.sync import RemoteModel as Blocking
 from steercap.vectors.directions import DirectionSet
@@ -115,7 +134,9 @@ def test_a_capture_is_read_as_what_was_said(spec) -> None:
 
 
 def vectors(width: int = 8) -> st.SearchStrategy[list[float]]:
-    return st.lists(st.floats(width=32, min_value=-(2.0**90), max_value=2.0**90), min_size=width, max_size=width).filter(any)
+    return st.lists(
+        st.floats(width=32, min_value=-(2.0**90), max_value=2.0**90), min_size=width, max_size=width
+    ).filter(any)
 
 
 number = st.floats(-1e6, 1e6).map(lambda value: value or 1.0)
@@ -234,7 +255,9 @@ DESCRIBED = {
 }
 
 
-def model_of(answer: Any = None, *, described: Any = DESCRIBED, **arguments: Any) -> RemoteModel:
+def model_of(
+    answer: Any = None, *, says: Any = DESCRIBED, routes: Sequence[Route] = (), **arguments: Any
+) -> RemoteModel:
     """A connection to a server that says `answer` to completions."""
 
     async def completions(request: Any) -> Any:
@@ -245,10 +268,11 @@ def model_of(answer: Any = None, *, described: Any = DESCRIBED, **arguments: Any
         return JSONResponse({"data": [{"id": "m"}, {"id": "m+calm"}]})
 
     async def model(_request: Any) -> Any:
-        return JSONResponse(described) if described is not None else JSONResponse({"detail": "Not Found"}, 404)
+        return JSONResponse(says) if says is not None else JSONResponse({"detail": "Not Found"}, 404)
 
     seen: list[Any] = []
     routes = [
+        *routes,
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/models", models),
         Route("/v1/steercap/model", model),
@@ -280,9 +304,9 @@ async def test_a_connection_says_what_the_server_has() -> None:
 
 async def test_what_is_no_server_of_ours_is_refused() -> None:
     with pytest.raises(ServerFailure, match="none of steercap's"):
-        await model_of(described=None).start()
+        await model_of(says=None).start()
     with pytest.raises(ServerFailure, match="same version"):
-        await model_of(described={"model": "m"}).start()
+        await model_of(says={"model": "m"}).start()
     with pytest.raises(InvalidRequest, match="no model 'other'; known: m, m\\+calm"):
         await model_of(model="other").start()
     with pytest.raises(ServerFailure, match=r"http://127.0.0.1:9 cannot be reached, or broke off: ConnectError"):
@@ -359,8 +383,6 @@ async def test_arguments_that_a_server_does_not_take_are_refused_by_name() -> No
 
 async def test_a_stream_that_breaks_off_is_an_error() -> None:
     """No text without its end."""
-    from starlette.responses import StreamingResponse
-
     events = [
         b'data: {"choices": [{"index": 0, "text": "a", "token_ids": [1], "prompt_token_ids": [3]}]}\n\n',
         b'data: {"error": {"message": "layer 9", "code": 400}}\n\n',
@@ -433,3 +455,44 @@ except MissingExtra as error:
         "this needs httpx, which is not installed: pip install 'steercap[client]'",
     ], done.stderr
     assert "client" in dir(steercap)
+
+
+def answered_with(handle: CaptureHandle, content: bytes, **others: Any) -> tuple[JSONResponse, Route]:
+    """What a server of ours says of a capture, and the route where it waits."""
+    saved = json.loads(
+        msgspec.json.encode(described(handle) | {"url": "/v1/steercap/captures/c", "bytes": len(content)})
+    )
+    one = choice(token_ids=handle.output_token_ids, prompt_token_ids=handle.prompt_token_ids)
+    answer = JSONResponse({"choices": [one], "steercap": {"results": [{"choice": 0, "capture": saved | others}]}})
+    return answer, Route("/v1/steercap/captures/c", lambda _request: Response(content), methods=["GET"])
+
+
+async def test_a_handle_is_what_the_server_holds() -> None:
+    """What a capture says of itself before its rows are there, attention's rules among it; then rows, as they are kept."""
+    kept = a_handle(sites=("q", "k"), attention_rules={0: AttentionRule(0.5)})
+    answer, route = answered_with(kept, files.encode(kept.as_saved()))
+    async with model_of(answer, routes=[route]) as model:
+        _, handle = await model.generate([5, 6, 7], capture_layers=[0])
+        assert not handle.fetched
+        assert (handle.points, handle.attention_rules, handle.model) == (kept.points, kept.attention_rules, "m")
+        await handle.fetch()
+        assert torch.equal(handle.captures[0, "q"], kept.captures[0, "q"])
+        assert torch.equal(handle.attention_pattern(0), kept.attention_pattern(0))
+
+
+@pytest.mark.parametrize("wrong", ["another", "cut", "elsewhere"])
+async def test_rows_of_another_request_are_refused(wrong) -> None:
+    """A file of other tokens, one that is cut off, and one that is not at the server."""
+    kept = a_handle()
+    content = files.encode((a_handle(output=(8, 1)) if wrong == "another" else kept).as_saved())
+    said = {"url": "http://elsewhere/c"} if wrong == "elsewhere" else {"bytes": len(content) + (wrong == "cut")}
+    answer, route = answered_with(kept, content, **said)
+    async with model_of(answer, routes=[route]) as model:
+        if wrong == "elsewhere":
+            with pytest.raises(ServerFailure, match="no place of its"):
+                await model.generate([5, 6, 7], capture_layers=[0])
+            return
+        _, handle = await model.generate([5, 6, 7], capture_layers=[0])
+        with pytest.raises(CaptureIncomplete, match="what the server sent is" if wrong == "another" else "bytes of"):
+            await handle.fetch()
+        assert not handle.fetched
