@@ -272,10 +272,11 @@ class RemoteAnswers:
             results = {one["choice"]: one for one in document.get("steercap", {}).get("results", ())}
             texts = [choice["text"] for choice in choices]
             receipts = handles = None
-            if asked.steering is not None:
-                if any("steering" not in results.get(choice["index"], {}) for choice in choices):
-                    raise SteeringNotApplied(f"{self.connection.url} says nothing of the edits that were asked for")
-                receipts = [_receipt(results[choice["index"]]["steering"]) for choice in choices]
+            edited = [results.get(choice["index"], {}).get("steering") for choice in choices]
+            if asked.steering is not None and not all(edited):
+                raise SteeringNotApplied(f"{self.connection.url} says nothing of the edits that were asked for")
+            if choices and all(edited):  # a preset steers those who do not ask
+                receipts = [_receipt(said) for said in edited]
             if asked.spec is not None:
                 handles = [self._handle(asked, choice, results[choice["index"]]["capture"]) for choice in choices]
         return Done(document, texts, handles, receipts)
@@ -315,7 +316,7 @@ def _lifecycle(name: str, rows: Waiting, connection: Connection) -> Lifecycle:
     return found
 
 
-def _receipt(said: Mapping[str, Any]) -> SteeringReceipt:
+def _receipt(said: Any) -> SteeringReceipt:
     return SteeringReceipt(tuple(said["rows"]), said["computed"], said["cached"], said["digest"])
 
 

@@ -27,7 +27,7 @@ CONNECT_SECONDS: Final = 10.0
 CLOSE_SECONDS: Final = 5.0
 #: Requests that are with the server at once; further ones wait here, in order.
 AT_ONCE: Final = 256
-#: Says which class an error of the server's is of.
+#: The header of an answer that says which class an error of ours is of.
 ERROR_HEADER: Final = "x-steercap-error"
 _BY_STATUS: Final[Mapping[int, type[SteercapError]]] = {
     400: InvalidRequest,

@@ -47,7 +47,5 @@ class Call:
     error: str = ""
 
 
-#: The header of an answer that says which class an error of ours is of.
-ERROR_HEADER: Final = "x-steercap-error"
 #: The request that is being served, where it asks anything of steercap.
 CURRENT: Final[ContextVar[Call | None]] = ContextVar("steercap call", default=None)

@@ -9,10 +9,11 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from steercap.client.connection import ERROR_HEADER
 from steercap.core.values import shown
 from steercap.errors import InvalidRequest, InvalidSpec, SteercapError
 from steercap.serve.asks import asked_of
-from steercap.serve.call import CURRENT, ERROR_HEADER, Asked, Call
+from steercap.serve.call import CURRENT, Asked, Call
 from steercap.serve.captures import owner_of
 from steercap.serve.library import Library
 from steercap.serve.presets import Presets

@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from steercap.client.connection import ERROR_HEADER
 from steercap.encodings import ENCODINGS
 from steercap.errors import CaptureMemoryFull, SteercapError
-from steercap.serve.call import ERROR_HEADER
 from steercap.serve.captures import Captures, owner_of
 from steercap.serve.library import Library
 

@@ -276,9 +276,10 @@ async def test_what_the_server_says_of_the_model(remote: RemoteModel, tiny: Stee
         assert [one.id async for one in client.models.list()] == ["tiny", "tiny+calm"]
     prompt = random_prompt(8, 12)
     async with SteerModel.connect(f"{url}/v1/", api_key="mine", model="tiny+calm") as preset:
-        assert await preset.generate(prompt, GREEDY) == await tiny.generate(
-            prompt, GREEDY, steering=Add(CALM[1], 4.0, layer=1)
-        )
+        raw = await preset.generate(prompt, GREEDY, raw_output=True)
+        known = await tiny.generate(prompt, GREEDY, steering=Add(CALM[1], 4.0, layer=1), raw_output=True)
+        assert raw.output.choices[0].text == known.output.outputs[0].text
+        assert raw.steering[0].digest == known.steering[0].digest
 
 
 async def test_steering_in_force_and_by_name(remote: RemoteModel, tiny: SteerModel) -> None:

@@ -38,6 +38,7 @@ from steercap import (
 )
 from steercap.client import RemoteModel
 from steercap.client.asks import MOST_NUMBERS, NotAsJSON, capture_asked, require_specs, steering_asked
+from steercap.client.connection import ERROR_HEADER
 from steercap.client.model import LACKING
 from steercap.client.sampling import DEFAULTS, sampling_asked
 from steercap.client.uploads import encoded
@@ -57,7 +58,6 @@ from steercap.errors import (
 )
 from steercap.requests import files
 from steercap.serve.asks import capture_of, steering_of
-from steercap.serve.call import ERROR_HEADER
 from steercap.serve.captures import owner_of
 from steercap.serve.engine import described
 from steercap.serve.library import Library, read
