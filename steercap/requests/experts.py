@@ -49,7 +49,7 @@ class Experts:
         return f"Experts({len(self)} rows, {self.ids.shape[1]} each)"
 
 
-def logits_of(source: Source | None, captures: Captures, layer: int, num_layers: int) -> tuple[int, torch.Tensor]:
+def logits_of(source: Source, captures: Captures, layer: int, num_layers: int) -> tuple[int, torch.Tensor]:
     """The index of a layer, and the logits by which it chose its experts, float32 [rows, experts].
 
     Args:
@@ -64,8 +64,6 @@ def logits_of(source: Source | None, captures: Captures, layer: int, num_layers:
     index = index_of(layer)
     if index is None or not -num_layers <= index < num_layers:
         raise InvalidRequest(f"experts: layer={shown(layer)}; the model has layers 0 to {num_layers - 1}")
-    if source is None:
-        raise InvalidRequest("experts: the handle is from a file; the workers of an open model choose, so ask before")
     point = Point(index % num_layers, "router")
     if point not in captures:
         had = "was not captured" if source.engine.exists(point) else "is not in this model, whose layer has no experts"

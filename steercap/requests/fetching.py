@@ -1,4 +1,4 @@
-"""Rows of any number of handles with one RPC."""
+"""Rows of any number of handles at once: of workers with one RPC."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from steercap.errors import CaptureIncomplete, CaptureNotFinite, InvalidRequest
+from steercap.errors import CaptureIncomplete, CaptureNotFinite, CaptureReleased, InvalidRequest
 from steercap.requests.lifecycle import Lifecycle, Stage
 
 
@@ -22,7 +22,7 @@ async def fetch_all(wanted: Sequence[Lifecycle]) -> None:
     """
     for one in wanted:
         if one.stage in {Stage.KEPT, Stage.COMING} and one.source is not None:
-            one.source.engine.require_open()  # before a lock that belongs to its event loop
+            one.source.require_open()  # before a lock that belongs to its event loop
     async with AsyncExitStack() as turns:
         # In one order for all, or two fetches of the same handles could each wait for the other.
         for one in sorted(dict.fromkeys(wanted), key=id):
@@ -37,18 +37,18 @@ async def fetch_all(wanted: Sequence[Lifecycle]) -> None:
 async def _fetch(pending: Sequence[Lifecycle]) -> None:
     """Fetch rows whose turn it is."""
     sources = [one.source for one in pending if one.source is not None]
-    engines = {source.engine for source in sources}
-    if len(engines) != 1:
-        raise InvalidRequest(f"these handles belong to {len(engines)} models; fetch the handles of one model at a time")
-    errors: list[CaptureIncomplete | CaptureNotFinite] = []
+    places = {source.place for source in sources}
+    if len(places) != 1:
+        raise InvalidRequest(f"these handles belong to {len(places)} models; fetch the handles of one model at a time")
+    errors: list[CaptureIncomplete | CaptureNotFinite | CaptureReleased] = []
     try:
         for one in pending:
             one.fetch()
-        deliveries = await engines.pop().collect([source.wanted for source in sources])
+        deliveries = await sources[0].collect(sources)
         for one, delivery in zip(pending, deliveries, strict=True):
             try:
                 one.arrive(delivery)
-            except (CaptureIncomplete, CaptureNotFinite) as error:
+            except (CaptureIncomplete, CaptureNotFinite, CaptureReleased) as error:
                 errors.append(error)
             await asyncio.sleep(0)  # a batch of thousands must not stop the loop
     finally:

@@ -30,7 +30,7 @@ from steercap.requests.captures import Captures, Coded, Featured
 from steercap.requests.experts import Experts, experts, logits_of
 from steercap.requests.fetching import fetch_all
 from steercap.requests.lens import BEHIND, MOST_BYTES, Lens, point_of, unembed
-from steercap.requests.lifecycle import Found, Lifecycle, Stage
+from steercap.requests.lifecycle import Found, Lifecycle, Source, Stage
 
 if TYPE_CHECKING:
     from steercap.formats.tuned_lens import TunedLens
@@ -298,14 +298,15 @@ class CaptureHandle(Unshared, instead=INSTEAD):
 
         Raises:
             CaptureNotFetched, CaptureReleased: as for `captures`.
-            InvalidRequest: rows that were not captured or are not of the stream, a handle from a file (`model.unembed`
-                takes its rows), or numbers that do not fit.
+            InvalidRequest: rows that were not captured or are not of the stream, a handle from a file or a server
+                (`unembed` of an open model takes its rows), or numbers that do not fit.
             InvalidSelection: tokens of which no row was captured.
             EngineFailure: the engine has died or was closed.
         """
         source = self.lifecycle.source
-        if source is None:
-            raise InvalidRequest("lens: the handle is from a file; give its rows to unembed() of an open model")
+        if not isinstance(source, Source):
+            away = "a file" if source is None else "a server"
+            raise InvalidRequest(f"lens: the handle is from {away}; give its rows to unembed() of an open model")
         self._require_rows("lens")
         point = point_of(self.points, self.num_layers, layer, site)
         at = slice(None) if tokens is None else self._rows_at(tokens)
@@ -340,8 +341,12 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         """
         self._require_rows("experts")
         source = self.lifecycle.source
+        if not isinstance(source, Source):
+            away = "a file" if source is None else "a server"
+            raise InvalidRequest(
+                f"experts: the handle is from {away}; the workers of an open model choose, so ask before"
+            )
         index, rows = logits_of(source, self.captures, layer, self.num_layers)
-        assert source is not None
         at = slice(None) if tokens is None else self._rows_at(tokens)
         return await experts(source.engine, index, rows[at], self.positions[at])
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import enum
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from steercap.core.idiom import AWAITED
 from steercap.core.messages import Owner, Wanted
@@ -25,7 +25,6 @@ from steercap.requests.checks import Expected, received
 if TYPE_CHECKING:
     from steercap.core.budget import Ticket
     from steercap.engine.engine import Engine
-    from steercap.engine.fetching import Delivery
 
 
 class Stage(enum.Enum):
@@ -72,9 +71,40 @@ class Found(NamedTuple):
     receipt: Receipt
 
 
+class Origin(Protocol):
+    """Where rows come from: workers, or a server."""
+
+    @property
+    def place(self) -> object:
+        """Rows of one place are fetched together."""
+
+    def require_open(self) -> None:
+        """Check that it can be asked.
+
+        Raises:
+            ModelClosed, WrongEventLoop: it cannot.
+        """
+
+    async def collect(self, origins: Sequence[Any]) -> Sequence[Any]:
+        """What comes for each of several origins of the same place."""
+
+    def found(self, delivery: Any) -> Found:
+        """What came for this one, checked against what must be.
+
+        Raises:
+            CaptureIncomplete, CaptureNotFinite, CaptureReleased: it is not that.
+        """
+
+    def give_back(self) -> None:
+        """Free the rows there."""
+
+    def give_back_from_any_thread(self) -> None:
+        """The same, at any moment, of the garbage collector's choosing too."""
+
+
 @dataclass(frozen=True)
 class Source:
-    """Where rows come from.
+    """Rows in the workers of an engine.
 
     Args:
         engine: whose workers hold them.
@@ -93,6 +123,27 @@ class Source:
         """What to ask the workers for."""
         return Wanted(self.owner, len(self.expected.tokens) - 1)
 
+    @property
+    def place(self) -> object:
+        return self.engine
+
+    def require_open(self) -> None:
+        self.engine.require_open()
+
+    async def collect(self, origins: Sequence[Source]) -> Sequence[Any]:
+        return await self.engine.collect([origin.wanted for origin in origins])
+
+    def found(self, delivery: Any) -> Found:
+        rows, receipt = received(self.expected, delivery, self.engine.vllm.points)
+        return Found(Captures(rows, self.engine.vllm.num_layers), receipt)
+
+    def give_back(self) -> None:
+        give_back = self.engine.give_back if self.engine.home.is_here else self.engine.give_back_from_any_thread
+        give_back(self.owner, self.ticket)
+
+    def give_back_from_any_thread(self) -> None:
+        self.engine.give_back_from_any_thread(self.owner, self.ticket)
+
 
 class Lifecycle(Unshared, instead="its rows have one owner"):
     """Where the rows of one handle are, and what may become of them.
@@ -110,7 +161,7 @@ class Lifecycle(Unshared, instead="its rows have one owner"):
         idiom: how messages show code.
     """
 
-    def __init__(self, name: str, *, source: Source | None = None, found: Found | None = None) -> None:
+    def __init__(self, name: str, *, source: Origin | None = None, found: Found | None = None) -> None:
         self.name = name
         self.source = source
         self.found = found
@@ -119,9 +170,7 @@ class Lifecycle(Unshared, instead="its rows have one owner"):
         self.idiom = AWAITED
         self._finalizer: weakref.finalize[..., Lifecycle] | None = None
         if source is not None:
-            self._finalizer = weakref.finalize(
-                self, source.engine.give_back_from_any_thread, source.owner, source.ticket
-            )
+            self._finalizer = weakref.finalize(self, source.give_back_from_any_thread)
             self._finalizer.atexit = False
 
     def require_here(self) -> Found:
@@ -152,18 +201,16 @@ class Lifecycle(Unshared, instead="its rows have one owner"):
         """They are asked for."""
         self._advance(Event.FETCH)
 
-    def arrive(self, delivery: Delivery) -> None:
+    def arrive(self, delivery: Any) -> None:
         """Check what came against what must be, and take it; what was released meanwhile is dropped.
 
         Raises:
-            CaptureIncomplete, CaptureNotFinite: see `received`; they stay with the worker.
+            CaptureIncomplete, CaptureNotFinite, CaptureReleased: see `Origin.found`; they stay where they are.
         """
         if self.stage is not Stage.COMING:
             return
         assert self.source is not None
-        vllm = self.source.engine.vllm
-        rows, receipt = received(self.source.expected, delivery, vllm.points)
-        self.found = Found(Captures(rows, vllm.num_layers), receipt)
+        self.found = self.source.found(delivery)
         self._advance(Event.ARRIVE)
 
     def end_fetch(self) -> None:
@@ -181,6 +228,4 @@ class Lifecycle(Unshared, instead="its rows have one owner"):
         if self.stage in _FREED and self._finalizer is not None and self.source is not None:
             self._finalizer.detach()
             self._finalizer = None
-            engine = self.source.engine
-            give_back = engine.give_back if engine.home.is_here else engine.give_back_from_any_thread
-            give_back(self.source.owner, self.source.ticket)
+            self.source.give_back()

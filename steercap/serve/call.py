@@ -59,6 +59,7 @@ class Call:
         results: what came of each of its choices, as JSON, in the order of their ends.
         prompts: how many of its prompts have been given to the engine.
         live: numbers of tokens that wait for the next event of their choice in the stream, see `Live`.
+        error: the class of the error of ours that it failed with; "" where there was none.
     """
 
     asked: Asked
@@ -66,6 +67,7 @@ class Call:
     results: list[dict[str, Any]] = field(default_factory=list)
     prompts: int = 0
     live: list[Live] = field(default_factory=list)
+    error: str = ""
 
 
 #: The request that is being served, where it asks anything of steercap.

@@ -89,6 +89,7 @@ class ServedEngine:
                 async for output in outputs:
                     yield output
         except SteercapError as error:
+            call.error = type(error).__name__
             raise self._translated(error) from error
 
     async def _run(self, call: Call, first: int, job: Job) -> AsyncGenerator[RequestOutput, None]:
@@ -180,7 +181,9 @@ def grown(output: RequestOutput, params: Any, texts: dict[int, str], tokens: dic
 
 
 def described(handle: CaptureHandle) -> dict[str, Any]:
-    """What a handle holds, as JSON: its points with shapes and dtypes, and which tokens its rows are of."""
+    """What a handle holds, for msgspec's JSON: its points with shapes and dtypes, which tokens its rows are of, and the
+    header of its file, less the text, which the answer has.
+    """
     saved, receipt = handle.as_saved(), handle.receipt
     points = []
     for point in handle.points:
@@ -200,4 +203,5 @@ def described(handle: CaptureHandle) -> dict[str, Any]:
         "output_tokens": len(handle.output_token_ids),
         "directions": list(handle.directions),
         "verified": receipt.verified,
+        "header": msgspec.structs.replace(saved.header, text=""),
     }

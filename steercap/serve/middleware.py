@@ -10,6 +10,7 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from steercap.client.connection import ERROR_HEADER
 from steercap.core.values import shown
 from steercap.errors import InvalidRequest, InvalidSpec, SteercapError
 from steercap.serve.asks import asked_of
@@ -56,11 +57,9 @@ class Asking:
             return
         try:
             body, call = self._read(body, owner_of(_header(scope, b"authorization")))
-        except InvalidRequest as error:
-            await _refuse(send, 400, str(error))
-            return
         except SteercapError as error:
-            await _refuse(send, 429, str(error))
+            status = 400 if isinstance(error, InvalidRequest) else 429
+            await _refuse(send, status, str(error), type(error).__name__)
             return
         scope = {**scope, "headers": _resized(scope["headers"], len(body))}
         if call is None:
@@ -133,7 +132,7 @@ class Answer:
             kind = next((value for name, value in message["headers"] if name.lower() == b"content-type"), b"")
             self._stream = kind.startswith(b"text/event-stream")
             if self._stream or message["status"] != 200:
-                await self._send(message)
+                await self._send({**message, "headers": _blamed(message["headers"], self._call.error)})
             else:
                 self._start = message
             return
@@ -152,9 +151,12 @@ class Answer:
         ready, self._held = self._held[:end], self._held[end:]
         if self._call.live:
             ready = b"\n\n".join(map(self._with_numbers, ready.split(b"\n\n")))
-        if self._call.results and (at := ready.find(_DONE)) >= 0:
-            found = {"results": self._call.results, **self._numbers(None)}
-            chunk = {"object": "steercap", "choices": [], "steercap": found}
+        if (self._call.results or self._call.error) and (at := ready.find(_DONE)) >= 0:
+            failed = self._call.error
+            came: dict[str, Any] = (
+                {"error": failed} if failed else {"results": self._call.results, **self._numbers(None)}
+            )
+            chunk = {"object": "steercap", "choices": [], "steercap": came}
             ready = ready[:at] + b"data: " + msgspec.json.encode(chunk) + b"\n\n" + ready[at:]
         await self._send({**message, "body": ready})
 
@@ -224,13 +226,18 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-async def _refuse(send: Send, status: int, reason: str) -> None:
+async def _refuse(send: Send, status: int, reason: str, error: str = "") -> None:
     """An error as OpenAI's clients read it."""
     kind = "BadRequestError" if status == 400 else "RateLimitError" if status == 429 else "RequestEntityTooLarge"
     body = msgspec.json.encode({"error": {"message": reason, "type": kind, "param": "steercap", "code": status}})
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": _blamed(headers, error)})
     await send({"type": "http.response.body", "body": body})
+
+
+def _blamed(headers: Any, error: str) -> list[tuple[bytes, bytes]]:
+    """Headers of an answer that say, if it is an error of ours, of which class."""
+    return [*headers, *([(ERROR_HEADER.encode(), error.encode())] if error else [])]
 
 
 def _header(scope: Message, name: bytes) -> str:

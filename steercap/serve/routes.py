@@ -7,10 +7,12 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from steercap.client.connection import ERROR_HEADER
 from steercap.encodings import ENCODINGS
 from steercap.errors import CaptureMemoryFull, SteercapError
 from steercap.serve.captures import Captures, owner_of
@@ -57,7 +59,7 @@ class Routes:
         owner, model = owner_of(request.headers.get("authorization", "")), self._model
         stats = await model.stats()
         points = [
-            {"layer": point.layer, "site": point.site, "shape": list(schema.shape), "dtype": schema.dtype}
+            {"layer": point.layer, "site": point.site, **msgspec.structs.asdict(schema)}
             for point, schema in model.points.items()
         ]
         return JSONResponse(
@@ -135,9 +137,9 @@ class Routes:
         try:
             return JSONResponse(self._library.add(name, owner, b"".join(parts)).described(), 201)
         except CaptureMemoryFull as error:
-            return _error(429, str(error))
+            return _error(429, str(error), type(error).__name__)
         except SteercapError as error:
-            return _error(400, str(error))
+            return _error(400, str(error), type(error).__name__)
 
     async def forget_vector(self, request: Request) -> Response:
         """Let go of one of the caller's own."""
@@ -165,7 +167,8 @@ def _range(asked: str, size: int) -> tuple[int, int] | None:
     return (start, stop) if start < stop else None
 
 
-def _error(status: int, message: str) -> Response:
+def _error(status: int, message: str, error: str = "") -> Response:
     kinds: Mapping[int, str] = {400: "BadRequestError", 404: "NotFoundError", 429: "RateLimitError"}
     kind: Any = kinds.get(status, "RequestEntityTooLarge")
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)
+    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    return JSONResponse(body, status, {ERROR_HEADER: error} if error else None)

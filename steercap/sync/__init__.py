@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from steercap.sync.handle import CaptureHandle
     from steercap.sync.model import SteerModel
     from steercap.sync.patching import ablate, patch, path_patch
+    from steercap.sync.remote import RemoteModel
     from steercap.sync.saving import save_run
     from steercap.sync.sketch import RunningSketch
     from steercap.sync.vectors import calibrate, extract, mean_rows
 
 __all__ = [
     "CaptureHandle",
+    "RemoteModel",
     "RunningSketch",
     "SteerModel",
     "ablate",
@@ -47,6 +49,7 @@ __all__ = [
 
 _HOMES = {
     "CaptureHandle": "handle",
+    "RemoteModel": "remote",
     "RunningSketch": "sketch",
     "SteerModel": "model",
     "ablate": "patching",

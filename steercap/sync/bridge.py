@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from steercap import model as models
-from steercap.core.idiom import BLOCKING
+from steercap.core.idiom import BLOCKING, Idiom
 from steercap.errors import ModelClosed
 from steercap.requests.handle import CaptureHandle as Awaited
 from steercap.requests.sketching import RunningSketch
@@ -18,16 +17,44 @@ from steercap.sync.loop import LoopThread
 Value = TypeVar("Value")
 
 
-class Bridge:
+class Life(Protocol):
+    """What a model is from its start to its end."""
+
+    def start(self) -> Coroutine[Any, Any, Any]:
+        """Begin it."""
+
+    def aclose(self) -> Coroutine[Any, Any, None]:
+        """End it."""
+
+
+class Opened(Protocol):
+    """What says whether a model is open."""
+
+    idiom: Idiom
+
+    def opened(self) -> Any:
+        """What is open.
+
+        Raises:
+            ModelClosed: it is not.
+        """
+
+
+Model_co = TypeVar("Model_co", bound=Life, covariant=True)
+
+
+class Bridge(Generic[Model_co]):
     """A model that is awaited, and the thread whose loop it belongs to.
 
     Args:
         model: the model; not started.
+        state: says whether it is open.
     """
 
-    def __init__(self, model: models.SteerModel) -> None:
-        model.serving.idiom = BLOCKING
+    def __init__(self, model: Model_co, state: Opened) -> None:
+        state.idiom = BLOCKING
         self.model = model
+        self._state = state
         self._thread: LoopThread | None = None
         self._life = threading.Lock()
 
@@ -59,7 +86,7 @@ class Bridge:
         """
         if self._thread is None:
             work.close()
-            self.model.serving.opened()  # says that it is closed, or was never started
+            self._state.opened()  # says that it is closed, or was never started
             raise AssertionError
         return self._thread.run(work)
 

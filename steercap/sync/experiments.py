@@ -1,7 +1,7 @@
 """Sweeps, without `await`: the functions of `steercap.experiments` that take an open model."""
 
 from steercap.experiments import running as _there
-from steercap.sync.model import blocking
+from steercap.sync.twins import blocking
 
 __all__ = ["run_sweep"]
 

@@ -6,10 +6,9 @@ No logic here. What is asked, checked and answered is `steercap.SteerModel`'s.
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from steercap import model as _model
 from steercap.config import Settings
@@ -20,7 +19,6 @@ from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.engine.guard import require_main_guard
 from steercap.engine.stats import Stats
-from steercap.errors import InvalidRequest
 from steercap.requests.calls import Calls
 from steercap.requests.context import joining, steered
 from steercap.requests.proof import Claim
@@ -29,7 +27,9 @@ from steercap.requests.sketching import begun
 from steercap.steering.spec import SteeringSpec
 from steercap.sync.bridge import Bridge
 from steercap.sync.handle import CaptureHandle
+from steercap.sync.remote import RemoteModel
 from steercap.sync.sketch import RunningSketch
+from steercap.sync.twins import Bridged, as_there, blocking, calling, iterating
 
 if TYPE_CHECKING:
     from steercap.adapters.types import AsyncLLM
@@ -37,81 +37,29 @@ if TYPE_CHECKING:
     from steercap.steering.logit_bias import LogitBias
 
 Value = TypeVar("Value")
-Params = ParamSpec("Params")
-
-
-def blocking(
-    work: Callable[Concatenate[_model.SteerModel, Params], Coroutine[Any, Any, Value]],
-) -> Callable[Concatenate[SteerModel, Params], Value]:
-    """The twin of a coroutine function that takes an open model: same arguments and docstring, and no `await`.
-
-    Args:
-        work: takes the model first; may take and give back handles.
-    """
-    return _twin(work)
-
-
-def calling(
-    work: Callable[Concatenate[Calls[CaptureHandle], Params], Coroutine[Any, Any, Value]],
-) -> Callable[Concatenate[SteerModel, Params], Value]:
-    """The same for a method, overload by overload: what it gives holds handles of this facade."""
-    return _twin(work)
-
-
-def _twin(work: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
-    name = next(iter(inspect.signature(work).parameters))
-
-    @functools.wraps(work)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        model, rest = (args[0], args[1:]) if args else (kwargs.pop(name, None), ())
-        if not isinstance(model, SteerModel):
-            raise InvalidRequest(
-                f"{work.__name__} of steercap.sync takes a steercap.sync.SteerModel, not {type(model).__name__}; "
-                f"for a steercap.SteerModel there is {work.__module__}.{work.__qualname__}"
-            )
-        return model.bridge.done(work, *rest, **kwargs)
-
-    return call
-
-
-def iterating(
-    work: Callable[Concatenate[_model.SteerModel, Params], AsyncGenerator[Value, None]],
-) -> Callable[Concatenate[SteerModel, Params], Generator[Value, None, None]]:
-    """The same for an asynchronous generator; closing its twin closes it."""
-
-    @functools.wraps(work)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        model: SteerModel = args[0]
-        return model.bridge.taken(work(model.bridge.model, *args[1:], **kwargs))
-
-    return call
-
-
-def _as_there(
-    there: Callable[Params, _model.SteerModel],
-) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Params], None]]:
-    """Show the arguments of another class."""
-
-    def shown(here: Callable[..., None]) -> Callable[Concatenate[Any, Params], None]:
-        return functools.wraps(there.__init__)(here)
-
-    return shown
 
 
 async def _call(work: Callable[[], Value]) -> Value:
     return work()
 
 
-class SteerModel(Unshared, instead=_model.INSTEAD):
+class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
     """`steercap.SteerModel` without `await`, with the same arguments.
 
     Use it as a context manager, or `start()` and `close()`. Several threads may call it at once; vLLM batches what
     they ask.
     """
 
-    @_as_there(_model.SteerModel)
+    @as_there(_model.SteerModel)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.bridge = Bridge(_model.SteerModel(*args, **kwargs))
+        model = _model.SteerModel(*args, **kwargs)
+        self.bridge = Bridge(model, model.serving)
+
+    @staticmethod
+    @functools.wraps(_model.SteerModel.connect)
+    def connect(*args: Any, **kwargs: Any) -> RemoteModel:
+        """See `steercap.SteerModel.connect`."""
+        return RemoteModel(*args, **kwargs)
 
     def start(self) -> Self:
         """Start the engine and prove that its taps work; takes half a minute or more.

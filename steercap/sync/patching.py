@@ -3,7 +3,7 @@
 from steercap.patching import ablation as _ablation
 from steercap.patching import activation as _activation
 from steercap.patching import paths as _paths
-from steercap.sync.model import blocking
+from steercap.sync.twins import blocking
 
 __all__ = ["ablate", "patch", "path_patch"]
 

@@ -1,7 +1,7 @@
 """From a trait to its vector, without `await`: the functions of `steercap.persona` that take an open model."""
 
 from steercap.persona import pipeline as _there
-from steercap.sync.model import blocking
+from steercap.sync.twins import blocking
 
 __all__ = ["run"]
 

@@ -1,6 +1,6 @@
 """From texts to directions, without `await`: the functions of `steercap.vectors` that take an open model."""
 
-from steercap.sync.model import blocking
+from steercap.sync.twins import blocking
 from steercap.vectors import calibration as _calibration
 from steercap.vectors import extraction as _there
 

@@ -247,7 +247,8 @@ async def test_clients_that_cancel_fetch_or_forget_leave_nothing(served: Clients
 async def test_the_model_says_what_it_has(served: Clients) -> None:
     found = (await served.http().get("/v1/steercap/model")).json()
     assert (found["num_layers"], found["hidden_size"]) == (4, 128)
-    assert {"layer": 1, "site": "resid_post", "shape": [128], "dtype": "float32"} in found["points"]
+    (point,) = [one for one in found["points"] if (one["layer"], one["site"]) == (1, "resid_post")]
+    assert (point["shape"], point["dtype"], point["shards"], point["writable"]) == ([128], "float32", 1, True)
     assert {"raw", "full8", "int4"} <= set(found["codecs"])
     assert found["presets"] == ["tiny+calm"]
     assert (await served.http("nobody's").get("/v1/steercap/model")).status_code == 401

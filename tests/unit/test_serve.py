@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 
 from steercap import Ablate, Add, CaptureSpec, LogitBias, SteeringSpec
+from steercap.client.connection import ERROR_HEADER
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSpec
 from steercap.serve.asks import asked_of, capture_of, ranges, steering_of
 from steercap.serve.call import CURRENT
@@ -281,6 +282,28 @@ async def test_events_get_one_more_before_the_last(library) -> None:
     assert events[1] == '{"a": 2}'
     assert msgspec.json.decode(events[2])["steercap"] == {"results": [{"choice": 0}]}
     assert events[3:] == ["[DONE]"]
+
+
+@pytest.mark.parametrize("events", [False, True])
+async def test_an_error_of_ours_says_its_class(library, events) -> None:
+    """In a header, before the answer; of a stream, which has begun, in an event of ours before its end."""
+
+    class Failing(Inner):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            CURRENT.get().error = "LayerOutOfRange"
+            if events:
+                await super().__call__(scope, receive, send)
+                return
+            await send({"type": "http.response.start", "status": 400, "headers": []})
+            await send({"type": "http.response.body", "body": b"{}"})
+
+    answer = await post(Failing(events=events), b'{"stream": true, "steercap": {"capture": true}}', library)
+    if events:
+        assert json.loads(answer.text.split("data: ")[-2])["steercap"] == {"error": "LayerOutOfRange"}
+    else:
+        assert answer.headers[ERROR_HEADER] == "LayerOutOfRange"
+    refused = await post(Inner(), b'{"steercap": {"capture": {"sites": "attn.hook_q"}}}', library)
+    assert (refused.status_code, refused.headers[ERROR_HEADER]) == (400, "UnknownName")
 
 
 async def test_a_preset_steers_those_who_do_not_ask(library) -> None:

@@ -1,0 +1,365 @@
+"""What a server answers: each prompt is one request of it, and its choices become texts and handles."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from steercap.client.asks import NotAsJSON, capture_asked, require_specs, steering_asked
+from steercap.client.chats import templated, tokenised
+from steercap.client.connection import AT_ONCE, Connection
+from steercap.client.rows import Waiting
+from steercap.client.sampling import sampling_asked
+from steercap.client.uploads import Uploads
+from steercap.concurrency.bounded import each_of
+from steercap.core.chat import MessageSpan
+from steercap.core.extras import extra
+from steercap.core.prompts import (
+    CallArguments,
+    conversations_in,
+    each,
+    flag_asked,
+    listed,
+    template_arguments,
+    without_media,
+)
+from steercap.core.receipt import SteeringReceipt
+from steercap.core.spec import CaptureSpec
+from steercap.core.values import shown
+from steercap.errors import InvalidPrompt, InvalidRequest, ServerFailure, SteeringNotApplied
+from steercap.requests import files
+from steercap.requests.answers import RawOutput, one_to_stream, require_one_sample
+from steercap.requests.handle import CaptureHandle
+from steercap.requests.lifecycle import Lifecycle
+from steercap.requests.stream import Chunk
+from steercap.steering.spec import spec_of
+
+if TYPE_CHECKING:
+    from steercap.requests.captures import Captures
+
+_COMPLETIONS: Final = "/v1/completions"
+_PROMPT: Final = ("prompt", "prompt_token_ids")
+#: Tokens that a tokenizer may add to a text, of whose bytes it makes one each at most.
+_MARKS: Final = 16
+#: What `read` has the server generate: vLLM runs no prompt without sampling one token, which has no row.
+_READ: Final[Mapping[str, Any]] = {"max_tokens": 1, "temperature": 0.0}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One prompt, and what is asked of it.
+
+    Args:
+        prompt: as `listed` gives it.
+        params: sampling parameters.
+        spec: what to keep.
+        steering: what to change: a spec, an edit, or the name of one on the server.
+        call: the call that it is of.
+        spans: of its messages.
+    """
+
+    prompt: Any
+    params: Any
+    spec: CaptureSpec | None
+    steering: Any
+    call: CallArguments
+    spans: tuple[MessageSpan, ...] = ()
+
+
+@dataclass(frozen=True)
+class Done:
+    """What came of one prompt.
+
+    Args:
+        document: the answer.
+        texts: of its samples.
+        handles: of its samples; None where nothing is kept.
+        receipts: of its samples; None where nothing was to be changed.
+    """
+
+    document: Mapping[str, Any]
+    texts: list[str]
+    handles: list[CaptureHandle] | None
+    receipts: list[SteeringReceipt] | None
+
+
+@dataclass(frozen=True)
+class RemoteAnswers:
+    """What a server answers to the calls of `Calls`.
+
+    Args:
+        connection: to the server.
+        uploads: what was uploaded to it.
+    """
+
+    connection: Connection
+    uploads: Uploads
+
+    async def generated(self, prompts: Any, call: CallArguments) -> Any:
+        """What `RemoteModel.generate` gives."""
+        many, given = listed(prompts)
+        return await self._answered([(prompt, ()) for prompt in given], call, many=many)
+
+    async def encoded(self, _prompts: Any, _call: CallArguments) -> Any:
+        """Nothing.
+
+        Raises:
+            InvalidRequest: always.
+        """
+        raise InvalidRequest("encode cannot be asked of a server, which captures of models that generate; open it here")
+
+    async def read(self, prompts: Any, call: CallArguments) -> Any:
+        """What `RemoteModel.read` gives."""
+        return (await self.generated(prompts, replace(call, sampling_params=_READ)))[1]
+
+    async def replied(self, messages: Any, call: CallArguments, template_kwargs: Any) -> Any:
+        """What `RemoteModel.chat` gives."""
+        many, conversations = conversations_in(messages)
+        for conversation in conversations:
+            without_media(conversation)
+        arguments, spans = template_arguments(template_kwargs), call.spec is not None
+
+        async def render(conversation: Any) -> tuple[Any, tuple[MessageSpan, ...]]:
+            ids, found = await templated(self.connection, conversation, arguments, spans=spans)
+            return {"prompt_token_ids": ids}, found
+
+        prompts = await self.connection.run(lambda: each_of(conversations, render, AT_ONCE))
+        return await self._answered(prompts, call, many=many)
+
+    async def streamed(self, prompt: Any, call: CallArguments) -> AsyncGenerator[Chunk, None]:
+        """What `RemoteModel.stream` yields."""
+        self.connection.here()
+        asked = Asked(one_to_stream(prompt, call), call.sampling_params, call.spec, call.steering, call)
+        require_one_sample(sampling_asked(asked.params).get("n", 1))
+        choice: dict[str, Any] = {"index": 0, "text": "", "token_ids": []}
+        document: dict[str, Any] = {"choices": [choice]}
+        async with self._body(asked) as body, aclosing(self._events({**body, "stream": True})) as events:
+            async for event in events:
+                document.update({name: event[name] for name in ("steercap",) if name in event})
+                for one in event.get("choices", ()):
+                    choice["prompt_token_ids"] = one.get("prompt_token_ids") or choice.get("prompt_token_ids")
+                    ids = tuple(one.get("token_ids") or ())
+                    choice["text"] += one["text"]
+                    choice["token_ids"] += ids
+                    if one["text"] or ids:
+                        yield Chunk(one["text"], ids, None, None, finished=False)
+        yield await self._last(self._done(asked, document))
+
+    async def _last(self, done: Done) -> Chunk:
+        """The end of a stream: all of its rows, and what was edited."""
+        receipt = done.receipts[0] if done.receipts else None
+        if not done.handles:
+            return Chunk("", (), None, None, finished=True, steering=receipt)
+        handle = await done.handles[0].fetch()
+        captures: Captures = handle.captures
+        return Chunk("", (), captures, handle.positions, True, receipt, handle.token_types)
+
+    async def _events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """What a stream says, to its end.
+
+        Raises:
+            SteercapError: it ends in an error, or before its end.
+        """
+        failed: Any = None
+        async with self.connection.answer("POST", _COMPLETIONS, json=body) as found:
+            async for line in found.aiter_lines():
+                said = line.removeprefix("data:").strip()
+                if said == "[DONE]":
+                    break
+                if not line.startswith("data:"):
+                    continue
+                with self.connection.answering():
+                    event: dict[str, Any] = msgspec.json.decode(said)
+                name = (event.get("steercap") or {}).get("error", "")
+                if failed is not None and name:
+                    raise self.connection.error_said(failed.get("code") or 500, {"error": failed}, name)
+                if "error" in event:
+                    failed = event["error"]
+                else:
+                    yield event
+            else:
+                failed = failed or {"message": "the stream broke off before its end"}
+        if failed is not None:
+            raise self.connection.error_said(failed.get("code") or 500, {"error": failed}, "")
+
+    async def _answered(
+        self, prompts: Sequence[tuple[Any, tuple[MessageSpan, ...]]], call: CallArguments, *, many: bool
+    ) -> Any:
+        """Run prompts, with the spans of their messages, and give back what the user gets."""
+        captured, raw = call.spec is not None, flag_asked("raw_output", call.raw_output)
+        params = each(call.sampling_params, len(prompts), "sampling_params")
+        specs = each(call.spec, len(prompts), "capture")
+        edits = each(call.steering, len(prompts), "steering")
+        for spec in specs:
+            require_specs(spec)
+        asked = [
+            Asked(prompt, own, spec, steering, call, spans)
+            for (prompt, spans), own, spec, steering in zip(prompts, params, specs, edits, strict=True)
+        ]
+        done = await self.connection.run(lambda: each_of(asked, self._one, AT_ONCE))
+        texts = [_raw(one) if raw else _alone(one.texts) for one in done]
+        handles = [None if one.handles is None else _alone(one.handles) for one in done]
+        if not many:
+            return (texts[0], handles[0]) if captured else texts[0]
+        return (texts, handles) if captured else texts
+
+    async def _one(self, asked: Asked) -> Done:
+        async with self._body(asked) as body:
+            return self._done(asked, await self.connection.ask("POST", _COMPLETIONS, json=body))
+
+    @asynccontextmanager
+    async def _body(self, asked: Asked) -> AsyncIterator[dict[str, Any]]:
+        """The body of a request; what it names is on the server while the block runs."""
+        require_specs(asked.spec)
+        sampling, options = sampling_asked(asked.params), _options_asked(asked.call)
+        prompt, sampling["max_tokens"] = await self._within(_prompt_asked(asked.prompt), sampling["max_tokens"])
+        body = {
+            "model": self.connection.here().name,
+            "prompt": prompt,
+            "return_token_ids": True,
+            **sampling,
+            **options,
+        }
+        async with AsyncExitStack() as names:
+            field: dict[str, Any] = {}
+            if asked.spec is not None:
+                project: Any = asked.spec.project
+                name = None if project is None else await names.enter_async_context(self.uploads.named(project))
+                field["capture"] = capture_asked(asked.spec, name)
+            if asked.steering is not None:
+                field["steering"] = await self._steering(asked.steering, names)
+            yield {**body, "steercap": field} if field else body
+
+    async def _within(self, prompt: str | list[int], max_tokens: Any) -> tuple[str | list[int], Any]:
+        """A prompt and how many tokens may follow it: as many as there is room for, where more were asked, or None.
+
+        A server refuses the one, and makes 16 of the other.
+        """
+        context = self.connection.here().context
+        if context is None or not (max_tokens is None or isinstance(max_tokens, int)):
+            return prompt, max_tokens
+        longest = len(prompt.encode()) + _MARKS if isinstance(prompt, str) else len(prompt)
+        if max_tokens is not None and longest + max_tokens <= context:
+            return prompt, max_tokens
+        ids = await tokenised(self.connection, prompt) if isinstance(prompt, str) else prompt
+        room = max(1, context - len(ids))
+        return ids, room if max_tokens is None else min(room, max_tokens)
+
+    async def _steering(self, given: Any, names: AsyncExitStack) -> Any:
+        if isinstance(given, str):
+            return given
+        spec = spec_of(given)
+        try:
+            return steering_asked(spec)
+        except NotAsJSON:
+            return await names.enter_async_context(self.uploads.named(spec))
+
+    # What came
+
+    def _done(self, asked: Asked, document: Mapping[str, Any]) -> Done:
+        """What an answer says, each choice with what came of it.
+
+        Raises:
+            SteeringNotApplied: edits were asked for, and the server says of none that they were made.
+            ServerFailure: the answer is not what it must be.
+        """
+        with self.connection.answering():
+            choices = sorted(document["choices"], key=lambda choice: choice["index"])
+            results = {one["choice"]: one for one in document.get("steercap", {}).get("results", ())}
+            texts = [choice["text"] for choice in choices]
+            receipts = handles = None
+            edited = [results.get(choice["index"], {}).get("steering") for choice in choices]
+            if asked.steering is not None and not all(edited):
+                raise SteeringNotApplied(f"{self.connection.url} says nothing of the edits that were asked for")
+            if choices and all(edited):  # a preset steers those who do not ask
+                receipts = [_receipt(said) for said in edited]
+            if asked.spec is not None:
+                handles = [self._handle(asked, choice, results[choice["index"]]["capture"]) for choice in choices]
+        return Done(document, texts, handles, receipts)
+
+    def _handle(self, asked: Asked, choice: Mapping[str, Any], capture: Mapping[str, Any]) -> CaptureHandle:
+        header = msgspec.json.decode(msgspec.json.encode(capture["header"]), type=files.Header)
+        prompt, output = tuple(choice["prompt_token_ids"]), tuple(choice["token_ids"])
+        if (len(prompt), len(output)) != (capture["prompt_tokens"], capture["output_tokens"]):
+            raise ServerFailure(f"{self.connection.url} has rows of another sequence than the text's; report it")
+        path = capture["url"]
+        if not path.startswith("/v1/steercap/captures/"):
+            raise ServerFailure(f"{self.connection.url} says that rows are at {shown(path)}, which is no place of its")
+        self.connection.hold(path)
+        rows = Waiting(self.connection, path, capture["bytes"], header.request_id, header.points, (*prompt, *output))
+        reply = MessageSpan("assistant", None, len(prompt), len(prompt) + len(output))
+        reading = asked.call.reading
+        return CaptureHandle(
+            request_id=header.request_id,
+            model=header.model,
+            text="" if reading else choice["text"],
+            prompt_token_ids=prompt,
+            output_token_ids=() if reading else output,
+            points=header.points,
+            num_layers=header.num_layers,
+            lifecycle=_lifecycle(header.request_id, rows, self.connection),
+            messages=(*asked.spans, reply) if asked.spans else (),
+            media=header.media,
+            directions=header.directions,
+            marks=header.marks,
+            attention_rules=header.attention_rules,
+        )
+
+
+def _lifecycle(name: str, rows: Waiting, connection: Connection) -> Lifecycle:
+    found = Lifecycle(name, source=rows)
+    found.idiom = connection.idiom
+    return found
+
+
+def _receipt(said: Any) -> SteeringReceipt:
+    return SteeringReceipt(tuple(said["rows"]), said["computed"], said["cached"], said["digest"])
+
+
+def _prompt_asked(prompt: Any) -> str | list[int]:
+    """A text, or token ids.
+
+    Raises:
+        InvalidPrompt: a prompt dict with more than these.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) != 1 or (name := next(iter(prompt))) not in _PROMPT:
+        raise InvalidPrompt(
+            f"a prompt dict with {', '.join(map(repr, prompt))} cannot be asked of a server; give a str, token ids, or "
+            "a dict of one of 'prompt' and 'prompt_token_ids'"
+        )
+    found = prompt[name]
+    if isinstance(found, str):
+        return found
+    return [int(token) for token in found]
+
+
+def _options_asked(call: CallArguments) -> dict[str, Any]:
+    options = call.options
+    if call.monitors is not None:
+        raise InvalidRequest(
+            "monitors= cannot be asked of a server by this client; give the field 'monitors' of a body, by model.openai"
+        )
+    if options.get("lora_request") is not None:
+        raise InvalidRequest(
+            "lora_request= cannot be asked of a server: it names its adapters itself; connect(url, model=NAME) asks "
+            "for one"
+        )
+    return {"priority": options["priority"]} if options.get("priority") else {}
+
+
+def _alone(several: list[Any]) -> Any:
+    return several[0] if len(several) == 1 else several
+
+
+def _raw(done: Done) -> RawOutput:
+    with extra("client"):
+        from openai.types import Completion
+
+    output: Any = Completion.model_validate(done.document)
+    return RawOutput(output, None if done.receipts is None else tuple(done.receipts))

@@ -1,0 +1,137 @@
+"""Specs as JSON, as `steercap.serve.asks` reads them; what JSON cannot hold is uploaded, see `client.uploads`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from steercap.core.names import Name
+from steercap.core.spec import CaptureSpec
+from steercap.core.tokens import TokenSelection
+from steercap.core.values import Mask, shown
+from steercap.edits import EDITS
+from steercap.edits.base import Edit
+from steercap.errors import InvalidRequest, InvalidSpec
+from steercap.steering.logit_bias import LogitBias
+from steercap.steering.spec import SteeringSpec
+
+#: Numbers that a request's body holds of vectors: as text they take 20 bytes each. More of them are uploaded, once.
+MOST_NUMBERS: Final = 4096
+#: What a server cannot be asked, of a CaptureSpec, and what to do instead.
+_REFUSED: Final[Mapping[str, str]] = {
+    "calibration": "a server keeps codes without one; leave it out",
+    "sae": "a server holds no SAEs; capture the rows and encode them here, with SAE.encode",
+    "gather": "a server hands over whole rows; leave it out",
+}
+
+
+class NotAsJSON(Exception):
+    """A spec that is uploaded instead."""
+
+
+def require_specs(spec: Any) -> None:
+    """Check what one prompt is to keep.
+
+    Raises:
+        InvalidSpec: something else than a CaptureSpec.
+        InvalidRequest: it asks what a server cannot do.
+    """
+    if spec is None:
+        return
+    if not isinstance(spec, CaptureSpec):
+        raise InvalidSpec(f"capture={shown(spec)}; give a CaptureSpec, or capture_layers=")
+    plain = CaptureSpec()
+    for name, reason in _REFUSED.items():
+        if getattr(spec, name) != getattr(plain, name):
+            raise InvalidRequest(f"CaptureSpec({name}=) cannot be asked of a server: {reason}")
+
+
+def capture_asked(spec: CaptureSpec, project: str | None) -> dict[str, Any]:
+    """A capture as JSON, what is as by default left out.
+
+    Args:
+        spec: what to keep.
+        project: the name of what its rows are projected on, on the server.
+    """
+    plain = CaptureSpec()
+    asked: dict[str, Any] = {} if project is None else {"project": project}
+    for field in dataclasses.fields(CaptureSpec):
+        given = getattr(spec, field.name)
+        if field.name in {*_REFUSED, "project", "at"} or given == getattr(plain, field.name):
+            continue
+        asked[field.name] = value_asked(given)
+    if spec.at is not None:
+        names: Any = spec.at
+        asked["at"] = [_point_asked(name) for name in names]
+    return asked
+
+
+def steering_asked(spec: SteeringSpec) -> dict[str, Any]:
+    """Steering as JSON.
+
+    Raises:
+        NotAsJSON: its vectors are long, a spec within it preserves norms by itself, or a number of it is infinite.
+    """
+    if any(isinstance(edit, SteeringSpec) and edit.keeps_norm for edit in spec.edits):
+        raise NotAsJSON
+    edits = spec.flat()
+    if sum(_numbers(edit) for edit in edits) > MOST_NUMBERS:
+        raise NotAsJSON
+    return {"edits": [_edit_asked(edit) for edit in edits], "preserve_norm": spec.preserve_norm}
+
+
+def _edit_asked(edit: Edit | LogitBias) -> dict[str, Any]:
+    if isinstance(edit, LogitBias):
+        bias: Any = edit.bias
+        if not isinstance(bias, Mapping):
+            raise NotAsJSON
+        said = {str(token): value_asked(add) for token, add in bias.items()}
+        return {"op": "logit_bias", "bias": said, "tokens": value_asked(edit.selection)}
+    asked: dict[str, Any] = {"op": next(op for op, kind in EDITS.items() if type(edit) is kind)}
+    for field in dataclasses.fields(edit):
+        given = getattr(edit, field.name)
+        if field.init and given is not None and not (field.name == "tokens" and edit.replaced):
+            asked[field.name] = value_asked(given)
+    return asked
+
+
+def value_asked(value: Any) -> Any:
+    """A field as JSON, exactly.
+
+    Raises:
+        NotAsJSON: JSON does not hold it.
+    """
+    found: Any
+    match value:
+        case None | bool() | int() | str():
+            found = value
+        case float() if math.isfinite(value):
+            found = value
+        case torch.Tensor():
+            found = value.tolist()  # float32 is held by a float, and read back as the same
+        case TokenSelection(terms):
+            parts = [value_asked(slice(*term) if isinstance(term, tuple) else term) for term in terms]
+            found = parts[0] if len(parts) == 1 else parts
+        case Mask():
+            found = value.tolist()
+        case slice():
+            parts = [value.start, value.stop, *([] if value.step is None else [value.step])]
+            found = ":".join("" if part is None else str(part) for part in parts)
+        case list() | tuple() | range():
+            found = [value_asked(part) for part in value]
+        case _:
+            raise NotAsJSON
+    return found
+
+
+def _point_asked(name: Name) -> Any:
+    return name.site if name.layer is None else [name.layer, name.site]
+
+
+def _numbers(edit: Edit | LogitBias) -> int:
+    values = (getattr(edit, field.name) for field in dataclasses.fields(edit))
+    return sum(value.numel() for value in values if isinstance(value, torch.Tensor))

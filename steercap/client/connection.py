@@ -1,0 +1,337 @@
+"""A server, from the first question to the last: its answers, and its errors as those of the library."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from steercap import errors
+from steercap.concurrency.loops import Home
+from steercap.core.extras import extra
+from steercap.core.idiom import AWAITED
+from steercap.core.schema import PointSchema
+from steercap.core.spec import Point
+from steercap.core.values import shown
+from steercap.errors import CaptureMemoryFull, InvalidRequest, InvalidSetting, ModelClosed, ServerFailure, SteercapError
+
+if TYPE_CHECKING:
+    import httpx
+
+Value = TypeVar("Value")
+
+#: Seconds until a server must have taken a connection, and in which the end lets go of what it holds.
+CONNECT_SECONDS: Final = 10.0
+CLOSE_SECONDS: Final = 5.0
+#: Requests that are with the server at once; further ones wait here, in order.
+AT_ONCE: Final = 256
+#: The header of an answer that says which class an error of ours is of.
+ERROR_HEADER: Final = "x-steercap-error"
+_BY_STATUS: Final[Mapping[int, type[SteercapError]]] = {
+    400: InvalidRequest,
+    404: InvalidRequest,
+    413: InvalidRequest,
+    422: InvalidRequest,
+    429: CaptureMemoryFull,
+}
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a server says of its model.
+
+    Args:
+        name: of the model in requests; of several, or with a preset, the one that was asked for.
+        model: its path, or name on the hub.
+        context: tokens that a prompt and its reply may have together, None if it does not say.
+        num_layers, hidden_size, points: as of `SteerModel`.
+    """
+
+    name: str
+    model: str
+    context: int | None
+    num_layers: int
+    hidden_size: int
+    points: Mapping[Point, PointSchema]
+
+
+class Connection:
+    """One server, asked in one event loop.
+
+    Args:
+        url: of the server, with or without "/v1".
+        api_key: the key, if it wants one.
+        name: of the model in requests, None for the first that the server names.
+        timeout: seconds that the server may be silent for; None for any.
+        transport: of httpx, in place of the network.
+
+    Attributes:
+        url: without "/v1".
+        running: what runs on it; cancelled when it is closed.
+        idiom: how messages show code.
+
+    Raises:
+        InvalidSetting: the url or the timeout is none.
+    """
+
+    def __init__(self, url: str, api_key: str | None, name: str | None, timeout: float | None, transport: Any) -> None:
+        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+            raise InvalidSetting(f"url={shown(url)}; give that of a server, such as 'http://127.0.0.1:8000'")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.api_key = api_key
+        self.running: set[asyncio.Task[Any]] = set()
+        self.idiom = AWAITED
+        self._name = name
+        self._timeout = timeout
+        self._transport = transport
+        self._home: Home | None = None
+        self._http: httpx.AsyncClient | None = None
+        self._broken: type[Exception] = OSError  # httpx's own, once it is imported
+        self._described: Described | None = None
+        self._held: set[str] = set()
+        self._freeing: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    # Life
+
+    async def start(self) -> None:
+        """Ask the server what it has.
+
+        Raises:
+            MissingExtra: httpx is not installed.
+            ServerFailure: it cannot be reached, refuses the key, or is not `steercap serve`.
+            InvalidRequest: it has no model of the name.
+        """
+        with extra("client"):
+            import httpx
+
+        self._require_not_closed()
+        self._home = self._home or Home("this connection")
+        self._home.require()
+        if self._described is not None:
+            return
+        self._broken = httpx.TransportError
+        headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
+        self._http = self._http or httpx.AsyncClient(
+            base_url=self.url,
+            headers=headers,
+            timeout=httpx.Timeout(self._timeout, connect=CONNECT_SECONDS, pool=None),
+            limits=httpx.Limits(max_connections=None),
+            transport=self._transport,
+        )
+        try:
+            self._described = await self._describe()
+        except BaseException:
+            http, self._http = self._http, None
+            await http.aclose()
+            raise
+
+    async def _describe(self) -> Described:
+        listed = await self.ask("GET", "/v1/models")
+        try:
+            said = await self.ask("GET", "/v1/steercap/model")
+        except InvalidRequest as error:  # 404
+            raise ServerFailure(
+                f"{self.url} is a server, but none of steercap's: it can neither capture nor steer; "
+                "start it with `steercap serve`"
+            ) from error
+        with self.answering():
+            names = {one["id"]: one.get("max_model_len") for one in listed["data"]}
+            if self._name is not None and self._name not in names:
+                raise InvalidRequest(f"{self.url} has no model {shown(self._name)}; known: {', '.join(names)}")
+            points = {
+                Point(one.pop("layer"), one.pop("site")): PointSchema(**{**one, "shape": tuple(one["shape"])})
+                for one in said["points"]
+            }
+            name = self._name or next(iter(names))
+            return Described(name, said["model"], names[name], said["num_layers"], said["hidden_size"], points)
+
+    async def aclose(self) -> None:
+        """Cancel what runs, let the server free what it holds for us, close the connection. Idempotent."""
+        first, self._closed = not self._closed, True
+        if self._home is None or not first:
+            return
+        await self._home.run(self._end, patience=2 * CLOSE_SECONDS)
+
+    async def _end(self) -> None:
+        for task in self.running:
+            task.cancel()
+        for path in tuple(self._held):
+            self._free_soon(path)
+        if self._freeing:
+            await asyncio.wait(self._freeing, timeout=CLOSE_SECONDS)
+        http, self._http = self._http, None
+        if http is not None:
+            await http.aclose()
+
+    def opened(self) -> Described:
+        """What the server has.
+
+        Raises:
+            ModelClosed: it was never asked, or the connection is closed.
+        """
+        self._require_not_closed()
+        if self._described is None:
+            raise ModelClosed(
+                "this RemoteModel was never started; use it inside "
+                f"`{self.idiom.manager} SteerModel.connect(...) as model:`"
+            )
+        return self._described
+
+    def here(self) -> Described:
+        """The same, to await something of it.
+
+        Raises:
+            ModelClosed: as above.
+            WrongEventLoop: it was started in another event loop.
+        """
+        described = self.opened()
+        assert self._home is not None
+        self._home.require()
+        return described
+
+    async def run(self, work: Callable[[], Awaitable[Value]]) -> Value:
+        """Await something of the server; closing the connection ends the wait.
+
+        Raises:
+            ModelClosed: the connection was closed, before or meanwhile.
+            WrongEventLoop: it was started in another event loop.
+        """
+        self.here()
+
+        async def step() -> Value:
+            return await work()
+
+        task = asyncio.ensure_future(step())
+        self.running.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._closed:
+                raise ModelClosed("the connection was closed while this request ran") from None
+            raise
+        finally:
+            task.cancel()
+            self.running.discard(task)
+
+    def _require_not_closed(self) -> None:
+        if self._closed:
+            raise ModelClosed(
+                f"this RemoteModel is closed; use it inside `{self.idiom.manager} SteerModel.connect(...) as model:`"
+            )
+
+    # What is asked
+
+    async def ask(self, method: str, path: str, **content: Any) -> Any:
+        """The JSON that the server answers.
+
+        Raises:
+            ServerFailure: it cannot be reached, or does not answer as it should.
+            SteercapError: its error, of the class that it says.
+        """
+        async with self.answer(method, path, **content) as found:
+            await found.aread()
+            with self.answering():
+                return found.json()
+
+    @contextlib.asynccontextmanager
+    async def answer(self, method: str, path: str, **content: Any) -> AsyncIterator[httpx.Response]:
+        """An answer that is read as it comes.
+
+        Raises:
+            The errors of `ask`.
+        """
+        if self._http is None:
+            self._require_not_closed()
+        assert self._http is not None
+        try:
+            async with self._http.stream(method, path, **content) as found:
+                if found.status_code >= 400:
+                    await found.aread()
+                    raise self._error_of(found)
+                yield found
+        except self._broken as error:
+            if self._closed:
+                raise ModelClosed("the connection was closed while this request ran") from error
+            raise ServerFailure(
+                f"{self.url} cannot be reached, or broke off: {type(error).__name__}: {error}; is `steercap serve` "
+                "running there? What was asked was not asked again"
+            ) from error
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Read something of an answer in the block.
+
+        Raises:
+            ServerFailure: it is not what `steercap serve` says.
+        """
+        try:
+            yield
+        except SteercapError:
+            raise
+        except (LookupError, TypeError, ValueError, StopIteration) as error:
+            raise ServerFailure(
+                f"{self.url} does not answer as this version of steercap expects: {type(error).__name__}: {error}; "
+                "use the same version on both sides"
+            ) from error
+
+    def _error_of(self, found: httpx.Response) -> SteercapError:
+        try:
+            body = found.json()
+        except ValueError:
+            body = found.text[:200]
+        return self.error_said(found.status_code, body, found.headers.get(ERROR_HEADER, ""))
+
+    def error_said(self, status: int, body: Any, name: str) -> SteercapError:
+        """The error that an answer says.
+
+        Args:
+            status: of HTTP.
+            body: the answer's.
+            name: of the class of ours, if the server said one.
+        """
+        said = body.get("error", body.get("detail", body)) if isinstance(body, Mapping) else body
+        message = str(said.get("message", said) if isinstance(said, Mapping) else said)
+        message = message.removesuffix(" (parameter=steercap)")
+        if status in {401, 403}:
+            return ServerFailure(f"{self.url} refuses the API key; give it as SteerModel.connect(url, api_key=...)")
+        kind = getattr(errors, name, None) if name else None
+        if isinstance(kind, type) and issubclass(kind, SteercapError):
+            return kind(message)
+        if status in _BY_STATUS:
+            return _BY_STATUS[status](message)
+        return ServerFailure(f"{self.url} answered {status}: {message}")
+
+    # What the server holds for us
+
+    def hold(self, path: str) -> None:
+        """Remember something that is to be deleted."""
+        self._held.add(path)
+
+    def let_go(self, path: str) -> None:
+        """Have it deleted, from any thread, at any moment; not at once, and nobody waits for it."""
+        if self._home is not None and path in self._held:
+            self._home.call(lambda: self._free_soon(path))
+
+    def _free_soon(self, path: str) -> None:
+        if path not in self._held:
+            return
+        self._held.discard(path)
+        task = asyncio.ensure_future(self._free(path))
+        self._freeing.add(task)
+        task.add_done_callback(self._freeing.discard)
+
+    async def _free(self, path: str) -> None:
+        if self._http is None:
+            return
+        # What is gone already need not go; what cannot be reached has a time to live.
+        with contextlib.suppress(SteercapError):
+            await self.ask("DELETE", path)
+
+    async def freed(self) -> None:
+        """Wait until what was let go of is gone there."""
+        await asyncio.sleep(0)  # what was let go of in this loop begins
+        while self._freeing:
+            await asyncio.wait(tuple(self._freeing))

@@ -1,0 +1,246 @@
+"""RemoteModel: a model that a server has open."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from steercap.client.answers import RemoteAnswers
+from steercap.client.connection import Connection
+from steercap.client.uploads import VECTORS, Uploads, encoded
+from steercap.core.extras import extra
+from steercap.core.ownership import Unshared
+from steercap.core.schema import PointSchema
+from steercap.core.spec import Point
+from steercap.core.values import shown
+from steercap.engine.stats import Stats
+from steercap.errors import InvalidSpec
+from steercap.requests.calls import Calls
+from steercap.requests.context import steered
+from steercap.requests.fetching import fetch_all
+from steercap.requests.handle import CaptureHandle, flat
+from steercap.steering.spec import SteeringSpec
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+    from steercap.edits.base import Edit
+    from steercap.steering.logit_bias import LogitBias
+    from steercap.vectors.directions import DirectionSet
+    from steercap.vectors.layers import LayerVectors
+
+#: What to do instead of a copy.
+INSTEAD: Final = "a connection has one owner; connect once more to the same server"
+#: What a SteerModel has and a server does not give, and what to do instead.
+LACKING: Final[Mapping[str, str]] = {
+    "calibrate": "calibrate where the model is open",
+    "engine": "it is in the server's process",
+    "layers": "the server does not say which classes it loaded",
+    "proof": "the server does not say what was proved when it started",
+    "serving": "it is in the server's process",
+    "settings": "they are the server's; `stats()` has its limits",
+    "sketch": "a server keeps no statistics; sketch where the model is open, or fetch rows",
+    "tokenizer": "the server has it; handles have token ids, and `chat` uses its template",
+    "unembed": "the server does not run the norm and unembedding by themselves",
+    "verified": "it is said of each capture, `handle.receipt.verified`",
+}
+
+
+class RemoteModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
+    """A model that `steercap serve` has open, with the verbs of a `SteerModel`; made by `SteerModel.connect`.
+
+    `generate`, `chat`, `read` and `stream` mean what they mean of a local model, and take the same specs: what a server
+    cannot be asked is refused by its name. Texts are generated with vLLM's own defaults, as there, not with those that
+    the server's configuration has. Differences:
+
+    - Rows wait at the server until they are fetched, but no longer than its `--captures-seconds`.
+    - `stream` gives texts as they come, and all rows with the last chunk.
+    - `raw_output=True` gives as `output` OpenAI's `Completion`.
+    - `steering=` may be the name of vectors or of steering on the server.
+
+    Args:
+        url: of the server, such as "http://127.0.0.1:8000".
+        api_key: the key, if the server wants one.
+        model: its name for the server, an adapter or a preset such as "smollm2+calm"; the first that it lists if left
+            out.
+        timeout: seconds that the server may be silent for before an answer; None for any.
+        transport: of httpx, in place of the network.
+
+    Raises:
+        InvalidSetting: the url is none.
+
+    Use it as an async context manager, or `await start()` and `await aclose()`. Calls may run concurrently.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        model: str | None = None,
+        timeout: float | None = None,
+        transport: Any = None,
+    ) -> None:
+        self.connection = Connection(url, api_key, model, timeout, transport)
+        self._uploads = Uploads(self.connection)
+        self._answers = RemoteAnswers(self.connection, self._uploads)
+
+    # Life
+
+    async def start(self) -> RemoteModel:
+        """Ask the server what it has.
+
+        Raises:
+            MissingExtra: httpx is not installed: `pip install 'steercap[client]'`.
+            ServerFailure: it cannot be reached, refuses the key, or is no server of steercap's.
+            InvalidRequest: it has no such model.
+            ModelClosed: the connection was closed.
+            WrongEventLoop: it was started in another event loop.
+        """
+        await self.connection.start()
+        return self
+
+    async def aclose(self) -> None:
+        """Cancel what runs, let the server free what it holds for this connection, and close it. Idempotent."""
+        await self.connection.aclose()
+
+    async def __aenter__(self) -> RemoteModel:
+        return await self.start()
+
+    async def __aexit__(self, *_exc: object) -> None:
+        await self.aclose()
+
+    # Work
+
+    @asynccontextmanager
+    async def steered(self, steering: SteeringSpec | Edit | LogitBias) -> AsyncIterator[SteeringSpec]:
+        """Steer every call inside that does not pass `steering=` itself: `async with model.steered(spec): ...`.
+
+        When nested, its edits come after those of the outer one. Whether it fits the model is found by the first call.
+
+        Args:
+            steering: a SteeringSpec, one edit, or a LogitBias.
+
+        Yields:
+            The spec in force, outer ones included.
+
+        Raises:
+            InvalidSpec: not a spec.
+        """
+        self.connection.here()
+        with steered(self, steering) as spec:
+            yield spec
+
+    async def fetch_captures_batch(self, handles: Sequence[Any]) -> None:
+        """Fetch many handles, several at a time. Nested lists and None are allowed; handles already fetched are left
+        alone.
+
+        Raises:
+            CaptureReleased: one of the handles was released, or its time at the server is over; the others are fetched.
+            ServerFailure: the server cannot be reached.
+        """
+        await fetch_all([handle.lifecycle for handle in flat(handles)])
+
+    async def stats(self) -> Stats:
+        """What the server's model holds now, for everybody, and its limits."""
+        said = await self.connection.run(lambda: self.connection.ask("GET", "/v1/steercap/model"))
+        with self.connection.answering():
+            return Stats(**said["engine"])
+
+    async def upload_vectors(self, name: str, content: LayerVectors | DirectionSet | SteeringSpec) -> Mapping[str, Any]:
+        """Give vectors, directions or steering a name on the server, in place of what has it; they stay there.
+
+        Args:
+            name: letters, digits, dots, dashes and underscores.
+            content: what it is to stand for: `steering=name` then steers by it.
+
+        Returns:
+            What the server says of it: its kind, layers, norms, bytes.
+
+        Raises:
+            InvalidSpec: not a name, or not such content.
+            CaptureMemoryFull: the server keeps no more of this key.
+        """
+        if not isinstance(name, str) or not name or "/" in name:
+            raise InvalidSpec(f"name={shown(name)}; give letters, digits, dots, dashes and underscores")
+        data = encoded(content)
+        found: Mapping[str, Any] = await self.connection.run(lambda: self._uploads.put(name, data))
+        return found
+
+    async def list_vectors(self) -> list[Mapping[str, Any]]:
+        """What has names on the server: this key's own, and the operator's."""
+        said = await self.connection.run(lambda: self.connection.ask("GET", VECTORS))
+        with self.connection.answering():
+            return list(said["data"])
+
+    async def delete_vectors(self, name: str) -> None:
+        """Remove something of this key's from the server.
+
+        Args:
+            name: as it was uploaded.
+
+        Raises:
+            InvalidRequest: nothing of this key has the name.
+        """
+        if not isinstance(name, str) or not name or "/" in name:
+            raise InvalidSpec(f"name={shown(name)}; give letters, digits, dots, dashes and underscores")
+        await self.connection.run(lambda: self.connection.ask("DELETE", f"{VECTORS}/{name}"))
+
+    # What is reachable
+
+    @property
+    def openai(self) -> AsyncOpenAI:
+        """OpenAI's own client of the same server, for what else it can do: tools, log probabilities, embeddings.
+
+        It is a new one, which its owner closes.
+        """
+        with extra("client"):
+            from openai import AsyncOpenAI
+
+        return AsyncOpenAI(**self.openai_arguments)
+
+    @property
+    def openai_arguments(self) -> dict[str, Any]:
+        """What OpenAI's clients take for this server."""
+        self.connection.opened()
+        key = self.connection.api_key or "none"
+        return {"base_url": f"{self.url}/v1", "api_key": key, "max_retries": 0, "timeout": None}
+
+    @property
+    def url(self) -> str:
+        """The server's address, without "/v1"."""
+        return self.connection.url
+
+    @property
+    def model(self) -> str:
+        """Path or name of the model, as the server opened it."""
+        return self.connection.opened().model
+
+    @property
+    def served_name(self) -> str:
+        """The name of the model in requests."""
+        return self.connection.opened().name
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the model."""
+        return self.connection.opened().num_layers
+
+    @property
+    def hidden_size(self) -> int:
+        """Elements of a row of the residual stream; `points` has the shape at every other site."""
+        return self.connection.opened().hidden_size
+
+    @property
+    def points(self) -> Mapping[Point, PointSchema]:
+        """Points that have a tap, layer by layer, and what the tensor at each of them is."""
+        return self.connection.opened().points
+
+    def __getattr__(self, name: str) -> Any:
+        if name in LACKING:
+            raise AttributeError(f"a RemoteModel has no {name!r}: {LACKING[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        return f"RemoteModel({self.url})"

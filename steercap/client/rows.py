@@ -1,0 +1,92 @@
+"""Rows that wait at a server: where a handle's come from."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from steercap.client.connection import Connection
+from steercap.concurrency.bounded import each_of
+from steercap.core.spec import Point
+from steercap.errors import CaptureIncomplete, CaptureReleased, InvalidRequest, SteercapError
+from steercap.requests.handle import CaptureHandle
+from steercap.requests.lifecycle import Found
+
+#: Files that come at once.
+_AT_ONCE: Final = 8
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """The rows of one capture that waits at a server.
+
+    Args:
+        connection: to the server.
+        path: of the file there.
+        size: its bytes.
+        request: the name of the request.
+        points: what must be in it.
+        tokens: prompt and generated token ids of the request.
+    """
+
+    connection: Connection
+    path: str
+    size: int
+    request: str
+    points: tuple[Point, ...]
+    tokens: tuple[int, ...]
+
+    @property
+    def place(self) -> object:
+        return self.connection
+
+    def require_open(self) -> None:
+        self.connection.here()
+
+    async def collect(self, origins: Sequence[Waiting]) -> Sequence[Any]:
+        return await self.connection.run(lambda: each_of(origins, _fetched, _AT_ONCE))
+
+    def found(self, delivery: Any) -> Found:
+        """See `Origin.found`; the file must be that of this request.
+
+        Raises:
+            CaptureIncomplete: it is not.
+            CaptureReleased: the server has it no more.
+        """
+        if isinstance(delivery, SteercapError):
+            raise delivery
+        loaded: CaptureHandle = delivery
+        read = (*loaded.prompt_token_ids, *loaded.output_token_ids)
+        if (loaded.request_id, loaded.points, read) != (self.request, self.points, self.tokens):
+            raise CaptureIncomplete(f"{self.request}: what the server sent is the capture of {loaded.request_id}")
+        return loaded.lifecycle.require_here()
+
+    def give_back(self) -> None:
+        self.connection.let_go(self.path)
+
+    def give_back_from_any_thread(self) -> None:
+        self.connection.let_go(self.path)
+
+
+async def _fetched(one: Waiting) -> CaptureHandle | SteercapError:
+    """What is in a file; in place of it, the error of one whose time is over, so that others still come."""
+    with tempfile.TemporaryDirectory(prefix="steercap-fetch-") as folder:
+        path = Path(folder, "rows.safetensors")
+        written = 0
+        try:
+            with path.open("wb") as file:  # noqa: ASYNC230 -- of no more than a part is waited for
+                async with one.connection.answer("GET", one.path) as found:
+                    async for part in found.aiter_bytes():
+                        written += file.write(part)
+        except InvalidRequest as error:  # 404
+            return CaptureReleased(
+                f"{one.request}: its rows are no longer at the server ({error}). Fetch them before that, or have "
+                "`steercap serve --captures-seconds` keep them longer"
+            )
+        if written != one.size:
+            return CaptureIncomplete(f"{one.request}: {written:,} bytes of {one.size:,} came; fetch again")
+        return await asyncio.to_thread(CaptureHandle.load, path)

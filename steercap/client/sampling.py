@@ -1,0 +1,98 @@
+"""Sampling parameters in the body of a request: what is left out is vLLM's default, as it is for a local request, and
+not what the server's own configuration would put there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from steercap.core.values import shown
+from steercap.errors import InvalidRequest
+
+#: Defaults of vLLM's SamplingParams that a server may have others for.
+DEFAULTS: Final[Mapping[str, Any]] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "max_tokens": 16,
+}
+#: What else the body of a completion may hold.
+KNOWN: Final = (
+    *DEFAULTS,
+    "n",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "structured_outputs",
+    "thinking_token_budget",
+    "watermarking",
+)
+#: What the server sets by itself, and what nobody sees the effect of through it.
+_ITS_OWN: Final = ("output_kind", "skip_clone", "output_text_buffer_length", "stream_interval")
+
+
+def sampling_asked(given: Any) -> dict[str, Any]:
+    """The fields of a body that mean what sampling parameters mean here.
+
+    Args:
+        given: vLLM's SamplingParams, a dict of their fields, or None.
+
+    Raises:
+        InvalidRequest: something else, a name that does not exist, or one that a server cannot be asked.
+    """
+    asked = dict(DEFAULTS)
+    for name, value in _fields(given).items():
+        if name not in KNOWN:
+            close = difflib.get_close_matches(str(name), KNOWN, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise InvalidRequest(
+                f"sampling parameter {name!r} cannot be asked of a server, which takes {', '.join(KNOWN)}{hint}"
+            )
+        if value is not None or name == "max_tokens":  # None is as many as the context holds
+            asked[name] = _plain(value)
+    return asked
+
+
+def _fields(given: Any) -> dict[str, Any]:
+    """The fields that were given, or of SamplingParams those that are not as by default."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return dict(given)
+    if not isinstance(given, msgspec.Struct) or type(given).__name__ != "SamplingParams":
+        raise InvalidRequest(f"sampling_params={shown(given)}; give vLLM's SamplingParams, or a dict of its fields")
+    plain = type(given)()
+    names = [name for name in given.__struct_fields__ if not name.startswith("_") and name not in _ITS_OWN]
+    values = {name: (getattr(given, name), getattr(plain, name)) for name in names}
+    # Of one type only: an array is not compared.
+    return {name: one for name, (one, other) in values.items() if type(one) is not type(other) or one != other}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):  # StructuredOutputsParams
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {name: one for name, one in fields.items() if one is not None and not name.startswith("_")}
+    return value

@@ -1,0 +1,105 @@
+"""Vectors and steering that a body does not hold: uploaded once, under a name that says what is in them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+from steercap.client.connection import Connection
+from steercap.core.values import shown
+from steercap.errors import InvalidSpec
+from steercap.steering.spec import SteeringSpec
+from steercap.vectors.directions import DirectionSet
+from steercap.vectors.layers import LayerVectors
+
+#: Files that stay at the server while no request needs them.
+_UNUSED: Final = 32
+VECTORS: Final = "/v1/steercap/vectors"
+
+
+@dataclass
+class Upload:
+    """One file.
+
+    Args:
+        name: its name on the server; a connection's own, and no file has it twice.
+        users: requests under way that need it.
+        there: whether the server has it.
+        turn: held while it goes up.
+    """
+
+    name: str
+    users: int = 0
+    there: bool = False
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Uploads:
+    """The files of one connection.
+
+    Args:
+        connection: where they go.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._kept: dict[str, Upload] = {}  # by digest, the last used last
+        self._prefix = f"connection-{secrets.token_hex(6)}"
+        self._numbers = count()
+
+    @asynccontextmanager
+    async def named(self, content: LayerVectors | DirectionSet | SteeringSpec) -> AsyncIterator[str]:
+        """The name of something on the server, where it stays while the block runs.
+
+        Raises:
+            CaptureMemoryFull: the server keeps no more of this key.
+            The errors of `Connection.ask`.
+        """
+        data = await asyncio.to_thread(encoded, content)
+        digest = hashlib.sha256(data).hexdigest()
+        one = self._kept.pop(digest, None) or Upload(f"{self._prefix}-{next(self._numbers)}-{digest[:24]}")
+        self._kept[digest] = one
+        one.users += 1
+        try:
+            async with one.turn:
+                if not one.there:
+                    await self.put(one.name, data)
+                    one.there = True
+                    self._connection.hold(f"{VECTORS}/{one.name}")
+            yield one.name
+        except InvalidSpec as error:
+            if one.name in str(error):  # somebody deleted it there, or the server is another one by now
+                self._kept.pop(digest, None)
+            raise
+        finally:
+            one.users -= 1
+            self._drop_unused()
+
+    async def put(self, name: str, data: bytes) -> Any:
+        """Send a file; what the server says of it."""
+        return await self._connection.ask("PUT", f"{VECTORS}/{name}", content=data)
+
+    def _drop_unused(self) -> None:
+        unused = [digest for digest, one in self._kept.items() if not one.users]
+        for digest in unused[: max(0, len(unused) - _UNUSED)]:
+            self._connection.let_go(f"{VECTORS}/{self._kept.pop(digest).name}")
+
+
+def encoded(content: Any) -> bytes:
+    """The file that holds something.
+
+    Raises:
+        InvalidSpec: something else than vectors, directions or steering.
+    """
+    if not isinstance(content, (LayerVectors, DirectionSet, SteeringSpec)):
+        raise InvalidSpec(f"{shown(content)} cannot be uploaded; give LayerVectors, a DirectionSet or a SteeringSpec")
+    with tempfile.TemporaryDirectory(prefix="steercap-upload-") as folder:
+        return content.save(Path(folder, "it.safetensors")).read_bytes()

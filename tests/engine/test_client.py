@@ -1,0 +1,469 @@
+"""A model at a server, over a socket: each verb gives what the same call of the local model gives."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+import uvicorn
+
+from steercap import Ablate, Add, Cap, CaptureHandle, CaptureSpec, LogitBias, Replace, SteeringSpec, SteerModel, errors
+from steercap.adapters import server
+from steercap.client import RemoteModel
+from steercap.serve.server import ServerSettings, application
+from steercap.sync import SteerModel as Blocking
+from steercap.testing.rows import random_prompt, settled
+from steercap.vectors.directions import DirectionSet
+from steercap.vectors.layers import LayerVectors
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+FLAGS = ["--served-model-name", "tiny", "--api-key", "mine", "yours", "--chat-template", TEMPLATE]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
+WIDTH = 128
+
+
+def vector(seed: int) -> torch.Tensor:
+    return torch.randn(WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+CALM = LayerVectors({1: vector(1)}, name="calm")
+TRAITS = DirectionSet({name: LayerVectors({1: vector(k), 2: vector(k + 9)}) for k, name in enumerate(("warm", "cold"))})
+
+
+@asynccontextmanager
+async def listening(tiny: SteerModel, settings: ServerSettings) -> AsyncIterator[str]:
+    """The address of a server of this process."""
+    app = await application(tiny, server.read_flags(tiny.serving.model, FLAGS), settings)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        served = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+        running = asyncio.create_task(served.serve([sock]))
+        try:
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        finally:
+            served.should_exit = True
+            await running
+
+
+@pytest.fixture(scope="module")
+async def url(tiny: SteerModel, tmp_path_factory) -> AsyncIterator[str]:
+    """`calm` is the operator's; `tiny+calm` a model that is steered by it."""
+    file = tmp_path_factory.mktemp("client") / "calm.safetensors"
+    CALM.save(file)
+    settings = ServerSettings(vectors={"calm": file}, presets={"calm": {"op": "add", "vector": "calm", "scale": 4.0}})
+    async with listening(tiny, settings) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+async def remote(url: str) -> AsyncIterator[RemoteModel]:
+    async with SteerModel.connect(url, api_key="mine") as model:
+        yield model
+
+
+def same(here: CaptureHandle, there: CaptureHandle) -> None:
+    """Two fetched handles are of the same request: texts and labels alike, rows as far as other batches let them."""
+    for name in ("text", "prompt_token_ids", "output_token_ids", "points", "messages", "num_layers", "directions"):
+        assert getattr(there, name) == getattr(here, name), name
+    assert there.marks == here.marks
+    assert there.attention_rules == here.attention_rules
+    assert torch.equal(there.positions, here.positions)
+    assert torch.equal(there.token_ids, here.token_ids)
+    assert there.receipt.reduce == here.receipt.reduce
+    assert (there.receipt.steering is None) == (here.receipt.steering is None)
+    if here.receipt.steering is not None:
+        assert there.receipt.steering.rows == here.receipt.steering.rows
+        assert there.receipt.steering.digest == here.receipt.steering.digest
+    for point, rows in here.captures.items():
+        other = there.captures[point]
+        assert other.dtype == rows.dtype
+        torch.testing.assert_close(other, rows, rtol=1e-5, atol=1e-5)
+
+
+CAPTURES: list[CaptureSpec] = [
+    CaptureSpec(),
+    CaptureSpec(layers=slice(1, None, 2), sites=["resid_post", "attn_out"], tokens="generated"),
+    CaptureSpec(layers=[True, False, False, True], tokens=[slice(-3, None), 0]),
+    CaptureSpec(at=["resid_post[2]", (-1, "attn_out")], tokens=slice(2, 9)),
+    CaptureSpec(layers=range(3), reduce="mean"),
+    CaptureSpec(layers=1, sites="mlp_out", allow_nonfinite=True),
+    CaptureSpec(layers=2, codec="full8"),
+    CaptureSpec(layers=2, codec="rp8", k=64, seed=5, tokens="last_prompt"),
+    CaptureSpec(layers=1, before_edits=True),
+    CaptureSpec(project=TRAITS),
+    CaptureSpec(project=CALM, tokens="prompt"),
+]
+STEERING: list[Any] = [
+    None,
+    Add(vector(3), 2.5, layer=1, tokens="generated"),
+    SteeringSpec([Cap(vector(4), layers=[0, 2], low=-0.3), Ablate(vector(5), layers="all")], preserve_norm=True),
+    SteeringSpec([SteeringSpec([Add(vector(6), layer=2)], preserve_norm=True), Add(vector(7), 0.1, layer=3)]),
+    Replace([vector(8).tolist(), vector(9).tolist()], [3, -1], elements=slice(0, 7), layer=1),
+    SteeringSpec([LogitBias({7: 3.25, 9: -100.0}), Add(vector(3), layer=0, relative=True)]),
+]
+
+
+@pytest.mark.parametrize("number", range(len(CAPTURES)))
+async def test_a_spec_means_the_same_on_both_sides(remote: RemoteModel, tiny: SteerModel, number: int) -> None:
+    """Every kind of capture, with one of every kind of steering: said as JSON, or uploaded."""
+    spec, steering = CAPTURES[number], STEERING[number % len(STEERING)]
+    prompt = random_prompt(20 + number, number)
+    text, here = await tiny.generate(prompt, GREEDY, capture=spec, steering=steering)
+    other, there = await remote.generate(prompt, GREEDY, capture=spec, steering=steering)
+    assert isinstance(there, CaptureHandle)
+    assert other == text
+    assert not there.fetched
+    assert there.points == here.points
+    with pytest.raises(errors.CaptureNotFetched):
+        _ = there.captures
+    await here.fetch()
+    assert await there.fetch() is there
+    same(here, there)
+
+
+async def test_codes_and_files_are_the_local_ones(remote: RemoteModel, tiny: SteerModel, tmp_path) -> None:
+    prompt = random_prompt(20, 50)
+    spec = CaptureSpec(layers=2, codec="full8")
+    _, here = await tiny.generate(prompt, GREEDY, capture=spec)
+    _, there = await remote.generate(prompt, GREEDY, capture=spec)
+    await asyncio.gather(here.fetch(), there.fetch())
+    assert there.coded[2].codec == here.coded[2].codec == "full8"
+    same(here, CaptureHandle.load(there.save(tmp_path / "rows.safetensors")))
+    with pytest.raises(errors.InvalidRequest, match="from a server"):
+        await there.lens(2)
+    with pytest.raises(errors.InvalidRequest, match="from a server"):
+        await there.experts(2)
+
+
+async def test_many_at_once_each_with_specs_of_its_own(remote: RemoteModel, tiny: SteerModel) -> None:
+    """32 requests side by side, of other layers, steering and lengths; then the same in one call with lists."""
+    prompts = [random_prompt(4 + number, 100 + number) for number in range(32)]
+    specs = [CaptureSpec(layers=[number % 4], sites=("resid_post", "mlp_out")[number % 2]) for number in range(32)]
+    edits = [None if number % 3 == 0 else Add(vector(number), 1.5, layer=number % 4) for number in range(32)]
+
+    async def one(number: int) -> tuple[str, CaptureHandle]:
+        text, handle = await remote.generate(prompts[number], GREEDY, capture=specs[number], steering=edits[number])
+        return text, await handle.fetch()
+
+    there = await asyncio.gather(*map(one, range(32)))
+    texts, handles = await tiny.generate(prompts, GREEDY, capture=specs, steering=edits)
+    await tiny.fetch_captures_batch(handles)
+    again, listed = await remote.generate(prompts, GREEDY, capture=specs, steering=edits)
+    await remote.fetch_captures_batch([listed, None])
+    assert [text for text, _ in there] == texts == again
+    for here, (_, one_by_one), together in zip(handles, there, listed, strict=True):
+        same(here, one_by_one)
+        same(here, together)
+
+
+async def test_texts_prompts_and_samples_come_as_they_do_locally(remote: RemoteModel, tiny: SteerModel) -> None:
+    params = {"temperature": 0.9, "seed": 3, "max_tokens": 4, "n": 2, "top_k": 20}
+    prompt = random_prompt(9, 7)
+    texts, here = await tiny.generate({"prompt_token_ids": prompt}, params, capture_layers=[1])
+    other, there = await remote.generate({"prompt_token_ids": prompt}, params, capture_layers=[1])
+    assert other == texts
+    for one, two in zip(here, there, strict=True):
+        await asyncio.gather(one.fetch(), two.fetch())
+        same(one, two)
+    from vllm import SamplingParams
+
+    given = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, stop_token_ids=[2], min_tokens=1)
+    words = ["a b c", {"prompt": "d e"}]
+    assert await remote.generate(words, given) == await tiny.generate(words, given)
+    for most in (None, 240, 400):  # as many as the context holds, whatever the server makes of it
+        greedy = {"temperature": 0.0, "max_tokens": most, "ignore_eos": True}
+        prompts = ["a b c" * 5, random_prompt(30, 60)]
+        assert await remote.generate(prompts, greedy) == await tiny.generate(prompts, greedy)
+    raw = await remote.generate(prompt, {**GREEDY, "logprobs": 2}, steering=Add(vector(2), layer=1), raw_output=True)
+    known = await tiny.generate(prompt, {**GREEDY, "logprobs": 2}, steering=Add(vector(2), layer=1), raw_output=True)
+    assert raw.output.choices[0].text == known.output.outputs[0].text
+    assert raw.steering[0].rows == known.steering[0].rows
+    assert raw.output.choices[0].logprobs.token_logprobs == pytest.approx(
+        [max(one.logprob for one in said.values()) for said in known.output.outputs[0].logprobs], abs=1e-4
+    )
+
+
+async def test_read_gives_rows_and_no_text(remote: RemoteModel, tiny: SteerModel) -> None:
+    prompts = [random_prompt(9, 8), random_prompt(14, 9)]
+    here = await tiny.read(prompts, capture_layers=[0, 3])
+    there = await remote.read(prompts, capture_layers=[0, 3])
+    await tiny.fetch_captures_batch(here)
+    await remote.fetch_captures_batch(there)
+    for one, two in zip(here, there, strict=True):
+        same(one, two)
+    assert there[0].text == ""
+    assert (await remote.read(prompts[0])).points == (await tiny.read(prompts[0])).points
+    with pytest.raises(errors.EmptySelection):
+        await remote.read(prompts[0], capture=CaptureSpec(tokens="generated"))
+
+
+async def test_chats_know_their_messages(remote: RemoteModel, tiny: SteerModel) -> None:
+    """By the server's template; the same rendered here gives the same tokens and spans."""
+    talk = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "“Why? Why?”"},
+        {"role": "assistant", "content": "Because."},
+        {"role": "user", "content": "é"},
+    ]
+    text, there = await remote.chat(talk, GREEDY, capture_layers=[1], steering=Add(vector(1), layer=0))
+    other, here = await tiny.chat(
+        talk,
+        GREEDY,
+        capture_layers=[1],
+        steering=Add(vector(1), layer=0),
+        chat_template_kwargs={"chat_template": TEMPLATE},
+    )
+    assert text == other
+    await asyncio.gather(here.fetch(), there.fetch())
+    same(here, there)
+    assert [span.role for span in there.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "generation_prompt",
+        "assistant",
+    ]
+    assert torch.equal(there.rows_of("assistant"), here.rows_of("assistant"))
+    words = tiny.tokenizer.decode(there.token_ids[there.rows_of(1)].tolist())
+    assert words == "“Why? Why?”"
+    both = await remote.chat([talk[:2], talk], GREEDY)
+    assert both[1] == await tiny.chat(talk, GREEDY, chat_template_kwargs={"chat_template": TEMPLATE})
+    with pytest.raises(errors.InvalidPrompt, match="text alone"):
+        await remote.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+
+
+async def test_a_stream_gives_texts_as_they_come_and_rows_at_the_end(remote: RemoteModel, tiny: SteerModel) -> None:
+    prompt, edit = random_prompt(15, 11), Add(vector(3), 2.0, layer=1)
+    text, here = await tiny.generate(prompt, {**GREEDY, "max_tokens": 12}, capture_layers=[3], steering=edit)
+    await here.fetch()
+    chunks = [
+        chunk async for chunk in remote.stream(prompt, {**GREEDY, "max_tokens": 12}, capture_layers=[3], steering=edit)
+    ]
+    assert "".join(chunk.text for chunk in chunks) == text
+    assert sum((chunk.token_ids for chunk in chunks), ()) == here.output_token_ids
+    assert len(chunks) > 4, "it came in one piece"
+    assert [chunk.finished for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    last = chunks[-1]
+    torch.testing.assert_close(last.captures[3], here.captures[3], rtol=1e-5, atol=1e-5)
+    assert torch.equal(last.positions, here.positions)
+    assert last.steering.rows == here.receipt.steering.rows
+    plain = [chunk async for chunk in remote.stream(prompt, GREEDY)]
+    assert plain[-1].captures is None
+    assert plain[-1].steering is None
+    with pytest.raises(errors.LayerOutOfRange, match="layer 99"):
+        _ = [chunk async for chunk in remote.stream(prompt, GREEDY, capture_layers=[99])]
+    with pytest.raises(errors.InvalidRequest, match="not n=2"):
+        _ = [chunk async for chunk in remote.stream(prompt, {"n": 2})]
+
+
+async def test_what_the_server_says_of_the_model(remote: RemoteModel, tiny: SteerModel, url: str) -> None:
+    assert dict(remote.points) == dict(tiny.points)
+    assert (remote.num_layers, remote.hidden_size, remote.model) == (tiny.num_layers, tiny.hidden_size, tiny.model)
+    assert (remote.served_name, remote.url) == ("tiny", url)
+    here, there = await tiny.stats(), await remote.stats()
+    assert (there.capture_bytes, there.steering_slots, there.saes) == (here.capture_bytes, here.steering_slots, 0)
+    async with remote.openai as client:
+        assert [one.id async for one in client.models.list()] == ["tiny", "tiny+calm"]
+    prompt = random_prompt(8, 12)
+    async with SteerModel.connect(f"{url}/v1/", api_key="mine", model="tiny+calm") as preset:
+        raw = await preset.generate(prompt, GREEDY, raw_output=True)
+        known = await tiny.generate(prompt, GREEDY, steering=Add(CALM[1], 4.0, layer=1), raw_output=True)
+        assert raw.output.choices[0].text == known.output.outputs[0].text
+        assert raw.steering[0].digest == known.steering[0].digest
+
+
+async def test_steering_in_force_and_by_name(remote: RemoteModel, tiny: SteerModel) -> None:
+    prompt, edit = random_prompt(9, 13), Add(vector(5), 3.0, layer=2)
+    plain, steered = await tiny.generate(prompt, GREEDY), await tiny.generate(prompt, GREEDY, steering=edit)
+    assert plain != steered
+    async with remote.steered(edit) as spec:
+        assert spec.flat() == (edit,)
+        assert await remote.generate(prompt, GREEDY) == steered
+        assert await remote.generate(prompt, GREEDY, steering=None) == plain
+    assert await remote.generate(prompt, GREEDY) == plain
+    said = await remote.upload_vectors("mine", SteeringSpec([edit]))
+    assert said["kind"] == "steering"
+    assert await remote.generate(prompt, GREEDY, steering="mine") == steered
+    assert {one["name"] for one in await remote.list_vectors()} >= {"mine", "calm"}
+    await remote.delete_vectors("mine")
+    with pytest.raises(errors.InvalidSpec, match="no vector or steering is called 'mine'"):
+        await remote.generate(prompt, GREEDY, steering="mine")
+    with pytest.raises(errors.InvalidRequest, match="no vector or steering of yours"):
+        await remote.delete_vectors("mine")
+    with pytest.raises(errors.InvalidSpec, match="give letters"):
+        await remote.upload_vectors("a b", CALM)
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "says"),
+    [
+        ({"capture_layers": [99]}, errors.LayerOutOfRange, "layer 99 is outside this model of 4 layers"),
+        ({"capture": CaptureSpec(sites="nothing")}, errors.UnknownName, "nothing"),
+        ({"capture": CaptureSpec(tokens=[5000])}, errors.InvalidSelection, "5000"),
+        ({"steering": Add([1.0, 2.0], layer=1)}, errors.InvalidVector, "2"),
+        ({"steering": Add(torch.ones(5000), layer=1)}, errors.InvalidVector, "5000"),
+        ({"sampling_params": {"temperature": -1.0}}, errors.InvalidRequest, "temperature"),
+    ],
+)
+async def test_errors_are_those_of_a_local_model(remote: RemoteModel, tiny: SteerModel, asked, kind, says) -> None:
+    for model in (tiny, remote):
+        with pytest.raises(kind, match=says) as raised:
+            await model.generate([[3, 4, 5], [6, 7]], **asked)
+        assert type(raised.value) is kind
+    assert await settled(tiny) == (0, 0, 0)
+
+
+async def test_another_key_cannot_fetch(remote: RemoteModel, url: str) -> None:
+    _, handle = await remote.generate([3, 4, 5], GREEDY, capture_layers=[1])
+    path = handle.lifecycle.source.path
+    async with SteerModel.connect(url, api_key="yours") as other:
+        with pytest.raises(errors.InvalidRequest, match="not yours"):
+            await other.connection.ask("GET", path)
+    for key in (None, "nobody's"):
+        with pytest.raises(errors.ServerFailure, match="refuses the API key") as raised:
+            await SteerModel.connect(url, api_key=key).start()
+        assert "nobody" not in str(raised.value)
+    await handle.fetch()
+
+
+async def waiting(remote: RemoteModel) -> int:
+    """How many captures wait at the server."""
+    await remote.connection.freed()
+    return len((await remote.connection.ask("GET", "/v1/steercap/captures"))["data"])
+
+
+async def test_rows_are_freed_when_they_are_fetched_released_or_dropped(remote: RemoteModel) -> None:
+    assert await waiting(remote) == 0
+    _, handles = await remote.generate([[3, 4, 5]] * 4, GREEDY, capture_layers=[1])
+    assert await waiting(remote) == 4
+    await handles[0].fetch()
+    assert await waiting(remote) == 3
+    handles[1].release()
+    handles[1].release()
+    assert await waiting(remote) == 2
+    with pytest.raises(errors.CaptureReleased):
+        await handles[1].fetch()
+    async with handles[2] as fetched:
+        assert len(fetched.captures[1]) == 8
+    with pytest.raises(errors.CaptureReleased):
+        _ = handles[2].captures
+    del handles
+    gc.collect()
+    assert await waiting(remote) == 0
+
+
+async def test_a_capture_whose_time_is_over_says_so(remote: RemoteModel) -> None:
+    _, handles = await remote.generate([[3, 4, 5]] * 2, GREEDY, capture_layers=[1])
+    await remote.connection.ask("DELETE", handles[0].lifecycle.source.path)
+    with pytest.raises(errors.CaptureReleased, match=r"no longer at the server .*its time is over"):
+        await remote.fetch_captures_batch(handles)
+    assert handles[1].fetched, "the others come all the same"
+
+
+async def test_a_client_that_gives_up_leaves_nothing(remote: RemoteModel, tiny: SteerModel) -> None:
+    """Calls cancelled at any moment, streams left half-way, a call of which one prompt fails."""
+    draw = random.Random(3)
+    long = {"temperature": 0.0, "max_tokens": 400, "ignore_eos": True}
+
+    async def gives_up(number: int) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(draw.uniform(0.0, 0.2)):
+                await remote.generate(
+                    [random_prompt(5 + number, number)] * 2,
+                    long,
+                    capture_layers=[1],
+                    steering=Add(vector(number), layer=1),
+                )
+                pytest.fail("400 tokens came in a fifth of a second")
+
+    async def leaves(number: int) -> None:
+        async for chunk in remote.stream(random_prompt(5, number), long, capture_layers=[2]):
+            if chunk.text:
+                break
+
+    await asyncio.gather(*map(gives_up, range(12)), *map(leaves, range(4)))
+    with pytest.raises(errors.LayerOutOfRange):
+        await remote.generate(
+            [[3, 4, 5]] * 3, GREEDY, capture=[CaptureSpec(layers=[1])] * 2 + [CaptureSpec(layers=[9])]
+        )
+    assert await settled(tiny) == (0, 0, 0)
+    gc.collect()
+    assert await waiting(remote) == 0
+
+
+async def test_closing_frees_what_is_held_and_ends_what_runs(tiny: SteerModel, url: str) -> None:
+    model = await SteerModel.connect(url, api_key="yours").start()
+    _, handle = await model.generate(
+        [3, 4, 5], GREEDY, capture=CaptureSpec(project=TRAITS), steering=Add(vector(2), layer=1)
+    )
+    running = asyncio.create_task(model.generate([3, 4], {"max_tokens": 900, "ignore_eos": True}, capture_layers=[1]))
+    await asyncio.sleep(0.2)
+    assert len(await model.list_vectors()) == 2
+    await model.aclose()
+    await model.aclose()
+    with pytest.raises(errors.ModelClosed):
+        await running
+    for call in (handle.fetch, model.stats, model.start):
+        with pytest.raises(errors.ModelClosed):
+            await call()
+    async with SteerModel.connect(url, api_key="yours") as other:
+        assert await waiting(other) == 0
+        assert [one["name"] for one in await other.list_vectors()] == ["calm"]
+    assert await settled(tiny) == (0, 0, 0)
+
+
+async def test_vectors_go_up_once(remote: RemoteModel, tiny: SteerModel) -> None:
+    """Long specs are uploaded by their digest; what somebody deleted there goes up again with the next call."""
+    spec = SteeringSpec([Add(vector(layer), layer=layer % 4) for layer in range(40)])
+    asked = {"prompts": [[3, 4, 5]] * 5, "sampling_params": GREEDY, "steering": spec}
+    before = {one["name"] for one in await remote.list_vectors()}
+    known = await tiny.generate(**asked)
+    assert await remote.generate(**asked) == known
+    (name,) = {one["name"] for one in await remote.list_vectors()} - before
+    assert await remote.generate(**asked) == known
+    assert len(await remote.list_vectors()) == len(before) + 1
+    await remote.delete_vectors(name)
+    with pytest.raises(errors.InvalidSpec, match=name):
+        await remote.generate(**asked)
+    assert await remote.generate(**asked) == known
+
+
+async def test_without_await(tiny: SteerModel, url: str) -> None:
+    """`steercap.sync.SteerModel.connect`, from a thread, as a notebook without a loop has it."""
+    prompt, edit = random_prompt(12, 30), Add(vector(3), layer=1)
+    text, here = await tiny.generate(prompt, GREEDY, capture_layers=[1], steering=edit)
+    await here.fetch()
+
+    def notebook() -> None:
+        with Blocking.connect(url, api_key="mine") as model:
+            assert (model.num_layers, model.url) == (4, url)
+            other, there = model.generate(prompt, GREEDY, capture_layers=[1], steering=edit)
+            assert other == text
+            same(here, there.fetch().awaited)
+            with model.steered(edit):
+                handles = model.read([prompt, prompt], capture_layers=[2])
+                model.fetch_captures_batch(handles)
+                assert handles[0].captures[2].shape == (12, WIDTH)
+            chunks = list(model.stream(prompt, GREEDY, capture_layers=[1], steering=edit))
+            assert "".join(chunk.text for chunk in chunks) == text
+            assert model.chat([{"role": "user", "content": "a"}], GREEDY)
+            assert model.stats().capture_bytes > 0
+            with model.openai as client:
+                assert client.models.list().data[0].id == "tiny"
+            with pytest.raises(errors.CaptureNotFetched, match=r"`handle\.fetch"):
+                _ = model.read(prompt).captures
+        with pytest.raises(errors.ModelClosed, match=r"`with SteerModel\.connect"):
+            model.generate("x")
+
+    await asyncio.to_thread(notebook)
+    assert await settled(tiny) == (0, 0, 0)

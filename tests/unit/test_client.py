@@ -1,0 +1,500 @@
+"""What a client makes of specs, parameters and answers, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import torch
+from handles import a_handle
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+import steercap
+from steercap import (
+    Ablate,
+    Add,
+    AddIf,
+    Cap,
+    CaptureHandle,
+    CaptureSpec,
+    LogitBias,
+    LowRank,
+    Replace,
+    SetProjection,
+    SteeringSpec,
+)
+from steercap.client import RemoteModel
+from steercap.client.asks import MOST_NUMBERS, NotAsJSON, capture_asked, require_specs, steering_asked
+from steercap.client.connection import ERROR_HEADER
+from steercap.client.model import LACKING
+from steercap.client.sampling import DEFAULTS, sampling_asked
+from steercap.client.uploads import encoded
+from steercap.core.attention import AttentionRule
+from steercap.errors import (
+    CaptureIncomplete,
+    CaptureMemoryFull,
+    InvalidPrompt,
+    InvalidRequest,
+    InvalidSetting,
+    InvalidSpec,
+    LayerOutOfRange,
+    ModelClosed,
+    ServerFailure,
+    SteeringNotApplied,
+    WrongEventLoop,
+)
+from steercap.requests import files
+from steercap.serve.asks import capture_of, steering_of
+from steercap.serve.captures import owner_of
+from steercap.serve.engine import described
+from steercap.serve.library import Library, read
+from steercap.sync import RemoteModel as Blocking
+from steercap.vectors.directions import DirectionSet
+from steercap.vectors.layers import LayerVectors
+
+ME = owner_of("Bearer me")
+CALM = LayerVectors({3: torch.randn(8), 5: torch.randn(8)})
+
+# Specs
+
+
+def told(value: Any) -> Any:
+    """What a server reads of what a client says."""
+    return json.loads(json.dumps(value, allow_nan=False))
+
+
+def meant(value: Any) -> Any:
+    """A range is said as its layers."""
+    return tuple(value) if isinstance(value, range) else value
+
+
+def alike(one: SteeringSpec, other: SteeringSpec) -> None:
+    """Two specs hold the same edits, to the last bit."""
+    assert one.preserve_norm == other.preserve_norm
+    assert len(one.flat()) == len(other.flat())
+    for here, there in zip(one.flat(), other.flat(), strict=True):
+        assert type(here) is type(there)
+        for field in dataclasses.fields(here):
+            left, right = meant(getattr(here, field.name)), getattr(there, field.name)
+            assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right, field.name
+    assert [place for _, place in one.segments()] == [place for _, place in other.segments()]
+
+
+layers = st.one_of(
+    st.just("all"),
+    st.integers(-9, 9),
+    st.lists(st.integers(0, 9), min_size=1),
+    st.builds(slice, st.none() | st.integers(-9, 9), st.none() | st.integers(-9, 9), st.none() | st.integers(1, 3)),
+    st.builds(range, st.integers(0, 3), st.integers(4, 9), st.integers(1, 3)),
+    st.lists(st.booleans(), min_size=1).filter(any),
+)
+term = st.one_of(
+    st.sampled_from(["all", "prompt", "generated", "last_prompt"]),
+    st.integers(-20, 20),
+    st.builds(slice, st.none() | st.integers(-9, 9), st.none() | st.integers(-9, 9), st.none() | st.integers(1, 3)),
+    st.lists(st.booleans(), min_size=1).filter(any),
+)
+tokens = term | st.lists(term, min_size=1, max_size=3).filter(lambda found: not all(isinstance(x, bool) for x in found))
+rows = {
+    "tokens": tokens,
+    "allow_nonfinite": st.booleans(),
+    "before_edits": st.booleans(),
+}
+sites = st.sampled_from(["resid_post", ["z", "attn_out"], "hook_resid_pre", "model.layers.*.mlp.input"])
+points = st.lists(
+    st.sampled_from(["resid_post[5]", "resid_mid", (-1, "z"), "blocks.2.attn.hook_z", "model.layers.3.mlp.output"]),
+    min_size=1,
+)
+captures = st.one_of(
+    st.builds(CaptureSpec, layers=layers, sites=sites, codec=st.sampled_from([None, "raw", "full8", "int4"]), **rows),
+    st.builds(
+        CaptureSpec, at=points, k=st.none() | st.integers(1, 99), codec=st.just("rp8"), seed=st.integers(0, 9), **rows
+    ),
+    st.builds(CaptureSpec, layers=layers, reduce=st.sampled_from(["mean", "sum", "max", "last"]), tokens=tokens),
+)
+
+
+@given(captures)
+def test_a_capture_is_read_as_what_was_said(spec) -> None:
+    found = capture_of(told(capture_asked(spec, None)), Library(), ME)
+    assert found == (spec if spec.at is not None else dataclasses.replace(spec, layers=meant(spec.layers)))
+
+
+def vectors(width: int = 8) -> st.SearchStrategy[list[float]]:
+    return st.lists(
+        st.floats(width=32, min_value=-(2.0**90), max_value=2.0**90), min_size=width, max_size=width
+    ).filter(any)
+
+
+number = st.floats(-1e6, 1e6).map(lambda value: value or 1.0)
+scope = {
+    "layers": layers,
+    "tokens": tokens,
+    "site": st.sampled_from(["resid_post", "z"]),
+    "part": st.none() | st.just(2),
+}
+edits = st.one_of(
+    st.builds(Add, vectors(), number, relative=st.booleans(), **scope),
+    st.builds(AddIf, vectors(), vectors(), number, number, **scope),
+    st.builds(Ablate, vectors(), **scope),
+    st.builds(Cap, vectors(), low=st.none(), high=number, **scope),
+    st.builds(SetProjection, vectors(), number, **scope),
+    st.builds(LowRank, st.tuples(vectors(), vectors()), st.tuples(vectors(), vectors()), scale=number, **scope),
+    st.builds(
+        Replace,
+        st.tuples(vectors(), vectors()),
+        st.just([3, -1]),
+        elements=st.none() | st.just(slice(1, 4)),
+        layer=st.just(1),
+    ),
+    st.builds(LogitBias, st.dictionaries(st.integers(0, 99), number, min_size=1), tokens),
+)
+
+
+@given(st.lists(edits, min_size=1, max_size=3), st.booleans())
+def test_steering_is_read_as_what_was_said(given_, keeps) -> None:
+    """As JSON, and as a file."""
+    spec = SteeringSpec(given_, preserve_norm=keeps and not all(isinstance(edit, LogitBias) for edit in given_))
+    alike(spec, steering_of(told(steering_asked(spec)), Library(), ME))
+
+
+def test_what_json_does_not_hold_is_a_file() -> None:
+    """Long vectors, norms kept by a part of a spec, bounds of infinity: the server reads the same from it."""
+    nested = SteeringSpec(
+        [SteeringSpec([Add(torch.randn(8), layer=1)], preserve_norm=True), Ablate(torch.randn(8), layer=2)]
+    )
+    for spec in (
+        nested,
+        SteeringSpec([Add(torch.randn(MOST_NUMBERS + 1), layer=1)]),
+        SteeringSpec([LogitBias(torch.randn(9))]),
+    ):
+        with pytest.raises(NotAsJSON):
+            steering_asked(spec)
+        alike(spec, read(encoded(spec)))
+    flat = SteeringSpec(
+        [SteeringSpec([Add(torch.randn(8), layer=1)]), Ablate(torch.randn(8), layer=2)], preserve_norm=True
+    )
+    assert len(steering_asked(flat)["edits"]) == 2
+    for content in (CALM, DirectionSet({"warm": CALM, "cold": -1 * CALM})):
+        assert type(read(encoded(content))) is type(content)
+    with pytest.raises(InvalidSpec, match="cannot be uploaded"):
+        encoded({"a": 1})
+
+
+def test_what_a_server_cannot_do_is_refused_by_name() -> None:
+    with pytest.raises(InvalidRequest, match=r"CaptureSpec\(gather=\) cannot be asked of a server"):
+        require_specs(CaptureSpec(gather=False))
+    with pytest.raises(InvalidRequest, match=r"CaptureSpec\(sae=\) .* SAE.encode"):
+        require_specs(CaptureSpec(sae=object()))
+    with pytest.raises(InvalidRequest, match=r"CaptureSpec\(calibration=\)"):
+        require_specs(CaptureSpec(calibration=object()))
+    with pytest.raises(InvalidSpec, match="capture='all'; give a CaptureSpec"):
+        require_specs("all")
+
+
+def test_each_field_of_a_capture_is_said_or_refused() -> None:
+    """A field that a CaptureSpec gets later is not left out in silence: it is said, and the server reads or refuses it."""
+    fields = {field.name for field in dataclasses.fields(CaptureSpec)}
+    from steercap.client.asks import _REFUSED
+    from steercap.serve.asks import CAPTURE
+
+    assert fields - set(_REFUSED) == set(CAPTURE)
+
+
+# Sampling parameters
+
+
+def test_parameters_left_out_are_vllms_own() -> None:
+    from vllm import SamplingParams
+
+    assert sampling_asked(None) == DEFAULTS
+    plain = SamplingParams()
+    assert {name: getattr(plain, name) for name in DEFAULTS} == DEFAULTS
+    assert sampling_asked(SamplingParams()) == DEFAULTS
+    asked = sampling_asked(SamplingParams(temperature=0.5, stop=["a"], logit_bias={3: 1.5}, n=2, seed=4))
+    assert {name: value for name, value in asked.items() if DEFAULTS.get(name) != value} == {
+        "temperature": 0.5,
+        "stop": ["a"],
+        "logit_bias": {3: 1.5},
+        "n": 2,
+        "seed": 4,
+    }
+    assert sampling_asked({"max_tokens": None})["max_tokens"] is None
+    for wrong, says in (
+        ({"temprature": 1.0}, "did you mean 'temperature'"),
+        ({"extra_args": {}}, "'extra_args' cannot be asked of a server"),
+        ({"detokenize": False}, "'detokenize' cannot be asked"),
+        (SamplingParams(detokenize=False), "'detokenize' cannot be asked"),
+        (3, "give vLLM's SamplingParams, or a dict"),
+    ):
+        with pytest.raises(InvalidRequest, match=says):
+            sampling_asked(wrong)
+
+
+# Answers
+
+
+DESCRIBED = {
+    "model": "there/m",
+    "num_layers": 2,
+    "hidden_size": 8,
+    "points": [{"layer": 1, "site": "resid_post", "shape": [8], "dtype": "float32", "shards": 1}],
+}
+
+
+def model_of(
+    answer: Any = None, *, says: Any = DESCRIBED, routes: Sequence[Route] = (), **arguments: Any
+) -> RemoteModel:
+    """A connection to a server that says `answer` to completions."""
+
+    async def completions(request: Any) -> Any:
+        seen.append(await request.json())
+        return answer
+
+    async def models(_request: Any) -> Any:
+        return JSONResponse({"data": [{"id": "m"}, {"id": "m+calm"}]})
+
+    async def model(_request: Any) -> Any:
+        return JSONResponse(says) if says is not None else JSONResponse({"detail": "Not Found"}, 404)
+
+    seen: list[Any] = []
+    routes = [
+        *routes,
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/steercap/model", model),
+    ]
+    transport = httpx.ASGITransport(Starlette(routes=routes))
+    found = RemoteModel("http://there/v1", transport=transport, **arguments)
+    found.seen = seen
+    return found
+
+
+def choice(**others: Any) -> dict[str, Any]:
+    return {"index": 0, "text": "a", "token_ids": [1], "prompt_token_ids": [3], **others}
+
+
+async def test_a_connection_says_what_the_server_has() -> None:
+    async with model_of(model="m+calm") as model:
+        assert (model.url, model.served_name, model.model) == ("http://there", "m+calm", "there/m")
+        assert [str(point) for point in model.points] == ["resid_post[1]"]
+        assert repr(model) == "RemoteModel(http://there)"
+        for name in LACKING:
+            with pytest.raises(AttributeError, match=f"a RemoteModel has no '{name}': "):
+                getattr(model, name)
+        with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+            _ = model.nothing
+        await model.start()
+    with pytest.raises(ModelClosed):
+        _ = model.points
+
+
+async def test_what_is_no_server_of_ours_is_refused() -> None:
+    with pytest.raises(ServerFailure, match="none of steercap's"):
+        await model_of(says=None).start()
+    with pytest.raises(ServerFailure, match="same version"):
+        await model_of(says={"model": "m"}).start()
+    with pytest.raises(InvalidRequest, match="no model 'other'; known: m, m\\+calm"):
+        await model_of(model="other").start()
+    with pytest.raises(ServerFailure, match=r"http://127.0.0.1:9 cannot be reached, or broke off: ConnectError"):
+        await RemoteModel("http://127.0.0.1:9").start()
+    for wrong in ("there:8000", "", None, "ftp://there"):
+        with pytest.raises(InvalidSetting, match="give that of a server"):
+            RemoteModel(wrong)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "says"),
+    [
+        (
+            JSONResponse({"error": {"message": "layer 9"}}, 400, {ERROR_HEADER: "LayerOutOfRange"}),
+            LayerOutOfRange,
+            "layer 9",
+        ),
+        (JSONResponse({"error": {"message": "no (parameter=steercap)"}}, 400), InvalidRequest, "no$"),
+        (JSONResponse({"error": {"message": "no"}}, 400, {ERROR_HEADER: "SystemExit"}), InvalidRequest, "no"),
+        (
+            JSONResponse({"error": {"message": "no"}}, 500, {ERROR_HEADER: "SteeringNotApplied"}),
+            SteeringNotApplied,
+            "no",
+        ),
+        (JSONResponse({"error": {"message": "full"}}, 429), CaptureMemoryFull, "full"),
+        (JSONResponse({"error": "Unauthorized"}, 401), ServerFailure, "refuses the API key"),
+        (JSONResponse("what?", 503), ServerFailure, "answered 503: what"),
+        (JSONResponse({"choices": [choice()]}), SteeringNotApplied, "says nothing of the edits"),
+        (JSONResponse({"choices": [choice()], "steercap": {"results": []}}), SteeringNotApplied, "says nothing"),
+        (
+            JSONResponse({"choices": [choice()], "steercap": {"results": [{"choice": 1, "steering": {}}]}}),
+            SteeringNotApplied,
+            "nothing",
+        ),
+        (JSONResponse({"nothing": 1}), ServerFailure, "does not answer as this version of steercap expects"),
+        (JSONResponse([]), ServerFailure, "does not answer as this version"),
+    ],
+)
+async def test_an_answer_that_is_none_is_an_error(answer, kind, says) -> None:
+    """Steering that the server says nothing of did not happen, whatever the text."""
+    async with model_of(answer) as model:
+        with pytest.raises(kind, match=says) as raised:
+            await model.generate("a", steering=Add(torch.ones(8), layer=1))
+        assert type(raised.value) is kind
+
+
+async def test_a_capture_that_does_not_come_is_an_error() -> None:
+    async with model_of(JSONResponse({"choices": [choice()]})) as model:
+        with pytest.raises(ServerFailure, match="does not answer"):
+            await model.generate("a", capture_layers=[1])
+        assert await model.generate("a") == "a"
+        assert model.seen[0]["steercap"] == {"capture": {"layers": [1]}}
+        assert "steercap" not in model.seen[1], "a plain request asks nothing of steercap"
+
+
+async def test_arguments_that_a_server_does_not_take_are_refused_by_name() -> None:
+    async with model_of(JSONResponse({"choices": [choice()]})) as model:
+        with pytest.raises(InvalidRequest, match="encode cannot be asked of a server"):
+            await model.encode("a")
+        with pytest.raises(InvalidRequest, match="lora_request= cannot be asked"):
+            await model.generate("a", lora_request=object())
+        with pytest.raises(InvalidRequest, match="monitors= cannot be asked"):
+            await model.generate("a", raw_output=True, monitors=[steercap.Monitor(torch.ones(4), 1.0, 0)])
+        with pytest.raises(InvalidPrompt, match="'multi_modal_data' cannot be asked"):
+            await model.generate({"prompt": "a", "multi_modal_data": {}})
+        with pytest.raises(InvalidRequest, match="stream takes one prompt"):
+            _ = [chunk async for chunk in model.stream(["a", "b"])]
+        with pytest.raises(InvalidRequest, match="2 entries for 1 prompts"):
+            await model.generate(["a"], steering=[None, None])
+        with pytest.raises(InvalidSpec, match="steering=5"):
+            await model.generate("a", steering=5)
+        assert model.seen == []
+        await model.generate("a", priority=3)
+        assert model.seen[0]["priority"] == 3
+
+
+async def test_a_stream_that_breaks_off_is_an_error() -> None:
+    """No text without its end."""
+    events = [
+        b'data: {"choices": [{"index": 0, "text": "a", "token_ids": [1], "prompt_token_ids": [3]}]}\n\n',
+        b'data: {"error": {"message": "layer 9", "code": 400}}\n\n',
+        b'data: {"steercap": {"error": "LayerOutOfRange"}}\n\n',
+        b"data: [DONE]\n\n",
+    ]
+
+    async def streamed(kept: list[int]) -> list[str]:
+        answer = StreamingResponse(iter([events[index] for index in kept]), media_type="text/event-stream")
+        async with model_of(answer) as model:
+            return [chunk.text async for chunk in model.stream("a", steering=None)]
+
+    assert await streamed([0, 3]) == ["a", ""]
+    with pytest.raises(ServerFailure, match="broke off before its end"):
+        await streamed([0])
+    with pytest.raises(InvalidRequest, match="layer 9"):
+        await streamed([0, 1, 3])
+    with pytest.raises(LayerOutOfRange, match="layer 9"):
+        await streamed([0, 1, 2, 3])
+
+
+def test_it_belongs_to_its_event_loop() -> None:
+    model = model_of(JSONResponse({"choices": [choice()]}))
+    with pytest.raises(ModelClosed, match="never started"):
+        asyncio.run(model.stats())
+    asyncio.run(begun(model))
+    with pytest.raises(WrongEventLoop, match="this connection was started in another event loop"):
+        asyncio.run(model.stats())
+    asyncio.run(model.aclose())
+    gc.collect()
+
+
+async def begun(model: RemoteModel) -> None:
+    await model.start()
+
+
+def test_the_twin_has_what_is_awaited() -> None:
+    """Every public name of `RemoteModel`, described."""
+    for name in (name for name in dir(RemoteModel) if not name.startswith("_")):
+        there, here = getattr(RemoteModel, name), getattr(Blocking, {"aclose": "close"}.get(name, name), None)
+        if name == "openai_arguments":
+            continue
+        assert here.__doc__, name
+        assert not asyncio.iscoroutinefunction(here)
+        assert isinstance(there, property) == isinstance(here, property)
+
+
+def test_a_client_needs_no_vllm() -> None:
+    """Neither vLLM nor what it brings is there, and the client is made and says so of a server that is not."""
+    code = """
+import sys
+for library in ("vllm", "transformers", "fastapi", "starlette", "zmq", "tokenizers"):
+    sys.modules[library] = None
+from steercap.sync import SteerModel
+from steercap.errors import ServerFailure
+try:
+    SteerModel.connect("http://127.0.0.1:9").start()
+except ServerFailure as error:
+    print(type(error).__name__)
+sys.modules["httpx"] = None
+from steercap.errors import MissingExtra
+try:
+    SteerModel.connect("http://127.0.0.1:9").start()
+except MissingExtra as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [
+        "ServerFailure",
+        "this needs httpx, which is not installed: pip install 'steercap[client]'",
+    ], done.stderr
+    assert "client" in dir(steercap)
+
+
+def answered_with(handle: CaptureHandle, content: bytes, **others: Any) -> tuple[JSONResponse, Route]:
+    """What a server of ours says of a capture, and the route where it waits."""
+    saved = json.loads(
+        msgspec.json.encode(described(handle) | {"url": "/v1/steercap/captures/c", "bytes": len(content)})
+    )
+    one = choice(token_ids=handle.output_token_ids, prompt_token_ids=handle.prompt_token_ids)
+    answer = JSONResponse({"choices": [one], "steercap": {"results": [{"choice": 0, "capture": saved | others}]}})
+    return answer, Route("/v1/steercap/captures/c", lambda _request: Response(content), methods=["GET"])
+
+
+async def test_a_handle_is_what_the_server_holds() -> None:
+    """What a capture says of itself before its rows are there, attention's rules among it; then rows, as they are kept."""
+    kept = a_handle(sites=("q", "k"), attention_rules={0: AttentionRule(0.5)})
+    answer, route = answered_with(kept, files.encode(kept.as_saved()))
+    async with model_of(answer, routes=[route]) as model:
+        _, handle = await model.generate([5, 6, 7], capture_layers=[0])
+        assert not handle.fetched
+        assert (handle.points, handle.attention_rules, handle.model) == (kept.points, kept.attention_rules, "m")
+        await handle.fetch()
+        assert torch.equal(handle.captures[0, "q"], kept.captures[0, "q"])
+        assert torch.equal(handle.attention_pattern(0), kept.attention_pattern(0))
+
+
+@pytest.mark.parametrize("wrong", ["another", "cut", "elsewhere"])
+async def test_rows_of_another_request_are_refused(wrong) -> None:
+    """A file of other tokens, one that is cut off, and one that is not at the server."""
+    kept = a_handle()
+    content = files.encode((a_handle(output=(8, 1)) if wrong == "another" else kept).as_saved())
+    said = {"url": "http://elsewhere/c"} if wrong == "elsewhere" else {"bytes": len(content) + (wrong == "cut")}
+    answer, route = answered_with(kept, content, **said)
+    async with model_of(answer, routes=[route]) as model:
+        if wrong == "elsewhere":
+            with pytest.raises(ServerFailure, match="no place of its"):
+                await model.generate([5, 6, 7], capture_layers=[0])
+            return
+        _, handle = await model.generate([5, 6, 7], capture_layers=[0])
+        with pytest.raises(CaptureIncomplete, match="what the server sent is" if wrong == "another" else "bytes of"):
+            await handle.fetch()
+        assert not handle.fetched
