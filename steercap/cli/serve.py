@@ -13,6 +13,7 @@ from steercap.cli.command import Loops, command
 from steercap.cli.engines import SMOLLM2, located, pairs_of
 from steercap.cli.terminal import Terminal
 from steercap.config import CPU
+from steercap.core.extras import extra
 
 KEPT: Final = "What is kept"
 
@@ -95,12 +96,11 @@ def parted(model: str, flags: Sequence[str] | None) -> tuple[str, list[str]]:
     return (SMOLLM2, [model, *given]) if model.startswith("-") else (model, given)
 
 
-def uv_loops() -> Loops | None:
+def uv_loops() -> Loops:
     """uvloop's, in which vLLM's server runs too."""
-    try:
+    with extra("cuda", "cpu"):
         import uvloop
-    except ImportError:
-        return None
+
     return uvloop.new_event_loop
 
 

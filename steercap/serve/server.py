@@ -13,7 +13,6 @@ from steercap.adapters.releases import importing
 from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
 from steercap.model import SteerModel
-from steercap.serve import explorer
 from steercap.serve.asks import steering_of
 from steercap.serve.captures import MOST_BYTES, MOST_BYTES_OF_A_KEY, TIME_TO_LIVE, Captures
 from steercap.serve.engine import ServedEngine
@@ -59,6 +58,7 @@ async def application(model: SteerModel, flags: argparse.Namespace, settings: Se
     """
     with extra("cuda", "cpu"), importing():
         from steercap.adapters import server
+        from steercap.serve import explorer
         from steercap.serve.looking import Looking
         from steercap.serve.routes import Routes
 
