@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -37,12 +38,16 @@ class Call:
         owner: whose it is, see `serve.captures.owner_of`.
         results: what came of each of its choices, as JSON, in the order of their ends.
         prompts: how many of its prompts have been given to the engine.
+        inline: bytes of rows that its answer holds.
+        unsaid: lets go of the captures that the client has not been told of.
     """
 
     asked: Asked
     owner: str
     results: list[dict[str, Any]] = field(default_factory=list)
     prompts: int = 0
+    inline: int = 0
+    unsaid: list[Callable[[], object]] = field(default_factory=list)
 
 
 #: The request that is being served, where it asks anything of steercap.
