@@ -30,9 +30,10 @@ import typer
 from safetensors.torch import load
 from served import KEYS, free_port, served, steercap_serve
 
-from steercap import DirectionSet, SteeringSpec
+from steercap import SteeringSpec
 from steercap.edits import EDITS
 from steercap.testing import tiny_checkpoint
+from steercap.vectors.directions import DirectionSet
 from steercap.vectors.layers import LayerVectors
 
 WIDTH: Final = 128
@@ -157,7 +158,7 @@ def _few(name: str, value: Any) -> Any:
     return 10**40 if heavy else value
 
 
-def written(body: Any, rng: random.Random) -> bytes:
+def written(body: Any, rng: random.Random) -> bytes:  # noqa: PLR0911 -- one a way
     """A body as bytes, which may be those of another encoding, cut, flipped, doubled, or nested beyond reason."""
     text = json.dumps(body)
     kind = rng.randrange(14)
@@ -408,11 +409,8 @@ def _said(answer: httpx.Response) -> list[dict[str, Any]] | None:
 
 
 def _path(name: str) -> str:
-    return (
-        name
-        if "%" in name or name.isascii() and "?" not in name and " " not in name and "\\" not in name
-        else quote(name)
-    )
+    """A name in an address, as it is where an address can have it."""
+    return name if "%" in name or (not set(name) & set("? \\") and name.isascii()) else quote(name)
 
 
 async def fuzz(http: httpx.AsyncClient, folder: Path, count: int, seed: int, at_once: int) -> Fuzz:

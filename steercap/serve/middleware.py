@@ -200,7 +200,7 @@ def decoded(body: bytes) -> Any:
     """
     try:
         return msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError):
+    except (ValueError, RecursionError):
         try:
             return json.loads(body)
         except (ValueError, RecursionError):
