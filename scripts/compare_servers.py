@@ -41,7 +41,10 @@ TEXT: Final[dict[str, Any]] = {"model": "tiny", "prompt": "Once upon a time", "m
 PAIR: Final = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}]
 
 #: Name, verb, path, and what is sent: a dict as JSON, bytes as they are.
+#: Prompts whose text is no UTF-8.
+BYTES: Final = [[(seed * 31 + at * at * 7) % 247 + 3 for at in range(5 + 3 * seed)] for seed in range(20)]
 REQUESTS: Final[list[tuple[str, str, str, Any]]] = [
+    *((f"bytes {number}", "POST", "/v1/completions", TEXT | {"prompt": prompt, "ignore_eos": True}) for number, prompt in enumerate(BYTES)),
     ("text", "POST", "/v1/completions", TEXT),
     ("text, ids", "POST", "/v1/completions", TEXT | {"prompt": [5, 6, 7, 8], "return_token_ids": True}),
     ("text, prompts", "POST", "/v1/completions", TEXT | {"prompt": ["a b c", "d e"], "n": 2, "seed": 3, "temperature": 1}),
@@ -62,7 +65,7 @@ REQUESTS: Final[list[tuple[str, str, str, Any]]] = [
     ("chat, stream, usage", "POST", "/v1/chat/completions", CHAT | {"max_tokens": 5, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}),
     ("chat, logprobs", "POST", "/v1/chat/completions", CHAT | {"max_tokens": 5, "temperature": 0, "logprobs": True, "top_logprobs": 2}),
     ("chat, two, seeded", "POST", "/v1/chat/completions", CHAT | {"max_tokens": 6, "temperature": 1, "n": 2, "seed": 5}),
-    ("chat, two, stream", "POST", "/v1/chat/completions", CHAT | {"max_tokens": 1, "temperature": 0, "n": 2, "stream": True}),
+    ("chat, two, stream", "POST", "/v1/chat/completions", CHAT | {"max_tokens": 1, "temperature": 1, "seed": 2, "n": 2, "stream": True}),
     ("chat, tools", "POST", "/v1/chat/completions", CHAT | {"max_tokens": 20, "temperature": 0, "tools": TOOLS}),
     ("chat, tools none", "POST", "/v1/chat/completions", CHAT | {"max_tokens": 5, "temperature": 0, "tools": TOOLS, "tool_choice": "none"}),
     ("chat, tool by name", "POST", "/v1/chat/completions", CHAT | {"max_tokens": 30, "temperature": 0, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}}),

@@ -287,9 +287,10 @@ class Fuzz:
         body |= {"input": "hi", "messages": [{"role": "user", "content": "hi"}], "prompt": "hi"}
         data = written(changed(body, self.rng), self.rng)
         answer = await self.http.post(path, content=data, headers={"content-type": "application/json"})
-        asks = _asks(data)
         self.count(path, answer)
-        if answer.status_code == 200 and asks is not None and any(asks):
+        sent = json.loads(data) if answer.status_code == 200 else {}
+        steered = sent.get("model") == "tiny+calm" and path == "/invocations"
+        if steered or any(sent.get(name) is not None for name in ASKS):
             self.findings.append(f"{path} answered what it cannot do: {data[:400]!r}")
 
     async def upload(self) -> None:

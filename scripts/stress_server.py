@@ -210,7 +210,7 @@ async def _captured(
     field: dict[str, Any] = {"capture": capture, "deliver": ask.rng.choice(["inline", "fetch"])}
     field |= {} if steering is None else {"steering": steering}
     samples = ask.rng.choice([1, 1, 2])
-    body = _body(ask, field, n=samples)
+    body = _body(ask, field, n=samples, temperature=float(samples > 1), seed=ask.number)
     if ask.rng.random() < 0.5:
         chunks = [chunk async for chunk in await client.completions.create(stream=True, **body)]
         results = chunks[-1].model_extra["steercap"]["results"]
@@ -303,7 +303,7 @@ async def plain(stress: Stress, ask: Ask, client: AsyncOpenAI, _http: httpx.Asyn
     known = ask.rng.choice(list(stress.texts))
     answer = await client.completions.create(**_body(ask, None, prompt=list(known), max_tokens=12))
     assert "steercap" not in answer.model_extra
-    assert answer.choices[0].text == stress.texts[known]
+    assert answer.choices[0].text == stress.texts[known], (answer.choices[0].text, stress.texts[known])
     generated = answer.choices[0].model_extra["token_ids"]
     await asyncio.to_thread(stress.check_tokens, known, generated, {})
 
