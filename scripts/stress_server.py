@@ -363,7 +363,9 @@ async def run(clients: int, rounds: int, seed: int, log: Path) -> None:
     calm = torch.randn(WIDTH, generator=torch.Generator().manual_seed(1))
     file = log / "calm.safetensors"
     LayerVectors({1: calm}, name="calm").save(file)
-    prompts = [[rng.randrange(3, 250) for _ in range(rng.randrange(4, 60))] for _ in range(20)]
+    prompts = [
+        [rng.randrange(3, 90) for _ in range(rng.randrange(4, 60))] for _ in range(20)
+    ]  # ASCII, see compare_servers
     texts = await plain_texts(str(path), log / "vllm.log", prompts)
     print(f"vllm serve: {len(texts)} plain texts", flush=True)
     port = free_port()

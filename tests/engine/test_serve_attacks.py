@@ -64,7 +64,7 @@ async def test_a_preset_steers_wherever_vllm_generates(http: httpx.AsyncClient, 
         body |= {"messages": [message]} if "batch" in route else {}
         answer = (await http.post(route, json=body)).raise_for_status().json()
         if "output" in answer:
-            return str(answer["output"][0]["content"][0]["text"])
+            return "".join(part["text"] for item in answer["output"] for part in item["content"])
         return str(answer["content"][0]["text"] if "content" in answer else answer["choices"][0]["message"]["content"])
 
     texts = [await said(route, model) for route in (path, "/v1/chat/completions") for model in ("tiny", "tiny+calm")]
