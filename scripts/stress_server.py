@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import random
 import tempfile
 import time
@@ -356,6 +357,19 @@ async def settled(server: Served) -> None:
         await asyncio.sleep(0.5)
 
 
+async def _endless(server: Served, seed: float) -> None:
+    """Capture and steer until the server goes."""
+    ask = Ask(0, "", KEYS[0], random.Random(seed))
+    body = {"model": "tiny", "prompt": ask.prompt, "max_tokens": 190, "stream": True, "ignore_eos": True}
+    body |= {"steercap": {"capture": {"layers": [0, 1, 2, 3]}, "steering": "calm"}}
+    async with server.http() as http:
+        with contextlib.suppress(httpx.TransportError):
+            while True:
+                async with http.stream("POST", "/v1/completions", json=body) as coming:
+                    async for _ in coming.aiter_raw():
+                        pass
+
+
 async def run(clients: int, rounds: int, seed: int, log: Path) -> None:
     log.mkdir(parents=True, exist_ok=True)
     path = tiny_checkpoint("qwen3")
@@ -391,6 +405,11 @@ async def run(clients: int, rounds: int, seed: int, log: Path) -> None:
         assert known[-1].memory - known[1].memory < GROWTH, "memory grows"
         assert known[-1].shared <= known[1].shared + (1 << 20), "shared memory grows"
         assert known[-1].files <= known[1].files + 4, "files stay open"
+        running = [asyncio.create_task(_endless(server, rng.random())) for _ in range(20)]
+        await asyncio.sleep(1.0)
+        ended = time.monotonic()
+    print(f"SIGTERM with {len(running)} requests in their midst: all over after {time.monotonic() - ended:.1f} s")
+    await asyncio.wait(running)
     counts = ", ".join(f"{name} {count}" for name, count in stress.done.items())
     print(f"{counts}; {stress.rows:,} rows right, the worst {stress.worst:.1e} off; SIGTERM left nothing")
 

@@ -130,7 +130,7 @@ async def serve(app: FastAPI, sock: socket.socket, flags: argparse.Namespace) ->
         h11_max_incomplete_event_size=flags.h11_max_incomplete_event_size,
         h11_max_header_count=flags.h11_max_header_count,
         # vLLM ends its engine and so all requests; ours is closed later, and one slow client would hold up the end.
-        timeout_graceful_shutdown=flags.shutdown_timeout,
+        timeout_graceful_shutdown=getattr(flags, "shutdown_timeout", 0),
     )
     await ended
 

@@ -104,7 +104,7 @@ async def test_a_steered_request_that_is_left_leaves_no_records(tiny: SteerModel
 
 
 async def test_samples_of_a_stream_that_end_at_different_times_are_all_verified(http: httpx.AsyncClient) -> None:
-    """Four samples, by a stop string; each has its rows and its receipt, as long as it is."""
+    """Four samples, by stop tokens; each has its rows and its receipt, as long as it is."""
     prompt = random_prompt(20, 9)
     body = {
         "model": "tiny",
@@ -116,7 +116,7 @@ async def test_samples_of_a_stream_that_end_at_different_times_are_all_verified(
         "return_token_ids": True,
     }
     body |= {
-        "stop": ["a", "e", "1"],
+        "stop_token_ids": list(range(60)),
         "steercap": {"capture": {"layers": [2]}, "steering": STEERING, "deliver": "inline"},
     }
     answer = await http.post("/v1/completions", json=body)
