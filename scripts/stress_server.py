@@ -19,6 +19,7 @@ import base64
 import contextlib
 import random
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -60,9 +61,14 @@ class Oracle:
         self._model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation="eager"
         ).eval()
+        self._hooked = threading.Lock()  # hooks of one thread would see the rows of another
 
     def run(self, tokens: Sequence[int], edits: dict[int, torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Rows of all layers, [tokens, width], and logits, [tokens, vocabulary]; `edits` are added layer by layer."""
+        with self._hooked:
+            return self._run(tokens, edits)
+
+    def _run(self, tokens: Sequence[int], edits: dict[int, torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
         rows: list[torch.Tensor] = []
 
         def hook(layer: int) -> Callable[..., Any]:

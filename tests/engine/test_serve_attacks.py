@@ -101,6 +101,12 @@ async def test_a_steered_request_that_is_left_leaves_no_records(tiny: SteerModel
         reading.cancel()
     await asyncio.wait([reading])
     assert await settled(tiny) == (0, 0, 0)
+    for _ in range(100):
+        held = sum(count.steered for workers in await tiny.serving.here().census() for count in workers)
+        if not held:
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail(f"workers hold records of {held} requests")
 
 
 async def test_samples_of_a_stream_that_end_at_different_times_are_all_verified(http: httpx.AsyncClient) -> None:
