@@ -72,5 +72,7 @@ class Elsewhere:
         token = CURRENT.set(call)
         try:
             await self._app(scope, replayed(body, receive), send)
+        except RecursionError:  # /invocations reads a body by itself, and answers 500
+            await refuse(send, 400, "the body is nested too deeply")
         finally:
             CURRENT.reset(token)

@@ -451,6 +451,16 @@ async def test_other_routes_steer_by_presets_or_refuse(path, library) -> None:
             assert "/v1/chat/completions" in refused.json()["error"]["message"]
 
 
+async def test_a_body_that_a_route_cannot_unfold_is_the_clients_doing() -> None:
+    async def unfolds(_scope: Any, receive: Any, _send: Any) -> None:
+        json.loads((await receive())["body"])
+
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(Elsewhere(unfolds, Presets([], {}))), base_url="http://test"
+    ) as client:
+        assert (await client.post("/invocations", content=b"[" * 100_000)).status_code == 400
+
+
 def test_a_key_has_one_owner_however_its_scheme_is_written() -> None:
     assert owner_of("Bearer me") == owner_of("bEARER me")
     assert len({owner_of(one) for one in ("Bearer me", "Bearer Me", "Basic me", "", "Bearer  me")}) == 5
