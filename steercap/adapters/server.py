@@ -48,6 +48,7 @@ def read_flags(model: str, flags: Sequence[str]) -> argparse.Namespace:
         InvalidSetting: vLLM has no such flag, or its value does not fit.
     """
     parser = make_arg_parser(FlexibleArgumentParser(exit_on_error=False))
+    parser.set_defaults(allowed_origins=[])  # as of 0.32; releases before let any page of a browser ask
 
     def refuse(message: str) -> None:
         raise InvalidSetting(f"vLLM's server: {message}; `vllm serve --help=all` lists its flags")
@@ -74,7 +75,11 @@ def engine_arguments(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 async def application(
-    engine: Any, flags: argparse.Namespace, paths: Collection[str], around: Callable[[ASGIApp], ASGIApp]
+    engine: Any,
+    flags: argparse.Namespace,
+    paths: Collection[str],
+    around: Callable[[ASGIApp], ASGIApp],
+    beside: Callable[[ASGIApp], ASGIApp],
 ) -> FastAPI:
     """vLLM's application.
 
@@ -83,17 +88,18 @@ async def application(
         flags: of `read_flags`.
         paths: routes that take POST, around which something is put.
         around: puts it there.
+        beside: puts something around the others that take POST.
 
     Raises:
         UnsupportedRunner: vLLM has no such route.
     """
     tasks = await engine.get_supported_tasks()
     app: FastAPI = build_app(flags, tasks, engine.model_config)
-    found = [one for one in app.routes if isinstance(one, APIRoute) and one.path in paths and "POST" in one.methods]
-    if {route.path for route in found} != set(paths):
+    found = [one for one in app.routes if isinstance(one, APIRoute) and "POST" in one.methods]
+    if not {route.path for route in found} >= set(paths):
         raise UnsupportedRunner(f"vLLM's server has not all of {', '.join(sorted(paths))}; steercap knows no other way")
     for route in found:
-        route.app = around(route.app)
+        route.app = around(route.app) if route.path in paths else beside(route.app)
     await init_app_state(engine, app.state, flags, tasks)
     return app
 
@@ -123,6 +129,8 @@ async def serve(app: FastAPI, sock: socket.socket, flags: argparse.Namespace) ->
         ssl_ciphers=flags.ssl_ciphers,
         h11_max_incomplete_event_size=flags.h11_max_incomplete_event_size,
         h11_max_header_count=flags.h11_max_header_count,
+        # vLLM ends its engine and so all requests; ours is closed later, and one slow client would hold up the end.
+        timeout_graceful_shutdown=getattr(flags, "shutdown_timeout", 0),
     )
     await ended
 

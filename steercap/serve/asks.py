@@ -49,8 +49,8 @@ VECTORS: Final = ("vector", "probe", "read", "write", "rows", "encoder", "decode
 #: The operation of `LogitBias`, beside those of edits.
 LOGIT_BIAS: Final = "logit_bias"
 DELIVERIES: Final = ("fetch", "inline")
-_ID: Final = re.compile(r"[0-9]{1,9}")
-_SLICE: Final = re.compile(r"(-?\d+)?:(-?\d+)?(?::(-?\d+))?")
+_ID: Final = re.compile(r"0|[1-9][0-9]{0,8}")
+_SLICE: Final = re.compile(r"(-?\d{1,9})?:(-?\d{1,9})?(?::(-?\d{1,9}))?")
 
 
 def asked_of(body: Any, library: Library, owner: str) -> Asked:
@@ -200,6 +200,8 @@ def _layers_of(given: Mapping[str, Any], found: Mapping[str, LayerVectors]) -> l
     if asked is None:
         return common
     wanted = [asked] if isinstance(asked, int) else asked if isinstance(asked, list) else None
+    if not common:
+        raise InvalidSpec(f"{', '.join(map(repr, found))} have vectors for no layer in common")
     if wanted is None:
         wanted = list(resolve_layers(asked, max(common) + 1))
     if missing := [layer for layer in wanted if layer not in common]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
@@ -60,6 +61,8 @@ class Call:
         prompts: how many of its prompts have been given to the engine.
         live: numbers of tokens that wait for the next event of their choice in the stream, see `Live`.
         error: the class of the error of ours that it failed with; "" where there was none.
+        inline: bytes of rows that its answer holds.
+        unsaid: lets go of the captures that the client has not been told of.
     """
 
     asked: Asked
@@ -68,6 +71,8 @@ class Call:
     prompts: int = 0
     live: list[Live] = field(default_factory=list)
     error: str = ""
+    inline: int = 0
+    unsaid: list[Callable[[], object]] = field(default_factory=list)
 
 
 #: The request that is being served, where it asks anything of steercap.

@@ -19,8 +19,12 @@ MOST_BYTES_OF_A_KEY: Final = 1 << 30
 
 
 def owner_of(authorization: str) -> str:
-    """Whose a request is: the digest of what its `Authorization` header says, "" for none."""
-    return hashlib.sha256(authorization.encode()).hexdigest() if authorization else ""
+    """Whose a request is: the digest of what its `Authorization` header says, "" for none.
+
+    The name of a scheme means the same in capitals, and so vLLM reads it.
+    """
+    scheme, _, said = authorization.partition(" ")
+    return hashlib.sha256(f"{scheme.lower()} {said}".encode()).hexdigest() if authorization else ""
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,7 @@ class Captures:
 
     def held(self, owner: str | None = None) -> int:
         """Bytes of rows that wait, of one owner or of all."""
+        self.sweep()
         return sum(one.size for one in self._waiting.values() if owner is None or one.owner == owner)
 
     def get(self, name: str, owner: str) -> Waiting | None:

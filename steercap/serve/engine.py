@@ -6,6 +6,7 @@ import asyncio
 import base64
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from steercap.core.budget import Ticket
     from steercap.model import SteerModel
 
-#: The most bytes of a file that is handed over within an answer.
+#: The most bytes of files that are handed over within an answer.
 MOST_INLINE: Final = 8 << 20
 
 
@@ -95,6 +96,7 @@ class ServedEngine:
     async def _run(self, call: Call, first: int, job: Job) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a job, the last of them once its edits are known to have been made and its rows are here."""
         ticket = await memory_for(job, object())
+        ours = job.plan is not None  # the workers hold something of it that is for us to free
         texts: dict[int, str] = {}
         tokens: dict[int, list[int]] = {}
         numbers = Numbers(call, first, job)
@@ -106,15 +108,15 @@ class ServedEngine:
                     receipts = await receipts_of(job, complete.plan, samples, ended=output.finished)
                     await numbers.take(tokens)
                     if output.finished:
+                        ours = False
                         ended = [Sample(index, texts[index], ids) for index, ids in sorted(tokens.items())]
-                        claimed, ticket = ticket, None
-                        found = await self._handed_over(call, job, ended, claimed, receipts)
+                        found = await self._handed_over(call, job, ended, ticket, receipts)
                         call.results += [
                             {"choice": first + sample.index} | one for sample, one in zip(ended, found, strict=True)
                         ]
                     yield output
         finally:
-            if job.plan is not None and ticket is not None:
+            if ours and job.plan is not None:
                 job.engine.abandon(job.plan, ticket)
 
     async def _handed_over(
@@ -157,13 +159,17 @@ class ServedEngine:
     def _delivered(self, call: Call, content: bytes) -> dict[str, Any]:
         """Where the rows are."""
         if call.asked.delivery == "inline":
-            if len(content) > MOST_INLINE:
+            call.inline += len(content)
+            if call.inline > MOST_INLINE:
                 raise InvalidRequest(
-                    f"the rows take {len(content):,} bytes, and an answer holds {MOST_INLINE:,}; leave deliver= out "
+                    f"the rows take {call.inline:,} bytes, and an answer holds {MOST_INLINE:,}; leave deliver= out "
                     "and fetch them, or keep fewer"
                 )
             return {"bytes": len(content), "data": base64.b64encode(content).decode()}
         waiting = self._captures.put(content, call.owner)
+        call.unsaid.append(partial(self._captures.remove, waiting.name, call.owner))
+        # It goes when its time is over, also where nobody asks for anything any more.
+        asyncio.get_running_loop().call_later(self._captures.time_to_live + 1, self._captures.sweep)
         return {
             "id": waiting.name,
             "bytes": len(content),

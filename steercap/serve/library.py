@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -21,9 +22,12 @@ from steercap.vectors.layers import LayerVectors
 Content: TypeAlias = "LayerVectors | DirectionSet | SteeringSpec"
 #: What a name may be: it stands in addresses and, behind "+", in names of models.
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-#: Bytes of one file, and of all files of one key.
+#: Bytes of one file, of all files of one key, and of all keys: without API keys, whoever asks says whose it is.
 MOST_BYTES: Final = 256 << 20
 MOST_BYTES_OF_A_KEY: Final = 1 << 30
+MOST_BYTES_OF_ALL: Final = 4 << 30
+#: What a file counts at least, for what Python makes of it.
+LEAST_BYTES: Final = 64 << 10
 #: Whose the operator's own are: everybody reads them.
 OPERATOR: Final = "operator"
 
@@ -75,12 +79,21 @@ class Library:
     Args:
         most_bytes: of one file.
         most_of_a_key: of all files of a key.
+        most_of_all: of all files of all keys.
     """
 
-    def __init__(self, *, most_bytes: int = MOST_BYTES, most_of_a_key: int = MOST_BYTES_OF_A_KEY) -> None:
+    def __init__(
+        self,
+        *,
+        most_bytes: int = MOST_BYTES,
+        most_of_a_key: int = MOST_BYTES_OF_A_KEY,
+        most_of_all: int = MOST_BYTES_OF_ALL,
+    ) -> None:
         self.most_bytes = most_bytes
         self.most_of_a_key = most_of_a_key
+        self._most_of_all = most_of_all
         self._kept: dict[tuple[str, str], Named] = {}
+        self._coming: dict[object, tuple[str, int]] = {}
 
     def add(self, name: str, owner: str, data: bytes) -> Named:
         """Keep what a file holds, in place of what had the name.
@@ -90,16 +103,44 @@ class Library:
             InvalidFile: not a file of vectors, directions or steering, in safetensors or GGUF.
             CaptureMemoryFull: beyond what a key may keep.
         """
+        with self.receiving(name, owner) as came:
+            came(len(data))
+            return self.keep(name, owner, read(data), len(data))
+
+    def keep(self, name: str, owner: str, content: Content, size: int) -> Named:
+        """Keep what was read of a file that came by `receiving`, in place of what had the name."""
+        self._kept[owner, name] = Named(name, owner, content, size, time.time())
+        return self._kept[owner, name]
+
+    @contextmanager
+    def receiving(self, name: str, owner: str) -> Iterator[Callable[[int], None]]:
+        """While a file comes. What is given is called with the bytes so far, and counts them with what is kept.
+
+        Raises:
+            InvalidSpec: not a name.
+            CaptureMemoryFull: beyond what a key may keep, or the server; also by what is given.
+        """
         if not NAME.fullmatch(name):
             raise InvalidSpec(f"name={name[:80]!r}; give letters, digits, dots, dashes and underscores, 64 at most")
-        mine = (owner, name)
-        held = sum(one.size for key, one in self._kept.items() if key[0] == owner and key != mine)
-        if owner != OPERATOR and held + len(data) > self.most_of_a_key:
-            raise CaptureMemoryFull(
-                f"your files take {held:,} bytes, and {self.most_of_a_key:,} may be kept; DELETE some"
-            )
-        self._kept[mine] = Named(name, owner, read(data), len(data), time.time())
-        return self._kept[mine]
+        this = object()
+
+        def came(length: int) -> None:
+            self._coming[this] = (owner, max(length, LEAST_BYTES))
+            kept = [(key[0], max(one.size, LEAST_BYTES)) for key, one in self._kept.items() if key != (owner, name)]
+            taken = [*kept, *self._coming.values()]
+            mine, others = (sum(size for whose, size in taken if (whose == owner) is own) for own in (True, False))
+            if owner != OPERATOR and mine > self.most_of_a_key:
+                raise CaptureMemoryFull(
+                    f"your files would take {mine:,} bytes, and {self.most_of_a_key:,} may be kept; DELETE some"
+                )
+            if owner != OPERATOR and mine + others > self._most_of_all:
+                raise CaptureMemoryFull(f"this server keeps {self._most_of_all:,} bytes of files, and no more")
+
+        try:
+            came(0)
+            yield came
+        finally:
+            self._coming.pop(this, None)
 
     def get(self, name: str, owner: str) -> Named:
         """What an owner calls so: their own before the operator's.

@@ -4,6 +4,7 @@ answer, one JSON document or the last event of a stream.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
@@ -28,6 +29,8 @@ App: TypeAlias = Callable[[Message, Receive, Send], Awaitable[None]]
 PATHS: Final = ("/v1/chat/completions", "/v1/completions")
 #: Bytes of a body, which are counted while it is read.
 MOST_BODY: Final = 128 << 20
+#: Fields of a body that ask something of steercap.
+FIELDS: Final = ("steercap", "store_activations", "selectors")
 _DONE: Final = b"data: [DONE]"
 #: How the events of a stream begin that hold an object.
 _OBJECT: Final = b"data: {"
@@ -51,25 +54,29 @@ class Asking:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        body = await _read(scope, receive, self._most)
+        body = await body_of(scope, receive, send, self._most)
         if body is None:
-            await _refuse(send, 413, f"the body is longer than {self._most:,} bytes")
             return
         try:
-            body, call = self._read(body, owner_of(_header(scope, b"authorization")))
+            body, call = self._read(body, owner_of(header(scope, b"authorization")))
+        except RecursionError:
+            await refuse(send, 400, "steercap: it is nested too deeply")
+            return
         except SteercapError as error:
             status = 400 if isinstance(error, InvalidRequest) else 429
-            await _refuse(send, status, str(error), type(error).__name__)
+            await refuse(send, status, str(error), type(error).__name__)
             return
         scope = {**scope, "headers": _resized(scope["headers"], len(body))}
         if call is None:
-            await self._app(scope, _replayed(body, receive), send)
+            await self._app(scope, replayed(body, receive), send)
             return
         token = CURRENT.set(call)
         try:
-            await self._app(scope, _replayed(body, receive), Answer(call, send))
+            await self._app(scope, replayed(body, receive), Answer(call, send))
         finally:
             CURRENT.reset(token)
+            for forget in call.unsaid:
+                forget()
 
     def _read(self, body: bytes, owner: str) -> tuple[bytes, Call | None]:
         """The body as vLLM is to read it, and what it asks of steercap.
@@ -77,14 +84,11 @@ class Asking:
         Raises:
             SteercapError: what it asks cannot be done.
         """
-        try:
-            given = msgspec.json.decode(body)
-        except (msgspec.DecodeError, RecursionError):
-            return body, None  # vLLM says what is wrong with it
+        given = decoded(body)
         if not isinstance(given, dict):
-            return body, None
+            return body, None  # vLLM says what is wrong with it
         steering = self._presets.of(given.get("model"))
-        field, store, selectors = (given.pop(name, None) for name in ("steercap", "store_activations", "selectors"))
+        field, store, selectors = (given.pop(name, None) for name in FIELDS)
         if field is None and store is None and selectors is None and steering is None:
             return body, None
         if store is not None or selectors is not None:
@@ -95,7 +99,7 @@ class Asking:
             asked = replace(asked, steering=both)
         if given.get("use_beam_search"):
             raise InvalidSpec("steercap: beams of a beam search are requests of their own; leave use_beam_search out")
-        return msgspec.json.encode(given), Call(asked, owner) if asked else None
+        return json.dumps(given).encode(), Call(asked, owner) if asked else None
 
 
 def _shorthand(field: Any, store: Any, selectors: Any) -> Any:
@@ -149,15 +153,17 @@ class Answer:
         more = message.get("more_body", False)
         end = self._held.rfind(b"\n\n") + 2 if more else len(self._held)
         ready, self._held = self._held[:end], self._held[end:]
-        if self._call.live:
-            ready = b"\n\n".join(map(self._with_numbers, ready.split(b"\n\n")))
-        if (self._call.results or self._call.error) and (at := ready.find(_DONE)) >= 0:
+        events = [self._with_numbers(event) for event in ready.split(b"\n\n")]  # whose own text has no bare line ends
+        if (self._call.results or self._call.error) and _DONE in events:
             failed = self._call.error
             came: dict[str, Any] = (
                 {"error": failed} if failed else {"results": self._call.results, **self._numbers(None)}
             )
             chunk = {"object": "steercap", "choices": [], "steercap": came}
-            ready = ready[:at] + b"data: " + msgspec.json.encode(chunk) + b"\n\n" + ready[at:]
+            events.insert(events.index(_DONE), b"data: " + msgspec.json.encode(chunk))
+            if not failed:
+                self._call.unsaid.clear()
+        ready = b"\n\n".join(events)
         await self._send({**message, "body": ready})
 
     def _with_numbers(self, event: bytes) -> bytes:
@@ -186,33 +192,47 @@ class Answer:
         if message.get("more_body", False):
             return
         assert self._start is not None
-        found = msgspec.json.decode(self._held)
-        found["steercap"] = {"results": self._call.results}
-        body = msgspec.json.encode(found)
+        found, body = msgspec.json.decode(self._held), self._held
+        if isinstance(found, dict):  # it is null where the client has gone
+            found["steercap"] = {"results": self._call.results}
+            body = msgspec.json.encode(found)
+            self._call.unsaid.clear()
         await self._send({**self._start, "headers": _resized(self._start["headers"], len(body))})
         await self._send({"type": "http.response.body", "body": body})
 
 
-async def _read(scope: Message, receive: Receive, most: int) -> bytes | None:
-    """The whole body, None if it is longer than may be."""
-    said = _header(scope, b"content-length")
-    if said.isdecimal() and int(said) > most:
-        return None
-    parts: list[bytes] = []
-    length = 0
-    while True:
+async def body_of(scope: Message, receive: Receive, send: Send, most: int) -> bytes | None:
+    """The whole body; None if it is longer than may be, which is answered, or its client has gone."""
+    said = header(scope, b"content-length")
+    length = int(said) if said.isdecimal() and len(said) < len(str(most)) + 9 else 0
+    fits, parts, length = length <= most, list[bytes](), 0
+    while fits:
         message = await receive()
         if message["type"] == "http.disconnect":
-            return b"".join(parts)
+            return None
         parts.append(message.get("body", b""))
         length += len(parts[-1])
-        if length > most:
-            return None
-        if not message.get("more_body", False):
+        fits = length <= most
+        if fits and not message.get("more_body", False):
             return b"".join(parts)
+    await refuse(send, 413, f"the body is longer than {most:,} bytes")
+    return None
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
+def decoded(body: bytes) -> Any:
+    """A body as vLLM's server reads it, None where it cannot be read: by Python's json, which knows NaN, encodings
+    other than UTF-8, and halves of surrogate pairs. What that takes and we did not see would be asked and not done.
+    """
+    try:
+        return msgspec.json.decode(body)
+    except (ValueError, RecursionError):
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError):
+            return None
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
     """Gives the body once, then what comes after it."""
     given = False
 
@@ -226,11 +246,13 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-async def _refuse(send: Send, status: int, reason: str, error: str = "") -> None:
+async def refuse(send: Send, status: int, reason: str, error: str = "") -> None:
     """An error as OpenAI's clients read it."""
     kind = "BadRequestError" if status == 400 else "RateLimitError" if status == 429 else "RequestEntityTooLarge"
-    body = msgspec.json.encode({"error": {"message": reason, "type": kind, "param": "steercap", "code": status}})
+    body = json.dumps({"error": {"message": reason, "type": kind, "param": "steercap", "code": status}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 413:  # the rest of the body is not read
+        headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": _blamed(headers, error)})
     await send({"type": "http.response.body", "body": body})
 
@@ -240,7 +262,8 @@ def _blamed(headers: Any, error: str) -> list[tuple[bytes, bytes]]:
     return [*headers, *([(ERROR_HEADER.encode(), error.encode())] if error else [])]
 
 
-def _header(scope: Message, name: bytes) -> str:
+def header(scope: Message, name: bytes) -> str:
+    """The first of a name, "" where there is none."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name), "")
 
 

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from steercap.client.connection import ERROR_HEADER
 from steercap.encodings import ENCODINGS
 from steercap.errors import CaptureMemoryFull, SteercapError
 from steercap.serve.captures import Captures, owner_of
-from steercap.serve.library import Library
+from steercap.serve.library import Library, Named, read
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
 
-_RANGE: Final = re.compile(r"bytes=(\d*)-(\d*)")
+#: Bytes of a capture that are sent at once: what a slow client does not take is not copied for it.
+_PART: Final = 1 << 20
+_RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
 class Routes:
@@ -97,13 +100,13 @@ class Routes:
         headers = {"accept-ranges": "bytes", "etag": f'"{one.name}"'}
         asked = request.headers.get("range")
         if asked is None:
-            return Response(one.content, 200, headers, "application/octet-stream")
+            return _file(one.content, 0, one.size, 200, headers)
         found = _range(asked, one.size)
         if found is None:
             return Response(status_code=416, headers={"content-range": f"bytes */{one.size}"})
         start, stop = found
         headers["content-range"] = f"bytes {start}-{stop - 1}/{one.size}"
-        return Response(one.content[start:stop], 206, headers, "application/octet-stream")
+        return _file(one.content, start, stop, 206, headers)
 
     async def forget_capture(self, request: Request) -> Response:
         """Let go of one."""
@@ -126,20 +129,40 @@ class Routes:
 
     async def put_vector(self, request: Request) -> Response:
         """Upload a file of vectors, directions or steering; what had the name goes."""
-        name, owner = _named(request)
-        parts: list[bytes] = []
-        length = 0
-        async for part in request.stream():
-            length += len(part)
-            if length > self._library.most_bytes:
-                return _error(413, f"the file is longer than {self._library.most_bytes:,} bytes")
-            parts.append(part)
         try:
-            return JSONResponse(self._library.add(name, owner, b"".join(parts)).described(), 201)
+            found = await self._received(request, *_named(request))
+        except ClientDisconnect:
+            return Response(status_code=400)  # which nobody reads
         except CaptureMemoryFull as error:
             return _error(429, str(error), type(error).__name__)
         except SteercapError as error:
             return _error(400, str(error), type(error).__name__)
+        if found is None:
+            return _error(413, f"the file is longer than {self._library.most_bytes:,} bytes")
+        return JSONResponse(found.described(), 201)
+
+    async def _received(self, request: Request, name: str, owner: str) -> Named | None:
+        """What came as a file, kept; None where it is too long, of which no more is read than shows it.
+
+        Raises:
+            SteercapError: it cannot be kept.
+        """
+        said = request.headers.get("content-length", "")
+        length, counted, parts = 0, 0, list[bytes]()
+        with self._library.receiving(name, owner) as came:
+            if said.isdecimal():
+                if len(said) > len(str(self._library.most_bytes)) or int(said) > self._library.most_bytes:
+                    return None
+                came(counted := int(said))
+            async for part in request.stream():
+                length += len(part)
+                if length > self._library.most_bytes:
+                    return None
+                if length > counted:  # in steps, as counting goes through all that is kept
+                    came(counted := length + _PART)
+                parts.append(part)
+            content = await asyncio.to_thread(read, b"".join(parts))
+            return self._library.keep(name, owner, content, length)
 
     async def forget_vector(self, request: Request) -> Response:
         """Let go of one of the caller's own."""
@@ -147,6 +170,17 @@ class Routes:
         if not self._library.remove(name, owner):
             return _error(404, "no vector or steering of yours has the name")
         return JSONResponse({"name": name, "deleted": True})
+
+
+def _file(content: bytes, start: int, stop: int, status: int, headers: Mapping[str, str]) -> Response:
+    """A part of a file, sent as fast as it is taken."""
+
+    async def parts() -> AsyncIterator[memoryview]:
+        for first in range(start, stop, _PART):
+            yield memoryview(content)[first : min(first + _PART, stop)]
+
+    kept = {**headers, "content-length": str(stop - start)}
+    return StreamingResponse(parts(), status, kept, "application/octet-stream")
 
 
 def _named(request: Request) -> tuple[str, str]:
@@ -171,4 +205,7 @@ def _error(status: int, message: str, error: str = "") -> Response:
     kinds: Mapping[int, str] = {400: "BadRequestError", 404: "NotFoundError", 429: "RateLimitError"}
     kind: Any = kinds.get(status, "RequestEntityTooLarge")
     body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
-    return JSONResponse(body, status, {ERROR_HEADER: error} if error else None)
+    headers = {ERROR_HEADER: error} if error else {}
+    if status == 413:  # the rest of the body is not read
+        headers["connection"] = "close"
+    return JSONResponse(body, status, headers)

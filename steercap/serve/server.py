@@ -15,6 +15,7 @@ from steercap.errors import InvalidSpec
 from steercap.model import SteerModel
 from steercap.serve.asks import steering_of
 from steercap.serve.captures import MOST_BYTES, MOST_BYTES_OF_A_KEY, TIME_TO_LIVE, Captures
+from steercap.serve.elsewhere import Elsewhere
 from steercap.serve.engine import ServedEngine
 from steercap.serve.library import NAME, OPERATOR, Library
 from steercap.serve.middleware import PATHS, Asking
@@ -78,7 +79,9 @@ async def application(model: SteerModel, flags: argparse.Namespace, settings: Se
         most_of_a_key=settings.captures_bytes_of_a_key,
     )
     engine = ServedEngine(model, captures, server.translated)
-    app = await server.application(engine, served, PATHS, lambda route: Asking(route, library, presets))
+    app = await server.application(
+        engine, served, PATHS, lambda route: Asking(route, library, presets), lambda route: Elsewhere(route, presets)
+    )
     app.router.routes.extend(Routes(model, captures, library, presets.aliases).routes)
     app.router.routes.extend([*Looking(model, captures, library).routes, *explorer.routes()])
     return app

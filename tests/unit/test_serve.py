@@ -20,6 +20,7 @@ from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, Inva
 from steercap.serve.asks import asked_of, capture_of, ranges, steering_of
 from steercap.serve.call import CURRENT
 from steercap.serve.captures import Captures, owner_of
+from steercap.serve.elsewhere import AT_REST, STEERED, Elsewhere
 from steercap.serve.library import OPERATOR, Library
 from steercap.serve.middleware import Asking
 from steercap.serve.presets import Presets
@@ -213,8 +214,8 @@ def test_captures_have_an_owner_a_limit_and_an_end() -> None:
     now[0] += 59
     assert store.expires_in(one) == 1
     now[0] += 2
+    assert store.held() == 0, "also where nobody asks for it"
     assert store.get(one.name, ME) is None
-    assert store.held() == 0
     two = store.put(b"y", ME)
     assert store.remove(two.name, ME)
     assert not store.remove(two.name, ME)
@@ -350,6 +351,148 @@ async def test_no_body_is_a_failure_of_the_server(body) -> None:
     assert (await post(Quiet(), body, Library())).status_code in {200, 400, 413}
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model": "m", "temperature": NaN, "steercap": {"capture": true}}',
+        b'{"model": "m", "top_p": 1e999, "steercap": {"capture": true}}',
+        b'{"model": "m", "prompt": "\\ud800", "steercap": {"capture": true}}',
+        '{"model": "m", "steercap": {"capture": true}}'.encode("utf-16"),
+        '{"model": "m", "steercap": {"capture": true}}'.encode("utf-8-sig"),
+        '{"model": "m", "steercap": {"capture": true}}'.encode("utf-32-le"),
+    ],
+)
+async def test_whatever_vllm_can_read_is_read_here(body, library) -> None:
+    """vLLM would answer these as plain requests: the rows would be asked for, and missing."""
+    inner = Inner()
+    assert "steercap" in (await post(inner, body, library)).json()
+    (seen,) = inner.seen
+    wanted = json.loads(body)
+    wanted.pop("steercap")
+    assert repr(seen) == repr(wanted), "it is what was sent; repr, as NaN differs from itself"
+    preset = Presets(["m"], {"calm": steering_of("calm", library, OPERATOR)})
+    steered = body.decode(json.detect_encoding(body)).replace('"m"', '"m+calm"').replace('"steercap"', '"other"')
+    assert "steercap" in (await post(Inner(), steered.encode("utf-8", "surrogatepass"), library, preset)).json()
+
+
+async def test_a_vector_of_nan_is_refused(library) -> None:
+    body = b'{"model": "m", "steercap": {"steering": {"op": "add", "vector": [NaN, 1.0], "layer": 0}}}'
+    inner = Inner()
+    assert (await post(inner, body, library)).status_code == 400
+    assert not inner.seen
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        b'{"capture": {"tokens": %s7%s}}' % (b"[" * 900, b"]" * 900),
+        b'{"capture": {"layers": "%s:"}}' % (b"9" * 5000),
+        b'{"capture": {"layers": "::0"}}',
+    ],
+)
+async def test_what_is_nested_or_long_is_refused(asked, library) -> None:
+    inner = Inner()
+    assert (await post(inner, b'{"steercap": %s}' % asked, library)).status_code == 400
+    assert not inner.seen
+
+
+async def test_an_event_that_holds_the_mark_of_the_end_is_left_alone(library) -> None:
+    class Echo(Inner):
+        async def __call__(self, _scope: Any, _receive: Any, send: Any) -> None:
+            found = CURRENT.get()
+            assert found is not None
+            found.results.append({"choice": 0})
+            start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]}
+            await send(start)
+            for part in (
+                b'data: {"text": "data: [DONE]"}\n\n',
+                b'data: {"text": "\\n\\ndata: [DONE]"}\n\n',
+                b"data: [DONE]\n\n",
+            ):
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    answer = await post(Echo(), b'{"stream": true, "steercap": {"steering": "calm"}}', library)
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert [json.loads(one).get("text") for one in events[:2]] == ["data: [DONE]", "\n\ndata: [DONE]"]
+    assert json.loads(events[2])["steercap"] == {"results": [{"choice": 0}]}
+    assert events[3:] == ["[DONE]"]
+
+
+@pytest.mark.parametrize(("said", "kept"), [(b'{"id": 7}', 1), (b"null", 0)])
+async def test_captures_that_nobody_was_told_of_go_at_once(said, kept, library) -> None:
+    """vLLM's own answer is null where the client has gone."""
+    store = Captures()
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        call = CURRENT.get()
+        assert call is not None
+        one = store.put(b"rows", call.owner)
+        call.unsaid.append(lambda: store.remove(one.name, call.owner))
+        start = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
+        await send(start)
+        await send({"type": "http.response.body", "body": said})
+
+    answer = await post(app, b'{"steercap": {"capture": true}}', library)  # type: ignore[arg-type]
+    assert answer.status_code == 200
+    assert store.held() == 4 * kept
+
+
+async def test_a_client_that_goes_in_the_middle_of_its_body_asks_nothing(library) -> None:
+    inner = Inner()
+    messages = [{"type": "http.request", "body": b'{"model": "m"}', "more_body": True}, {"type": "http.disconnect"}]
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    async def send(_message: Any) -> None:
+        pytest.fail("nobody is there")
+
+    await Asking(inner, library, Presets([], {}))({"type": "http", "headers": []}, receive, send)
+    assert not inner.seen
+
+
+@pytest.mark.parametrize("path", [*STEERED, *AT_REST, "/invocations", "/v1/chat/completions/render"])
+async def test_other_routes_steer_by_presets_or_refuse(path, library) -> None:
+    """A preset is never answered by the plain model, and a field of ours never without being done."""
+    inner = Inner()
+    app = Elsewhere(inner, Presets(["m"], {"calm": steering_of("calm", library, OPERATOR)}))
+    steered: list[Any] = []
+
+    async def watched(scope: Any, receive: Any, send: Any) -> None:
+        steered.append(CURRENT.get())
+        await inner(scope, receive, send)
+
+    app._app = watched
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        assert (await client.post(path, json={"model": "m"})).status_code == 200
+        assert steered == [None]
+        status = (await client.post(path, json={"model": "m+calm"})).status_code
+        assert status == (200 if path in STEERED + AT_REST else 400)
+        assert [one is not None and one.asked.steering is not None for one in steered[1:]] == (
+            [path in STEERED] if status == 200 else []
+        )
+        for field in ({"steercap": {"capture": True}}, {"store_activations": True}):
+            refused = await client.post(path, json={"model": "m", **field})
+            assert refused.status_code == 400
+            assert "/v1/chat/completions" in refused.json()["error"]["message"]
+
+
+async def test_a_body_that_a_route_cannot_unfold_is_the_clients_doing() -> None:
+    async def unfolds(_scope: Any, receive: Any, _send: Any) -> None:
+        json.loads((await receive())["body"])
+
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(Elsewhere(unfolds, Presets([], {}))), base_url="http://test"
+    ) as client:
+        assert (await client.post("/invocations", content=b"[" * 100_000)).status_code == 400
+
+
+def test_a_key_has_one_owner_however_its_scheme_is_written() -> None:
+    assert owner_of("Bearer me") == owner_of("bEARER me")
+    assert len({owner_of(one) for one in ("Bearer me", "Bearer Me", "Basic me", "", "Bearer  me")}) == 5
+
+
 # Our own routes
 
 
@@ -399,6 +542,31 @@ async def test_vectors_are_put_listed_and_deleted(client, tmp_path) -> None:
     assert (await http.put("/vectors/junk", content=b"junk")).status_code == 400
     assert (await http.delete("/vectors/calm")).status_code == 404
     assert (await http.delete("/vectors/joy")).status_code == 200
+
+
+async def test_files_that_come_count_with_those_that_are_kept(client, library, tmp_path) -> None:
+    http, _ = client
+    library.most_of_a_key = 200_000
+    with library.receiving("first", ME) as came:
+        came(100_000)
+        data = content(LayerVectors({2: torch.ones(WIDTH)}), tmp_path)
+        refused = await http.put("/vectors/second", content=data)
+        assert (refused.status_code, "may be kept" in refused.text) == (429, True)
+    assert (await http.put("/vectors/second", content=data)).status_code == 201
+    small = Library(most_of_all=100_000)
+    small.add("calm", ME, data)
+    with pytest.raises(CaptureMemoryFull, match="this server keeps 100,000 bytes"):
+        small.add("calm", OTHER, data)
+
+
+async def test_numbers_of_a_header_are_not_read_without_end(client) -> None:
+    http, store = client
+    one = store.put(b"x" * 10, ME)
+    asked = {"range": f"bytes=0-{'9' * 5000}"}
+    assert (await http.get(f"/captures/{one.name}", headers=asked)).status_code == 416
+    for length in ("9" * 5000, "10000000000"):
+        headers = {"content-length": length}
+        assert (await http.put("/vectors/long", content=b"x", headers=headers)).status_code == 413
 
 
 async def test_a_long_file_is_not_read_to_its_end(client, library) -> None:
