@@ -27,7 +27,12 @@ from steercap.vectors.layers import LayerVectors
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
 FLAGS = ["--served-model-name", "tiny", "--api-key", *fuzz_server.KEYS, "--chat-template", TEMPLATE]
 CALM = LayerVectors({1: torch.randn(128, generator=torch.Generator().manual_seed(1))}, name="calm")
-STEERING: Any = {"op": "add", "vector": "calm", "scale": 4.0}
+STEERING: Any = {
+    "op": "add",
+    "vector": CALM[1].tolist(),
+    "layer": 1,
+    "scale": 4.0,
+}  # fuzzed clients name theirs calm too
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 
 
