@@ -185,9 +185,11 @@ class Watch:
     def _grow(self, output: Any, *, new: bool) -> None:
         """Enter what an output says of a sample."""
         sample = self._samples[output.index]
-        sample.before = (len(sample.tokens), len(sample.text)) if new else (0, 0)
-        sample.tokens = [*(sample.tokens if new else ()), *output.token_ids]
-        sample.text = (sample.text if new else "") + output.text
+        if not new:
+            sample.tokens, sample.text = [], ""
+        sample.before = len(sample.tokens), len(sample.text)
+        sample.tokens.extend(output.token_ids)
+        sample.text += output.text
 
     async def _score(self, rows: Rows, grown: Collection[int]) -> None:
         """Score the rows that came since the last time."""

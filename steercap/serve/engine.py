@@ -183,7 +183,10 @@ def grown(output: RequestOutput, params: Any, texts: dict[int, str], tokens: dic
     new = params.output_kind.name == "DELTA"
     for sample in output.outputs:
         texts[sample.index] = (texts.get(sample.index, "") if new else "") + sample.text
-        tokens[sample.index] = [*(tokens.get(sample.index, ()) if new else ()), *sample.token_ids]
+        if new:
+            tokens.setdefault(sample.index, []).extend(sample.token_ids)
+        else:
+            tokens[sample.index] = [*sample.token_ids]
 
 
 def described(handle: CaptureHandle) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import asyncio
 import math
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -15,12 +14,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from steercap.client.uploads import encoded
 from steercap.core.values import index_of, shown
 from steercap.errors import CaptureMemoryFull, InvalidRequest, InvalidSpec, SteercapError
 from steercap.requests.handle import CaptureHandle
 from steercap.serve.asks import layer_vectors
 from steercap.serve.captures import Captures, owner_of
 from steercap.serve.library import NAME, Library
+from steercap.serve.routes import NOT_WAITING, refused
 from steercap.vectors import extract
 from steercap.vectors.layers import LayerVectors
 from steercap.views.texts import texts_of
@@ -118,7 +119,7 @@ class Looking:
         if not NAME.fullmatch(name):
             raise InvalidSpec(f"name={name[:80]!r}; give letters, digits, dots, dashes and underscores, 64 at most")
         made = await extract(self._model, more, less, name=name, held_out=0.0)
-        content = await asyncio.to_thread(_file, made[name])
+        content = await asyncio.to_thread(encoded, made[name])
         return JSONResponse(self._library.add(name, owner, content).described(), 201)
 
     async def _handle(self, request: Request) -> CaptureHandle:
@@ -247,11 +248,6 @@ def _read(content: bytes) -> CaptureHandle:
         return CaptureHandle.load(file.name)
 
 
-def _file(vectors: LayerVectors) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="steercap-made-") as folder:
-        return vectors.save(Path(folder, "made.safetensors")).read_bytes()
-
-
 async def _asked(request: Request, known: Sequence[str]) -> Mapping[str, Any]:
     """The body, an object.
 
@@ -282,17 +278,12 @@ def _answering(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except _NotThereError:
-            message = "no such capture is waiting: it was deleted, its time is over, or it is not yours"
-            return _error(404, "NotFoundError", message)
+            return refused(404, NOT_WAITING)
         except InvalidRequest as error:
-            return _error(400, "BadRequestError", str(error))
+            return refused(400, str(error))
         except CaptureMemoryFull as error:
-            return _error(429, "RateLimitError", str(error))
+            return refused(429, str(error))
         except SteercapError as error:
-            return _error(500, "InternalServerError", str(error))
+            return refused(500, str(error))
 
     return answered
-
-
-def _error(status: int, kind: str, message: str) -> Response:
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)

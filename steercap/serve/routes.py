@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import re
 from collections.abc import AsyncIterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 
 #: Bytes of a capture that are sent at once: what a slow client does not take is not copied for it.
 _PART: Final = 1 << 20
+#: Of a capture that is asked for by its name.
+NOT_WAITING: Final = "no such capture is waiting: it was deleted, its time is over, or it is not yours"
+_KINDS: Final[Mapping[int, str]] = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    413: "RequestEntityTooLarge",
+    429: "RateLimitError",
+    500: "InternalServerError",
+}
 _RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
@@ -96,7 +105,7 @@ class Routes:
         """One, as a safetensors file, whole or a range of its bytes."""
         one = self._captures.get(*_named(request))
         if one is None:
-            return _error(404, "no such capture is waiting: it was deleted, its time is over, or it is not yours")
+            return refused(404, NOT_WAITING)
         headers = {"accept-ranges": "bytes", "etag": f'"{one.name}"'}
         asked = request.headers.get("range")
         if asked is None:
@@ -112,7 +121,7 @@ class Routes:
         """Let go of one."""
         name, owner = _named(request)
         if not self._captures.remove(name, owner):
-            return _error(404, "no such capture is waiting: it was deleted, its time is over, or it is not yours")
+            return refused(404, NOT_WAITING)
         return JSONResponse({"id": name, "object": "steercap.capture", "deleted": True})
 
     async def list_vectors(self, request: Request) -> Response:
@@ -125,7 +134,7 @@ class Routes:
         try:
             return JSONResponse(self._library.get(*_named(request)).described())
         except SteercapError as error:
-            return _error(404, str(error))
+            return refused(404, str(error))
 
     async def put_vector(self, request: Request) -> Response:
         """Upload a file of vectors, directions or steering; what had the name goes."""
@@ -134,11 +143,11 @@ class Routes:
         except ClientDisconnect:
             return Response(status_code=400)  # which nobody reads
         except CaptureMemoryFull as error:
-            return _error(429, str(error), type(error).__name__)
+            return refused(429, str(error), type(error).__name__)
         except SteercapError as error:
-            return _error(400, str(error), type(error).__name__)
+            return refused(400, str(error), type(error).__name__)
         if found is None:
-            return _error(413, f"the file is longer than {self._library.most_bytes:,} bytes")
+            return refused(413, f"the file is longer than {self._library.most_bytes:,} bytes")
         return JSONResponse(found.described(), 201)
 
     async def _received(self, request: Request, name: str, owner: str) -> Named | None:
@@ -168,7 +177,7 @@ class Routes:
         """Let go of one of the caller's own."""
         name, owner = _named(request)
         if not self._library.remove(name, owner):
-            return _error(404, "no vector or steering of yours has the name")
+            return refused(404, "no vector or steering of yours has the name")
         return JSONResponse({"name": name, "deleted": True})
 
 
@@ -201,10 +210,9 @@ def _range(asked: str, size: int) -> tuple[int, int] | None:
     return (start, stop) if start < stop else None
 
 
-def _error(status: int, message: str, error: str = "") -> Response:
-    kinds: Mapping[int, str] = {400: "BadRequestError", 404: "NotFoundError", 429: "RateLimitError"}
-    kind: Any = kinds.get(status, "RequestEntityTooLarge")
-    body = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+def refused(status: int, message: str, error: str = "") -> Response:
+    """An error as OpenAI's clients read it; `error` is its class, if it is one of ours that clients raise."""
+    body = {"error": {"message": message, "type": _KINDS[status], "param": None, "code": status}}
     headers = {ERROR_HEADER: error} if error else {}
     if status == 413:  # the rest of the body is not read
         headers["connection"] = "close"
