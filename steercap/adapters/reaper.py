@@ -268,7 +268,12 @@ def _client_ended(client: int, pipe: int) -> bytes:
             some = os.read(pipe, 1 << 16)
             said += some
             if not some or said.endswith(_ENDED):  # a child that the user forked may hold the pipe open
-                break
+                return said
+    # What it said just before it was killed may still be in the pipe, all of it if this process was slow to start.
+    os.set_blocking(pipe, False)
+    with contextlib.suppress(BlockingIOError):  # by a fork that holds the pipe
+        while some := os.read(pipe, 1 << 16):
+            said += some
     return said
 
 
@@ -280,7 +285,8 @@ def main() -> None:
     said = _client_ended(client, sys.stdin.fileno())
     if said.endswith(_ENDED):
         return
-    lines = [line.split(" ", 1) for line in said.decode(errors="replace").splitlines()]
+    whole, _, _ = said.rpartition(b"\n")  # killed while it wrote, it may have left half a line
+    lines = [line.split(" ", 1) for line in whole.decode(errors="replace").splitlines()]
     roots = dict(rest.split() for kind, rest in lines if kind == "root")
     reap(mark, {int(pid): began for pid, began in roots.items()}, patience=10 * PATIENCE)
     shutil.rmtree(folder, ignore_errors=True)

@@ -22,11 +22,13 @@ Named = tuple[int, int, Path]
 #: A client with an "engine": a process that maps shared memory, has a child, and says who it is. Each line is one write:
 #: both write to the same pipe, and Python may be told not to buffer.
 CLIENT = r"""
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from steercap.adapters.reaper import Reaper
 
 if __name__ == "__main__":
     reaper = Reaper()
+    if "slow" in sys.argv:
+        reaper._process.send_signal(signal.SIGSTOP)
     engine = r'''
 import os, subprocess, sys, time
 from multiprocessing.shared_memory import SharedMemory
@@ -108,6 +110,7 @@ def session(pid: int) -> int:
         (["wait"], signal.SIGTERM),
         (["leave", "0.5"], None),
         (["note", "all"], signal.SIGKILL),
+        (["note", "all", "slow"], signal.SIGKILL),
     ],
 )
 def test_an_engine_ends_with_its_client(way, number) -> None:
@@ -120,6 +123,8 @@ def test_an_engine_ends_with_its_client(way, number) -> None:
         elif number is not None:
             client.send_signal(number)
         client.wait(30)
+        if "slow" in way:  # the watcher comes to what the client has said only now
+            os.kill(watcher, signal.SIGCONT)
         # Idle, it takes 0.05 s; this machine may be shared by many.
         assert gone([engine, child, watcher], 15) == []
         assert not memory.exists()
