@@ -22,9 +22,11 @@ from steercap.core.prompts import (
 from steercap.core.receipt import SteeringReceipt
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidRequest
-from steercap.requests.job import Done, Job, prepare, run_all
+from steercap.requests.job import Job
 from steercap.requests.monitoring import MonitorReport
 from steercap.requests.pooled import Encoded, require_kind
+from steercap.requests.preparing import prepare
+from steercap.requests.running import Done, run_all
 from steercap.requests.serving import Serving
 from steercap.requests.stream import Chunk, stream
 

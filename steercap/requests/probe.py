@@ -25,10 +25,12 @@ from steercap.edits.add import Add
 from steercap.errors import InvalidSetting, ModelNotProved, SteeringNotApplied, TapsNotInstalled
 from steercap.requests.claims import of_norms, of_projections, of_rows
 from steercap.requests.fetching import fetch_all
-from steercap.requests.job import Done, Job, prepare, run_all
+from steercap.requests.job import Job
 from steercap.requests.mixing import STREAMS
 from steercap.requests.pooled import probing
+from steercap.requests.preparing import prepare
 from steercap.requests.proof import ATTENTION, STREAM, Claim, closes, edited, pools, worst
+from steercap.requests.running import Done, run_all
 from steercap.sites import SITES
 from steercap.steering.spec import SteeringSpec
 

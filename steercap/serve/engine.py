@@ -16,7 +16,8 @@ from steercap.errors import InvalidRequest, SteercapError
 from steercap.requests import files
 from steercap.requests.files import coding_of
 from steercap.requests.handle import CaptureHandle
-from steercap.requests.job import Job, Sample, handles_of, memory_for, outputs_of, planned, prepare, receipts_of
+from steercap.requests.job import Job, Sample, handles_of, memory_for, outputs_of, planned, receipts_of
+from steercap.requests.preparing import prepare
 from steercap.serve.call import CURRENT, Call
 from steercap.serve.captures import Captures
 from steercap.serve.numbers import Numbers

@@ -25,7 +25,9 @@ from steercap.edits.add import Add
 from steercap.engine.engine import Engine
 from steercap.engine.stats import stats_of
 from steercap.errors import InvalidRequest, SteeringNotApplied, WorkerFailure
-from steercap.requests.job import Job, prepare, run_all
+from steercap.requests.job import Job
+from steercap.requests.preparing import prepare
+from steercap.requests.running import run_all
 from steercap.steering.lowering import scopes_of
 from steercap.steering.spec import SteeringSpec
 

@@ -1,0 +1,149 @@
+"""All messages between client and workers: a closed, tagged set of msgspec frames.
+
+Arrays travel as raw little-endian bytes, rows as line numbers of shared memory, or as bytes where memory cannot be
+shared. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from steercap.core.messages.answers import (
+    Answer,
+    Attached,
+    Chosen,
+    Collected,
+    Configured,
+    Counted,
+    Engaged,
+    Failed,
+    Folded,
+    Lines,
+    NotCapturing,
+    Parcel,
+    Projected,
+    SAEOpened,
+    Settled,
+    SketchOpened,
+    SketchPart,
+    SteeringRecord,
+    Unembedded,
+    Unhooked,
+    Unknown,
+)
+from steercap.core.messages.base import (
+    EncoderShape,
+    Joining,
+    LineRange,
+    Loaded,
+    Message,
+    Owner,
+    Placed,
+    Vectors,
+    Wanted,
+)
+from steercap.core.messages.questions import (
+    Attach,
+    Call,
+    Census,
+    Choose,
+    CloseSAE,
+    CloseSketch,
+    Collect,
+    Configure,
+    Engage,
+    Fold,
+    OpenSAE,
+    OpenSketch,
+    Project,
+    Question,
+    Read,
+    ReadSketch,
+    Settle,
+    Unembed,
+    Weigh,
+)
+
+__all__ = [
+    "Answer",
+    "Attach",
+    "Attached",
+    "Call",
+    "Census",
+    "Choose",
+    "Chosen",
+    "CloseSAE",
+    "CloseSketch",
+    "Collect",
+    "Collected",
+    "Configure",
+    "Configured",
+    "Counted",
+    "EncoderShape",
+    "Engage",
+    "Engaged",
+    "Failed",
+    "Fold",
+    "Folded",
+    "Joining",
+    "LineRange",
+    "Lines",
+    "Loaded",
+    "Message",
+    "NotCapturing",
+    "OpenSAE",
+    "OpenSketch",
+    "Owner",
+    "Parcel",
+    "Placed",
+    "Project",
+    "Projected",
+    "Question",
+    "Read",
+    "ReadSketch",
+    "SAEOpened",
+    "Settle",
+    "Settled",
+    "SketchOpened",
+    "SketchPart",
+    "SteeringRecord",
+    "Unembed",
+    "Unembedded",
+    "Unhooked",
+    "Unknown",
+    "Vectors",
+    "Wanted",
+    "Weigh",
+    "decode_answer",
+    "decode_call",
+    "encode",
+]
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_CALLS: Final = msgspec.msgpack.Decoder(Call)
+_ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Message) -> bytes:
+    """A frame as bytes."""
+    return _ENCODER.encode(message)
+
+
+def decode_call(frame: bytes) -> Call:
+    """The client's frame.
+
+    Raises:
+        msgspec.MsgspecError: bytes that are not a frame.
+    """
+    return _CALLS.decode(frame)
+
+
+def decode_answer(frame: bytes) -> Answer:
+    """A worker's frame.
+
+    Raises:
+        msgspec.MsgspecError: bytes that are not a frame.
+    """
+    return _ANSWERS.decode(frame)

@@ -1,0 +1,97 @@
+"""What frames are made of."""
+
+from __future__ import annotations
+
+import msgspec
+
+from steercap.core.program import Configuration
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """Root of the frames."""
+
+
+class Owner(msgspec.Struct, frozen=True, array_like=True):
+    """Whose rows: steercap's key of the request and the index of the sample among its `n`."""
+
+    key: str
+    sample: int
+
+
+class Wanted(msgspec.Struct, frozen=True, array_like=True):
+    """Rows to collect: whose, how many inputs the sequence has, and how many rows the client has already."""
+
+    owner: Owner
+    total: int
+    first: int = 0
+
+
+class Joining(msgspec.Struct, frozen=True, array_like=True):
+    """A finished request whose rows shall enter sketches, by their names."""
+
+    wanted: Wanted
+    sketches: tuple[str, ...]
+
+
+class LineRange(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive lines of the arena."""
+
+    start: int
+    count: int
+
+
+class Vectors(msgspec.Struct, frozen=True, array_like=True):
+    """Rows for the vector bank.
+
+    Args:
+        digest: see `core.program.blob_digest`.
+        bank_rows: the row of each.
+        data: the float32 bytes.
+    """
+
+    digest: bytes
+    bank_rows: tuple[int, ...]
+    data: bytes
+
+
+class Loaded(msgspec.Struct, frozen=True, array_like=True):
+    """What decoder layers a rank has loaded.
+
+    Args:
+        family: that knows their classes, "" where what they take and give was derived.
+        code: their classes, as families name them, and the fingerprint of the code of each one's `forward`.
+        candidates: how many families they may be of.
+    """
+
+    family: str = ""
+    code: dict[str, str] = {}
+    candidates: int = 1
+
+
+class EncoderShape(msgspec.Struct, frozen=True, array_like=True):
+    """All of an SAE's encoder but its numbers; see `saes.encoder.Encoder`.
+
+    Args:
+        d_in: elements of a row.
+        d_sae: features.
+        k: the most features of a row that are active, 0 for any number.
+        normalisation: what is done to a row first.
+        centred: whether its mean is subtracted before that.
+        thresholds, shifts: whether it has these.
+    """
+
+    d_in: int
+    d_sae: int
+    k: int
+    normalisation: str
+    centred: bool
+    thresholds: bool
+    shifts: bool
+
+
+class Placed(msgspec.Struct, frozen=True, array_like=True):
+    """A configuration, its slot, and the bank rows of each of its blobs."""
+
+    slot: int
+    configuration: Configuration
+    bank_rows: tuple[tuple[int, ...], ...]

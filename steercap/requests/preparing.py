@@ -1,0 +1,213 @@
+"""One request checked and compiled into a job, before the engine hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from steercap.core.chat import MessageSpan
+from steercap.core.coding import RAW, Coding
+from steercap.core.plan import Plan, compile_capture
+from steercap.core.spec import CaptureSpec, Point
+from steercap.core.tokens import TokenSelection, selected
+from steercap.errors import InvalidSpec
+from steercap.requests.change import Change
+from steercap.requests.gauges import Gauged, gauged_by, gauges_of
+from steercap.requests.job import Job
+from steercap.requests.monitoring import Watch
+from steercap.requests.sketching import RunningSketch, joint_capture
+from steercap.saes.compiling import Readers
+from steercap.steering.calibration import Calibrated
+from steercap.steering.lowering import biased_by, scopes_of
+from steercap.steering.monitor import Monitor, held_back, monitors_of
+from steercap.steering.projection import Projected
+
+if TYPE_CHECKING:
+    from steercap.adapters.types import PoolingParams, SamplingParams
+    from steercap.engine.engine import Engine
+
+
+class _Asked(NamedTuple):
+    """What vLLM is asked for beside a prompt, see `Job`."""
+
+    params: SamplingParams | PoolingParams
+    samples: int
+    stops: bool
+    task: str | None
+
+
+async def _asked(engine: Engine, params: Any, *, encoding: bool) -> _Asked:
+    """Parameters as vLLM's own.
+
+    Raises:
+        InvalidRequest: see `VllmEngine.sampling` and `VllmEngine.pooling`.
+    """
+    if encoding:
+        pooling = await engine.vllm.pooling(params)
+        return _Asked(pooling, 1, stops=False, task=pooling.task)
+    sampling = engine.vllm.sampling(params)
+    return _Asked(sampling, sampling.n, stops=bool(sampling.stop), task=None)
+
+
+async def prepare(
+    engine: Engine,
+    prompt: Any,
+    params: Any,
+    spec: CaptureSpec | None,
+    steering: Any,
+    *,
+    options: dict[str, Any],
+    spans: Sequence[MessageSpan] = (),
+    reading: bool = False,
+    sketches: Sequence[RunningSketch] = (),
+    encoding: bool = False,
+    monitors: Any = None,
+) -> Job:
+    """Check one request and compile its plan, before the engine hears of it.
+
+    Raises:
+        InvalidRequest: of the kind that says what is wrong.
+    """
+    vllm = engine.vllm
+    watching = monitors_of(monitors)
+    kept = _kept(engine, spec, sketches, watching)
+    held = held_back(watching)
+    if held is not None and steering is not None:
+        raise InvalidSpec("a monitor with do='steer' beside steering=; a request has the one or the other")
+    steering = held or steering
+    lowered = None if steering is None else engine.lowered(steering)
+    asked = await _asked(engine, params, encoding=encoding)
+    stops = asked.stops or any(monitor.do == "stop" for monitor in watching)
+    rendered = await vllm.render(prompt)
+    options = await vllm.checked(rendered, asked.params, options)
+    prompt_len = len(rendered.token_ids)
+    limit = vllm.limit(prompt_len, asked.params)
+    capture, needed = None, kept.projected or kept.calibrated
+    if kept.spec is not None:
+        capture = compile_capture(
+            kept.spec,
+            kept.indices,
+            kept.coding,
+            prompt_len=prompt_len,
+            limit=limit,
+            # Past a stop string the workers may go on any way; else as far as vLLM runs ahead, which they leave out.
+            accumulates=not stops and asked.samples <= engine.reductions,
+            vectors=None if needed is None else needed.plan,
+        )
+    change = None
+    if lowered is not None:
+        change = Change(lowered, *scopes_of(lowered, prompt_len, limit), biased_by(lowered, prompt_len, limit))
+        _check_biases(asked, change, prompt_len)
+    plan = None
+    if capture is not None or change is not None:
+        plan = Plan(engine.new_key(), prompt_len, limit, asked.samples, capture)
+    if held is not None and change is not None and plan is not None:
+        if change.biased or change.replaced:
+            raise InvalidSpec(
+                "a monitor's steering holds edits that say what they add to a row; no LogitBias, no Replace"
+            )
+        change = replace(change, held=plan.key)
+    watch = None
+    if watching and plan is not None:
+        gauges = gauges_of(watching, kept.gauged, plan)
+        watch = Watch(plan.key, gauges, prompt_len=prompt_len, limit=limit, samples=asked.samples)
+    return Job(
+        engine,
+        rendered,
+        asked.params,
+        options,
+        plan,
+        kept.points,
+        kept.projected,
+        kept.calibrated,
+        kept.readers,
+        change,
+        tuple(spans),
+        reading=reading,
+        task=asked.task,
+        stops=stops,
+        sketches=tuple(sketches),
+        hands_over=spec is not None,
+        watch=watch,
+    )
+
+
+class _Kept(NamedTuple):
+    """What a request keeps, compiled for one engine; see `Job`.
+
+    Args:
+        spec: what says which tokens, None if nothing is kept.
+        indices: of the points among the armed, ascending.
+        coding: how rows are stored.
+        gauged: of each monitor, its point, and which of the products that are kept there is its own.
+    """
+
+    spec: CaptureSpec | None = None
+    points: tuple[Point, ...] = ()
+    indices: tuple[int, ...] = ()
+    projected: Projected | None = None
+    calibrated: Calibrated | None = None
+    readers: Readers | None = None
+    coding: Coding = RAW
+    gauged: Gauged = ()
+
+
+def _kept(engine: Engine, own: Any, sketches: Sequence[RunningSketch], monitors: Sequence[Monitor]) -> _Kept:
+    """What a request keeps: for its user, else for the sketches that it joins, or for its monitors.
+
+    Raises:
+        InvalidSpec: of the kind that says what cannot be kept, or not together.
+    """
+    if own is not None and not isinstance(own, CaptureSpec):
+        raise InvalidSpec(f"capture={own!r}; give a CaptureSpec, or capture_layers= for layers alone")
+    if monitors and sketches:
+        raise InvalidSpec("a request keeps rows once: make calls with monitors= outside of model.sketch()")
+    if monitors and own is None:
+        places = engine.probe_points(monitors)
+        projected, columns = engine.probed(monitors, places)
+        return _Kept(
+            CaptureSpec(tokens=TokenSelection(tuple(term for one in monitors for term in one.selection.terms))),
+            projected.points,
+            tuple(engine.armed[point] for point in projected.points),
+            projected,
+            coding=Coding("projected", len(projected.names)),
+            gauged=tuple(zip(places, columns, strict=True)),
+        )
+    if sketches:
+        spec, points, indices = joint_capture(engine, own, sketches)
+    elif own is None:
+        return _Kept()
+    else:
+        spec, (points, indices) = own, engine.captured(own)
+    kept = _Kept(
+        spec,
+        points,
+        indices,
+        engine.projected(spec),
+        engine.calibrated(spec),
+        engine.readers(spec),
+        engine.coding(spec),
+    )
+    if not monitors:
+        return kept
+    return kept._replace(gauged=gauged_by(spec, kept.coding, points, monitors, engine.probe_points(monitors)))
+
+
+def _check_biases(asked: _Asked, change: Change, prompt_len: int) -> None:
+    """Check that vLLM makes logits where they are to be biased, and none beside them that are handed over.
+
+    Raises:
+        InvalidSpec: it does not, or they are.
+    """
+    if not change.biased:
+        return
+    if asked.task is not None:
+        raise InvalidSpec("LogitBias: a pooling model makes no logits; edit rows")
+    params: Any = asked.params
+    wanted = params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
+    if wanted and any(selected(ranges, prompt_len - 1).any() for ranges in change.biased):
+        raise InvalidSpec(
+            "LogitBias with prompt_logprobs: the logits of a prompt's positions are made apart, and not biased; give "
+            "tokens=['last_prompt', 'generated'], or leave prompt_logprobs out"
+        )

@@ -1,0 +1,99 @@
+"""Jobs run at once, each to its text and its handles."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from typing import Any, NamedTuple
+
+from steercap.core.receipt import SteeringReceipt
+from steercap.errors import ModelClosed, first_error
+from steercap.requests.handle import CaptureHandle
+from steercap.requests.job import Job, enter_sketches, handles_of, memory_for, outputs_of, planned, receipts_of
+from steercap.requests.monitoring import MonitorReport
+
+
+class Done(NamedTuple):
+    """What one prompt gives.
+
+    Args:
+        output: vLLM's output.
+        handles: a handle for each sample, None if nothing is kept.
+        receipts: what was edited of each sample, None if nothing was to be.
+        task: what a pooling model did; None of one that generates.
+        monitors: what its monitors found in each sample, None if there were none.
+    """
+
+    output: Any
+    handles: list[CaptureHandle] | None
+    receipts: list[SteeringReceipt] | None
+    task: str | None = None
+    monitors: list[tuple[MonitorReport, ...]] | None = None
+
+
+async def run_all(jobs: AsyncIterable[Job], running: set[asyncio.Task[Any]]) -> list[Done]:
+    """Run jobs at once, each from the moment it is prepared; the first error cancels the others.
+
+    Args:
+        jobs: what to run, in the order in which memory is claimed.
+        running: where the tasks are entered while they run; to cancel them there is to close the model.
+
+    Raises:
+        ModelClosed: the tasks were cancelled through `running`.
+    """
+    call = object()
+    tasks: list[asyncio.Task[Done]] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            async for job in jobs:
+                task = group.create_task(_run(job, call))
+                tasks.append(task)
+                running.add(task)
+                task.add_done_callback(running.discard)
+    except BaseException as failed:  # noqa: BLE001 -- raised again, out of its group
+        _release_done(tasks)
+        error = first_error(failed)
+        raise error from error.__cause__  # it keeps its own cause, and the group is none
+    if any(task.cancelled() for task in tasks):
+        _release_done(tasks)
+        raise ModelClosed("the model was closed while this request ran")
+    return [task.result() for task in tasks]
+
+
+async def _run(job: Job, call: object) -> Done:
+    ticket = await memory_for(job, call)
+    try:
+        async with planned(job) as complete:
+            output = await _last(outputs_of(job, complete, ticket, partial=False))
+            found = job.samples_of(output)
+            samples = [(sample.index, len(sample.token_ids)) for sample in found]
+            receipts = await receipts_of(job, complete.plan, samples, ended=True)
+        await enter_sketches(job, [(sample.index, sample.token_ids) for sample in found])
+    except BaseException:
+        if job.plan is not None:
+            job.engine.abandon(job.plan, ticket)
+        raise
+    reports = None if job.watch is None else [job.watch.reports(sample.index) for sample in found]
+    handles = None
+    if ticket is not None and job.plan is not None:
+        if job.hands_over:
+            handles = handles_of(job, found, ticket, receipts)
+        else:
+            job.engine.done_with(job.plan, ticket)
+    return Done(output, handles, receipts, job.task, reports)
+
+
+async def _last(outputs: AsyncIterator[Any]) -> Any:
+    last = None
+    async for output in outputs:
+        last = output
+    assert last is not None, "the engine ended a request without an output"
+    return last
+
+
+def _release_done(tasks: Sequence[asyncio.Task[Done]]) -> None:
+    """Free what the finished part of a failed call holds: nobody will ever get these handles."""
+    for task in tasks:
+        if task.done() and not task.cancelled() and task.exception() is None:
+            for handle in task.result().handles or ():
+                handle.release()
