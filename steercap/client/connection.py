@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from steercap import errors
-from steercap.concurrency.loops import Home
+from steercap.concurrency.loops import Home, within
 from steercap.core.extras import extra
 from steercap.core.idiom import AWAITED
 from steercap.core.schema import PointSchema
@@ -200,21 +200,10 @@ class Connection:
             WrongEventLoop: it was started in another event loop.
         """
         self.here()
+        return await within(self.running, work, self._ended)
 
-        async def step() -> Value:
-            return await work()
-
-        task = asyncio.ensure_future(step())
-        self.running.add(task)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if self._closed:
-                raise ModelClosed("the connection was closed while this request ran") from None
-            raise
-        finally:
-            task.cancel()
-            self.running.discard(task)
+    def _ended(self) -> ModelClosed | None:
+        return ModelClosed("the connection was closed while this request ran") if self._closed else None
 
     def _require_not_closed(self) -> None:
         if self._closed:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
@@ -113,6 +113,32 @@ def on_thread(work: Callable[[], Value], name: str, future: Future[Value] | None
 
     threading.Thread(target=call, name=name, daemon=True).start()
     return became
+
+
+async def within(
+    life: set[asyncio.Task[Any]], work: Callable[[], Awaitable[Value]], ended: Callable[[], Exception | None]
+) -> Value:
+    """Await something as part of a longer life, whose end, which cancels what is in it, ends the wait.
+
+    Args:
+        life: the tasks of it that run.
+        work: what to await.
+        ended: the error to raise once that life has ended, None until then.
+    """
+
+    async def step() -> Value:
+        return await work()
+
+    task = asyncio.ensure_future(step())
+    life.add(task)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if error := ended():
+            raise error from None
+        raise
+    finally:
+        life.discard(task)
 
 
 async def finished(future: Future[Value]) -> Value:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from steercap.concurrency.loops import Home, finished, on_thread
+from steercap.concurrency.loops import Home, finished, on_thread, within
 from steercap.config import Settings
 from steercap.core.idiom import AWAITED
 from steercap.engine.checkpoint import look_up, require_reachable, require_there
@@ -150,23 +150,13 @@ class Serving:
             ModelClosed: the model was closed, before or meanwhile.
             WrongEventLoop: it was started in another event loop.
         """
-        if self._closed:
-            raise ModelClosed("the model was closed while this request ran")
+        if error := self._ended():
+            raise error
         self.here()
+        return await within(self.running, work, self._ended)
 
-        async def step() -> Value:
-            return await work()
-
-        task = asyncio.ensure_future(step())
-        self.running.add(task)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if self._closed:
-                raise ModelClosed("the model was closed while this request ran") from None
-            raise
-        finally:
-            self.running.discard(task)
+    def _ended(self) -> ModelClosed | None:
+        return ModelClosed("the model was closed while this request ran") if self._closed else None
 
     def _require_not_closed(self) -> None:
         if self._closed:
