@@ -26,21 +26,22 @@ import torch
 from hypothesis import settings
 
 # Triton looks at it when it is imported, when a kernel is defined, and when one runs: before any test imports it.
-assert "triton" not in sys.modules, "a plugin of pytest has imported Triton, whose kernels would not be interpreted"
-if not torch.cuda.is_available():
+# A test that imports something from here imports it once more, which is why it may have been set before.
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    assert "triton" not in sys.modules, "a plugin of pytest has imported Triton, whose kernels would not be interpreted"
     os.environ["TRITON_INTERPRET"] = "1"
 
-import shapes  # noqa: E402, F401 -- before any module that it checks
-from stalls import (  # noqa: E402, F401 -- hooks of pytest
+import shapes  # noqa: F401 -- before any module that it checks
+from stalls import (  # noqa: F401 -- hooks of pytest
     pytest_runtest_logreport,
     pytest_timeout_cancel_timer,
     pytest_timeout_set_timer,
 )
 
-from steercap import SteerModel  # noqa: E402
-from steercap.adapters.reaper import mapped, named, pids  # noqa: E402
-from steercap.testing import Reference, smollm2, tiny_checkpoint  # noqa: E402
-from steercap.testing.rows import ALL_SITES, CRAMPED, TINY_ENGINE  # noqa: E402
+from steercap import SteerModel
+from steercap.adapters.reaper import mapped, named, pids
+from steercap.testing import Reference, smollm2, tiny_checkpoint
+from steercap.testing.rows import ALL_SITES, CRAMPED, TINY_ENGINE
 
 settings.register_profile("steercap", deadline=None)  # examples differ in what they compile
 settings.load_profile("steercap")

@@ -25,6 +25,7 @@ from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 
 from steercap.adapters.complaints import named
+from steercap.adapters.sampling import wants_prompt_logprobs
 from steercap.core.values import shown
 from steercap.errors import InvalidRequest
 
@@ -66,11 +67,10 @@ class Adapters:
                 missing or do not fit the model, or its name or number is another adapter's; or the request wants
                 logprobs of its prompt, for which vLLM has no adapter by row (on CPU it dies of them).
         """
-        sampled = isinstance(params, SamplingParams)
         if (
             self._config.lora_config is not None
-            and sampled
-            and (params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None)
+            and isinstance(params, SamplingParams)
+            and wants_prompt_logprobs(params)
         ):
             raise InvalidRequest(
                 "prompt_logprobs on an engine with enable_lora=True: vLLM cannot tell whose rows they are; "

@@ -64,6 +64,11 @@ def read_params(given: Any) -> SamplingParams:
     return params
 
 
+def wants_prompt_logprobs(params: SamplingParams) -> bool:
+    """Whether log probabilities of the prompt's tokens are asked for; by given ids older releases have them not."""
+    return params.prompt_logprobs is not None or getattr(params, "prompt_logprob_token_ids", None) is not None
+
+
 def _fields(given: Any) -> dict[str, Any]:
     """The fields that were given, by name, NumPy's numbers as Python's."""
     if given is None:

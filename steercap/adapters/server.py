@@ -20,7 +20,6 @@ from starlette.types import ASGIApp
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import serve_http, setup_server
 from vllm.exceptions import GenerationError, GracefulHTTPError, VLLMValidationError
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -34,6 +33,11 @@ from steercap.errors import (
     SteeringSlotsFull,
     UnsupportedRunner,
 )
+
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+except ModuleNotFoundError:  # where it was in older releases
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 
 #: Engine arguments that SteerModel takes by another way, or that are not its to take.
 _LEFT_OUT: Final = ("model",)

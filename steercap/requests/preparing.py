@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from steercap.core.chat import MessageSpan
 from steercap.core.coding import RAW, Coding
@@ -200,13 +200,14 @@ def _check_biases(asked: _Asked, change: Change, prompt_len: int) -> None:
     Raises:
         InvalidSpec: it does not, or they are.
     """
+    from steercap.adapters.sampling import wants_prompt_logprobs
+
     if not change.biased:
         return
     if asked.task is not None:
         raise InvalidSpec("LogitBias: a pooling model makes no logits; edit rows")
-    params: Any = asked.params
-    wanted = params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None
-    if wanted and any(selected(ranges, prompt_len - 1).any() for ranges in change.biased):
+    params = cast("SamplingParams", asked.params)
+    if wants_prompt_logprobs(params) and any(selected(ranges, prompt_len - 1).any() for ranges in change.biased):
         raise InvalidSpec(
             "LogitBias with prompt_logprobs: the logits of a prompt's positions are made apart, and not biased; give "
             "tokens=['last_prompt', 'generated'], or leave prompt_logprobs out"
