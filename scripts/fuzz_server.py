@@ -120,7 +120,7 @@ def good(rng: random.Random) -> tuple[str, dict[str, Any]]:
         field["capture"] = rng.choice(CAPTURES)
     if rng.random() < 0.5:
         field["steering"] = rng.choice(STEERING)
-    if rng.random() < 0.3:
+    if "capture" in field and rng.random() < 0.3:
         field["deliver"] = rng.choice(["inline", "fetch"])
     if rng.random() < 0.1:
         body |= {"store_activations": True, "selectors": ["resid_post[1]"]}

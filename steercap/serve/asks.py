@@ -69,6 +69,8 @@ def asked_of(body: Any, library: Library, owner: str) -> Asked:
     if deliver not in DELIVERIES:
         raise InvalidSpec(f"steercap.deliver={shown(deliver)}; give {' or '.join(map(repr, DELIVERIES))}")
     capture = given.get("capture")
+    if "deliver" in given and capture is None:
+        raise InvalidSpec("steercap.deliver says how rows are handed over; give it beside capture=")
     if given.get("codec") is not None:
         if not isinstance(capture, Mapping) or "codec" in capture:
             raise InvalidSpec("steercap.codec is for rows; give it beside capture=, or within it, not both")

@@ -12,6 +12,7 @@ from steercap.serve.captures import owner_of
 from steercap.serve.middleware import (
     FIELDS,
     MOST_BODY,
+    NO_TEXT,
     PATHS,
     App,
     Message,
@@ -57,7 +58,7 @@ class Elsewhere:
         body = await body_of(scope, receive, send, self._most)
         if body is None:
             return
-        given = decoded(body)
+        given, is_text = decoded(body)
         given = given if isinstance(given, dict) else {}
         if asked := [name for name in FIELDS if given.get(name) is not None]:
             await refuse(send, 400, f"{path} answers no {asked[0]!r}; ask {' or '.join(PATHS)}")
@@ -68,6 +69,9 @@ class Elsewhere:
             return
         call = None
         if steering is not None and path in STEERED:
+            if not is_text:
+                await refuse(send, 400, NO_TEXT)
+                return
             call = Call(Asked(steering=steering), owner_of(header(scope, b"authorization")))
         token = CURRENT.set(call)
         try:

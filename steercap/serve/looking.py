@@ -263,7 +263,7 @@ async def _asked(request: Request, known: Sequence[str]) -> Mapping[str, Any]:
         parts.append(part)
     try:
         given = msgspec.json.decode(b"".join(parts) or b"{}")
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # msgspec's own, and bytes that are no UTF-8
         raise InvalidSpec(f"the body is no JSON: {error}") from error
     if not isinstance(given, dict) or (unknown := [name for name in given if name not in known]):
         what = shown(given) if not isinstance(given, dict) else shown(unknown[0])

@@ -31,7 +31,17 @@ PATHS: Final = ("/v1/chat/completions", "/v1/completions")
 MOST_BODY: Final = 128 << 20
 #: Fields of a body that ask something of steercap.
 FIELDS: Final = ("steercap", "store_activations", "selectors")
+#: Of a body that asks something of steercap; vLLM takes it, and its engine may fail on it with a 500.
+NO_TEXT: Final = "steercap: the body holds half of a surrogate pair, which no text does"
 _DONE: Final = b"data: [DONE]"
+#: Types of errors, as vLLM's server names them.
+_KINDS: Final[Mapping[int, str]] = {
+    400: "BadRequestError",
+    404: "NotFoundError",
+    413: "RequestEntityTooLarge",
+    429: "RateLimitError",
+    500: "InternalServerError",
+}
 #: How the events of a stream begin that hold an object.
 _OBJECT: Final = b"data: {"
 
@@ -84,13 +94,15 @@ class Asking:
         Raises:
             SteercapError: what it asks cannot be done.
         """
-        given = decoded(body)
+        given, is_text = decoded(body)
         if not isinstance(given, dict):
             return body, None  # vLLM says what is wrong with it
         steering = self._presets.of(given.get("model"))
         field, store, selectors = (given.pop(name, None) for name in FIELDS)
         if field is None and store is None and selectors is None and steering is None:
             return body, None
+        if not is_text:
+            raise InvalidSpec(NO_TEXT)
         if store is not None or selectors is not None:
             field = _shorthand(field, store, selectors)
         asked = Asked() if field is None else asked_of(field, self._library, owner)
@@ -219,17 +231,24 @@ async def body_of(scope: Message, receive: Receive, send: Send, most: int) -> by
     return None
 
 
-def decoded(body: bytes) -> Any:
-    """A body as vLLM's server reads it, None where it cannot be read: by Python's json, which knows NaN, encodings
-    other than UTF-8, and halves of surrogate pairs. What that takes and we did not see would be asked and not done.
+def decoded(body: bytes) -> tuple[Any, bool]:
+    """A body as vLLM's server reads it, None where it cannot be read, and whether all its texts are texts.
+
+    vLLM reads by Python's json, which knows NaN, encodings other than UTF-8, and halves of surrogate pairs. What that
+    takes and we did not see would be asked and not done.
     """
     try:
-        return msgspec.json.decode(body)
+        return msgspec.json.decode(body), True
     except (ValueError, RecursionError):
-        try:
-            return json.loads(body)
-        except (ValueError, RecursionError):
-            return None
+        pass
+    try:
+        given = json.loads(body)
+        json.dumps(given, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return given, False
+    except (ValueError, RecursionError):
+        return None, True
+    return given, True
 
 
 def replayed(body: bytes, receive: Receive) -> Receive:
@@ -246,14 +265,29 @@ def replayed(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-async def refuse(send: Send, status: int, reason: str, error: str = "") -> None:
-    """An error as OpenAI's clients read it."""
-    kind = "BadRequestError" if status == 400 else "RateLimitError" if status == 429 else "RequestEntityTooLarge"
-    body = json.dumps({"error": {"message": reason, "type": kind, "param": "steercap", "code": status}}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+def failure(status: int, reason: str, error: str = "", param: str | None = None) -> tuple[bytes, dict[str, str]]:
+    """An error as OpenAI's clients read it: its body and headers.
+
+    Args:
+        status: of HTTP.
+        reason: what they are told.
+        error: its class, if it is one of ours that clients raise.
+        param: the field of the request that is to blame.
+    """
+    body = json.dumps({"error": {"message": reason, "type": _KINDS[status], "param": param, "code": status}}).encode()
+    headers = {"content-type": "application/json", "content-length": str(len(body))}
+    if error:
+        headers[ERROR_HEADER] = error
     if status == 413:  # the rest of the body is not read
-        headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": status, "headers": _blamed(headers, error)})
+        headers["connection"] = "close"
+    return body, headers
+
+
+async def refuse(send: Send, status: int, reason: str, error: str = "") -> None:
+    """Answer a request by an error."""
+    body, headers = failure(status, reason, error, "steercap")
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
     await send({"type": "http.response.body", "body": body})
 
 

@@ -13,11 +13,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from steercap.client.connection import ERROR_HEADER
 from steercap.encodings import ENCODINGS
 from steercap.errors import CaptureMemoryFull, SteercapError
 from steercap.serve.captures import Captures, owner_of
 from steercap.serve.library import Library, Named, read
+from steercap.serve.middleware import failure
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
@@ -26,13 +26,6 @@ if TYPE_CHECKING:
 _PART: Final = 1 << 20
 #: Of a capture that is asked for by its name.
 NOT_WAITING: Final = "no such capture is waiting: it was deleted, its time is over, or it is not yours"
-_KINDS: Final[Mapping[int, str]] = {
-    400: "BadRequestError",
-    404: "NotFoundError",
-    413: "RequestEntityTooLarge",
-    429: "RateLimitError",
-    500: "InternalServerError",
-}
 _RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
@@ -212,8 +205,5 @@ def _range(asked: str, size: int) -> tuple[int, int] | None:
 
 def refused(status: int, message: str, error: str = "") -> Response:
     """An error as OpenAI's clients read it; `error` is its class, if it is one of ours that clients raise."""
-    body = {"error": {"message": message, "type": _KINDS[status], "param": None, "code": status}}
-    headers = {ERROR_HEADER: error} if error else {}
-    if status == 413:  # the rest of the body is not read
-        headers["connection"] = "close"
-    return JSONResponse(body, status, headers)
+    body, headers = failure(status, message, error)
+    return Response(body, status, headers)

@@ -89,6 +89,7 @@ def test_steering_is_edits_or_names(library) -> None:
         ({"capture": {"reduce": "median"}}, "unknown reduce="),
         ({"codec": "full8"}, "steercap.codec is for rows"),
         ({"deliver": "/etc"}, "give 'fetch' or 'inline'"),
+        ({"deliver": "inline", "steering": "calm"}, "give it beside capture="),
         ({"steering": "nothing"}, "no vector or steering is called 'nothing'; known: both, calm, mine, traits"),
         ({"steering": {"op": "__class__"}}, "op='__class__'|unknown edit"),
         ({"steering": {"op": "add", "vector": "both"}}, "'both' is no vector"),
@@ -264,6 +265,9 @@ async def test_a_plain_body_passes_as_it_is(library) -> None:
     answer = await post(inner, body, library)
     assert answer.json() == {"id": 7}
     assert inner.seen == [{"model": "m", "messages": []}]
+    # What vLLM says of half a surrogate pair is vLLM's to say.
+    assert (await post(inner, b'{"cache_salt": "\\ud800"}', library)).json() == {"id": 7}
+    assert inner.seen[1:] == [{"cache_salt": "\ud800"}]
 
 
 async def test_what_is_asked_is_taken_out_and_what_came_is_put_in(library) -> None:
@@ -323,12 +327,16 @@ async def test_a_preset_steers_those_who_do_not_ask(library) -> None:
         ({"selectors": ["resid_post[3]"]}, 400, "store_activations: true"),
         ({"store_activations": True, "steercap": {"capture": True}}, 400, "give one of them"),
         ({"use_beam_search": True, "steercap": {"capture": True}}, 400, "beams"),
+        ({"cache_salt": "\ud800", "steercap": {"capture": True}}, 400, "surrogate"),
+        ({"prompt": ["a", {"\udfff": 1}], "model": "m+calm"}, 400, "surrogate"),
+        ({"steercap": {"capture": True, "deliver": "\udc00"}}, 400, "surrogate"),
         ({"messages": "x" * 20_000}, 413, "longer than 10,000 bytes"),
     ],
 )
 async def test_what_cannot_be_done_is_said_before_the_engine_hears_of_it(body, status, says, library) -> None:
     inner = Inner()
-    answer = await post(inner, json.dumps(body).encode(), library)
+    presets = Presets(["m"], {"calm": steering_of("calm", library, OPERATOR)})
+    answer = await post(inner, json.dumps(body).encode(), library, presets)
     assert answer.status_code == status
     assert says in answer.json()["error"]["message"]
     assert not inner.seen
@@ -356,7 +364,6 @@ async def test_no_body_is_a_failure_of_the_server(body) -> None:
     [
         b'{"model": "m", "temperature": NaN, "steercap": {"capture": true}}',
         b'{"model": "m", "top_p": 1e999, "steercap": {"capture": true}}',
-        b'{"model": "m", "prompt": "\\ud800", "steercap": {"capture": true}}',
         '{"model": "m", "steercap": {"capture": true}}'.encode("utf-16"),
         '{"model": "m", "steercap": {"capture": true}}'.encode("utf-8-sig"),
         '{"model": "m", "steercap": {"capture": true}}'.encode("utf-32-le"),
@@ -472,6 +479,8 @@ async def test_other_routes_steer_by_presets_or_refuse(path, library) -> None:
         assert [one is not None and one.asked.steering is not None for one in steered[1:]] == (
             [path in STEERED] if status == 200 else []
         )
+        halves = b'{"model": "m+calm", "cache_salt": "\\ud800"}'
+        assert (await client.post(path, content=halves)).status_code == (200 if path in AT_REST else 400)
         for field in ({"steercap": {"capture": True}}, {"store_activations": True}):
             refused = await client.post(path, json={"model": "m", **field})
             assert refused.status_code == 400
