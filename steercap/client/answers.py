@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgspec
 
 from steercap.client.asks import NotAsJSON, capture_asked, require_specs, steering_asked
 from steercap.client.chats import templated, tokenised
 from steercap.client.connection import AT_ONCE, Connection
+from steercap.client.monitors import monitors_asked, reports_of
 from steercap.client.rows import Waiting
 from steercap.client.sampling import sampling_asked
+from steercap.client.streams import Streamed
 from steercap.client.uploads import Uploads
 from steercap.concurrency.bounded import each_of
 from steercap.core.chat import MessageSpan
@@ -32,14 +34,13 @@ from steercap.core.spec import CaptureSpec
 from steercap.core.values import shown
 from steercap.errors import InvalidPrompt, InvalidRequest, ServerFailure, SteeringNotApplied
 from steercap.requests import files
-from steercap.requests.answers import RawOutput, one_to_stream, require_one_sample
+from steercap.requests.answers import RawOutput, one_to_stream, require_one_sample, require_raw
 from steercap.requests.handle import CaptureHandle
 from steercap.requests.lifecycle import Lifecycle
+from steercap.requests.monitoring import MonitorReport
 from steercap.requests.stream import Chunk
+from steercap.steering.monitor import monitors_of
 from steercap.steering.spec import spec_of
-
-if TYPE_CHECKING:
-    from steercap.requests.captures import Captures
 
 _COMPLETIONS: Final = "/v1/completions"
 _PROMPT: Final = ("prompt", "prompt_token_ids")
@@ -79,12 +80,14 @@ class Done:
         texts: of its samples.
         handles: of its samples; None where nothing is kept.
         receipts: of its samples; None where nothing was to be changed.
+        monitors: what each monitor found, of its samples; None where there were none.
     """
 
     document: Mapping[str, Any]
     texts: list[str]
     handles: list[CaptureHandle] | None
     receipts: list[SteeringReceipt] | None
+    monitors: list[tuple[MonitorReport, ...]] | None
 
 
 @dataclass(frozen=True)
@@ -135,28 +138,32 @@ class RemoteAnswers:
         self.connection.here()
         asked = Asked(one_to_stream(prompt, call), call.sampling_params, call.spec, call.steering, call)
         require_one_sample(sampling_asked(asked.params).get("n", 1))
-        choice: dict[str, Any] = {"index": 0, "text": "", "token_ids": []}
-        document: dict[str, Any] = {"choices": [choice]}
+        sample = Streamed()
         async with self._body(asked) as body, aclosing(self._events({**body, "stream": True})) as events:
             async for event in events:
-                document.update({name: event[name] for name in ("steercap",) if name in event})
-                for one in event.get("choices", ()):
-                    choice["prompt_token_ids"] = one.get("prompt_token_ids") or choice.get("prompt_token_ids")
-                    ids = tuple(one.get("token_ids") or ())
-                    choice["text"] += one["text"]
-                    choice["token_ids"] += ids
-                    if one["text"] or ids:
-                        yield Chunk(one["text"], ids, None, None, finished=False)
-        yield await self._last(self._done(asked, document))
+                with self.connection.answering():
+                    chunk = sample.take(event)
+                if chunk is not None:
+                    yield chunk
+        yield await self._last(self._done(asked, sample.document), sample)
 
-    async def _last(self, done: Done) -> Chunk:
-        """The end of a stream: all of its rows, and what was edited."""
-        receipt = done.receipts[0] if done.receipts else None
+    async def _last(self, done: Done, sample: Streamed) -> Chunk:
+        """The end of a stream: all of its rows, what was edited, and what monitors found."""
+        last = Chunk(
+            "",
+            (),
+            None,
+            None,
+            finished=True,
+            steering=done.receipts[0] if done.receipts else None,
+            crossings=sample.crossings,
+            monitors=done.monitors[0] if done.monitors else (),
+            finish_reason=sample.finish_reason,
+        )
         if not done.handles:
-            return Chunk("", (), None, None, finished=True, steering=receipt)
+            return last
         handle = await done.handles[0].fetch()
-        captures: Captures = handle.captures
-        return Chunk("", (), captures, handle.positions, True, receipt, handle.token_types)
+        return replace(last, captures=handle.captures, positions=handle.positions, token_types=handle.token_types)
 
     async def _events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """What a stream says, to its end.
@@ -191,6 +198,7 @@ class RemoteAnswers:
     ) -> Any:
         """Run prompts, with the spans of their messages, and give back what the user gets."""
         captured, raw = call.spec is not None, flag_asked("raw_output", call.raw_output)
+        require_raw(call.monitors, raw=raw)
         params = each(call.sampling_params, len(prompts), "sampling_params")
         specs = each(call.spec, len(prompts), "capture")
         edits = each(call.steering, len(prompts), "steering")
@@ -215,6 +223,7 @@ class RemoteAnswers:
     async def _body(self, asked: Asked) -> AsyncIterator[dict[str, Any]]:
         """The body of a request; what it names is on the server while the block runs."""
         require_specs(asked.spec)
+        monitors = monitors_of(asked.call.monitors)
         sampling, options = sampling_asked(asked.params), _options_asked(asked.call)
         prompt, sampling["max_tokens"] = await self._within(_prompt_asked(asked.prompt), sampling["max_tokens"])
         body = {
@@ -232,6 +241,9 @@ class RemoteAnswers:
                 field["capture"] = capture_asked(asked.spec, name)
             if asked.steering is not None:
                 field["steering"] = await self._steering(asked.steering, names)
+            if monitors:
+                layers = self.connection.here().num_layers
+                field["monitors"] = await monitors_asked(monitors, layers, self.uploads, names)
             yield {**body, "steercap": field} if field else body
 
     async def _within(self, prompt: str | list[int], max_tokens: Any) -> tuple[str | list[int], Any]:
@@ -271,7 +283,7 @@ class RemoteAnswers:
             choices = sorted(document["choices"], key=lambda choice: choice["index"])
             results = {one["choice"]: one for one in document.get("steercap", {}).get("results", ())}
             texts = [choice["text"] for choice in choices]
-            receipts = handles = None
+            receipts = handles = monitors = None
             edited = [results.get(choice["index"], {}).get("steering") for choice in choices]
             if asked.steering is not None and not all(edited):
                 raise SteeringNotApplied(f"{self.connection.url} says nothing of the edits that were asked for")
@@ -279,7 +291,10 @@ class RemoteAnswers:
                 receipts = [_receipt(said) for said in edited]
             if asked.spec is not None:
                 handles = [self._handle(asked, choice, results[choice["index"]]["capture"]) for choice in choices]
-        return Done(document, texts, handles, receipts)
+            if watching := monitors_of(asked.call.monitors):
+                said = [results.get(choice["index"], {}).get("monitors") for choice in choices]
+                monitors = [reports_of(watching, one) for one in said]
+        return Done(document, texts, handles, receipts, monitors)
 
     def _handle(self, asked: Asked, choice: Mapping[str, Any], capture: Mapping[str, Any]) -> CaptureHandle:
         header = msgspec.json.decode(msgspec.json.encode(capture["header"]), type=files.Header)
@@ -341,10 +356,6 @@ def _prompt_asked(prompt: Any) -> str | list[int]:
 
 def _options_asked(call: CallArguments) -> dict[str, Any]:
     options = call.options
-    if call.monitors is not None:
-        raise InvalidRequest(
-            "monitors= cannot be asked of a server by this client; give the field 'monitors' of a body, by model.openai"
-        )
     if options.get("lora_request") is not None:
         raise InvalidRequest(
             "lora_request= cannot be asked of a server: it names its adapters itself; connect(url, model=NAME) asks "
@@ -361,5 +372,7 @@ def _raw(done: Done) -> RawOutput:
     with extra("client"):
         from openai.types import Completion
 
-    output: Any = Completion.model_validate(done.document)
-    return RawOutput(output, None if done.receipts is None else tuple(done.receipts))
+    # As OpenAI's own client makes it: a word that its types do not know, such as "steercap_probe", is no error.
+    output: Any = Completion.construct(**done.document)
+    receipts = None if done.receipts is None else tuple(done.receipts)
+    return RawOutput(output, receipts, None if done.monitors is None else tuple(done.monitors))

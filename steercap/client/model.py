@@ -55,7 +55,7 @@ class RemoteModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
     the server's configuration has. Differences:
 
     - Rows wait at the server until they are fetched, but no longer than its `--captures-seconds`.
-    - `stream` gives texts as they come, and all rows with the last chunk.
+    - `stream` gives texts and crossings of monitors as they come, and all rows with the last chunk.
     - `raw_output=True` gives as `output` OpenAI's `Completion`.
     - `steering=` may be the name of vectors or of steering on the server.
 

@@ -137,6 +137,16 @@ def require_one_sample(samples: int) -> None:
         raise InvalidRequest(f"stream gives one sample, not n={samples}; use generate")
 
 
+def require_raw(monitors: Any, *, raw: bool) -> None:
+    """Check that what monitors find can be given.
+
+    Raises:
+        InvalidRequest: in place of texts alone, it cannot.
+    """
+    if monitors and not raw:
+        raise InvalidRequest("what monitors= find is in RawOutput.monitors; give raw_output=True, or use stream")
+
+
 async def _listed(serving: Serving, prompts: Any, call: CallArguments) -> Any:
     many, given = listed(prompts)
     return await _answered(serving, [(prompt, []) for prompt in given], call, many=many)
@@ -147,8 +157,7 @@ async def _answered(
 ) -> Any:
     """Run prompts, with the spans of their messages, and give back what the user gets."""
     engine, captured, raw = serving.here(), call.spec is not None, flag_asked("raw_output", call.raw_output)
-    if call.monitors and not raw:
-        raise InvalidRequest("what monitors= find is in RawOutput.monitors; give raw_output=True, or use stream")
+    require_raw(call.monitors, raw=raw)
     params = each(call.sampling_params, len(prompts), "pooling" if call.encoding else "sampling_params")
     specs = each(call.spec, len(prompts), "capture")
     edits = each(call.steering, len(prompts), "steering")

@@ -14,7 +14,20 @@ import pytest
 import torch
 import uvicorn
 
-from steercap import Ablate, Add, Cap, CaptureHandle, CaptureSpec, LogitBias, Replace, SteeringSpec, SteerModel, errors
+from steercap import (
+    Ablate,
+    Add,
+    Cap,
+    CaptureHandle,
+    CaptureSpec,
+    LogitBias,
+    Monitor,
+    MonitorReport,
+    Replace,
+    SteeringSpec,
+    SteerModel,
+    errors,
+)
 from steercap.adapters import server
 from steercap.client import RemoteModel
 from steercap.serve.server import ServerSettings, application
@@ -266,6 +279,117 @@ async def test_a_stream_gives_texts_as_they_come_and_rows_at_the_end(remote: Rem
         _ = [chunk async for chunk in remote.stream(prompt, {"n": 2})]
 
 
+def noticed(reports: Any) -> list[Any]:
+    """What monitors found, but for the scores, which other batches move a little."""
+    return [(one.monitor, one.scored, one.stopped, fired_at(one.crossings)) for one in reports]
+
+
+def fired_at(crossings: Any) -> list[Any]:
+    return [(at.monitor, at.token, at.position) for at in crossings]
+
+
+async def middling(tiny: SteerModel, prompt: list[int], tokens: int) -> float:
+    """A threshold between the scores of the generated tokens."""
+    spec = CaptureSpec(layers=3, tokens="generated")
+    _, handle = await tiny.generate(prompt, {**GREEDY, "max_tokens": tokens}, capture=spec)
+    async with handle:
+        scores = sorted((handle.captures[3].double() @ vector(20).double()).tolist())
+        return (scores[-5] + scores[-6]) / 2
+
+
+@pytest.mark.parametrize("kind", ["annotate", "stop"])
+async def test_monitors_are_asked_and_answered_as_here(
+    remote: RemoteModel, tiny: SteerModel, kind: Any, monkeypatch
+) -> None:
+    """The same calls of both models: texts, ends and reports are alike, whole and in a stream; probes that a body does
+    not hold go up first.
+    """
+    monkeypatch.setattr("steercap.client.monitors.MOST_NUMBERS", 0 if kind == "stop" else 4096)
+    prompt, params = random_prompt(21, 70), {**GREEDY, "max_tokens": 24}
+    threshold = await middling(tiny, prompt, 24)
+    monitors = [
+        Monitor(vector(20), threshold, -1, do=kind, name="over"),
+        Monitor(vector(20), threshold, 3, above=False, bias=0.5, tokens=[slice(18, 26), 0]),
+        Monitor(vector(21), 1e6, 1, site="mlp_out", tokens="all", name="never"),
+    ]
+    spec = CaptureSpec(layers=[1, 3], sites=["resid_post", "mlp_out"])
+    asked: dict[str, Any] = {"monitors": monitors, "capture": spec, "steering": Add(vector(3), 0.01, layer=0)}
+
+    async def notebook(model: Any) -> tuple[Any, CaptureHandle, list[Any]]:
+        raw, handle = await model.generate(prompt, params, raw_output=True, **asked)
+        return raw, await handle.fetch(), [chunk async for chunk in model.stream(prompt, params, **asked)]
+
+    (raw, here, chunks), (other, there, events) = await notebook(tiny), await notebook(remote)
+    same(here, there)
+    (known,), (said,) = raw.monitors, other.monitors
+    assert isinstance(said[0], MonitorReport)
+    assert noticed(said) == noticed(known) == noticed(events[-1].monitors) == noticed(chunks[-1].monitors)
+    assert known[0].crossings, "none fires, so nothing is shown"
+    scores, others = ([at.score for one in reports for at in one.crossings] for reports in (known, said))
+    assert others == pytest.approx(scores, abs=1e-3)
+    assert known[0].stopped == (kind == "stop")
+    (sample,), (choice,) = raw.output.outputs, other.output.choices
+    assert (choice.finish_reason, choice.stop_reason) == (sample.finish_reason, sample.stop_reason)
+    assert choice.finish_reason == ("steercap_probe" if kind == "stop" else "length")
+    assert other.steering[0].rows == raw.steering[0].rows == events[-1].steering.rows == chunks[-1].steering.rows
+    assert "".join(one.text for one in events) == "".join(one.text for one in chunks) == sample.text
+    for name in ("token_ids", "crossings"):
+        first, second = ([part for one in many for part in getattr(one, name)] for many in (chunks, events))
+        assert second == first if name == "token_ids" else fired_at(second) == fired_at(first)
+    assert events[-1].finish_reason == chunks[-1].finish_reason == choice.finish_reason
+    assert [chunk.monitors for chunk in events[:-1]] == [()] * (len(events) - 1)
+    firing = [number for number, chunk in enumerate(events) if chunk.crossings]
+    assert len(firing) > 1, "they come as they are found"
+
+
+@pytest.mark.parametrize("held", [True, False])
+async def test_a_monitor_steers_from_where_it_says(remote: RemoteModel, tiny: SteerModel, held: bool) -> None:
+    """Rows are those of the same tokens read with the edit from there, on both sides; steering that a body does not
+    hold goes up first.
+    """
+    prompt, params = random_prompt(21, 70), {**GREEDY, "max_tokens": 40}
+    add = Add(vector(6), 6.0, layer=1)
+    steering: Any = SteeringSpec([SteeringSpec([add], preserve_norm=True)]) if held else add
+    monitor = Monitor(vector(20), await middling(tiny, prompt, 12), 3, do="steer", steering=steering, name="begins")
+    for model in (tiny, remote):
+        asked: dict[str, Any] = {"capture": CaptureSpec(layers=3), "monitors": [monitor], "raw_output": True}
+        raw, handle = await model.generate(prompt, params, **asked)
+        (report,) = raw.monitors[0]
+        start, inputs = report.steered_from, [*handle.prompt_token_ids, *handle.output_token_ids[:-1]]
+        assert start is not None
+        assert report.crossings[0].position < start
+        assert raw.steering[0].rows == (len(inputs) - start,)
+        later = Add(vector(6), 6.0, layer=1, tokens=slice(start, None))
+        spec = SteeringSpec([SteeringSpec([later], preserve_norm=True)]) if held else later
+        known = await tiny.read(inputs, capture=CaptureSpec(layers=3), steering=spec)
+        async with known:
+            await handle.fetch()
+            torch.testing.assert_close(handle.captures[3], known.captures[3], rtol=1e-4, atol=1e-4)
+
+
+async def test_each_sample_has_reports_of_its_own(remote: RemoteModel, tiny: SteerModel) -> None:
+    """Of several prompts and samples; what a monitor asks wrongly is refused as here."""
+    params = {"max_tokens": 9, "seed": 5, "n": 2, "ignore_eos": True}
+    prompts = [random_prompt(12, 71), random_prompt(9, 72)]
+    monitors = [Monitor(vector(20), 0.0, 3), Monitor(vector(20), 8.0, 3, do="stop", name="ends")]
+    here = await tiny.generate(prompts, params, monitors=monitors, raw_output=True)
+    there = await remote.generate(prompts, params, monitors=monitors, raw_output=True)
+    for one, other in zip(here, there, strict=True):
+        assert [noticed(many) for many in other.monitors] == [noticed(many) for many in one.monitors]
+        assert [choice.text for choice in other.output.choices] == [sample.text for sample in one.output.outputs]
+    wrong: list[tuple[type[Exception], list[Any]]] = [
+        (errors.LayerOutOfRange, [Monitor(vector(20), 0.0, 99)]),
+        (errors.InvalidVector, [Monitor(vector(20)[:64], 0.0, 1)]),
+        (errors.InvalidSpec, [Monitor(vector(20), 0.0, 1, name="a"), Monitor(vector(20), 0.0, 2, name="a")]),
+        (errors.InvalidSelection, [Monitor(vector(20), 0.0, 1, tokens="prompt", do="stop")]),
+    ]
+    for kind, asked in wrong:
+        for model in (tiny, remote):
+            with pytest.raises(kind):
+                await model.generate(prompts[0], params, monitors=asked, raw_output=True)
+    assert await settled(tiny) == (0, 0, 0)
+
+
 async def test_what_the_server_says_of_the_model(remote: RemoteModel, tiny: SteerModel, url: str) -> None:
     assert dict(remote.points) == dict(tiny.points)
     assert (remote.num_layers, remote.hidden_size, remote.model) == (tiny.num_layers, tiny.hidden_size, tiny.model)
@@ -457,6 +581,8 @@ async def test_without_await(tiny: SteerModel, url: str) -> None:
             chunks = list(model.stream(prompt, GREEDY, capture_layers=[1], steering=edit))
             assert "".join(chunk.text for chunk in chunks) == text
             assert model.chat([{"role": "user", "content": "a"}], GREEDY)
+            raw = model.generate(prompt, GREEDY, monitors=[Monitor(vector(20), -1e6, 3)], raw_output=True)
+            assert [at.token for at in raw.monitors[0][0].crossings] == [0, 1, 2, 3, 4]
             assert model.stats().capture_bytes > 0
             with model.openai as client:
                 assert client.models.list().data[0].id == "tiny"

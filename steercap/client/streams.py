@@ -1,0 +1,44 @@
+"""The one sample of a stream, from its events."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from steercap.client.monitors import crossings_of
+from steercap.requests.monitoring import Crossing
+from steercap.requests.stream import Chunk
+
+
+class Streamed:
+    """What events have said of a sample.
+
+    Attributes:
+        document: the answer that a request without a stream would have got.
+        crossings: where monitors fired, since the last chunk.
+        finish_reason: why the text ended.
+    """
+
+    def __init__(self) -> None:
+        self._choice: dict[str, Any] = {"index": 0, "text": "", "token_ids": []}
+        self.document: dict[str, Any] = {"choices": [self._choice]}
+        self.crossings: tuple[Crossing, ...] = ()
+        self.finish_reason: str | None = None
+
+    def take(self, event: Mapping[str, Any]) -> Chunk | None:
+        """Enter an event; what it brings, None for nothing."""
+        said = event.get("steercap") or {}
+        self.crossings += crossings_of(said.get("crossings", ()))
+        if "results" in said:
+            self.document["steercap"] = said
+        text, ids = "", tuple[int, ...]()
+        for one in event.get("choices", ()):
+            self._choice["prompt_token_ids"] = one.get("prompt_token_ids") or self._choice.get("prompt_token_ids")
+            self.finish_reason = one.get("finish_reason") or self.finish_reason
+            text, ids = text + one["text"], (*ids, *(one.get("token_ids") or ()))
+        self._choice["text"] += text
+        self._choice["token_ids"] += ids
+        if not (text or ids):
+            return None
+        crossings, self.crossings = self.crossings, ()
+        return Chunk(text, ids, None, None, finished=False, crossings=crossings)
