@@ -77,8 +77,8 @@ class Folder:
         mine = self._written[owner]
         if mine + size > self.most_of_a_key or mine >= self.most_of_a_key:
             raise CaptureMemoryFull(
-                f"your requests have written {mine:,} bytes to this server's folder, and {self.most_of_a_key:,} may be; "
-                "fetch rows instead, or ask its operator"
+                f"your requests have written {mine:,} bytes to this server's folder, and may write "
+                f"{self.most_of_a_key:,}; fetch rows instead, or ask its operator"
             )
         if self._held + size > self.most_bytes or self._held >= self.most_bytes:
             raise CaptureMemoryFull(
