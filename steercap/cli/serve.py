@@ -68,6 +68,14 @@ def register(app: typer.Typer) -> None:
         captures_gib_of_a_key: Annotated[
             float, typer.Option(min=0, help="Of these, those of one API key.", rich_help_panel=KEPT)
         ] = 1,
+        folder: Annotated[
+            Path | None,
+            typer.Option(metavar="PATH", help="Folder that requests may have rows written to.", rich_help_panel=KEPT),
+        ] = None,
+        folder_gib: Annotated[float, typer.Option(min=0, help="GiB of files in it.", rich_help_panel=KEPT)] = 64,
+        folder_gib_of_a_key: Annotated[
+            float, typer.Option(min=0, help="GiB that one API key may write to it.", rich_help_panel=KEPT)
+        ] = 16,
     ) -> None:
         """Serve a model by vLLM's own OpenAI-compatible server; requests capture and steer by the field `steercap`."""
         from steercap.serve.server import ServerSettings
@@ -81,6 +89,9 @@ def register(app: typer.Typer) -> None:
             captures_seconds=captures_seconds,
             captures_bytes=int(captures_gib * 2**30),
             captures_bytes_of_a_key=int(captures_gib_of_a_key * 2**30),
+            folder=folder,
+            folder_bytes=int(folder_gib * 2**30),
+            folder_bytes_of_a_key=int(folder_gib_of_a_key * 2**30),
         )
         own: dict[str, Any] = dict(CPU) if model == SMOLLM2 else {}
         own |= {"sites": sites.split(","), **dict(pairs_of(engine_arg or (), "--engine-arg"))}

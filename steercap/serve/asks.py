@@ -13,14 +13,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, get_args
 
 from steercap.core.spec import CaptureSpec, resolve_layers
 from steercap.core.values import shown
 from steercap.edits import EDITS
 from steercap.edits.base import Edit
 from steercap.errors import InvalidSpec
-from steercap.serve.call import Asked
+from steercap.serve.call import Asked, Delivery
 from steercap.serve.library import Library
 from steercap.steering.logit_bias import LogitBias
 from steercap.steering.monitor import Monitor, monitors_of
@@ -48,7 +48,7 @@ CAPTURE: Final = (
 VECTORS: Final = ("vector", "probe", "read", "write", "rows", "encoder", "decoder", "decoder_bias")
 #: The operation of `LogitBias`, beside those of edits.
 LOGIT_BIAS: Final = "logit_bias"
-DELIVERIES: Final = ("fetch", "inline")
+DELIVERIES: Final = get_args(Delivery)
 _ID: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 _SLICE: Final = re.compile(r"(-?\d{1,9})?:(-?\d{1,9})?(?::(-?\d{1,9}))?")
 
@@ -68,6 +68,10 @@ def asked_of(body: Any, library: Library, owner: str) -> Asked:
     deliver = given.get("deliver", "fetch")
     if deliver not in DELIVERIES:
         raise InvalidSpec(f"steercap.deliver={shown(deliver)}; give {' or '.join(map(repr, DELIVERIES))}")
+    if deliver == "folder" and not library.folder:
+        raise InvalidSpec(
+            "steercap.deliver='folder': this server has no folder; `steercap serve --folder` gives it one"
+        )
     capture = given.get("capture")
     if "deliver" in given and capture is None:
         raise InvalidSpec("steercap.deliver says how rows are handed over; give it beside capture=")

@@ -12,7 +12,7 @@ from steercap.steering.monitor import Monitor
 from steercap.steering.spec import SteeringSpec
 
 #: How the rows of an answer are handed over.
-Delivery = Literal["fetch", "inline"]
+Delivery = Literal["fetch", "inline", "folder"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Asked:
     Args:
         capture: what is kept.
         steering: what is changed.
-        delivery: whether rows are in the answer, or fetched.
+        delivery: whether rows are in the answer, fetched, or written to the server's folder.
         monitors: what watches each of its requests.
     """
 

@@ -20,6 +20,7 @@ from steercap.requests.job import Job, Sample, handles_of, memory_for, outputs_o
 from steercap.requests.preparing import prepare
 from steercap.serve.call import CURRENT, Call
 from steercap.serve.captures import Captures
+from steercap.serve.folder import Folder
 from steercap.serve.numbers import Numbers
 
 if TYPE_CHECKING:
@@ -38,13 +39,21 @@ class ServedEngine:
         model: the open model.
         captures: where rows wait.
         translated: what vLLM's server answers with the right status, of an error of ours.
+        folder: where rows are written that are asked for so, if the operator gave one.
     """
 
-    def __init__(self, model: SteerModel, captures: Captures, translated: Callable[[SteercapError], Exception]) -> None:
+    def __init__(
+        self,
+        model: SteerModel,
+        captures: Captures,
+        translated: Callable[[SteercapError], Exception],
+        folder: Folder | None = None,
+    ) -> None:
         self._model = model
         self._llm: Any = model.engine
         self._captures = captures
         self._translated = translated
+        self._folder = folder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._llm, name)
@@ -77,7 +86,7 @@ class ServedEngine:
         options.pop("tokenization_kwargs", None)
         try:
             if call.asked.capture is not None:
-                self._captures.require_room(call.owner)
+                self._room(call).require_room(call.owner)
             job = await prepare(
                 engine,
                 rendered(prompt),
@@ -149,16 +158,26 @@ class ServedEngine:
         handles = handles_of(job, samples, ticket, receipts)
         try:
             await self._model.fetch_captures_batch(handles)
-            for one, handle in zip(found, handles, strict=True):
-                content = await asyncio.to_thread(files.encode, handle.as_saved())
-                one["capture"] = described(handle) | self._delivered(call, content)
+            for one, handle, place in zip(found, handles, await self._delivered(call, handles), strict=True):
+                one["capture"] = described(handle) | place
         finally:
             for handle in handles:
                 handle.release()
         return found
 
-    def _delivered(self, call: Call, content: bytes) -> dict[str, Any]:
-        """Where the rows are."""
+    def _room(self, call: Call) -> Captures | Folder:
+        """What keeps the rows of a request."""
+        return self._folder if self._folder is not None and call.asked.delivery == "folder" else self._captures
+
+    async def _delivered(self, call: Call, handles: Sequence[CaptureHandle]) -> list[dict[str, Any]]:
+        """Where the rows of each handle are."""
+        if isinstance(folder := self._room(call), Folder):
+            written = await folder.write(handles, call.owner)
+            return [{"file": one.file, "bytes": one.bytes, "sha256": one.sha256} for one in written]
+        return [self._handed(call, await asyncio.to_thread(files.encode, handle.as_saved())) for handle in handles]
+
+    def _handed(self, call: Call, content: bytes) -> dict[str, Any]:
+        """Where a file is that the client gets from here."""
         if call.asked.delivery == "inline":
             call.inline += len(content)
             if call.inline > MOST_INLINE:

@@ -80,6 +80,7 @@ class Library:
         most_bytes: of one file.
         most_of_a_key: of all files of a key.
         most_of_all: of all files of all keys.
+        folder: whether the operator gave a folder to write rows to.
     """
 
     def __init__(
@@ -88,7 +89,9 @@ class Library:
         most_bytes: int = MOST_BYTES,
         most_of_a_key: int = MOST_BYTES_OF_A_KEY,
         most_of_all: int = MOST_BYTES_OF_ALL,
+        folder: bool = False,
     ) -> None:
+        self.folder = folder
         self.most_bytes = most_bytes
         self.most_of_a_key = most_of_a_key
         self._most_of_all = most_of_all

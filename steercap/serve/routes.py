@@ -16,6 +16,7 @@ from starlette.routing import Route
 from steercap.encodings import ENCODINGS
 from steercap.errors import CaptureMemoryFull, SteercapError
 from steercap.serve.captures import Captures, owner_of
+from steercap.serve.folder import Folder
 from steercap.serve.library import Library, Named, read
 from steercap.serve.middleware import failure
 
@@ -37,13 +38,22 @@ class Routes:
         captures: what waits.
         library: what has names.
         aliases: names of models that stand for steering.
+        folder: what rows are written to, if the operator gave one.
     """
 
-    def __init__(self, model: SteerModel, captures: Captures, library: Library, aliases: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        model: SteerModel,
+        captures: Captures,
+        library: Library,
+        aliases: tuple[str, ...],
+        folder: Folder | None = None,
+    ) -> None:
         self._model = model
         self._captures = captures
         self._library = library
         self._aliases = aliases
+        self._folder = folder
 
     @property
     def routes(self) -> list[Route]:
@@ -62,7 +72,7 @@ class Routes:
     async def model(self, request: Request) -> Response:
         """What the model has, and what is held of it."""
         owner, model = owner_of(request.headers.get("authorization", "")), self._model
-        stats = await model.stats()
+        stats, folder = await model.stats(), self._folder
         points = [
             {"layer": point.layer, "site": point.site, **msgspec.structs.asdict(schema)}
             for point, schema in model.points.items()
@@ -75,12 +85,18 @@ class Routes:
                 "points": points,
                 "codecs": ["raw", *(name for name, codec in ENCODINGS.items() if codec.is_codec)],
                 "presets": list(self._aliases),
+                "folder": folder is not None,
                 "limits": {
                     "captures_bytes": self._captures.most_of_a_key,
                     "captures_seconds": self._captures.time_to_live,
                     "vectors_bytes": self._library.most_of_a_key,
+                    "folder_bytes": folder.most_of_a_key if folder is not None else 0,
                 },
-                "held": {"captures_bytes": self._captures.held(owner), "vectors": len(list(self._library.of(owner)))},
+                "held": {
+                    "captures_bytes": self._captures.held(owner),
+                    "vectors": len(list(self._library.of(owner))),
+                    "folder_bytes": folder.written(owner) if folder is not None else 0,
+                },
                 "engine": dataclasses.asdict(stats),
             }
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,9 @@ from steercap.serve.asks import steering_of
 from steercap.serve.captures import MOST_BYTES, MOST_BYTES_OF_A_KEY, TIME_TO_LIVE, Captures
 from steercap.serve.elsewhere import Elsewhere
 from steercap.serve.engine import ServedEngine
+from steercap.serve.folder import MOST_BYTES as FOLDER_BYTES
+from steercap.serve.folder import MOST_BYTES_OF_A_KEY as FOLDER_BYTES_OF_A_KEY
+from steercap.serve.folder import Folder
 from steercap.serve.library import NAME, OPERATOR, Library
 from steercap.serve.middleware import PATHS, Asking
 from steercap.serve.presets import Presets
@@ -35,6 +38,9 @@ class ServerSettings:
         captures_seconds: how long a capture waits to be fetched.
         captures_bytes: bytes of captures that wait at once.
         captures_bytes_of_a_key: of these, those of one API key.
+        folder: where rows are written that are asked for so; None for nowhere.
+        folder_bytes: bytes of files in it.
+        folder_bytes_of_a_key: bytes that requests of one API key write to it.
     """
 
     vectors: Mapping[str, Path] = field(default_factory=dict)
@@ -42,15 +48,21 @@ class ServerSettings:
     captures_seconds: float = TIME_TO_LIVE
     captures_bytes: int = MOST_BYTES
     captures_bytes_of_a_key: int = MOST_BYTES_OF_A_KEY
+    folder: Path | None = None
+    folder_bytes: int = FOLDER_BYTES
+    folder_bytes_of_a_key: int = FOLDER_BYTES_OF_A_KEY
 
 
-async def application(model: SteerModel, flags: argparse.Namespace, settings: ServerSettings) -> FastAPI:
+async def application(
+    model: SteerModel, flags: argparse.Namespace, settings: ServerSettings, folder: Folder | None = None
+) -> FastAPI:
     """vLLM's application over an open model, with routes and a field of a request's body of our own.
 
     Args:
         model: open, and for as long as it is served.
         flags: of `vllm serve`, see `adapters.server.read_flags`; those of the engine count for nothing here.
         settings: of the server.
+        folder: where rows are written that are asked for so; open, and for as long as it is served.
 
     Raises:
         InvalidSpec: a preset that means nothing.
@@ -63,7 +75,7 @@ async def application(model: SteerModel, flags: argparse.Namespace, settings: Se
         from steercap.serve.looking import Looking
         from steercap.serve.routes import Routes
 
-    library = Library()
+    library = Library(folder=folder is not None)
     for name, path in settings.vectors.items():
         library.add(name, OPERATOR, path.read_bytes())
     for name in settings.presets:
@@ -78,11 +90,11 @@ async def application(model: SteerModel, flags: argparse.Namespace, settings: Se
         most_bytes=settings.captures_bytes,
         most_of_a_key=settings.captures_bytes_of_a_key,
     )
-    engine = ServedEngine(model, captures, server.translated)
+    engine = ServedEngine(model, captures, server.translated, folder)
     app = await server.application(
         engine, served, PATHS, lambda route: Asking(route, library, presets), lambda route: Elsewhere(route, presets)
     )
-    app.router.routes.extend(Routes(model, captures, library, presets.aliases).routes)
+    app.router.routes.extend(Routes(model, captures, library, presets.aliases, folder).routes)
     app.router.routes.extend([*Looking(model, captures, library).routes, *explorer.routes()])
     return app
 
@@ -108,5 +120,21 @@ async def serve(model: str, flags: Sequence[str], settings: ServerSettings, **st
         # Pictures that vLLM's cache leaves out of one request must have come with another before; requests that wait
         # for room would change the order.
         arguments = {"mm_processor_cache_gb": 0, **server.engine_arguments(read), **steercap}
-        async with SteerModel(model, **arguments) as opened:
-            await server.serve(await application(opened, read, settings), sock, read)
+        with opened_folder(model, settings) as folder:
+            async with SteerModel(model, **arguments) as opened:
+                await server.serve(await application(opened, read, settings, folder), sock, read)
+
+
+@contextmanager
+def opened_folder(model: str, settings: ServerSettings) -> Iterator[Folder | None]:
+    """The folder that settings name, for as long as the block runs; None where they name none.
+
+    Raises:
+        The errors of `Folder`.
+    """
+    if settings.folder is None:
+        yield None
+        return
+    limits = {"most_bytes": settings.folder_bytes, "most_of_a_key": settings.folder_bytes_of_a_key}
+    with Folder(settings.folder, model=model, **limits) as folder:
+        yield folder

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import random
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -15,7 +17,8 @@ from safetensors.torch import load
 
 from steercap import Add, CaptureHandle, CaptureSpec, SteerModel
 from steercap.adapters import server
-from steercap.serve.server import ServerSettings, application
+from steercap.requests.manifest import Manifest
+from steercap.serve.server import ServerSettings, application, opened_folder
 from steercap.testing.rows import random_prompt, settled
 from steercap.vectors.layers import LayerVectors
 
@@ -47,6 +50,14 @@ async def served(tiny: SteerModel, tmp_path_factory) -> Clients:
     CALM.save(file)
     settings = ServerSettings(vectors={"calm": file}, presets={"calm": {"op": "add", "vector": "calm", "scale": 4.0}})
     return Clients(await application(tiny, server.read_flags(tiny.serving.model, FLAGS), settings))
+
+
+@pytest.fixture
+async def delivering(tiny: SteerModel, tmp_path) -> AsyncIterator[Clients]:
+    """A server with a folder, `tmp_path / "rows"`, to which a key may write some 100 KB."""
+    settings = ServerSettings(folder=tmp_path / "rows", folder_bytes_of_a_key=100_000)
+    with opened_folder(tiny.serving.model, settings) as folder:
+        yield Clients(await application(tiny, server.read_flags(tiny.serving.model, FLAGS), settings, folder))
 
 
 CALM = LayerVectors({1: torch.randn(128, generator=torch.Generator().manual_seed(1))}, name="calm")
@@ -167,6 +178,82 @@ async def test_captures_are_of_their_key(served: Clients) -> None:
     assert (await served.http("yours").delete(url)).status_code == 404
     assert (await served.http("mine").delete(url)).status_code == 200
     assert (await served.http("mine").get(url)).status_code == 404
+
+
+async def test_rows_written_to_the_folder_are_those_of_local_requests(delivering, tiny: SteerModel, tmp_path) -> None:
+    """Clean and steered, streams and samples; the manifest says what answers say, while the server runs and afterwards."""
+    client, prompt = delivering.openai(), random_prompt(20, 8)
+    for edit, own in ((None, None), ({"op": "add", "vector": CALM[1].tolist(), "layer": 1}, Add(CALM[1], layer=1))):
+        asked = {"capture": {"layers": [2]}, "deliver": "folder"} | ({} if edit is None else {"steering": edit})
+        answer = await client.completions.create(
+            model="tiny", prompt=prompt, extra_body={"steercap": asked, **IGNORED}, **GREEDY
+        )
+        text, handle = await local(tiny, prompt, CaptureSpec(layers=[2]), steering=own)
+        (one,) = answer.model_extra["steercap"]["results"]
+        said = one["capture"]
+        assert answer.choices[0].text == text
+        assert not {"url", "id", "data"} & set(said)
+        (request,) = [found for found in Manifest.load(tmp_path / "rows").requests if found.file == said["file"]]
+        assert (request.bytes, request.sha256) == (said["bytes"], said["sha256"])
+        read = CaptureHandle.load(tmp_path / "rows" / said["file"])
+        assert (read.text, read.output_token_ids) == (text, handle.output_token_ids)
+        torch.testing.assert_close(read.captures[2], handle.captures[2], rtol=1e-5, atol=1e-5)
+    chunks = await client.completions.create(
+        model="tiny",
+        prompt=prompt,
+        n=2,
+        stream=True,
+        max_tokens=4,
+        extra_body={"steercap": {"capture": {"layers": 1}, "deliver": "folder"}},
+    )
+    *_, last = [chunk async for chunk in chunks]
+    files = [one["capture"]["file"] for one in last.model_extra["steercap"]["results"]]
+    assert sorted(files) == ["000002.safetensors", "000003.safetensors"]
+    manifest = Manifest.load(tmp_path / "rows")
+    assert not [one.file for one in manifest.requests if manifest.wrong(one)]
+    assert (await delivering.http().get("/v1/steercap/model")).json()["held"]["folder_bytes"] == sum(
+        one.bytes for one in manifest.requests
+    )
+    assert await settled(tiny) == (0, 0, 0)
+
+
+async def test_the_folder_lists_no_half_of_a_request(delivering, served, tiny: SteerModel, tmp_path) -> None:
+    """Clients that give up, and keys that have written enough; a server without a folder says so before any token."""
+    body = {"steercap": {"capture": {"layers": [1]}, "deliver": "folder"}, **IGNORED}
+
+    async def asks(key: str, tokens: int, clients: Clients = delivering) -> Any:
+        return await clients.openai(key).completions.create(
+            model="tiny", prompt=random_prompt(30, 9), temperature=0.0, max_tokens=tokens, extra_body=body
+        )
+
+    for stream in (False, True):
+        with pytest.raises(BadRequestError, match="this server has no folder"):
+            await served.openai().completions.create(
+                model="tiny", prompt=[3, 4], stream=stream, extra_body=body, **GREEDY
+            )
+
+    async def gives_up(seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asks("yours", 40)
+
+    await asyncio.gather(*(gives_up(0.01 * number) for number in range(12)))
+    codes = []
+    for _ in range(5):
+        try:
+            await asks("mine", 30)
+            codes.append(200)
+        except APIStatusError as error:
+            codes.append(error.status_code)
+    assert codes == [200, 200, 200, 429, 429]  # 59 rows of 512 bytes, and labels
+    assert await settled(tiny) == (0, 0, 0)
+    manifest = Manifest.load(tmp_path / "rows")
+    assert not [one.file for one in manifest.requests if manifest.wrong(one)]
+    assert {path.name for path in (tmp_path / "rows").iterdir()} == {
+        "manifest.json",
+        "manifest.journal",
+        *(one.file for one in manifest.requests),
+    }
 
 
 @pytest.mark.parametrize(
