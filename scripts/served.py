@@ -28,7 +28,7 @@ TINY_ENGINE = ("--enforce-eager", "--kv-cache-memory-bytes", str(32 << 20))
 #: requests to `vllm serve` make it grow by 120 MiB in 30 rounds of 60. Off, what grows is a leak.
 FLAT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1"}
 #: Seconds that a start, and an end, may take on a busy machine.
-START, END = 240.0, 60.0
+START, END = 900.0, 60.0
 
 
 @dataclass(frozen=True)
