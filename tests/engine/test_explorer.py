@@ -19,6 +19,7 @@ from steercap import Add, CaptureSpec, SteerModel
 from steercap.adapters import server
 from steercap.serve.server import ServerSettings, application
 from steercap.testing.rows import GREEDY
+from steercap.testing.saes import RandomSAE
 from steercap.vectors import extract
 from steercap.vectors.layers import LayerVectors
 
@@ -53,10 +54,10 @@ async def site(smol: SteerModel) -> Any:
 
 
 @asynccontextmanager
-async def served(model: SteerModel, *flags: str) -> Any:
+async def served(model: SteerModel, *flags: str, settings: ServerSettings | None = None) -> Any:
     """The address of a server over the model."""
     read = server.read_flags(model.serving.model, ["--served-model-name", "smollm2", *flags])
-    app = await application(model, read, ServerSettings())
+    app = await application(model, read, settings or ServerSettings())
     running = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
     running.install_signal_handlers = lambda: None
     task = asyncio.create_task(running.serve())
@@ -396,6 +397,41 @@ async def test_two_directions_are_compared(site, browser, smol: SteerModel, vect
         assert number((await seen.numbers())["Cosine of praise with past"]) == pytest.approx(known, abs=6e-4)
         assert "Cosine with past" in await seen.numbers()
         assert not seen.complaints
+
+
+async def test_features_of_the_chosen_cell(browser, smol: SteerModel, tmp_path) -> None:
+    """Where an SAE reads its layer, the strongest of the row there, and in a saved file too; none at other layers."""
+    hook = {"sae_lens_version": "6.54.12", "model_name": "smollm2", "hook_name": "blocks.18.hook_resid_post"}
+    own = RandomSAE("standard", 576, 2048, configuration=(("metadata", hook),))
+    settings = ServerSettings(saes={"own": own.write(tmp_path / "own")})
+    _, handle = await smol.generate(TEXT, {"max_tokens": LENGTH, **GREEDY}, capture=CaptureSpec(layers=[18]))
+    async with handle:
+        dense = torch.from_numpy(own.encode(handle.captures[18]))
+    async with served(smol, settings=settings) as site, opened(browser, explored(site)) as seen:
+        await seen.idle()
+        for token in (4, 7):
+            await seen.page.locator(f".token >> nth={token}").click()
+            await seen.page.wait_for_selector(".cell .features li")
+            assert "Features, by own" in await seen.text(".cell")
+            values, ids = dense[token].topk(8)
+            assert await seen.page.locator(".features code").all_inner_texts() == [f"#{one}" for one in ids.tolist()]
+            said = [number(one) for one in await seen.page.locator(".features .chance").all_inner_texts()]
+            assert said == pytest.approx(values.tolist(), rel=6e-3)
+            assert f"of {int((dense[token] > 0).sum())} that are active" in await seen.text(".cell")
+        kept = await seen.page.locator(".features code").all_inner_texts()
+        await seen.page.locator('.token[tabindex="0"]').focus()
+        await seen.page.keyboard.press("ArrowUp")
+        await seen.idle()
+        assert await seen.page.locator(".cell .features").count() == 0
+        async with seen.page.expect_download() as coming:
+            await seen.page.click("#file")
+        await (await coming.value).save_as(tmp_path / "view.html")
+        assert not seen.complaints
+    async with opened(browser, (tmp_path / "view.html").as_uri(), offline=True) as saved:
+        await saved.page.locator('.token[tabindex="0"]').focus()
+        await saved.page.keyboard.press("ArrowDown")
+        assert await saved.page.locator(".features code").all_inner_texts() == kept
+        assert not saved.complaints
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -10,14 +10,19 @@ import torch
 
 from steercap import CaptureSpec, SteerModel
 from steercap.adapters import server
+from steercap.errors import InvalidFile, InvalidSpec
+from steercap.saes.features import Features
 from steercap.serve import looking
+from steercap.serve.features import loaded
 from steercap.serve.server import ServerSettings, application
 from steercap.testing.rows import GREEDY, random_prompt
+from steercap.testing.saes import RandomSAE, check_features
 from steercap.vectors import extract
 from steercap.vectors.layers import LayerVectors
 
 FLAGS = ["--served-model-name", "tiny", "--api-key", "mine", "yours"]
 SOME = LayerVectors({layer: torch.randn(128, generator=torch.Generator().manual_seed(layer)) for layer in (0, 2)})
+OWN = RandomSAE("standard", 128, 512)
 OTHER = LayerVectors({layer: torch.randn(128, generator=torch.Generator().manual_seed(9 + layer)) for layer in (2, 3)})
 
 
@@ -27,7 +32,8 @@ async def app(tiny: SteerModel, tmp_path_factory) -> Any:
     vectors = {"some": SOME.save(folder / "some.safetensors"), "other": OTHER.save(folder / "other.safetensors")}
     vectors["thin"] = LayerVectors({1: torch.ones(7)}).save(folder / "thin.safetensors")
     vectors["elsewhere"] = LayerVectors({1: torch.ones(128)}, site="attn_out").save(folder / "elsewhere.safetensors")
-    return await application(tiny, server.read_flags(tiny.serving.model, FLAGS), ServerSettings(vectors=vectors))
+    settings = ServerSettings(vectors=vectors, saes={"own": OWN.write(folder / "own")})
+    return await application(tiny, server.read_flags(tiny.serving.model, FLAGS), settings)
 
 
 def client(app: Any, key: str = "mine") -> httpx.AsyncClient:
@@ -90,6 +96,69 @@ async def test_the_lens_is_that_of_a_handle(app, tiny: SteerModel) -> None:
                 assert chances == pytest.approx(known.log_probs[position].exp().tolist(), abs=2e-5)
     every = (await client(app).post(f"{address}/lens", json={})).json()
     assert [len(layer) for layer in every["top"]] == [18] * 4
+
+
+async def test_features_are_those_of_local_rows(app, tiny: SteerModel) -> None:
+    """By an SAE that the operator loaded, against its forward in NumPy; of some rows, and of all."""
+    listed = (await client(app).get("/v1/steercap/saes")).json()["data"]
+    assert [(one["name"], one["layer"], one["site"], one["features"]) for one in listed] == [
+        ("own", 1, "resid_post", 512)
+    ]
+    prompt = random_prompt(15, 4)
+    address = await waiting(app, prompt)
+    _, handle = await tiny.generate(prompt, {"max_tokens": 4, **GREEDY}, capture=CaptureSpec(layers=[1]))
+    async with handle:
+        rows = handle.captures[1]
+    dense, slack = OWN.encode(rows), OWN.slack(rows)
+    found = (await client(app).post(f"{address}/features", json={"sae": "own", "top": 50})).json()
+    assert (found["layer"], found["site"], found["positions"]) == (1, "resid_post", list(range(18)))
+    pairs, active = found["features"], torch.tensor(found["active"])
+    ids = torch.tensor([[feature for feature, _ in row] for row in pairs])
+    values = torch.tensor([[value for _, value in row] for row in pairs])
+    left = torch.from_numpy(dense).float().scatter(1, ids, 0.0).amax(1)
+    near = slack + 1e-5 * dense.max()  # six digits are said
+    assert check_features(Features(ids.int(), values, active.int(), left, 512), dense, near) < 1e-3 * dense.max()
+    some = (await client(app).post(f"{address}/features", json={"sae": "own", "positions": [17, 3], "top": 2})).json()
+    assert some["positions"] == [17, 3]
+    assert some["features"] == [pairs[17][:2], pairs[3][:2]]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({}, "sae=None; known: own"),
+        ({"sae": "other"}, "known: own"),
+        ({"sae": ["own"]}, "known: own"),
+        ({"sae": "own", "top": 51}, "from 1 to 50"),
+        ({"sae": "own", "positions": [99]}, "positions whose rows were captured"),
+        ({"sae": "own", "path": "/etc"}, "means nothing"),
+    ],
+)
+async def test_features_that_cannot_be_had_are_refused(app, body, says) -> None:
+    found = await client(app).post(f"{await waiting(app, [3, 4, 5])}/features", json=body)
+    assert found.status_code == 400
+    assert says in found.json()["error"]["message"]
+
+
+async def test_features_are_of_what_was_captured_by_its_key(app) -> None:
+    address = await waiting(app, [3, 4, 5], layers=[2])
+    found = await client(app).post(f"{address}/features", json={"sae": "own"})
+    assert "which was not captured" in found.json()["error"]["message"]
+    assert (await client(app, "yours").post(f"{address}/features", json={"sae": "own"})).status_code == 404
+
+
+def test_an_sae_of_another_model_is_refused_at_the_start(tiny: SteerModel, tmp_path) -> None:
+    with pytest.raises(InvalidSpec, match="reads rows of 64, and those of"):
+        loaded({"thin": RandomSAE("standard", 64, 100).write(tmp_path / "thin")}, tiny)
+    elsewhere = (
+        ("metadata", {"sae_lens_version": "6.54.12", "model_name": "m", "hook_name": "blocks.9.hook_resid_post"}),
+    )
+    with pytest.raises(InvalidSpec, match="which is not armed"):
+        loaded({"far": RandomSAE("standard", 128, 100, configuration=elsewhere).write(tmp_path / "far")}, tiny)
+    with pytest.raises(InvalidSpec, match="give letters"):
+        loaded({"a/b": tmp_path / "far"}, tiny)
+    with pytest.raises(InvalidFile):
+        loaded({"none": tmp_path}, tiny)
 
 
 async def test_a_direction_of_texts_is_the_one_extracted_here(app, tiny: SteerModel) -> None:

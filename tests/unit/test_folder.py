@@ -130,3 +130,28 @@ async def test_a_client_that_goes_while_its_file_is_written_leaves_a_whole_one(t
         assert listed(tmp_path) == ["000000.safetensors"]
         assert [one.file for one in await folder.write([a_handle()], ME)] == ["000001.safetensors"]
         assert folder.written(ME) == sum(one.bytes for one in Manifest.load(tmp_path).requests)
+
+
+async def test_a_server_that_ends_while_a_file_is_written_waits_for_it(tmp_path, monkeypatch) -> None:
+    """The file is whole and listed; what comes after it is neither, and says so."""
+    begun, go_on = threading.Event(), threading.Event()
+    written = saving.files.write
+
+    def slow(*given):
+        begun.set()
+        assert go_on.wait(20)
+        return written(*given)
+
+    folder = Folder(tmp_path, model="m")
+    monkeypatch.setattr(saving.files, "write", slow)
+    writing = asyncio.create_task(folder.write([a_handle(), a_handle()], ME))
+    await asyncio.to_thread(begun.wait, 20)
+    closing = asyncio.create_task(asyncio.to_thread(folder.close))
+    await asyncio.wait([closing], timeout=0.1)
+    go_on.set()
+    await closing
+    with pytest.raises(ServerFailure, match="this server ends"):
+        await writing
+    assert listed(tmp_path) == ["000000.safetensors"]
+    assert not (tmp_path / "manifest.journal").exists()
+    folder.close()

@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import test_versions as script
+from packaging.specifiers import SpecifierSet
 
 import steercap
 from steercap.adapters import hook_runners, releases, runtime_of
@@ -40,6 +42,19 @@ def test_a_list_holds_only_what_differs() -> None:
         own = [line for line in text.splitlines() if line and not line.startswith("#")]
         assert not {*own} & {*common}
         assert any(re.match(rf"vllm(-cpu)?=={re.escape(release)}\.", line) for line in own or common)
+
+
+def test_the_pinned_lists_fit_every_python_that_the_package_takes() -> None:
+    """The first of its minor version too, which a distribution keeps for years; of what is installed as it is pinned."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    first = f"{project['requires-python'].removeprefix('>=')}.0"
+    pins = [line for path in (ROOT / "requirements").glob("*.txt") for line in path.read_text().splitlines()]
+    named = dict(pin.partition(" ")[0].split("==") for pin in pins if re.match(r"[\w.-]+==", pin))
+    found = {one.metadata["Name"]: one for one in metadata.distributions()}
+    here = {name: found[name] for name, version in named.items() if name in found and found[name].version == version}
+    assert len(here) > 100
+    asked = {name: one.metadata["Requires-Python"] or "" for name, one in here.items()}
+    assert {name: wanted for name, wanted in asked.items() if not SpecifierSet(wanted).contains(first)} == {}
 
 
 def test_a_release_is_named_in_one_place() -> None:

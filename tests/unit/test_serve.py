@@ -530,8 +530,16 @@ async def test_captures_are_fetched_whole_or_in_parts_by_their_owner(client) -> 
         part = await http.get(f"/captures/{one.name}", headers={"range": asked})
         assert (part.status_code, part.content) == (206, bytes(expected))
         assert part.headers["content-range"] == f"bytes {expected[0]}-{expected[-1]}/100"
-    for asked in ("bytes=100-", "bytes=5-4", "bytes=-", "lines=1-2", "bytes=0-1,4-5"):
+    for asked in ("bytes=100-", "bytes=5-4", "bytes=-", "bytes=a-b"):
         assert (await http.get(f"/captures/{one.name}", headers={"range": asked})).status_code == 416
+    tag = whole.headers["etag"]
+    same = await http.get(f"/captures/{one.name}", headers={"range": "Bytes=0-9", "if-range": tag})
+    assert (same.status_code, same.content) == (206, bytes(range(10)))
+    for headers in ({"range": "lines=1-2"}, {"range": "bytes=0-1,4-5"}, {"range": "bytes=0-9", "if-range": '"other"'}):
+        ignored = await http.get(f"/captures/{one.name}", headers=headers)
+        assert (ignored.status_code, ignored.content) == (200, bytes(range(100)))
+    head = await http.head(f"/captures/{one.name}", headers={"range": "bytes=0-9"})
+    assert (head.status_code, head.headers["content-length"]) == (200, "100")
     other = {"authorization": "Bearer other"}
     assert (await http.get(f"/captures/{one.name}", headers=other)).status_code == 404
     assert (await http.delete(f"/captures/{one.name}", headers=other)).status_code == 404

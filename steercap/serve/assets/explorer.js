@@ -29,6 +29,12 @@ const view = new View(byId("view"), {
     const found = await rows(look.capture, "lens", { layers: some, top: 8 });
     return Object.fromEntries(found.layers.map((layer, at) => [layer, found.top[at]]));
   },
+  saes: new Map(),
+  features: async (look, layer) => {
+    const sae = view.source.saes.get(layer);
+    const found = await rows(look.capture, "features", { sae, top: 8 });
+    return { sae, tokens: found.features, active: found.active };
+  },
   changed: (settings, changed) => {
     for (const name of ["measure", "run", "layer", "token"]) if (name in changed || name === "layer") state[name] = settings[name];
     remember();
@@ -136,7 +142,7 @@ async function rows(capture, what, body, signal) {
 /** What is to be seen of rows that wait, along the chosen directions. */
 async function looked(capture, signal) {
   const found = await rows(capture, "scores", { directions: chosen() }, signal);
-  return { ...found, capture, lens: {} };
+  return { ...found, capture, lens: {}, features: {} };
 }
 
 function forget(name) {
@@ -203,7 +209,7 @@ async function direct(changed) {
     for (const name of Object.keys(waiting)) {
       const before = view.looks[name];
       const look = await looked(waiting[name]);
-      view.looks[name] = { ...look, lens: before?.lens ?? {} };
+      view.looks[name] = { ...look, lens: before?.lens ?? {}, features: before?.features ?? {} };
     }
   } catch (error) {
     if (error.status === 404) return ask(); // the rows have gone: the model reads the text again
@@ -336,6 +342,9 @@ async function keptView() {
       for (let missing; (missing = look.layers.filter((layer) => !look.lens[layer])).length; ) {
         Object.assign(look.lens, await view.source.lens(look, missing.slice(0, 8)));
       }
+      for (const layer of look.layers.filter((one) => view.source.saes.has(one) && !look.features[one])) {
+        look.features[layer] = await view.source.features(look, layer);
+      }
     } finally {
       look.asking = false;
     }
@@ -384,7 +393,8 @@ function take(fragment) {
 async function begin() {
   settled();
   try {
-    const [models, model] = await Promise.all([json("v1/models"), json("v1/steercap/model")]);
+    const [models, model, saes] = await Promise.all(["v1/models", "v1/steercap/model", "v1/steercap/saes"].map((path) => json(path)));
+    view.source.saes = new Map(saes.data.filter((one) => one.site === "resid_post").map((one) => [one.layer, one.name]));
     byId("key-form").hidden = true;
     const names = models.data.map((one) => one.id);
     if (!names.includes(state.model)) state.model = names[0];

@@ -14,7 +14,10 @@ export const MEASURES = {
 export const firstLayer = (layers) => layers[Math.min(layers.length - 1, Math.round(layers.length * 0.6))];
 
 export class View {
-  /** `source.lens(run, layers)` gets what layers say next; `source.changed(settings)` hears what is chosen. */
+  /**
+   * `source.lens(look, layers)` gets what layers say next, `source.features(look, layer)` what the SAE of a layer, one of
+   * `source.saes` by layer, finds in its rows; `source.changed(settings)` hears what is chosen.
+   */
   constructor(root, source) {
     this.source = source;
     this.looks = {};
@@ -278,21 +281,44 @@ export class View {
       element("dl", {}, ...numbers.flatMap(([what, value]) => [element("dt", {}, what), element("dd", {}, value)])),
       element("h3", {}, "Says next, by the logit lens"),
       said ? next : element("p", { className: "hint waiting" }, "…"),
+      ...this.#features(),
     );
   }
 
-  /** Ask for what the lens is to show and is not here. */
+  /** The strongest features of the chosen row, where an SAE reads its layer. */
+  #features() {
+    const { look, settings } = this;
+    const read = look.features?.[settings.layer];
+    const sae = read?.sae ?? this.source.saes?.get(settings.layer);
+    if (!sae) return [];
+    const title = element("h3", {}, `Features, by ${sae}`);
+    if (!read) return [title, element("p", { className: "hint waiting" }, "…")];
+    const found = read.tokens[settings.token] ?? [];
+    const list = element("ol", { className: "next features" });
+    list.append(...found.map(([feature, value]) => {
+      const bar = element("i", { "aria-hidden": "true" });
+      bar.style.width = `${Math.max(0.5, (100 * value) / found[0][1])}%`;
+      return element("li", {}, element("code", {}, `#${feature}`), element("span", { className: "chance" }, written(value, false)), bar);
+    }));
+    const active = Math.max(0, read.active[settings.token] ?? 0);
+    return [title, list, element("p", { className: "hint" }, active > found.length ? `The ${found.length} strongest of ${active} that are active.` : `${active} active.`)];
+  }
+
+  /** Ask for what the chosen cell, or the lens, is to show and is not here. */
   #wanted(row) {
     const { look, measure } = this;
-    if (!this.source.lens || look.asking) return;
+    if (look.asking || look.refused) return;
     const { layers } = look;
     const missing = (layer) => !look.lens[layer];
     const wanted = missing(layers[row]) ? [layers[row]] : measure === "next" ? layers.filter(missing).reverse().slice(0, 4) : [];
-    if (!wanted.length || look.refused) return;
+    const unread = this.source.saes?.has(layers[row]) && !look.features[layers[row]];
+    let coming = null;
+    if (this.source.lens && wanted.length) coming = this.source.lens(look, wanted).then((found) => Object.assign(look.lens, found));
+    else if (unread) coming = this.source.features(look, layers[row]).then((found) => (look.features[layers[row]] = found));
+    if (!coming) return;
     look.asking = true;
-    this.source
-      .lens(look, wanted)
-      .then((found) => Object.assign(look.lens, found), (error) => ((look.refused = true), this.source.failed?.(error)))
+    coming
+      .catch((error) => ((look.refused = true), this.source.failed?.(error)))
       .finally(() => {
         look.asking = false;
         if (this.look === look) this.draw();
