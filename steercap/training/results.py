@@ -42,7 +42,8 @@ class Trained:
         spec: the edits as they were where the loss on what is held out was least; gates are hard.
         history: every look at what is held out, the first before any step.
         best_step: when that was.
-        file: the spec, with its provenance in the header; `SteeringSpec.load` reads it.
+        file: the spec, with its provenance in the header; `SteeringSpec.load` reads it. Where it has `directions`,
+            `DirectionSet.load` reads the file beside it that ends in .directions.safetensors.
         model: what the model is called.
         provenance: how it was made.
     """

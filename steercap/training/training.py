@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -335,7 +336,10 @@ def _result(trait: Trait, folder: Path, definition: Definition, model: str) -> T
         "validation_loss": best,
     }
     file = folder / f"{trait.name}.safetensors"
+    found = Trained(trait.name, spec, tuple(trait.history), trait.best_step, file, model, provenance)
     if rank() == 0:
         spec.save(file, model=model, provenance=provenance)
         write_history(folder / f"{trait.name}.history.json", trait.history)
-    return Trained(trait.name, spec, tuple(trait.history), trait.best_step, file, model, provenance)
+        with suppress(InvalidSpec):  # not all edits are directions
+            found.directions.save(folder / f"{trait.name}.directions.safetensors")
+    return found
