@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from steercap import saes as saes
     from steercap import sync as sync
     from steercap import testing as testing
+    from steercap import training as training
     from steercap import vectors as vectors
     from steercap import views as views
     from steercap.analysis.attention import AttentionSummary
@@ -102,6 +103,7 @@ _PACKAGES = frozenset(
         "saes",
         "sync",
         "testing",
+        "training",
         "vectors",
         "views",
     }

@@ -44,6 +44,7 @@ SteercapError
 ├── PersonaError (RuntimeError)     a pipeline that cannot go on
 │   ├── JudgeFailed                 the endpoint that judges answers refuses, or cannot be reached
 │   └── TooFewKept                  too few answers show the trait, or its opposite, to find a direction
+├── TrainingDiverged (RuntimeError) losses of a training are no longer numbers
 ├── MissingExtra (ImportError)      a library that an extra of the package brings is not installed
 └── InvalidFile (ValueError)        a file that is not what its name or header claims
 """
@@ -227,6 +228,10 @@ class JudgeFailed(PersonaError):
 
 class TooFewKept(PersonaError):
     """Too few answers are left, after filtering by score, to find a direction with."""
+
+
+class TrainingDiverged(SteercapError, RuntimeError):
+    """The losses or vectors of a training are no longer numbers; the message says after which step."""
 
 
 class MissingExtra(SteercapError, ImportError):

@@ -21,7 +21,7 @@ from steercap.edits.inputs import Vector, float32_copy
 from steercap.errors import InvalidEdit, InvalidVector
 from steercap.sites import placed
 
-__all__ = ["Edit", "RankOne", "Vector", "unit"]
+__all__ = ["Edit", "RankOne", "Vector", "number_in", "unit"]
 
 
 class RankOne(NamedTuple):
@@ -186,7 +186,7 @@ def _shown(value: object) -> str:
 
 
 def unit(edit: Edit, field: str) -> Float[torch.Tensor, "1 width"]:
-    """A vector of an edit, scaled to norm 1 in float64: float32 [1, width].
+    """A vector of an edit, scaled to norm 1 in float64, in its own dtype, float32: [1, width].
 
     Raises:
         InvalidVector: it is zero, and so has no direction.
@@ -195,5 +195,13 @@ def unit(edit: Edit, field: str) -> Float[torch.Tensor, "1 width"]:
     norm = vector.double().norm()
     if norm == 0:
         raise InvalidVector(f"{edit.name}: {field} is zero, so it has no direction, and the direction is what counts")
-    direction: torch.Tensor = (vector.double() / norm).float()
+    direction: torch.Tensor = (vector.double() / norm).to(vector.dtype)
     return direction[None]
+
+
+def number_in(value: torch.Tensor) -> float:
+    """A number that an operation computes from its vectors, as `Response` has it: a float.
+
+    Where a gradient is wanted it stays what it is, a tensor without dimensions; see `steercap.training`.
+    """
+    return value if value.requires_grad else float(value)  # type: ignore[return-value]

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from steercap.core.program import Response
-from steercap.edits.base import Edit, RankOne, Vector
+from steercap.edits.base import Edit, RankOne, Vector, number_in
 from steercap.errors import InvalidEdit, InvalidVector
 
 MAX_RANK: Final = 16
@@ -53,7 +53,10 @@ class LowRank(Edit):
         assert isinstance(bias, torch.Tensor)
         return tuple(
             RankOne(
-                write[part, None], Response(bias=float(bias[part]), gain=self.scale), read[part, None], joined=part > 0
+                write[part, None],
+                Response(bias=number_in(bias[part]), gain=self.scale),
+                read[part, None],
+                joined=part > 0,
             )
             for part in range(len(read))
         )

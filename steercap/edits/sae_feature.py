@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from steercap.core.program import Response
-from steercap.edits.base import Edit, RankOne, Vector
+from steercap.edits.base import Edit, RankOne, Vector, number_in
 from steercap.errors import InvalidEdit, InvalidVector
 
 
@@ -56,7 +56,7 @@ class SAEFeature(Edit):
         assert isinstance(self.decoder, torch.Tensor)
         bias = self.bias
         if isinstance(self.decoder_bias, torch.Tensor):
-            bias -= float(self.encoder.double() @ self.decoder_bias.double())
+            bias = bias - number_in(self.encoder.double() @ self.decoder_bias.double())
         if not self.threshold:
             response = Response(bias=bias, offset=self.value, minus=1.0, floor=0.0)
             return (RankOne(self.decoder[None], response, self.encoder[None]),)

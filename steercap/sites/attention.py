@@ -101,14 +101,15 @@ class _Visited:
 
     def __call__(self, module: nn.Module, *inputs: Any, **options: Any) -> Any:
         visits, attention = self._called(module)
+        changed = list(inputs)  # not changed in place: queries, keys and values may be views of one tensor
         for argument, visit in visits:
-            given = inputs[argument]
+            given = changed[argument]
             # OPT scales its queries itself, and vLLM's does not.
             factor = module.scaling / options["scaling"] if argument == 0 else 1.0
             rows = given.transpose(1, 2).flatten(2) / factor
             visit(rows)
-            given.copy_((rows * factor).unflatten(2, (given.shape[1], -1)).transpose(1, 2))
-        return attention(module, *inputs, **options)
+            changed[argument] = (rows * factor).unflatten(2, (given.shape[1], -1)).transpose(1, 2)
+        return attention(module, *changed, **options)
 
 
 def _implementation(module: Any) -> str:

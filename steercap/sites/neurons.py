@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from steercap.families.base import located
-from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, input_tap, part_of, visit_input
+from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, input_tap, part_of, visit_read
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,7 +31,7 @@ class Neurons(Site):
         return input_tap(layer, family.mlp_proj, "neurons", tap)
 
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
-        return visit_input(layer.get_submodule(located(layer, family.mlp_proj)), visit)
+        return visit_read(layer.get_submodule(located(layer, family.mlp_proj)), visit)
 
 
 MEMBER = Neurons()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from steercap.families.base import located
-from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, input_tap, part_of, visit_input
+from steercap.sites.base import RowShape, Site, Sizes, Tap, Visit, input_tap, part_of, visit_read
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,7 +32,7 @@ class Z(Site):
         return input_tap(layer, family.attn_proj, "z", tap)
 
     def visit(self, layer: nn.Module, family: Family, visit: Visit) -> RemovableHandle:
-        return visit_input(layer.get_submodule(located(layer, family.attn_proj)), visit)
+        return visit_read(layer.get_submodule(located(layer, family.attn_proj)), visit)
 
 
 MEMBER = Z()

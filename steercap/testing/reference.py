@@ -20,18 +20,11 @@ from torch.utils.hooks import RemovableHandle
 from steercap.core.extras import extra
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
-from steercap.errors import UnsupportedModel
-from steercap.families import families_of, family_of
-from steercap.families.base import Family
-from steercap.families.wrappers import architectures_within
-from steercap.sites import SITES
 from steercap.steering.logit_bias import LogitBias
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.edits import edited
-from steercap.worker.decoder import Decoder, decoder_of
+from steercap.training.hooked import HookedModel, Visited, firsts
 
-#: A point, and what is done to its rows.
-Visited: TypeAlias = "tuple[Point, Callable[[torch.Tensor], None]]"
 #: Ids of experts, int64 [tokens, k], and their weights, float32 [tokens, k].
 Chosen: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
@@ -46,22 +39,9 @@ class Reference:
     """
 
     def __init__(self, path: str | Path, dtype: torch.dtype = torch.float32, **loading: Any) -> None:
-        with extra("cuda", "cpu"):
-            from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-            from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-        arguments = {"dtype": dtype, "attn_implementation": "eager", **loading}
-        config = AutoConfig.from_pretrained(str(path))
-        text = config.get_text_config()
-        kind = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
-        self.model: Any = kind.from_pretrained(str(path), **arguments)
-        self.model.eval()
-        decoder = self.model if text is config else self.model.get_decoder()
-        count = text.num_hidden_layers
-        within = () if text is config else architectures_within(text, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        self.decoder: Decoder = decoder_of(decoder, count, range(count))
-        self.layers: Mapping[int, nn.Module] = self.decoder.layers
-        self.family: Family = _family((*config.architectures, *within), self.layers)
+        self.hooked = HookedModel(path, dtype, **{"attn_implementation": "eager", **loading})
+        self.model: Any = self.hooked.model
+        self.layers: Mapping[int, nn.Module] = self.hooked.layers
         self._hooked = threading.Lock()  # hooks of one thread would see the rows of another
 
     def rows(
@@ -97,11 +77,11 @@ class Reference:
         instead = [(point, partial(_change, partial(_instead, rows))) for point, rows in (given or {}).items()]
         with self._hooked, ExitStack() as hooks, torch.inference_mode():
             # Hooks of a module run in the order in which they are put in.
-            self._visit(hooks, [one for one in [*edits, *keeps] if SITES[one[0].site].first])
-            self._visit(hooks, [one for one in edits if not SITES[one[0].site].first])
+            self._visit(hooks, firsts([*edits, *keeps], first=True))
+            self._visit(hooks, firsts(edits, first=False))
             for layer, rows in (inputs or {}).items():
                 hooks.callback(self.layers[layer].register_forward_pre_hook(_replace(rows), with_kwargs=True).remove)
-            self._visit(hooks, [one for one in keeps if not SITES[one[0].site].first])
+            self._visit(hooks, firsts(keeps, first=False))
             self._visit(hooks, instead)
             for layer, choice in chosen.items():
                 hooks.callback(_choose(_experts(self.layers[layer])[1], choice).remove)
@@ -118,7 +98,7 @@ class Reference:
         """
         with self._hooked, ExitStack() as hooks, torch.inference_mode():
             edits = self._edits(steering, prompt_len)
-            self._visit(hooks, sorted(edits, key=lambda one: not SITES[one[0].site].first))
+            self._visit(hooks, [*firsts(edits, first=True), *firsts(edits, first=False)])
             found = self.model(torch.tensor([list(token_ids)]), use_cache=False, output_attentions=True).attentions
         return [weights[0].float() for weights in found]
 
@@ -196,9 +176,7 @@ class Reference:
         ]
 
     def _visit(self, hooks: ExitStack, visits: Iterable[Visited]) -> None:
-        """Visit rows of points, which may be changed in place, in each pass, until the hooks are removed."""
-        for point, visit in visits:
-            hooks.callback(SITES[point.site].visit(self.decoder.holder(point), self.family, visit).remove)
+        self.hooked.visit(hooks, visits)
 
 
 def biasing(spec: SteeringSpec | None, prompt_len: int, tokens: int) -> Any:
@@ -222,14 +200,6 @@ def biasing(spec: SteeringSpec | None, prompt_len: int, tokens: int) -> Any:
             return scores
 
     return Biasing()
-
-
-def _family(architectures: Sequence[str], layers: Mapping[int, nn.Module]) -> Family:
-    """The family of transformers' layers: by their architecture, or by their classes; else what is derived of them."""
-    try:
-        return family_of(architectures)
-    except UnsupportedModel:
-        return families_of(list(layers.values()))[0]
 
 
 def _experts(layer: nn.Module) -> tuple[nn.Module, nn.Module]:

@@ -56,6 +56,7 @@ COMMANDS = [
     ["persona"],
     ["persona", "run"],
     ["persona", "traits"],
+    ["train"],
     ["sweep"],
     ["inspect"],
     ["doctor"],
@@ -131,6 +132,7 @@ def test_the_version_is_that_of_the_package() -> None:
         (["capture", "a", "--out", "x", "--tokens", "first"], "last_prompt"),
         (["capture", "a", "--out", "x", "--reduce", "median"], "mean, sum, max, last"),
         (["sweep", "--out", "x"], "--vectors"),
+        (["train", "missing.jsonl", "--layers", "1", "--out", "x"], "does not exist"),
         (["inspect"], "Missing argument"),
     ],
 )

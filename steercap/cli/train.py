@@ -1,0 +1,215 @@
+"""`steercap train`: an edit by gradient, from a file of examples."""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from steercap.cli.command import command
+from steercap.cli.contents import load
+from steercap.cli.destinations import folder_ready
+from steercap.cli.engines import SMOLLM2, located
+from steercap.cli.examples import examples_in
+from steercap.cli.selections import layers_of, names_of, tokens_of
+from steercap.cli.tables import facts
+from steercap.cli.terminal import Terminal
+from steercap.errors import InvalidFile
+
+if TYPE_CHECKING:
+    from steercap.steering.spec import SteeringSpec
+    from steercap.training import Trained
+    from steercap.training.training import AnyEdit
+
+STEPS: Final = "Steps"
+
+
+class Kind(enum.StrEnum):
+    """What an edit is that begins without vectors."""
+
+    ADD = "add"
+    LOW_RANK = "low_rank"
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """How training is to go; what is left out is `TrainingSettings`' own."""
+
+    steps: Annotated[int | None, typer.Option(min=1, help="Most steps; 200 if left out.", rich_help_panel=STEPS)] = None
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Examples of a trait in a step.", rich_help_panel=STEPS)
+    ] = None
+    evaluate_every: Annotated[
+        int | None, typer.Option(min=1, help="Steps between looks at what is held out.", rich_help_panel=STEPS)
+    ] = None
+    patience: Annotated[
+        int | None, typer.Option(min=1, help="Looks without a lower loss until it ends.", rich_help_panel=STEPS)
+    ] = None
+    norm_penalty: Annotated[
+        float | None, typer.Option(min=0, help="Weight of the sum of squares.", rich_help_panel=STEPS)
+    ] = None
+    sparsity_penalty: Annotated[
+        float | None, typer.Option(min=0, help="Weight of the sum of absolute values.", rich_help_panel=STEPS)
+    ] = None
+    max_grad_norm: Annotated[float | None, typer.Option(help="Longest gradient.", rich_help_panel=STEPS)] = None
+    seed: Annotated[int | None, typer.Option(help="Of all that is drawn.", rich_help_panel=STEPS)] = None
+
+    def said(self) -> dict[str, Any]:
+        """Those that are given."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+def edit_of(edit: str, layers: str | None, rank: int, norm: float, tokens: str) -> AnyEdit:
+    """What training starts from: a kind at some layers, or the steering in a file.
+
+    Raises:
+        typer.BadParameter: no layers for a kind, or layers for a file.
+        InvalidFile: a file that holds no steering.
+    """
+    from steercap.training import TrainableAdd, TrainableLowRank
+
+    if edit not in set(Kind):
+        if layers is not None:
+            raise typer.BadParameter("a file says its own layers; leave it out", param_hint="--layers")
+        return steering_of(Path(edit))
+    if layers is None:
+        raise typer.BadParameter("give layers such as 14, or 10,14", param_hint="--layers")
+    where: dict[str, Any] = {"layers": layers_of(layers), "tokens": tokens_of(tokens)}
+    return TrainableAdd(norm=norm, **where) if edit == Kind.ADD else TrainableLowRank(rank=rank, **where)
+
+
+def steering_of(path: Path) -> SteeringSpec:
+    """The steering in a file.
+
+    Raises:
+        InvalidFile: it holds something else.
+    """
+    from steercap.steering.spec import SteeringSpec
+
+    content = load(path)
+    if not isinstance(content, SteeringSpec):
+        raise InvalidFile(f"{path} holds vectors, and no edits that say what is done with them; give steering")
+    return content
+
+
+def dtype_of(text: str) -> Any:
+    """A dtype by its name.
+
+    Raises:
+        typer.BadParameter: there is none of this name.
+    """
+    import torch
+
+    found = getattr(torch, text, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise typer.BadParameter(f"{text!r}; give float32, bfloat16 or float16", param_hint="--dtype")
+    return found
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Under torchrun, processes work together within."""
+    import torch
+    from torch import distributed
+
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield
+        return
+    distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def report(found: Mapping[str, Trained], terminal: Terminal) -> None:
+    """Show what has become of each trait."""
+    table = Table(title="held out", title_justify="left", title_style="bold")
+    for title in ("trait", "loss before", "loss", "step", "norm"):
+        table.add_column(title, justify="left" if title == "trait" else "right")
+    for trait in found.values():
+        before, best = trait.history[0], min(trait.history, key=lambda one: one.validation_loss)
+        numbers = (f"{before.validation_loss:.4f}", f"{best.validation_loss:.4f}", f"{best.step}", f"{best.norm:.4g}")
+        table.add_row(Text(trait.name), *numbers)
+    document = {
+        trait.name: {
+            "file": str(trait.file),
+            "best_step": trait.best_step,
+            "validation_loss": trait.validation_loss,
+            "history": trait.history,
+        }
+        for trait in found.values()
+    }
+    terminal.show(document, table, facts("", {f"{trait.name}": trait.file for trait in found.values()}))
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @command(
+        app,
+        "train",
+        examples=[
+            "steercap train poetic.jsonl --layers 14 --out out/poetic",
+            "steercap train pairs.jsonl --objective bipo --layers 14 --steps 400 --lr 0.01 --out out/pairs",
+            "steercap train traits.jsonl --edit low_rank --rank 4 --layers 10,14 --out out/traits",
+        ],
+    )
+    def train(
+        examples: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL, an example a line.")],
+        steps: StepOptions,
+        terminal: Terminal,
+        out: Annotated[Path, typer.Option(file_okay=False, help="Folder of the run, and of what it gives.")],
+        objective: Annotated[str, typer.Option(help="likelihood, bipo, reps or distillation.")] = "likelihood",
+        edit: Annotated[str, typer.Option(help="add, low_rank, or a file of steering to start from.")] = "add",
+        layers: Annotated[str | None, typer.Option(help="Each with vectors of its own: 14, or 10,14.")] = None,
+        rank: Annotated[int, typer.Option(min=1, help="Of low_rank.")] = 4,
+        norm: Annotated[float, typer.Option(min=0, help="Of add: length to begin with; reps needs one.")] = 0.0,
+        tokens: Annotated[str, typer.Option(help="Which are edited.")] = "all",
+        fields: Annotated[
+            str | None, typer.Option(help="Of a file's edits what to train, such as vector,probe.")
+        ] = None,
+        name: Annotated[str | None, typer.Option(help="What it means; the folder's name if left out.")] = None,
+        validation: Annotated[float, typer.Option(min=0, max=1, help="Share of the sources to hold out.")] = 0.2,
+        lr: Annotated[float, typer.Option(min=0, help="Learning rate of AdamW, without weight decay.")] = 0.02,
+        model: Annotated[str, typer.Option("--model", "-m", help="Name on the hub, path, or smollm2.")] = SMOLLM2,
+        dtype: Annotated[str, typer.Option(help="That the model computes in.")] = "float32",
+    ) -> None:
+        """Train an edit by gradient, the model frozen: on texts, on preferred and rejected answers, or to stand for a
+        system prompt. A line has prompt and response; prompt, chosen and rejected; or system, prompt and response; with
+        source, such as its question, examples of which are held out together, and with trait if several are trained.
+        A run that was interrupted goes on when it is called again. Needs no engine; under torchrun several processes
+        share the work.
+        """
+        import torch
+
+        from steercap.training import train_many
+
+        folder_ready(out)
+        given = examples_in(examples, out.name if name is None else name)
+        start = edit_of(edit, layers, rank, norm, tokens)
+        optimizer = partial(torch.optim.AdamW, lr=lr, weight_decay=0.0)
+        said = {**steps.said(), "fields": None if fields is None else names_of(fields), "dtype": dtype_of(dtype)}
+        with terminal.progress() as bar, together():
+            task = bar.add_task("training", total=None)
+            found = train_many(
+                located(model),
+                given,
+                edit=start,
+                out=out,
+                objective=objective,
+                validation=validation,
+                optimizer=optimizer,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+                **said,
+            )
+        report(found, terminal)

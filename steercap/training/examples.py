@@ -1,0 +1,135 @@
+"""What is learned from: examples of three kinds, and the tokens that they become."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+
+from steercap.core.prompts import templated
+from steercap.core.values import shown
+from steercap.errors import InvalidPrompt
+
+#: A prompt: text, token ids, or a conversation of {"role", "content"} dicts, put through the chat template.
+Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]]"
+#: A response: text, or token ids; they are taken as they are, so an end of turn is learned where one is given.
+Text: TypeAlias = "str | Sequence[int]"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A response to a prompt.
+
+    Args:
+        prompt: text, token ids or a conversation; "" for a text by itself, whose first token is then the prompt where
+            the tokenizer begins with none of its own.
+        response: what is to become likelier.
+        source: what it comes from, such as its question: examples of one source are on the same side of the split.
+            None for a source of its own.
+    """
+
+    prompt: Prompt
+    response: Text
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Two responses to one prompt.
+
+    Args:
+        prompt: as for `Example`.
+        chosen, rejected: the response that is preferred, and the one that is not.
+        source: as for `Example`.
+    """
+
+    prompt: Prompt
+    chosen: Text
+    rejected: Text
+    source: str | None = None
+
+
+@dataclass(frozen=True)
+class Prompted:
+    """A response that was given under a system prompt, which the edit is to stand for.
+
+    Args:
+        system: the system prompt.
+        prompt: text, which becomes the user's message, or a conversation without a system prompt.
+        response: as for `Example`.
+        source: as for `Example`.
+    """
+
+    system: str
+    prompt: str | Sequence[Mapping[str, Any]]
+    response: Text
+    source: str | None = None
+
+
+class Tokens(msgspec.Struct, frozen=True, array_like=True):
+    """A prompt and a response as tokens.
+
+    Args:
+        ids: of both.
+        prompt_len: how many are the prompt's.
+    """
+
+    ids: tuple[int, ...]
+    prompt_len: int
+
+    @property
+    def inputs(self) -> int:
+        """Tokens that the model reads: all but the last, as in an engine."""
+        return len(self.ids) - 1
+
+
+def tokens_of(tokenizer: Any, prompt: Any, response: Any) -> Tokens:
+    """A prompt and a response as an engine would have them.
+
+    Args:
+        tokenizer: of the model.
+        prompt, response: as for `Example`.
+
+    Raises:
+        InvalidPrompt: nothing to learn is left, or something that is no prompt or no response.
+    """
+    before = _prompt_ids(tokenizer, prompt)
+    after = _ids(response) if not isinstance(response, str) else tokenizer.encode(response, add_special_tokens=False)
+    if after is None:
+        raise InvalidPrompt(f"response={shown(response)}; give text or token ids")
+    ids = (*before, *after)
+    prompt_len = max(len(before), 1)
+    if len(ids) <= prompt_len:
+        raise InvalidPrompt(f"response={shown(response)} after prompt={shown(prompt)} has no token to predict")
+    return Tokens(tuple(map(int, ids)), prompt_len)
+
+
+def conversation(prompt: Any, system: str | None = None) -> list[Mapping[str, Any]]:
+    """A prompt as a conversation, behind a system prompt if there is one."""
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return turns if system is None else [{"role": "system", "content": system}, *turns]
+
+
+def digest_of(tokens: Iterable[Sequence[Tokens]]) -> str:
+    """SHA-256 of examples, each as its sequences of tokens: hexadecimal."""
+    return hashlib.sha256(msgspec.json.encode([list(one) for one in tokens])).hexdigest()
+
+
+def _prompt_ids(tokenizer: Any, prompt: Any) -> Sequence[int]:
+    if isinstance(prompt, str):
+        ids: list[int] = tokenizer.encode(prompt)
+        return ids
+    if isinstance(prompt, Sequence) and prompt and all(isinstance(one, Mapping) for one in prompt):
+        return templated(tokenizer, prompt, {}, spans=False)[0]
+    found = _ids(prompt)
+    if found is None:
+        raise InvalidPrompt(f"prompt={shown(prompt)}; give text, token ids or a conversation")
+    return found
+
+
+def _ids(given: Any) -> Sequence[int] | None:
+    known = isinstance(given, Sequence) and all(isinstance(one, int) for one in given)
+    return given if known else None

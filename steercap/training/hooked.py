@@ -1,0 +1,97 @@
+"""A transformers model whose rows can be visited, and changed, at steercap's points: by hooks, in each pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from steercap.core.extras import extra
+from steercap.core.spec import Point
+from steercap.errors import UnsupportedModel
+from steercap.families import families_of, family_of
+from steercap.families.base import Family
+from steercap.families.wrappers import architectures_within
+from steercap.sites import SITES
+from steercap.sites.base import Visit
+from steercap.worker.decoder import Decoder, decoder_of
+
+#: A point, and what is done to its rows.
+Visited: TypeAlias = "tuple[Point, Visit]"
+
+
+class HookedModel:
+    """A transformers model and its decoder layers, as steercap names them. Nothing in it requires a gradient.
+
+    Args:
+        path: checkpoint, or a name on the hub.
+        dtype: dtype to compute in.
+        device: where, as torch names it; None leaves it where transformers loads it.
+        **loading: further arguments of transformers' `from_pretrained`.
+
+    Raises:
+        UnsupportedModel: its layers are not to be found, or of no known kind.
+    """
+
+    def __init__(
+        self, path: str | Path, dtype: torch.dtype = torch.float32, *, device: str | None = None, **loading: Any
+    ) -> None:
+        with extra("cuda", "cpu"):
+            from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+            from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        config = AutoConfig.from_pretrained(str(path))
+        text = config.get_text_config()
+        kind = AutoModelForCausalLM if text is config else AutoModelForImageTextToText
+        self.path = str(path)
+        self.config: Any = config
+        self.model: Any = kind.from_pretrained(str(path), dtype=dtype, **loading)
+        if device is not None:
+            self.model.to(device)
+        self.model.eval().requires_grad_(requires_grad=False)
+        decoder = self.model if text is config else self.model.get_decoder()
+        count = text.num_hidden_layers
+        within = () if text is config else architectures_within(text, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        self.decoder: Decoder = decoder_of(decoder, count, range(count))
+        self.layers: Mapping[int, nn.Module] = self.decoder.layers
+        self.family: Family = _family((*config.architectures, *within), self.layers)
+        self.width: int = text.hidden_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        found: torch.dtype = self.model.dtype
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        found: torch.device = self.model.device
+        return found
+
+    def visit(self, hooks: ExitStack, visits: Iterable[Visited]) -> None:
+        """Visit rows of points, [..., width], which may be changed in place, in each pass, until the hooks are removed.
+
+        Args:
+            hooks: removes them when it is closed.
+            visits: in their order; those of one module run in the order in which they were put in.
+        """
+        for point, visit in visits:
+            hooks.callback(SITES[point.site].visit(self.decoder.holder(point), self.family, visit).remove)
+
+
+def firsts(visits: Sequence[Visited], *, first: bool) -> list[Visited]:
+    """Of some visits those at sites whose rows others begin with, or the rest; the first are to be put in first."""
+    return [one for one in visits if SITES[one[0].site].first == first]
+
+
+def _family(architectures: Sequence[str], layers: Mapping[int, nn.Module]) -> Family:
+    """The family of transformers' layers: by their architecture, or by their classes; else what is derived of them."""
+    try:
+        return family_of(architectures)
+    except UnsupportedModel:
+        return families_of(list(layers.values()))[0]
