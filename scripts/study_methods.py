@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import os
 import time
 from pathlib import Path
@@ -34,7 +35,7 @@ QUESTIONS = (
 )
 TRAITS = ("poetic", "formal", "optimistic")
 #: Factors on each vector. Those of a trained vector are about 1, for which it was trained; a difference of means has no such dose.
-TRAINED, DIFFERENCE = (0.5, 1.0, 1.5, 2.0), (1.0, 2.0, 3.0, 4.0)
+TRAINED, DIFFERENCE, DRAWN = (0.5, 1.0, 1.5, 2.0), (1.0, 2.0, 3.0, 4.0), (2.0, 4.0)
 LAYER = 14
 SAMPLING = {"max_tokens": 40, "temperature": 0.0}
 
@@ -49,7 +50,7 @@ def methods_of(trait: Any, folder: Path) -> list[Any]:
     if (path := folder / f"{trait.name}.difference.safetensors").exists():
         vectors = DirectionSet.load(path)[trait.name]
         one = Method(name="difference", steering=vectors, layers=[LAYER], doses=DIFFERENCE, tokens="all")
-        found += [one, *one.random(2)]
+        found += [one, *(dataclasses.replace(control, doses=DRAWN) for control in one.random(2))]
     if (path := folder / f"{trait.name}.safetensors").exists():
         found.insert(1, Method(name="trained", steering=SteeringSpec.load(path), doses=TRAINED))
     return found
@@ -77,7 +78,7 @@ async def run(out: Path, folder: Path, names: list[str]) -> dict[str, Any]:
                 evaluation,
                 out=out,
                 measures=[Score(name), "perplexity", "repetition", "refusal", "length"],
-                tasks=[Passages(first=6), Choices(first=16)],
+                tasks=[Passages(first=6), Choices(first=12)],
                 progress=tell,
             )
             report(name, found[name], out)

@@ -19,6 +19,7 @@ from steercap.edits import EDITS
 from steercap.encodings import ENCODINGS
 from steercap.environment import SETTINGS
 from steercap.errors import InvalidFile, InvalidSetting, UnknownName
+from steercap.evaluation import TASKS
 from steercap.experiments import MEASURES, OPERATIONS
 from steercap.families import FAMILIES, family_of
 from steercap.persona.scores import SCORERS
@@ -159,6 +160,7 @@ def test_every_module_is_on_the_map() -> None:
             ("vectors/methods", METHODS),
             ("experiments/operations", OPERATIONS),
             ("experiments/measures", MEASURES),
+            ("evaluation/tasks", TASKS),
             ("persona/scores", SCORERS),
         )
         for name in found
