@@ -15,10 +15,11 @@ import numpy as np
 from steercap.core.extras import extra
 from steercap.errors import InvalidSpec
 from steercap.evaluation import tables
+from steercap.evaluation.columns import Columns
 from steercap.evaluation.definition import Condition, Evaluation
-from steercap.evaluation.matching import Place, path, place_of
+from steercap.evaluation.matching import Place
 from steercap.evaluation.plots import plot_methods
-from steercap.evaluation.statistics import Difference, Estimate, Floats, cluster_means, difference, estimate, slope
+from steercap.evaluation.statistics import Difference, Estimate, Floats, difference, estimate, slope
 from steercap.evaluation.store import Answer
 from steercap.evaluation.summaries import Comparison, Drift, Line, Matched, corrected
 from steercap.evaluation.tasks.base import Task
@@ -56,7 +57,7 @@ class EvaluationResults:
     @property
     def columns(self) -> list[str]:
         """Labels of measures and tasks."""
-        return [*self.measures, *self.tasks]
+        return self._numbers.names
 
     @property
     def table(self) -> pa.Table:
@@ -85,10 +86,10 @@ class EvaluationResults:
             Line(
                 line,
                 dose,
-                self._control_of(line),
-                {label: self._estimate(label, means[line, dose]) for label, means in self._means.items()},
+                self._numbers.control_of(line),
+                {label: self._estimate(label, means[line, dose]) for label, means in self._numbers.means.items()},
             )
-            for line, dose in self._lines
+            for line, dose in self._numbers.lines
         ]
 
     def doses(self, method: str) -> list[float]:
@@ -100,10 +101,7 @@ class EvaluationResults:
         Raises:
             InvalidSpec: there is none.
         """
-        found = [dose for line, dose in self._lines if line == method]
-        if not found:
-            raise InvalidSpec(f"{method!r} is not evaluated, but {', '.join(map(repr, dict(self._lines)))}")
-        return found
+        return self._numbers.doses(method)
 
     def compare(self, column: str, *, against: str | None = None, dose: float | None = None) -> list[Comparison]:
         """Every method at every dose against one of them, on the same questions, p adjusted for all of these.
@@ -122,14 +120,14 @@ class EvaluationResults:
         at = doses[0] if dose is None and len(doses) == 1 else dose
         if at not in doses:
             raise InvalidSpec(f"{against!r} was evaluated at doses {doses}; give dose= one of them, not {dose}")
-        means = self._means[column]
+        means = self._numbers.means[column]
         return corrected(
             [
                 Comparison(
                     column, line, own, against, at, self._difference(column, means[line, own], means[against, at])
                 )
-                for line, own in self._lines
-                if (line, own) != (against, at) and not self._control_of(line)
+                for line, own in self._numbers.lines
+                if (line, own) != (against, at) and not self._numbers.control_of(line)
             ]
         )
 
@@ -148,7 +146,7 @@ class EvaluationResults:
         """
         self.check(by)
         at = self.reached_by_all(by) if at is None else at
-        return [self._matched(line, self._place(line, by, at)) for line in dict(self._lines)]
+        return [self._matched(line, self._numbers.place(line, by, at)) for line in self._numbers.methods]
 
     def reached_by_all(self, by: str = COST) -> float:
         """The most that every method with doses costs at one of them, controls aside.
@@ -161,13 +159,13 @@ class EvaluationResults:
         """
         self.check(by)
         most = [
-            max(self._costs(line, by).values())
-            for line in dict(self._lines)
-            if self._has_doses(line) and not self._control_of(line)
+            max(self._numbers.costs(line, by).values())
+            for line in self._numbers.methods
+            if self._numbers.has_doses(line) and not self._numbers.control_of(line)
         ]
         if not most:
             raise InvalidSpec("no method has doses between which to find where it costs as much as another")
-        return math.exp(min(most)) if self._is_log(by) else min(most)
+        return math.exp(min(most)) if self._numbers[by].log else min(most)
 
     def compare_matched(
         self, column: str, *, against: str, by: str = COST, at: float | None = None
@@ -188,10 +186,10 @@ class EvaluationResults:
         self.check(column, by)
         self.doses(against)
         at = self.reached_by_all(by) if at is None else at
-        places = {line: self._place(line, by, at) for line in dict(self._lines)}
-        if self._has_doses(against) and not places[against].reached:
+        places = {line: self._numbers.place(line, by, at) for line in self._numbers.methods}
+        if self._numbers.has_doses(against) and not places[against].reached:
             raise InvalidSpec(f"{against!r} never has {by} {at:.4g}; give a lower at=, or more doses")
-        theirs = places[against].between(self._along(against, column))
+        theirs = places[against].between(self._numbers.along(against, column))
         return corrected(
             [
                 Comparison(
@@ -200,10 +198,10 @@ class EvaluationResults:
                     place.dose,
                     against,
                     places[against].dose,
-                    self._difference(column, place.between(self._along(line, column)), theirs),
+                    self._difference(column, place.between(self._numbers.along(line, column)), theirs),
                 )
                 for line, place in places.items()
-                if line != against and place.reached and self._has_doses(line)
+                if line != against and place.reached and self._numbers.has_doses(line)
             ]
         )
 
@@ -220,11 +218,11 @@ class EvaluationResults:
             raise InvalidSpec(
                 f"the drift of {column!r}: give one of the measures {list(self.values)}, and questions of several turns"
             )
-        log, turns = self._is_log(column), range(self.evaluation.turns)
-        found = []
-        for line, dose in self._lines:
-            rows = np.stack([self._by_question(column, turn)[line, dose] for turn in turns], axis=1)
-            by_turn = [estimate(rows[:, turn], log=log) for turn in turns]
+        log, found = self._numbers[column].log, []
+        turns = [self._numbers.by_question(column, turn) for turn in range(self.evaluation.turns)]
+        for line, dose in self._numbers.lines:
+            rows = np.stack([turn[line, dose] for turn in turns], axis=1)
+            by_turn = [estimate(means, log=log) for means in rows.T]
             found.append(Drift(line, dose, by_turn, estimate(slope(rows), log=log)))
         return found
 
@@ -250,88 +248,29 @@ class EvaluationResults:
         Raises:
             InvalidSpec: one was not.
         """
-        if missing := [column for column in columns if column not in self.columns]:
-            raise InvalidSpec(f"{missing} was not taken, but {self.columns}; evaluate(..., measures=, tasks=) adds it")
+        for column in columns:
+            _ = self._numbers[column]
 
     def is_log(self, column: str) -> bool:
         """Whether a column holds factors."""
-        self.check(column)
-        return self._is_log(column)
+        return self._numbers[column].log
 
     def axis(self, column: str) -> str:
         """What a column is called on an axis."""
-        return self._column(column).axis or column
-
-    def _is_log(self, column: str) -> bool:
-        return self._column(column).log
-
-    def _column(self, column: str) -> Measure | Task:
-        return self.measures[column] if column in self.measures else self.tasks[column]
+        return self._numbers[column].axis or column
 
     @cached_property
-    def _lines(self) -> list[tuple[str, float]]:
-        """Methods, pooled ones once, at their doses."""
-        each = ((method.line, dose) for method in self.evaluation.methods for dose in method.doses)
-        return list(dict.fromkeys(each))
-
-    def _control_of(self, line: str) -> str:
-        return next(method.control_of for method in self.evaluation.methods if method.line == line)
-
-    def _has_doses(self, line: str) -> bool:
-        """Whether it steers by edits with a scale; what was tried at dose 1 alone could be at others."""
-        return next(method.scales for method in self.evaluation.methods if method.line == line)
-
-    @cached_property
-    def _means(self) -> dict[str, dict[tuple[str, float], Floats]]:
-        """By column, and method and dose: the mean of each question or item, of a factor of its logarithm."""
-        found = {label: self._by_question(label) for label in self.values}
-        for label, readings in self.readings.items():
-            pooled: dict[tuple[str, float], list[Sequence[float]]] = {}
-            for condition, values in readings.items():
-                line = self.evaluation.method(condition.method).line
-                pooled.setdefault((line, condition.dose), []).append(values)
-            log = self.tasks[label].log
-            found[label] = {at: cluster_means(list(zip(*rows, strict=True)), log=log) for at, rows in pooled.items()}
-        return found
-
-    def _by_question(self, label: str, turn: int | None = None) -> dict[tuple[str, float], Floats]:
-        """The mean of each question's answers, or of those at one turn."""
-        lines = {method.name: method.line for method in self.evaluation.methods}
-        found: dict[tuple[str, float], list[list[float]]] = {
-            at: [[] for _ in self.evaluation.questions] for at in self._lines
-        }
-        for answer, value in zip(self.answers, self.values[label], strict=True):
-            if turn is None or answer.turn == turn:
-                found[lines[answer.method], answer.dose][answer.question].append(value)
-        log = self.measures[label].log
-        return {at: cluster_means(values, log=log) for at, values in found.items()}
+    def _numbers(self) -> Columns:
+        return Columns(self.evaluation, self.answers, self.values, self.readings, self.measures, self.tasks)
 
     def _estimate(self, column: str, means: Floats) -> Estimate:
-        return estimate(means, log=self._is_log(column))
+        return estimate(means, log=self._numbers[column].log)
 
     def _difference(self, column: str, ours: Floats, theirs: Floats) -> Difference:
-        return difference(ours, theirs, log=self._is_log(column))
-
-    def _along(self, line: str, column: str) -> dict[float, Floats]:
-        """What a column is at each dose of a method, and without it at dose 0; of one without doses at its own."""
-        means = self._means[column]
-        if not self._has_doses(line):
-            return {dose: means[line, dose] for dose in self.doses(line)}
-        (plain,) = self.doses(self.evaluation.plain)
-        return {
-            dose: means[(line, dose) if dose else (self.evaluation.plain, plain)] for dose in path(self.doses(line))
-        }
-
-    def _costs(self, line: str, by: str) -> dict[float, float]:
-        return {dose: float(np.nanmean(means)) for dose, means in self._along(line, by).items()}
-
-    def _place(self, line: str, by: str, at: float) -> Place:
-        if not self._has_doses(line):
-            (own,) = self.doses(line)
-            return Place(own, own, 0.0, reached=False)
-        return place_of(self._costs(line, by), math.log(at) if self._is_log(by) else at)
+        return difference(ours, theirs, log=self._numbers[column].log)
 
     def _matched(self, line: str, place: Place) -> Matched:
-        how = "as it is" if not self._has_doses(line) else "interpolated" if place.reached else "never"
-        means = {column: self._estimate(column, place.between(self._along(line, column))) for column in self.columns}
-        return Matched(line, self._control_of(line), how, place.dose, means)
+        numbers = self._numbers
+        how = "as it is" if not numbers.has_doses(line) else "interpolated" if place.reached else "never"
+        means = {one: self._estimate(one, place.between(numbers.along(line, one))) for one in self.columns}
+        return Matched(line, numbers.control_of(line), how, place.dose, means)
