@@ -37,6 +37,8 @@ TRAITS = ("poetic", "formal", "optimistic")
 #: Factors on each vector. Those of a trained vector are about 1, for which it was trained; a difference of means has no such dose.
 TRAINED, DIFFERENCE, DRAWN = (0.5, 1.0, 1.5, 2.0), (1.0, 2.0, 3.0, 4.0), (2.0, 4.0)
 LAYER = 14
+#: Methods are compared where plain prose is this many times as surprising as without steering.
+DEARER = 1.5
 SAMPLING = {"max_tokens": 40, "temperature": 0.0}
 
 
@@ -56,10 +58,10 @@ def methods_of(trait: Any, folder: Path) -> list[Any]:
     return found
 
 
-async def run(out: Path, folder: Path, names: list[str]) -> dict[str, Any]:
+async def run(out: Path, folder: Path, names: list[str], *, draw: bool) -> dict[str, Any]:
     """The results by trait; all in one folder, which has the answers without steering once."""
     from steercap import SteerModel
-    from steercap.evaluation import Choices, Evaluation, Passages, evaluate
+    from steercap.evaluation import Choices, Evaluation, Passages, evaluate, read_results
     from steercap.experiments.measures.score import Score
     from steercap.persona import traits
     from steercap.testing import smollm2
@@ -70,31 +72,41 @@ async def run(out: Path, folder: Path, names: list[str]) -> dict[str, Any]:
         if done % 50 == 0 or done == total:
             print(f"{time.monotonic() - begun:6.0f} s  {what}: {done} of {total}", flush=True)
 
+    asked = {
+        name: Evaluation(methods=methods_of(traits()[name], folder), questions=QUESTIONS, sampling=SAMPLING)
+        for name in names
+    }
+    tasks = [Passages(first=6), Choices(first=12)]
+    measures = {name: [Score(name), "perplexity", "repetition", "refusal", "length"] for name in names}
+    if draw:
+        return {name: read_results(asked[name], out=out, measures=measures[name], tasks=tasks) for name in names}
     async with SteerModel(smollm2(), preset="cpu", max_model_len=512, use_tqdm_on_load=False) as model:
         for name in names:
-            evaluation = Evaluation(methods=methods_of(traits()[name], folder), questions=QUESTIONS, sampling=SAMPLING)
             found[name] = await evaluate(
-                model,
-                evaluation,
-                out=out,
-                measures=[Score(name), "perplexity", "repetition", "refusal", "length"],
-                tasks=[Passages(first=6), Choices(first=12)],
-                progress=tell,
+                model, asked[name], out=out, measures=measures[name], tasks=tasks, progress=tell
             )
-            report(name, found[name], out)
     return found
 
 
-def report(name: str, results: Any, out: Path) -> None:
-    """Every dose; every method where it costs the same; and what it is against the difference of means there."""
+def report(results: dict[str, Any], out: Path) -> None:
+    """Every dose; every method where it costs the same; differences there, adjusted for all of all traits."""
+    from steercap.evaluation import corrected
     from steercap.evaluation.tables import compared_markdown, matched_markdown
 
-    results.save(out / f"{name}.answers.parquet")
-    results.save_summary(out / f"{name}.parquet")
-    print(f"\n## {name}\n\n{results.markdown()}\n\nNeutral perplexity {results.reached_by_all():.1f}:\n")
-    print(matched_markdown(results.matched(), results.columns), flush=True)
-    if "difference" in {line.method for line in results.summary()}:
-        print(f"\n{compared_markdown(results.compare_matched(name, against='difference'))}\n", flush=True)
+    compared = []
+    for name, one in results.items():
+        one.save_summary(out / f"{name}.parquet")
+        at = cost_of(one)
+        print(f"\n## {name}\n\n{one.markdown()}\n\nWhere neutral perplexity is {at:.1f}, {DEARER} times the plain:\n")
+        print(matched_markdown(one.matched(at=at), one.columns))
+        for against in ("difference", "prompt"):
+            compared += one.compare_matched(name, against=against, at=at)
+    print(f"\n## Differences there\n\n{compared_markdown(corrected(compared))}")
+
+
+def cost_of(results: Any) -> float:
+    """The neutral perplexity at which methods are compared."""
+    return DEARER * next(line.means["neutral"].value for line in results.summary() if line.method == "none")
 
 
 def main() -> None:
@@ -104,14 +116,17 @@ def main() -> None:
     parser.add_argument("--traits", default=",".join(TRAITS))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    parser.add_argument("--draw", action="store_true", help="of what is there, without an engine")
     arguments = parser.parse_args()
     names = arguments.traits.split(",")
-    results = asyncio.run(run(arguments.out, arguments.vectors, names))
+    results = asyncio.run(run(arguments.out, arguments.vectors, names, draw=arguments.draw))
+    report(results, arguments.out)
 
     from steercap.evaluation.plots import plot_methods
 
     columns = {name: [name, "perplexity", "choices", "repetition"] for name in names}
-    print(plot_methods(results, arguments.out / "methods.png", columns=columns, by="neutral"))
+    at = {name: cost_of(one) for name, one in results.items()}
+    print(plot_methods(results, arguments.out / "methods.png", columns=columns, by="neutral", at=at))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from steercap.evaluation.definition import Condition, Evaluation
 from steercap.evaluation.methods import Method, shuffled
 from steercap.evaluation.results import EvaluationResults
-from steercap.evaluation.running import evaluate
+from steercap.evaluation.running import evaluate, read_results
 from steercap.evaluation.statistics import Difference, Estimate, benjamini_hochberg, holm
 from steercap.evaluation.summaries import Comparison, Drift, Line, Matched, corrected
 from steercap.evaluation.tasks import TASKS
@@ -32,5 +32,6 @@ __all__ = [
     "corrected",
     "evaluate",
     "holm",
+    "read_results",
     "shuffled",
 ]

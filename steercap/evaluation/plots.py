@@ -57,7 +57,7 @@ def plot_methods(
     *,
     columns: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
     by: str,
-    at: float | None = None,
+    at: float | Mapping[str, float] | None = None,
 ) -> Path:
     """Draw what methods bring about and what they cost.
 
@@ -71,7 +71,7 @@ def plot_methods(
         columns: measures and tasks, the first that which methods are for; all by default, that of the cost aside. For
             several results, by their names.
         by: what methods cost.
-        at: how much; by default the most that every method with doses reaches.
+        at: how much; by default the most that every method with doses reaches. For several results, by their names.
 
     Raises:
         InvalidSpec: a column that was not taken, none at all, or no method with doses.
@@ -94,7 +94,9 @@ def _chosen(results: Drawn, columns: Sequence[str] | None, by: str) -> list[str]
     return found
 
 
-def _figure(rows: Mapping[str, Drawn], columns: Mapping[str, Sequence[str]], by: str, at: float | None) -> Figure:
+def _figure(
+    rows: Mapping[str, Drawn], columns: Mapping[str, Sequence[str]], by: str, at: float | Mapping[str, float] | None
+) -> Figure:
     with extra("evaluation"):
         from matplotlib.figure import Figure
 
@@ -104,7 +106,8 @@ def _figure(rows: Mapping[str, Drawn], columns: Mapping[str, Sequence[str]], by:
     names = list(dict.fromkeys(line.method for one in rows.values() for line in one.summary()))
     styles = _styles([(name, _is_control(rows, name)) for name in names])
     for row, (name, results) in zip(panels, rows.items(), strict=True):
-        where = results.reached_by_all(by) if at is None else at
+        own = at[name] if isinstance(at, Mapping) else at
+        where = results.reached_by_all(by) if own is None else own
         _draw_doses(row[0], results, columns[name][0], styles, by=by, at=where)
         _draw_matched(row[1:], results, columns[name], results.matched(by=by, at=where), styles)
         if name:

@@ -8,16 +8,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import msgspec
-
 from steercap.concurrency.bounded import each_of
 from steercap.core.extras import require
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
-from steercap.evaluation.definition import Condition, Conversation, Evaluation
+from steercap.evaluation.definition import Conversation, Evaluation
 from steercap.evaluation.reading import Parts, logprobs_of, parts_of
 from steercap.evaluation.results import EvaluationResults
-from steercap.evaluation.store import Answer, Folder
+from steercap.evaluation.store import FOLDER, Answer, Folder
 from steercap.evaluation.tasks import TASKS
 from steercap.evaluation.tasks.base import Task
 from steercap.experiments.measures.base import Measure
@@ -72,18 +70,49 @@ async def evaluate(
     for task in read:  # first, as this is quick, and finds edits that do not fit the engine
         await run.read(task)
     await run.answer()
-    answers, folder = run.answers(), run.folder
-    values = {one.label: await measured(model, one, answers, folder.values(one)) for one in chosen}
-    results = EvaluationResults(
+    for measure in chosen:
+        await measured(model, measure, run.folder.answers_of(evaluation), run.folder.values(measure))
+    results = _results(evaluation, run.folder, chosen, read)
+    results.save(run.folder.path / "results.parquet")
+    return results
+
+
+def read_results(
+    evaluation: Evaluation,
+    *,
+    out: str | Path,
+    measures: Sequence[str | Measure] = (),
+    tasks: Sequence[str | Task] = ("passages", "choices"),
+) -> EvaluationResults:
+    """What `evaluate` has left in a folder, without an engine: to draw it otherwise, or compare something else.
+
+    Args:
+        evaluation: all or some of the methods and doses that were evaluated, on the same questions.
+        out: the folder.
+        measures, tasks: all or some of those that were taken.
+
+    Raises:
+        MissingExtra: the extra "evaluation" is not installed.
+        RunDiffers: the folder holds another evaluation.
+        InvalidFile: it holds none, or lacks some of this one.
+    """
+    require("evaluation")
+    folder = Folder(out, evaluation, FOLDER.read(out).model)
+    return _results(evaluation, folder, measures_of(measures, COLUMNS), tasks_of(tasks))
+
+
+def _results(
+    evaluation: Evaluation, folder: Folder, measures: Sequence[Measure], tasks: Sequence[Task]
+) -> EvaluationResults:
+    answers = folder.answers_of(evaluation)
+    return EvaluationResults(
         evaluation,
         answers,
-        values,
-        {task.label: run.readings(task) for task in read},
-        {one.label: one for one in chosen},
-        {task.label: task for task in read},
+        {measure.label: folder.values_of(measure, answers) for measure in measures},
+        {task.label: folder.readings_of(task, evaluation) for task in tasks},
+        {measure.label: measure for measure in measures},
+        {task.label: task for task in tasks},
     )
-    results.save(folder.path / "results.parquet")
-    return results
 
 
 def tasks_of(given: Sequence[str | Task]) -> tuple[Task, ...]:
@@ -164,7 +193,7 @@ class _Run:
     async def read(self, task: Task) -> None:
         """Read what a task has, under every condition that it was not read under yet."""
         kept = self.folder.readings(task)
-        wanted = {number for one in self.evaluation.conditions() for number in self._numbers(one, task)}
+        wanted = {number for one in self.evaluation.conditions() for number in self.folder.numbers(one, task)}
         done = len(wanted & kept.rows.keys())
 
         async def read(one: _Reading) -> None:
@@ -179,22 +208,6 @@ class _Run:
         finally:
             kept.flush()
         kept.join()
-
-    def answers(self) -> list[Answer]:
-        """All answers of the evaluation in its order, under the names that its methods have now."""
-        rows = self.folder.answers.rows
-        return [
-            msgspec.structs.replace(rows[one.number + turn], method=one.condition.method, dose=one.condition.dose)
-            for one in self.evaluation.conversations(self.folder.places)
-            for turn in range(len(self.evaluation.questions[one.question]))
-        ]
-
-    def readings(self, task: Task) -> dict[Condition, list[float]]:
-        """The number of each item under each condition."""
-        rows = self.folder.readings(task).rows
-        return {
-            one: [rows[number].value for number in self._numbers(one, task)] for one in self.evaluation.conditions()
-        }
 
     def _steered(self, conversations: Sequence[Conversation]) -> Iterator[tuple[Conversation, SteeringSpec | None]]:
         """Conversations with their steering, which those of one condition share."""
@@ -228,13 +241,8 @@ class _Run:
         """Items that are to be read; those of one condition together."""
         for condition in self.evaluation.conditions():
             spec = self.evaluation.spec(condition)
-            for item, number in enumerate(self._numbers(condition, task)):
+            for item, number in enumerate(self.folder.numbers(condition, task)):
                 if number not in begun:
                     begun.add(number)  # two methods may be the same
                     prompt = self.evaluation.prompt(condition, [task.items[item].prompt])
                     yield _Reading(number, item, parts_of(self.model.tokenizer, prompt, task.items[item]), spec)
-
-    def _numbers(self, condition: Condition, task: Task) -> range:
-        """The numbers of the items of a task under a condition."""
-        place, count = self.folder.places[condition], len(task.items)
-        return range(place * count, (place + 1) * count)

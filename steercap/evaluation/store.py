@@ -9,16 +9,18 @@ results.parquet, methods.parquet, methods.md, methods.png     what came of it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from steercap.core.values import shown
+from steercap.errors import InvalidFile
 from steercap.evaluation.definition import Condition, Definition, Evaluation
 from steercap.evaluation.tasks.base import Task
 from steercap.experiments.measures.base import Answered, Measure
-from steercap.experiments.store import Table, Value, folder_of
+from steercap.experiments.store import Row, Table, Value, folder_of
 from steercap.runs.folder import FolderKind
 
 
@@ -80,6 +82,50 @@ class Folder:
     def readings(self, task: Task) -> Table[Value]:
         """What is kept of one task; made otherwise, it is another."""
         return Table(self.path / "tasks" / folder_of(task.label, task), Value)
+
+    def numbers(self, condition: Condition, task: Task) -> range:
+        """The numbers of the items of a task under a condition."""
+        place, count = self.places[condition], len(task.items)
+        return range(place * count, (place + 1) * count)
+
+    def answers_of(self, evaluation: Evaluation) -> list[Answer]:
+        """All answers of an evaluation in its order, under the names that its methods have now.
+
+        Raises:
+            InvalidFile: some are missing.
+        """
+        found = []
+        for one in evaluation.conversations(self.places):
+            for turn in range(len(evaluation.questions[one.question])):
+                answer = self._there(self.answers, one.number + turn, one.condition)
+                found.append(msgspec.structs.replace(answer, method=one.condition.method, dose=one.condition.dose))
+        return found
+
+    def values_of(self, measure: Measure, answers: Sequence[Answer]) -> list[float]:
+        """The number of each answer by a measure.
+
+        Raises:
+            InvalidFile: some are missing.
+        """
+        kept = self.values(measure)
+        return [self._there(kept, one.number, measure).value for one in answers]
+
+    def readings_of(self, task: Task, evaluation: Evaluation) -> dict[Condition, list[float]]:
+        """The number of each item of a task under each condition.
+
+        Raises:
+            InvalidFile: some are missing.
+        """
+        kept = self.readings(task)
+        return {
+            condition: [self._there(kept, number, condition).value for number in self.numbers(condition, task)]
+            for condition in evaluation.conditions()
+        }
+
+    def _there(self, kept: Table[Row], number: int, what: object) -> Row:
+        if number not in kept.rows:
+            raise InvalidFile(f"{self.path} has not all that belongs to {shown(what)}; `evaluate` does what is missing")
+        return kept.rows[number]
 
 
 def check_same(path: str | Path, evaluation: Evaluation) -> None:

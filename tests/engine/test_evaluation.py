@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from steercap import Add, LowRank, SteeringSpec
-from steercap.errors import PointNotArmed
-from steercap.evaluation import Choices, Evaluation, Method, Passages, evaluate, shuffled
+from steercap.errors import InvalidFile, PointNotArmed
+from steercap.evaluation import Choices, Evaluation, Method, Passages, evaluate, read_results, shuffled
 from steercap.evaluation.reading import Parts, logprobs_of, parts_of
 from steercap.testing import Reference
 from steercap.testing.rows import GREEDY
@@ -144,6 +144,10 @@ async def test_an_evaluation_that_was_stopped_goes_on_and_takes_further_methods(
     assert [what for what, _ in again].count("answers") == 2 * 3
     assert texts(later).items() <= texts(more).items()
     assert (tmp_path / "stopped" / "results.parquet").exists()
+    read = read_results(small(), out=tmp_path / "stopped", tasks=TASKS, measures=measures)
+    assert (texts(read), read.values, read.readings) == (texts(whole), whole.values, whole.readings)
+    with pytest.raises(InvalidFile, match="`evaluate` does what is missing"):
+        read_results(small(), out=tmp_path / "stopped", tasks=TASKS, measures=["refusal"])
 
 
 async def test_a_conversation_goes_on_from_the_models_own_answers(smol, tmp_path) -> None:
