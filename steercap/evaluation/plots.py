@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -31,6 +31,10 @@ class Drawn(Protocol):
     @property
     def columns(self) -> list[str]:
         """Labels of measures and tasks."""
+
+    @property
+    def plain(self) -> str:
+        """The method that changes nothing."""
 
     def summary(self) -> list[Line]:
         """Every method at every dose."""
@@ -103,37 +107,40 @@ def _figure(
     most = max(map(len, columns.values()))
     figure = Figure(figsize=(DOSES + COLUMN * most + 1.2, HEIGHT * len(rows) + 0.7), layout="constrained")
     panels = figure.subplots(len(rows), 1 + most, squeeze=False, width_ratios=[DOSES, *[COLUMN] * most])
-    names = list(dict.fromkeys(line.method for one in rows.values() for line in one.summary()))
-    styles = _styles([(name, _is_control(rows, name)) for name in names])
+    styles = _styles(rows.values())
     for row, (name, results) in zip(panels, rows.items(), strict=True):
         own = at[name] if isinstance(at, Mapping) else at
         where = results.reached_by_all(by) if own is None else own
         _draw_doses(row[0], results, columns[name][0], styles, by=by, at=where)
         _draw_matched(row[1:], results, columns[name], results.matched(by=by, at=where), styles)
+        row[1].set_title(f"where {results.axis(by)} is {where:.3g}", loc="left", fontsize=8)
         if name:
             row[0].set_title(name, loc="left", fontsize=11, fontweight="bold")
-    handles, said = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, said, loc="outside lower center", ncols=min(len(said), 4), frameon=False, fontsize=8)
+    legend: dict[str, Any] = {}
+    for row in panels:
+        legend |= dict(zip(*reversed(row[0].get_legend_handles_labels()), strict=True))
+    figure.legend(
+        legend.values(), legend.keys(), loc="outside lower center", ncols=min(len(legend), 4), frameon=False, fontsize=8
+    )
     return figure
 
 
-def _is_control(rows: Mapping[str, Drawn], name: str) -> bool:
-    return any(line.method == name and bool(line.control_of) for one in rows.values() for line in one.summary())
-
-
-def _styles(names: Sequence[tuple[str, bool]]) -> dict[str, dict[str, Any]]:
+def _styles(results: Iterable[Drawn]) -> dict[str, dict[str, Any]]:
     """Colour and mark of each method: no steering black, controls grey."""
     found: dict[str, dict[str, Any]] = {}
     own = controls = 0
-    for at, (name, control) in enumerate(names):
-        if not at:
-            found[name] = {"color": PLAIN, "marker": "o"}
-        elif control:
-            found[name] = {"color": RANDOM, "marker": CONTROL_MARKS[controls % len(CONTROL_MARKS)]}
-            controls += 1
-        else:
-            found[name] = {"color": COLOURS[own % len(COLOURS)], "marker": MARKS[own % len(MARKS)]}
-            own += 1
+    for one in results:
+        for line in one.summary():
+            if line.method in found:
+                continue
+            if line.method == one.plain:
+                found[line.method] = {"color": PLAIN, "marker": "o"}
+            elif line.control_of:
+                found[line.method] = {"color": RANDOM, "marker": CONTROL_MARKS[controls % len(CONTROL_MARKS)]}
+                controls += 1
+            else:
+                found[line.method] = {"color": COLOURS[own % len(COLOURS)], "marker": MARKS[own % len(MARKS)]}
+                own += 1
     return found
 
 
@@ -142,10 +149,10 @@ def _draw_doses(axes: Any, results: Drawn, column: str, styles: Mapping[str, Any
     lines: dict[str, list[Line]] = {}
     for line in results.summary():
         lines.setdefault(line.method, []).append(line)
-    plain, *rest = lines
+    plain = results.plain
     dosed = {one.method for one in results.matched(by=by, at=at) if one.how != "as it is"}
     axes.axvline(at, color=PLAIN, linewidth=0.8, linestyle="--", alpha=0.6)
-    for name in [*rest, plain]:
+    for name in sorted(lines, key=lambda name: name == plain):  # on top
         points = sorted(lines[name], key=lambda line: abs(line.dose))
         if name in dosed:
             points = [lines[plain][0], *points]
@@ -179,7 +186,9 @@ def _draw_matched(
     for at, (axes, column) in enumerate(zip(panels, columns, strict=False)):
         for place, line in enumerate(matched):
             own = line.means[column]
-            face = styles[line.method]["color"] if line.how == "interpolated" or not place else "white"
+            face = (
+                styles[line.method]["color"] if line.how == "interpolated" or line.method == results.plain else "white"
+            )
             axes.errorbar(
                 [own.value],
                 [place],
@@ -190,7 +199,8 @@ def _draw_matched(
                 markerfacecolor=face,
                 **styles[line.method],
             )
-        axes.axvline(matched[0].means[column].value, color=PLAIN, linewidth=0.7, linestyle=":", alpha=0.7)
+        plain = next(line.means[column] for line in matched if line.method == results.plain)
+        axes.axvline(plain.value, color=PLAIN, linewidth=0.7, linestyle=":", alpha=0.7)
         axes.set_ylim(len(matched) - 0.5, -0.5)
         axes.set_yticks(
             range(len(matched)), [line.method for line in matched] if not at else [""] * len(matched), fontsize=8

@@ -60,6 +60,11 @@ class EvaluationResults:
         return self._numbers.names
 
     @property
+    def plain(self) -> str:
+        """The method that changes nothing."""
+        return self.evaluation.plain
+
+    @property
     def table(self) -> pa.Table:
         """A row for each answer, its numbers in columns of their own, as a pyarrow Table."""
         with extra("evaluation"):
