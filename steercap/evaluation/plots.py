@@ -186,9 +186,8 @@ def _draw_matched(
     for at, (axes, column) in enumerate(zip(panels, columns, strict=False)):
         for place, line in enumerate(matched):
             own = line.means[column]
-            face = (
-                styles[line.method]["color"] if line.how == "interpolated" or line.method == results.plain else "white"
-            )
+            there = line.how == "interpolated" or line.method == results.plain
+            face = styles[line.method]["color"] if there else "white"
             axes.errorbar(
                 [own.value],
                 [place],
