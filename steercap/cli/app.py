@@ -6,7 +6,20 @@ from typing import Annotated
 
 import typer
 
-from steercap.cli import capture, demo, explore, generate, inspection, models, persona, serve, sweep, train, vectors
+from steercap.cli import (
+    capture,
+    demo,
+    evaluate,
+    explore,
+    generate,
+    inspection,
+    models,
+    persona,
+    serve,
+    sweep,
+    train,
+    vectors,
+)
 from steercap.cli.command import group_of
 from steercap.cli.doctor import command as doctor
 
@@ -16,7 +29,21 @@ app = group_of(
     name="steercap",
     epilog="Exit codes: 0 done, 1 it failed, 2 called wrongly, 130 interrupted.",
 )
-for part in (demo, generate, capture, serve, explore, vectors, persona, train, sweep, inspection, models, doctor):
+for part in (
+    demo,
+    generate,
+    capture,
+    serve,
+    explore,
+    vectors,
+    persona,
+    train,
+    sweep,
+    evaluate,
+    inspection,
+    models,
+    doctor,
+):
     part.register(app)
 
 

@@ -32,8 +32,8 @@ def inspected_folder(path: Path, *, verify: bool = False) -> Found:
     """What a folder is: as a document, and as tables.
 
     Args:
-        path: a run of `steercap persona run`, of `steercap sweep`, of `steercap capture`, a model, or a folder with
-            other files that steercap knows.
+        path: a run of `steercap persona run`, of `steercap sweep`, of `steercap evaluate`, of `steercap capture`, a
+            model, or a folder with other files that steercap knows.
         verify: whether to read the files that a manifest lists; otherwise their sizes alone are compared.
 
     Raises:
@@ -42,6 +42,7 @@ def inspected_folder(path: Path, *, verify: bool = False) -> Found:
     known: tuple[tuple[str, Callable[[Path], Found]], ...] = (
         ("settings.json", _persona),
         ("sweep.json", _sweep),
+        ("evaluation.json", _evaluation),
         ("manifest.json", partial(_run, verify=verify)),
         ("config.json", _model),
     )
@@ -116,6 +117,31 @@ def _asked(definition: Definition) -> int:
         reversed=definition.reversed,
     )
     return len(sweep.conditions()) * len(definition.prompts) * definition.samples
+
+
+def _evaluation(path: Path) -> Found:
+    from steercap.evaluation.store import FOLDER
+
+    definition = FOLDER.read(path)
+    answers = sum(_records(part) for part in (path / "answers").glob("*.parquet"))
+    asked = len(definition.conditions) * definition.samples * sum(map(len, definition.questions))
+    methods: dict[str, list[str]] = {}
+    for one in definition.conditions:
+        methods.setdefault(one.method, []).append(f"{one.dose:g}")
+    known = {
+        "kind": "evaluation",
+        "model": definition.model.get("model", definition.model.get("name", "")),
+        "methods": ", ".join(f"{name} at {' '.join(doses)}" for name, doses in methods.items()),
+        "questions": len(definition.questions),
+        "turns": max(map(len, definition.questions), default=0),
+        "answers": f"{answers:,} of {asked:,}",
+        "measured": ", ".join(sorted(part.name.rpartition("-")[0] for part in (path / "values").glob("*"))),
+        "tasks": ", ".join(sorted(part.name.rpartition("-")[0] for part in (path / "tasks").glob("*"))),
+        "results": _there(path / "results.parquet"),
+        "pictures": ", ".join(sorted(picture.name for picture in path.glob("*.png"))),
+    }
+    document = {**known, "answers": answers, "asked": asked, "definition": msgspec.to_builtins(definition)}
+    return document, [facts(str(path), known)]
 
 
 def _model(path: Path) -> Found:

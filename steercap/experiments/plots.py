@@ -129,7 +129,7 @@ def _chosen(results: Plotted, vector: str | None, measures: Sequence[str] | None
 def _draw(axes: Any, means: Mapping[Condition, Mean], plain: Mean, operation: str, *, log: bool) -> None:
     """One panel: random vectors below, then no steering, the reversed scales, and the vector on top."""
     if log:
-        _scale_log(axes)
+        scale_log(axes)
     neutral = OPERATIONS[operation].neutral
     lines: dict[str, dict[float, Mean]] = {}
     for condition, mean in means.items():
@@ -151,15 +151,21 @@ def _draw(axes: Any, means: Mapping[Condition, Mean], plain: Mean, operation: st
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _scale_log(axes: Any) -> None:
-    """A logarithmic axis that says 2, 5, 10, ..., whatever part of it is seen."""
+def scale_log(axes: Any, which: str = "y") -> None:
+    """A logarithmic axis that says 2, 3, 5, 10, ..., whatever part of it is seen.
+
+    Args:
+        axes: matplotlib's.
+        which: of the two, "x" or "y".
+    """
     with extra("plots"):
         from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set(**{f"{which}scale": "log"})
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _draw_random(axes: Any, lines: Sequence[Mapping[float, Mean]]) -> None:

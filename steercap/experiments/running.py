@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from steercap.concurrency.bounded import each_of
 from steercap.core.extras import require
@@ -15,14 +15,16 @@ from steercap.core.values import shown
 from steercap.errors import InvalidSpec, InvalidVector, PointNotArmed
 from steercap.experiments.grid import Request, Sweep
 from steercap.experiments.measures import MEASURES
-from steercap.experiments.measures.base import Measure
+from steercap.experiments.measures.base import Answered, Measure
 from steercap.experiments.results import SweepResults
-from steercap.experiments.store import Folder, Record, Table, Value
+from steercap.experiments.store import NUMBER, Folder, Record, Table, Value
 from steercap.runs.fingerprint import identity
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
+
+AnyAnswer = TypeVar("AnyAnswer", bound=Answered)
 
 #: Requests under way: more than any batch of vLLM's defaults, few enough to hold in memory.
 CONCURRENT: Final = 512
@@ -65,7 +67,7 @@ async def run_sweep(
     folder = Folder(out, sweep.definition(identity(model)))
     await _answer(model, sweep, folder.answers, concurrent, progress or (lambda _done, _all: None))
     records = [folder.answers.rows[request.number] for request in sweep.requests()]
-    values = {measure.label: await _measured(model, measure, records, folder.values(measure)) for measure in chosen}
+    values = {measure.label: await measured(model, measure, records, folder.values(measure)) for measure in chosen}
     results = SweepResults(sweep, records, values, {measure.label: measure for measure in chosen})
     results.save(folder.path / "results.parquet")
     return results
@@ -135,29 +137,46 @@ async def _asked(model: SteerModel, sweep: Sweep, request: Request, spec: Steeri
     )
 
 
-async def _measured(model: SteerModel, measure: Measure, records: Sequence[Record], kept: Table[Value]) -> list[float]:
-    """The number of each record, those that are missing measured now."""
-    missing = [record for record in records if record.number not in kept.rows]
+async def measured(
+    model: SteerModel, measure: Measure, records: Sequence[AnyAnswer], kept: Table[Value]
+) -> list[float]:
+    """The number of each record, those that are missing measured now, and kept.
+
+    Args:
+        model: that gave the answers.
+        measure: what is asked of them.
+        records: the answers, which have a field `number`.
+        kept: the numbers that are there.
+
+    Raises:
+        The errors of the measure; what was measured until then is kept.
+    """
+    missing = [record for record in records if NUMBER(record) not in kept.rows]
     try:
         for first in range(0, len(missing), MEASURED):
             part = missing[first : first + MEASURED]
             values = await measure.measure(model, part)
-            kept.add(Value(number=one.number, value=value) for one, value in zip(part, values, strict=True))
+            kept.add(Value(number=NUMBER(one), value=value) for one, value in zip(part, values, strict=True))
     finally:
         kept.flush()
     kept.join()
-    return [kept.rows[record.number].value for record in records]
+    return [kept.rows[NUMBER(record)].value for record in records]
 
 
-def measures_of(given: Iterable[str | Measure]) -> tuple[Measure, ...]:
+def measures_of(
+    given: Iterable[str | Measure], columns: Sequence[str] = Record.__struct_fields__
+) -> tuple[Measure, ...]:
     """Measures by name, or made with arguments of their own.
+
+    Args:
+        given: names in `MEASURES`, or measures.
+        columns: of the table that they will be columns of.
 
     Raises:
         UnknownName: a name that no measure has.
         InvalidSpec: something that is not a measure, one that needs arguments, two of one label, or a label that is a
-            column of every sweep's table, such as "text".
+            column of every such table, as "text" is of a sweep's.
     """
-    columns = Record.__struct_fields__
     found: dict[str, Measure] = {}
     for one in given:
         measure = _named(one) if isinstance(one, str) else one

@@ -9,9 +9,10 @@ results.parquet                       both in one table, when all is there
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from pathlib import Path
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
@@ -75,7 +76,9 @@ class Value(msgspec.Struct, frozen=True, kw_only=True):
     value: float
 
 
-Row = TypeVar("Row", Record, Value)
+Row = TypeVar("Row", bound=msgspec.Struct)
+#: What rows are known by.
+NUMBER: Final[Callable[[Any], int]] = attrgetter("number")
 
 
 class Table(Generic[Row]):
@@ -83,7 +86,7 @@ class Table(Generic[Row]):
 
     Args:
         folder: where their parts are.
-        kind: type of the rows.
+        kind: type of the rows, which have a field `number`.
 
     Raises:
         InvalidFile: a part that is something else.
@@ -91,12 +94,12 @@ class Table(Generic[Row]):
 
     def __init__(self, folder: Path, kind: type[Row]) -> None:
         self._parts: Parts[Row] = Parts(folder, kind, records=PART_RECORDS, seconds=FLUSH_SECONDS)
-        self.rows: dict[int, Row] = {row.number: row for row in self._parts.read()}
+        self.rows: dict[int, Row] = {NUMBER(row): row for row in self._parts.read()}
 
     def add(self, rows: Iterable[Row]) -> None:
         """Take rows; they are written before long."""
         for row in rows:
-            self.rows[row.number] = row
+            self.rows[NUMBER(row)] = row
             self._parts.add(row)
 
     def flush(self) -> None:
@@ -129,9 +132,18 @@ class Folder:
 
     def values(self, measure: Measure) -> Table[Value]:
         """What is kept of one measure; made otherwise, it is another."""
-        digest = hashlib.sha256(repr(measure).encode()).hexdigest()[:8]
-        name = "".join(letter if letter.isalnum() else "-" for letter in measure.label)
-        return Table(self.path / "values" / f"{name}-{digest}", Value)
+        return Table(self.path / "values" / folder_of(measure.label, measure), Value)
+
+
+def folder_of(label: str, made: object) -> str:
+    """The name of the folder of what a measure says.
+
+    Args:
+        label: what it is called.
+        made: what it is, which its `repr` says in full.
+    """
+    digest = hashlib.sha256(repr(made).encode()).hexdigest()[:8]
+    return f"{''.join(letter if letter.isalnum() else '-' for letter in label)}-{digest}"
 
 
 def check_same(path: str | Path, sweep: Sweep) -> None:

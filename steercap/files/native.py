@@ -113,6 +113,21 @@ def save(
     return write_tensors(Path(path), header, store.tensors)
 
 
+def sha256_of(value: object, kind: Kind) -> str:
+    """SHA-256 of a value, all its fields and what is in them, in hexadecimal.
+
+    Args:
+        value: one of the kind's types.
+        kind: what may be in it.
+
+    Raises:
+        InvalidSpec: a part that is none of the kind's types, or a field that cannot be written.
+    """
+    store = _Store(kind)
+    content = _pack(value, "", store)
+    return _signed(Header(VERSION, kind.name, "", CONVENTION, "", content), store.tensors).sha256
+
+
 def load(path: str | Path, kind: Kind, expected: type[Value]) -> Value:
     """Read what `save` wrote.
 

@@ -85,6 +85,11 @@ class SteeringSpec:
         return native.load(path, _kind(), SteeringSpec)
 
     @property
+    def sha256(self) -> str:
+        """SHA-256 of all that it says, in hexadecimal: specs of one digest are the same edits."""
+        return native.sha256_of(self, _kind())
+
+    @property
     def keeps_norm(self) -> bool:
         """Whether it, or a spec within it, gives rows back the norms they had."""
         return self.preserve_norm or any(isinstance(edit, SteeringSpec) and edit.keeps_norm for edit in self.edits)

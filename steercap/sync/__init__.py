@@ -8,17 +8,18 @@
         rows = handle.fetch().captures[4]
         found = extract(model, ["It was lovely"], ["It was awful"], name="joy", held_out=0)
 
-`steercap.sync.vectors`, `steercap.sync.experiments`, `steercap.sync.patching` and `steercap.sync.persona` hold the
-functions that take an open model; all but `persona.run` are names of `steercap.sync` too. What is not awaited, such as
-edits and specs, is `steercap`'s own. In a notebook `await` works at the top level, and `steercap.SteerModel` is the
-better choice.
+`steercap.sync.vectors`, `steercap.sync.experiments`, `steercap.sync.evaluation`, `steercap.sync.patching` and
+`steercap.sync.persona` hold the functions that take an open model; all but `persona.run` are names of `steercap.sync`
+too. What is not awaited, such as edits and specs, is `steercap`'s own. In a notebook `await` works at the top level,
+and `steercap.SteerModel` is the better choice.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from steercap.sync import experiments, patching, persona, vectors
+    from steercap.sync import evaluation, experiments, patching, persona, vectors
+    from steercap.sync.evaluation import evaluate, shuffled
     from steercap.sync.experiments import run_sweep
     from steercap.sync.handle import CaptureHandle
     from steercap.sync.model import SteerModel
@@ -35,6 +36,8 @@ __all__ = [
     "SteerModel",
     "ablate",
     "calibrate",
+    "evaluate",
+    "evaluation",
     "experiments",
     "extract",
     "mean_rows",
@@ -44,6 +47,7 @@ __all__ = [
     "persona",
     "run_sweep",
     "save_run",
+    "shuffled",
     "vectors",
 ]
 
@@ -54,14 +58,16 @@ _HOMES = {
     "SteerModel": "model",
     "ablate": "patching",
     "calibrate": "vectors",
+    "evaluate": "evaluation",
     "extract": "vectors",
     "mean_rows": "vectors",
     "patch": "patching",
     "path_patch": "patching",
     "run_sweep": "experiments",
     "save_run": "saving",
+    "shuffled": "evaluation",
 }
-_PACKAGES = frozenset({"experiments", "patching", "persona", "vectors"})
+_PACKAGES = frozenset({"evaluation", "experiments", "patching", "persona", "vectors"})
 
 
 def __getattr__(name: str) -> object:

@@ -58,6 +58,7 @@ COMMANDS = [
     ["persona", "traits"],
     ["train"],
     ["sweep"],
+    ["evaluate"],
     ["inspect"],
     ["doctor"],
 ]

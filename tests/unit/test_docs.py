@@ -22,6 +22,7 @@ from docs_pages import ROOT, Block, blocks, model_of, pages, steercap_commands
 
 from steercap import errors
 from steercap.cli.app import app
+from steercap.cli.evaluation_file import EvaluationFile
 from steercap.cli.sweep_file import SweepFile
 from steercap.edits import EDITS
 from steercap.persona import load_trait
@@ -184,12 +185,14 @@ def test_other_commands_exist() -> None:
 def test_files_shown_are_what_they_say(tmp_path) -> None:
     """A trait and a sweep in YAML can be read."""
     shown = [block for block in ALL if block.language == "yaml" and block.title]
-    assert {block.title for block in shown} >= {"curious.yaml", "sweep.yaml"}
+    assert {block.title for block in shown} >= {"curious.yaml", "evaluation.yaml", "sweep.yaml"}
     for block in shown:
         path = tmp_path / block.title
         path.write_text(block.text)
         if block.title == "sweep.yaml":
             msgspec.yaml.decode(block.text, type=SweepFile)
+        elif block.title == "evaluation.yaml":
+            msgspec.yaml.decode(block.text, type=EvaluationFile)
         else:
             load_trait(path)
 

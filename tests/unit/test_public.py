@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 import steercap
-from steercap import SteerModel, errors, experiments, formats, persona, sync, training, vectors, views
+from steercap import SteerModel, errors, evaluation, experiments, formats, persona, sync, training, vectors, views
 from steercap.config import CPU, Settings
 from steercap.edits import EDITS
 from steercap.encodings import ENCODINGS
 from steercap.environment import SETTINGS
 from steercap.errors import InvalidFile, InvalidSetting, UnknownName
+from steercap.evaluation import TASKS
 from steercap.experiments import MEASURES, OPERATIONS
 from steercap.families import FAMILIES, family_of
 from steercap.persona.scores import SCORERS
@@ -60,7 +61,7 @@ def test_the_tree_of_errors_is_the_one_drawn() -> None:
 
 PUBLIC = [
     getattr(module, name)
-    for module in (steercap, experiments, formats, persona, training, vectors, views, sync)
+    for module in (steercap, evaluation, experiments, formats, persona, training, vectors, views, sync)
     for name in module.__all__
     if callable(getattr(module, name))
 ]
@@ -161,6 +162,7 @@ def test_every_module_is_on_the_map() -> None:
             ("experiments/operations", OPERATIONS),
             ("training/objectives", OBJECTIVES),
             ("experiments/measures", MEASURES),
+            ("evaluation/tasks", TASKS),
             ("persona/scores", SCORERS),
         )
         for name in found

@@ -58,13 +58,38 @@ class MiniLM(Scorer):
         return await asyncio.to_thread(self._scores, trait, [exchange.answer for exchange in exchanges])
 
     def _scores(self, trait: Trait, answers: Sequence[str]) -> list[float | None]:
-        parts = [split(answer) if self.sentences else [answer.strip()] for answer in answers]
-        flat = [sentence for part in parts for sentence in part if sentence]
-        if not flat:
-            return [None] * len(answers)
-        chances = iter(_classifier(trait).predict_proba(embed(flat))[:, 1].tolist())
-        found = [[next(chances) for sentence in part if sentence] for part in parts]
-        return [100 * sum(part) / len(part) if part else None for part in found]
+        found = chances(_classifier(trait), answers, sentences=self.sentences)
+        return [None if chance is None else 100 * chance for chance in found]
+
+
+def fitted(positive: Sequence[str], negative: Sequence[str]) -> Any:
+    """A logistic regression on the embeddings of texts of two kinds.
+
+    Args:
+        positive, negative: texts of each.
+
+    Raises:
+        ModelNotLoaded: the package of the encoder is not installed.
+        MissingExtra: the extra "probes" is not installed.
+    """
+    return _fitted(embed([*positive, *negative]), [1] * len(positive) + [0] * len(negative))
+
+
+def chances(classifier: Any, answers: Sequence[str], *, sentences: bool = True) -> list[float | None]:
+    """Mean probability, over each answer's sentences, that a sentence is of the positive kind; None without a sentence.
+
+    Args:
+        classifier: as `fitted` gives it.
+        answers: texts.
+        sentences: False takes each whole; see `MiniLM`.
+    """
+    parts = [split(answer) if sentences else [answer.strip()] for answer in answers]
+    flat = [sentence for part in parts for sentence in part if sentence]
+    if not flat:
+        return [None] * len(answers)
+    each = iter(classifier.predict_proba(embed(flat))[:, 1].tolist())
+    found = [[next(each) for sentence in part if sentence] for part in parts]
+    return [sum(part) / len(part) if part else None for part in found]
 
 
 def split(text: str) -> list[str]:
@@ -113,9 +138,7 @@ def cross_validated(trait: Trait) -> float:
 
 @functools.cache
 def _classifier(trait: Trait) -> Any:
-    examples = trait.examples
-    kinds = [1] * len(examples.positive) + [0] * len(examples.negative)
-    return _fitted(embed([*examples.positive, *examples.negative]), kinds)
+    return fitted(trait.examples.positive, trait.examples.negative)
 
 
 def _fitted(rows: Any, kinds: Sequence[int]) -> Any:

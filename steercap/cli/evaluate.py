@@ -1,0 +1,216 @@
+"""`steercap evaluate`: methods beside each other on the same questions, from a YAML file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from steercap.cli.command import command
+from steercap.cli.destinations import folder_ready
+from steercap.cli.engines import ModelOptions, opened
+from steercap.cli.evaluation_file import EvaluationFile, read_evaluation
+from steercap.cli.foreseen import Foreseen, check_sampling, foreseen
+from steercap.cli.selections import names_of
+from steercap.cli.steering import sites_of
+from steercap.cli.sweep_file import measures_in
+from steercap.cli.terminal import Terminal
+from steercap.core.extras import require
+
+if TYPE_CHECKING:
+    from steercap.evaluation import Evaluation, EvaluationResults, Matched
+    from steercap.model import SteerModel
+
+
+async def evaluated(
+    model: SteerModel, evaluation: Evaluation, settings: EvaluationFile, out: Path, terminal: Terminal
+) -> EvaluationResults:
+    """Run an evaluation with bars; what was done before is done no more.
+
+    Args:
+        model: an open model.
+        evaluation: what is compared.
+        settings: measures and tasks.
+        out: folder of answers, numbers and results.
+        terminal: for the bars.
+
+    Raises:
+        The errors of `steercap.evaluation.evaluate`.
+    """
+    from steercap.evaluation import evaluate
+
+    with terminal.progress() as bar:
+        bars: dict[str, Any] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in bars:
+                bars[what] = bar.add_task(what, total=None)
+            bar.update(bars[what], completed=done, total=total)
+
+        return await evaluate(
+            model, evaluation, out=out, measures=settings.all_measures(), tasks=settings.tasks, progress=progress
+        )
+
+
+def check(evaluation: Evaluation, settings: EvaluationFile, out: Path, planned: Foreseen) -> None:
+    """Check that an evaluation can be run.
+
+    Args:
+        evaluation: what is compared.
+        settings: measures and tasks.
+        out: its folder.
+        planned: the engine.
+
+    Raises:
+        MissingExtra: the extra "evaluation" is not installed.
+        InvalidSpec, UnknownName: measures or tasks that do not exist or fit.
+        RunDiffers, InvalidFile: the folder holds another evaluation.
+        The errors of `SteeringSpec` against a model.
+    """
+    from steercap.evaluation.running import COLUMNS, tasks_of
+    from steercap.evaluation.store import check_same
+    from steercap.experiments.running import measures_of
+
+    require("evaluation")
+    measures_of(settings.all_measures(), COLUMNS)
+    tasks_of(settings.tasks)
+    check_same(out, evaluation)
+    for condition in evaluation.conditions():
+        planned.check_steering(evaluation.spec(condition))
+
+
+def sites_in(evaluation: Evaluation) -> tuple[str, ...]:
+    """The sites that any method edits, which must be armed; the residual stream if none does."""
+    specs = [evaluation.spec(condition) for condition in evaluation.conditions()]
+    return tuple(dict.fromkeys(site for spec in specs for site in sites_of(spec))) or ("resid_post",)
+
+
+def report(results: EvaluationResults, settings: EvaluationFile, out: Path, terminal: Terminal, *, plot: bool) -> None:
+    """Show every method at every dose, and all where they cost the same; write and draw it.
+
+    Raises:
+        InvalidSpec: a column to match by that was not taken.
+        OSError: a file cannot be written; all else has been shown.
+    """
+    by = settings.by or next(iter(results.tasks), None)
+    dosed = any(method.scales for method in results.evaluation.methods if not method.control_of)
+    at = (results.reached_by_all(by) if settings.at is None else settings.at) if by and dosed else None
+    matched = results.matched(by=by, at=at) if by and at is not None else []
+    shown = [summary_table(results), *([matched_table(results, matched, f"{by} {at:.3g}")] if matched else [])]
+    document = {
+        "out": str(out),
+        "summary": results.summary(),
+        "matched": {"by": by, "at": at, "methods": matched} if matched else None,
+    }
+    terminal.show(_plain(document), *shown, f"{out}/methods.md")
+    results.save_summary(out / "methods.parquet")
+    results.save_summary(out / "methods.md")
+    if plot and by and matched and len(results.columns) > 1:
+        results.plot(out / "methods.png", by=by)
+
+
+def summary_table(results: EvaluationResults) -> Table:
+    """A row a method and dose."""
+    table = _table("every dose; in brackets 95 % over questions", ["method", "dose", *results.columns])
+    for line in results.summary():
+        table.add_row(
+            Text(line.method, style="dim" if line.control_of else ""), f"{line.dose:g}", *_cells(line, results.columns)
+        )
+    return table
+
+
+def matched_table(results: EvaluationResults, matched: Sequence[Matched], where: str) -> Table:
+    """A row a method, where it costs what all do."""
+    table = _table(f"at {where}, between doses", ["method", "dose", *results.columns])
+    for line in matched:
+        dose = f"{line.dose:.3g}" if line.how == "interpolated" else f"{line.dose:.3g}, {line.how}"
+        table.add_row(Text(line.method, style="dim" if line.control_of else ""), dose, *_cells(line, results.columns))
+    return table
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for at, column in enumerate(columns):
+        table.add_column(column, justify="right" if at else "left")
+    return table
+
+
+def _cells(line: Any, columns: Sequence[str]) -> list[str]:
+    from steercap.evaluation.tables import interval
+
+    return [interval(line.means[column]).replace(" (", "\n(") for column in columns]
+
+
+def _plain(value: Any) -> Any:
+    """Data for JSON, in which NaN is null."""
+    match value:
+        case msgspec.Struct():
+            return _plain(msgspec.structs.asdict(value))
+        case dict():
+            return {name: _plain(one) for name, one in value.items()}
+        case list() | tuple():
+            return [_plain(one) for one in value]
+        case float():
+            return value if math.isfinite(value) else None
+    return value
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @command(
+        app,
+        "evaluate",
+        examples=[
+            "steercap evaluate evaluation.yaml --out out/evaluation",
+            "steercap evaluate evaluation.yaml --out out/evaluation --measures score:poetic,refusal --tasks passages",
+        ],
+    )
+    async def evaluate(
+        model: ModelOptions,
+        terminal: Terminal,
+        out: Annotated[Path, typer.Option(file_okay=False, help="Folder of answers, tables and a picture.")],
+        config: Annotated[
+            Path,
+            typer.Argument(exists=True, dir_okay=False, metavar="YAML", help="Methods, questions and settings."),
+        ],
+        measures: Annotated[
+            str | None,
+            typer.Option(help="Of answers, as for sweep; perplexity, repetition and refusal if left out."),
+        ] = None,
+        tasks: Annotated[str | None, typer.Option(help="Of fixed texts: passages, choices; both if left out.")] = None,
+        max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
+        temperature: Annotated[float | None, typer.Option(min=0.0, help="0 takes the likeliest.")] = None,
+        samples: Annotated[int | None, typer.Option(min=1, help="Conversations about each question.")] = None,
+        seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
+        by: Annotated[str | None, typer.Option(help="Column to match methods by; neutral if left out.")] = None,
+        at: Annotated[float | None, typer.Option(help="What to match them at; what all reach if left out.")] = None,
+        plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw methods.png.")] = True,
+    ) -> None:
+        """Have system prompts, vectors and trained edits answer the same questions, and say what each brings about and
+        what it costs: perplexity of neutral prose, a multiple-choice task, repetition, refusals. Methods are put beside
+        each other at every dose, and where they cost the same, with intervals over questions. What is done is kept in
+        --out, so that an evaluation that was interrupted, or given further methods, goes on when it is called again.
+        """
+        flags: dict[str, Any] = {
+            "measures": None if measures is None else measures_in(measures),
+            "tasks": None if tasks is None else names_of(tasks),
+        }
+        flags |= {"max_tokens": max_tokens, "temperature": temperature, "samples": samples, "seed": seed}
+        model.require_there()
+        folder_ready(out)
+        settings = read_evaluation(config, {**flags, "by": by, "at": at})
+        check_sampling(temperature=settings.temperature, max_tokens=settings.max_tokens)
+        evaluation = settings.evaluation()
+        sites = sites_in(evaluation)
+        check(evaluation, settings, out, foreseen(model, sites=sites))
+        terminal.say(f"{len(evaluation.conditions()):,} conditions, {len(evaluation.questions):,} questions each")
+        async with opened(model, terminal, sites=sites) as open_model:
+            results = await evaluated(open_model, evaluation, settings, out, terminal)
+            report(results, settings, out, terminal, plot=plot)

@@ -1,0 +1,222 @@
+"""What can be said of few questions: bootstrap intervals over clusters, paired differences, many comparisons at once.
+
+Answers to one question are alike, so questions are what is drawn, and a question's answers count as one: their mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from steercap.core.extras import extra
+from steercap.core.values import number_of, shown
+from steercap.errors import InvalidSpec
+
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+#: Draws of a bootstrap: the ends of an interval of 95 % move by some 2 % of its width from seed to seed.
+DRAWS: Final = 4000
+#: Clusters up to which every one of the 2^n signs is tried: 65,536 of them; beyond, as many are drawn.
+EXACT: Final = 16
+
+
+class Estimate(msgspec.Struct, frozen=True):
+    """A mean over clusters, with its interval.
+
+    Args:
+        value: the mean of the clusters' means, of a factor the geometric one; NaN where nothing could be measured.
+        low, high: ends of the interval; NaN of fewer than two clusters.
+        clusters: how many were measured.
+    """
+
+    value: float
+    low: float
+    high: float
+    clusters: int
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """How much one thing is above another on the same clusters.
+
+    Args:
+        value: mean of the clusters' differences; of factors the geometric mean of their ratios.
+        low, high: ends of the interval; NaN of fewer than two clusters.
+        p: of the sign-flip test, two-sided: how often the clusters' differences would have a mean as far from none if
+            the sign of each were drawn; NaN of fewer than two clusters.
+        clusters: how many both were measured on.
+    """
+
+    value: float
+    low: float
+    high: float
+    p: float
+    clusters: int
+
+
+def cluster_means(values: Sequence[Sequence[float]], *, log: bool = False) -> Floats:
+    """The mean of each cluster: float64 [clusters], NaN where it has no number.
+
+    Args:
+        values: the numbers of each cluster; NaN is none.
+        log: whether they are factors; then it is the mean of their logarithms.
+    """
+    found = np.full(len(values), np.nan)
+    for place, own in enumerate(values):
+        known = np.asarray(own, dtype=np.float64)
+        known = known[~np.isnan(known)]
+        if len(known):
+            found[place] = (np.log(known) if log else known).mean()
+    return found
+
+
+def estimate(means: Floats, *, level: float = 0.95, seed: int = 0, log: bool = False) -> Estimate:
+    """The mean of clusters with a bootstrap interval.
+
+    Clusters are drawn with replacement. Percentiles of the draws are too narrow where clusters are few, by
+    sqrt((n - 1) / n) and by t against the normal; so they are taken further out, at
+    Phi(-sqrt(n / (n - 1)) t(alpha / 2, n - 1)). Source: Hesterberg (2015), What Teachers Should Know About the
+    Bootstrap, arXiv:1411.5279, section 5.3, expanded percentiles.
+
+    Args:
+        means: float64 [clusters], as `cluster_means` gives them; NaN is left out.
+        level: of the interval, in (0, 1).
+        seed: of the draws.
+        log: whether they are logarithms; value and ends are then their exponentials.
+
+    Raises:
+        InvalidSpec: a level outside.
+    """
+    _check_level(level)
+    known = np.asarray(means, dtype=np.float64)
+    known = known[~np.isnan(known)]
+    if not len(known):
+        return Estimate(math.nan, math.nan, math.nan, 0)
+    low, high = interval(known, level, seed) if len(known) > 1 else (math.nan, math.nan)
+    found = (float(known.mean()), low, high)
+    value, low, high = map(math.exp, found) if log else found
+    return Estimate(value, low, high, len(known))
+
+
+def interval(known: Floats, level: float, seed: int) -> tuple[float, float]:
+    """Expanded percentiles of the means of clusters drawn again: see `estimate`.
+
+    Args:
+        known: float64 [clusters], two at least.
+        level: of the interval.
+        seed: of the draws.
+    """
+    with extra("evaluation"):
+        from scipy.special import ndtr, stdtrit
+
+    count = len(known)
+    drawn = np.random.default_rng(seed).integers(count, size=(DRAWS, count))
+    tail = float(ndtr(math.sqrt(count / (count - 1)) * stdtrit(count - 1, (1 - level) / 2)))
+    low, high = np.quantile(known[drawn].mean(1), [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def difference(ours: Floats, theirs: Floats, *, level: float = 0.95, seed: int = 0, log: bool = False) -> Difference:
+    """How much the clusters of one thing are above the same clusters of another.
+
+    Args:
+        ours, theirs: float64 [clusters], in one order; a cluster that either has no number for is left out.
+        level, seed, log: as for `estimate`.
+
+    Raises:
+        InvalidSpec: other numbers of clusters, or a level outside.
+    """
+    if len(ours) != len(theirs):
+        raise InvalidSpec(f"{len(ours)} clusters against {len(theirs)}; a paired difference is of the same clusters")
+    found = estimate(ours - theirs, level=level, seed=seed, log=log)
+    apart = ours - theirs
+    p = sign_flip(apart[~np.isnan(apart)], seed)
+    return Difference(found.value, found.low, found.high, p, found.clusters)
+
+
+def sign_flip(apart: Floats, seed: int = 0) -> float:
+    """Two-sided p of the mean of differences that are as often above 0 as below, if there is nothing.
+
+    With n clusters no p is below 2 / 2^n: 0.0005 with 12, 0.06 with 5. Source: Fisher (1935), The Design of
+    Experiments, section 21.
+
+    Args:
+        apart: float64 [clusters].
+        seed: of the signs, where there are too many to try all.
+    """
+    count = len(apart)
+    if count < 2:
+        return math.nan
+    if count <= EXACT:
+        signs = 1 - 2.0 * ((np.arange(1 << count)[:, None] >> np.arange(count)) & 1)
+        beyond, of = _as_far(signs @ apart, apart), 1 << count
+    else:
+        signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=(1 << EXACT, count))
+        beyond, of = _as_far(signs @ apart, apart) + 1, (1 << EXACT) + 1  # what was found is one of the draws
+    return beyond / of
+
+
+def holm(p: Sequence[float]) -> Floats:
+    """p adjusted so that the chance of any false discovery among all is bounded, in the order given; NaN stays.
+
+    Source: Holm (1979), A Simple Sequentially Rejective Multiple Test Procedure.
+
+    Args:
+        p: of each comparison.
+    """
+    return _adjusted(p, lambda ranked: np.maximum.accumulate(ranked * np.arange(len(ranked), 0, -1)))
+
+
+def benjamini_hochberg(p: Sequence[float]) -> Floats:
+    """p adjusted so that the share of false discoveries among discoveries is bounded, in the order given; NaN stays.
+
+    Source: Benjamini and Hochberg (1995), Controlling the False Discovery Rate.
+
+    Args:
+        p: of each comparison.
+    """
+
+    def raised(ranked: Floats) -> Floats:
+        steps = ranked * len(ranked) / np.arange(1, len(ranked) + 1)
+        return np.minimum.accumulate(steps[::-1])[::-1]
+
+    return _adjusted(p, raised)
+
+
+def slope(rows: Floats) -> Floats:
+    """Least-squares slope of each row over its columns: float64 [clusters], per column; NaN of fewer than two numbers.
+
+    Args:
+        rows: float64 [clusters, columns], NaN where there is no number.
+    """
+    at = np.where(np.isnan(rows), np.nan, np.arange(rows.shape[1], dtype=np.float64))
+    enough = (~np.isnan(rows)).sum(1) > 1
+    found = np.full(len(rows), np.nan)
+    known, places = rows[enough], at[enough]
+    apart = places - np.nanmean(places, 1, keepdims=True)
+    found[enough] = np.nansum(apart * known, 1) / np.nansum(apart * apart, 1)
+    return found
+
+
+def _as_far(sums: Floats, apart: Floats) -> int:
+    found = abs(apart.sum())
+    return int((np.abs(sums) >= found - 1e-9 * np.abs(apart).sum()).sum())  # equal sums differ by rounding
+
+
+def _adjusted(p: Sequence[float], step: Callable[[Floats], Floats]) -> Floats:
+    given = np.asarray(p, dtype=np.float64)
+    known = np.flatnonzero(~np.isnan(given))
+    order = known[np.argsort(given[known], kind="stable")]
+    found = np.full(len(given), np.nan)
+    found[order] = np.minimum(step(given[order]), 1.0)
+    return found
+
+
+def _check_level(level: object) -> None:
+    number = number_of(level)
+    if number is None or not 0 < number < 1:
+        raise InvalidSpec(f"level={shown(level)}; give a share between 0 and 1, such as 0.95")

