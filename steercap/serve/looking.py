@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from steercap.client.uploads import encoded
+from steercap.core.texts import texts_of
 from steercap.core.values import index_of, shown
 from steercap.errors import CaptureMemoryFull, InvalidRequest, InvalidSpec, SteercapError
 from steercap.requests.handle import CaptureHandle
@@ -24,7 +25,6 @@ from steercap.serve.library import NAME, Library
 from steercap.serve.routes import NOT_WAITING, refused
 from steercap.vectors import extract
 from steercap.vectors.layers import LayerVectors
-from steercap.views.texts import texts_of
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel

@@ -8,17 +8,18 @@
         rows = handle.fetch().captures[4]
         found = extract(model, ["It was lovely"], ["It was awful"], name="joy", held_out=0)
 
-`steercap.sync.vectors`, `steercap.sync.experiments`, `steercap.sync.patching` and `steercap.sync.persona` hold the
-functions that take an open model; all but `persona.run` are names of `steercap.sync` too. What is not awaited, such as
-edits and specs, is `steercap`'s own. In a notebook `await` works at the top level, and `steercap.SteerModel` is the
-better choice.
+`steercap.sync.vectors`, `steercap.sync.experiments`, `steercap.sync.patching`, `steercap.sync.analysis` and
+`steercap.sync.persona` hold the functions that take an open model; all but `persona.run` are names of `steercap.sync`
+too. What is not awaited, such as edits and specs, is `steercap`'s own. In a notebook `await` works at the top level, and
+`steercap.SteerModel` is the better choice.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from steercap.sync import experiments, patching, persona, vectors
+    from steercap.sync import analysis, experiments, patching, persona, vectors
+    from steercap.sync.analysis import layer_sweep, position_sweep
     from steercap.sync.experiments import run_sweep
     from steercap.sync.handle import CaptureHandle
     from steercap.sync.model import SteerModel
@@ -34,14 +35,17 @@ __all__ = [
     "RunningSketch",
     "SteerModel",
     "ablate",
+    "analysis",
     "calibrate",
     "experiments",
     "extract",
+    "layer_sweep",
     "mean_rows",
     "patch",
     "patching",
     "path_patch",
     "persona",
+    "position_sweep",
     "run_sweep",
     "save_run",
     "vectors",
@@ -55,13 +59,15 @@ _HOMES = {
     "ablate": "patching",
     "calibrate": "vectors",
     "extract": "vectors",
+    "layer_sweep": "analysis",
     "mean_rows": "vectors",
     "patch": "patching",
     "path_patch": "patching",
+    "position_sweep": "analysis",
     "run_sweep": "experiments",
     "save_run": "saving",
 }
-_PACKAGES = frozenset({"experiments", "patching", "persona", "vectors"})
+_PACKAGES = frozenset({"analysis", "experiments", "patching", "persona", "vectors"})
 
 
 def __getattr__(name: str) -> object:
