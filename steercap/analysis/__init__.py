@@ -4,6 +4,7 @@ Functions return pyarrow Tables, and pictures take these. All but the sweeps rea
 engine.
 """
 
+from steercap.analysis.anatomy import PARTS, Anatomy, anatomy, draw_anatomy
 from steercap.analysis.components import ends, principal, scores, scree
 from steercap.analysis.features import nearest_features
 from steercap.analysis.geometry import chance_cosine, clusters, cosines, merges
@@ -21,12 +22,16 @@ from steercap.analysis.tokens import nearest_tokens, vector_lens
 from steercap.weights.model import ModelWeights
 
 __all__ = [
+    "PARTS",
+    "Anatomy",
     "ModelWeights",
     "about",
+    "anatomy",
     "as_text",
     "chance_cosine",
     "clusters",
     "cosines",
+    "draw_anatomy",
     "ends",
     "head_reads",
     "layer_sweep",

@@ -68,12 +68,7 @@ def scree(
     directions = named(vectors)
     given = _rows(directions, layer, unit=unit)
     found = _components(given, centred=centred)
-    shares = []
-    norms = np.linalg.norm(given, axis=1, keepdims=True)
-    for draw in range(random):
-        drawn = random_units(len(given), directions.width, seed * 1_000_003 + draw).double().numpy() * norms
-        variances = _components(drawn, centred=centred).variances
-        shares.append(variances / variances.sum())
+    shares = _random_shares(given, random, seed, centred=centred)[:, : len(found.variances)]
     low, high = np.percentile(shares, [2.5, 97.5], axis=0)
     columns = {
         "component": np.arange(1, len(found.variances) + 1),
@@ -195,6 +190,16 @@ def _components(rows: Array, *, centred: bool) -> _Found:
         raise InvalidSpec("all vectors are the same, so there is no variance to explain")
     signs = np.sign(found[np.abs(found).argmax(axis=0), np.arange(found.shape[1])])
     return _Found(sizes[kept] ** 2 / len(rows), axes[kept] * signs[:, None], found * signs)
+
+
+def _random_shares(rows: Array, random: int, seed: int, *, centred: bool) -> Array:
+    """What each component of sets of random vectors, each as long as its row, explains: [random, names]."""
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    drawn = random_units(random * len(rows), rows.shape[1], seed).double().numpy().reshape(random, *rows.shape) * norms
+    middle = drawn - drawn.mean(axis=1, keepdims=True) if centred else drawn
+    variances = np.linalg.eigvalsh(middle @ middle.swapaxes(1, 2))[:, ::-1].clip(min=0)
+    shares: Array = variances / variances.sum(axis=1, keepdims=True)
+    return shares
 
 
 def _count(count: object, found: _Found) -> int:

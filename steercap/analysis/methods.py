@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,24 +36,27 @@ def method_similarity(
 ) -> pa.Table:
     """Cosines of the directions of several methods, layer by layer, with what the data allow.
 
-    No two methods can be expected to agree better than each agrees with itself on other data. So the groups of the rows
-    are split into halves at random, `halves` times, each method is used on both, and `ceiling` is the geometric mean of
-    what the two methods' agreements come to for all of the data: 2c / (1 + c), c the mean cosine between halves.
+    Methods that see the same rows share their noise, and agree for that alone. So the groups of the rows are split into
+    halves at random, `halves` times, and each method is used on both. `apart` is the cosine of one method on one half
+    with the other on the other half, and `ceiling` what it would be if both looked for the same direction: the
+    geometric mean of how well each agrees with itself on the other half. Where `apart` reaches `ceiling`, no difference
+    of the methods is to be seen.
 
-    Sources: Spearman (1910) and Brown (1910) for the step from halves to the whole; Spearman (1904) for the ceiling.
+    Source of the ceiling: Spearman (1904), The proof and measurement of association between two things.
 
     Args:
         contrast: rows of texts that show something, and of texts that do not.
         layers: what the second axis of the rows is.
         methods: names in `steercap.vectors.METHODS`.
-        others: further vectors by name, such as trained ones, which are not found anew: `ceiling` is NaN for them.
+        others: further vectors by name, such as trained ones, which are not found anew: `apart`,
+            `ceiling` and `shuffled` are NaN for them.
         halves: splits; each needs groups that both kinds have, two at least.
         shuffles: how often labels are shuffled within pairs of texts, for what methods agree in where there is nothing.
         seed: of splits, shuffles and methods.
 
     Returns:
-        Columns `layer`, `first`, `second`, `cosine`, `ceiling`, `shuffled` (mean |cosine| with shuffled labels; NaN for
-        `others`), `chance` (mean |cosine| of random directions, √(2 / (π width))).
+        Columns `layer`, `first`, `second`, `cosine` (on all rows), `apart`, `ceiling`, `shuffled` (mean |cosine| on all
+        rows with shuffled labels), `chance` (mean |cosine| of random directions, √(2 / (π width))).
 
     Raises:
         InvalidSpec: no method, one name twice, others of another width or without a layer, fewer than 1 split, or
@@ -66,18 +69,16 @@ def method_similarity(
     if any(index_of(one) is None or one < 1 for one in (halves, shuffles)):
         raise InvalidSpec(f"halves={shown(halves)}, shuffles={shown(shuffles)}; give numbers above 0")
     whole = _found(contrast, layers, wanted, seed) | _kept(others or {}, layers, contrast.positive.shape[2])
-    agreement = _agreement(contrast, layers, wanted, halves, seed)
+    pairs = [_halved(contrast, layers, wanted, seed, seed + draw) for draw in range(halves)]
     nothing = [_found(_shuffled(contrast, seed + draw), layers, wanted, seed) for draw in range(shuffles)]
-    width = contrast.positive.shape[2]
-    rows = []
-    for layer in layers:
-        for first, second in combinations(whole, 2):
-            known = first in agreement and second in agreement
-            ceiling = math.sqrt(agreement[first][layer] * agreement[second][layer]) if known else math.nan
-            without = [abs(_cosine(found[first], found[second], layer)) for found in nothing] if known else [math.nan]
-            cosine = _cosine(whole[first], whole[second], layer)
-            rows.append((layer, first, second, cosine, ceiling, float(np.mean(without)), chance_cosine(width)))
-    names = ("layer", "first", "second", "cosine", "ceiling", "shuffled", "chance")
+    width, rows = contrast.positive.shape[2], []
+    for layer, (first, second) in product(layers, combinations(whole, 2)):
+        known = {first, second} <= set(wanted)
+        apart, ceiling = _across(pairs, first, second, layer) if known else (math.nan, math.nan)
+        without = [abs(_cosine(found[first], found[second], layer)) for found in nothing] if known else [math.nan]
+        cosine = _cosine(whole[first], whole[second], layer)
+        rows.append((layer, first, second, cosine, apart, ceiling, float(np.mean(without)), chance_cosine(width)))
+    names = ("layer", "first", "second", "cosine", "apart", "ceiling", "shuffled", "chance")
     made: dict[str, Any] = {"width": width, "halves": halves, "shuffles": shuffles, "seed": seed}
     texts = {"positive": len(contrast.positive), "negative": len(contrast.negative)}
     return table_of(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)), **made, **texts)
@@ -99,22 +100,23 @@ def _kept(others: Mapping[str, LayerVectors], layers: Sequence[int], width: int)
     return dict(others)
 
 
-def _agreement(
-    contrast: Contrast, layers: Sequence[int], methods: Sequence[str], halves: int, seed: int
-) -> dict[str, dict[int, float]]:
-    """How well each method would agree with itself on as many other rows, by method and layer: 0 at least."""
-    found: dict[str, dict[int, list[float]]] = {method: {layer: [] for layer in layers} for method in methods}
-    for draw in range(halves):
-        one, other = contrast.split(0.5, seed + draw)
-        assert other is not None
-        pair = [_found(half, layers, methods, seed) for half in (one, other)]
-        for method in methods:
-            for layer in layers:
-                found[method][layer].append(_cosine(pair[0][method], pair[1][method], layer))
-    mean = {
-        method: {layer: max(float(np.mean(each)), 0.0) for layer, each in by.items()} for method, by in found.items()
-    }
-    return {method: {layer: 2 * c / (1 + c) for layer, c in by.items()} for method, by in mean.items()}
+def _halved(
+    contrast: Contrast, layers: Sequence[int], methods: Sequence[str], seed: int, draw: int
+) -> tuple[Found, Found]:
+    """The vectors of each method on either half of the groups."""
+    one, other = contrast.split(0.5, draw)
+    assert other is not None
+    return _found(one, layers, methods, seed), _found(other, layers, methods, seed)
+
+
+def _across(pairs: Sequence[tuple[Found, Found]], first: str, second: str, layer: int) -> tuple[float, float]:
+    """The mean cosine of two methods on different halves, and of what it could be: 0 at least."""
+    apart = [_cosine(one[first], other[second], layer) for one, other in (*pairs, *(pair[::-1] for pair in pairs))]
+    own = [
+        max(float(np.mean([_cosine(one[method], other[method], layer) for one, other in pairs])), 0.0)
+        for method in (first, second)
+    ]
+    return float(np.mean(apart)), math.sqrt(own[0] * own[1])
 
 
 def _shuffled(contrast: Contrast, seed: int) -> Contrast:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from steercap.cli import capture, demo, explore, generate, inspection, models, persona, serve, sweep, vectors
+from steercap.cli import analyse, capture, demo, explore, generate, inspection, models, persona, serve, sweep, vectors
 from steercap.cli.command import group_of
 from steercap.cli.doctor import command as doctor
 
@@ -16,7 +16,7 @@ app = group_of(
     name="steercap",
     epilog="Exit codes: 0 done, 1 it failed, 2 called wrongly, 130 interrupted.",
 )
-for part in (demo, generate, capture, serve, explore, vectors, persona, sweep, inspection, models, doctor):
+for part in (demo, generate, capture, serve, explore, vectors, persona, sweep, analyse, inspection, models, doctor):
     part.register(app)
 
 

@@ -10,8 +10,8 @@
 
 `steercap.sync.vectors`, `steercap.sync.experiments`, `steercap.sync.patching`, `steercap.sync.analysis` and
 `steercap.sync.persona` hold the functions that take an open model; all but `persona.run` are names of `steercap.sync`
-too. What is not awaited, such as edits and specs, is `steercap`'s own. In a notebook `await` works at the top level, and
-`steercap.SteerModel` is the better choice.
+too. What is not awaited, such as edits and specs, is `steercap`'s own. In a notebook `await` works at the top level,
+and `steercap.SteerModel` is the better choice.
 """
 
 from importlib import import_module

@@ -57,6 +57,7 @@ COMMANDS = [
     ["persona", "run"],
     ["persona", "traits"],
     ["sweep"],
+    ["analyse"],
     ["inspect"],
     ["doctor"],
 ]

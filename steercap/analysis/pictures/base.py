@@ -53,11 +53,13 @@ class Picture:
     def __init__(self, path: str | Path, width: float, height: float) -> None:
         with extra("analysis"):
             from matplotlib import rc_context
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
 
         self._path, self._style = Path(path), rc_context(dict(STYLE))
         self._style.__enter__()
         self._figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(self._figure)  # which knows how large texts come out
 
     def __enter__(self) -> Figure:
         return self._figure

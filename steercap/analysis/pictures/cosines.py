@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from steercap.analysis.pictures.base import CHANCE, COLOURS, COLUMN, DIVERGING, INK, PAGE, Picture, bare, only, written
+from steercap.analysis.pictures.base import CHANCE, COLOURS, DIVERGING, INK, PAGE, Picture, bare, only, written
 from steercap.analysis.tables import about, rows_of
 from steercap.errors import InvalidSpec
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+#: Of `method_similarity`, what is drawn: column, its name in the legend, and how.
+LINES: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
+    ("cosine", "same rows", {"color": COLOURS[0], "linewidth": 1.2}),
+    ("apart", "different halves", {"color": COLOURS[1], "linewidth": 1.2}),
+    ("ceiling", "ceiling of halves", {"color": COLOURS[1], "linewidth": 0.9, "linestyle": ":"}),
+    ("shuffled", "same rows, labels shuffled", {"color": CHANCE, "linewidth": 1.0}),
+)
 #: Most names whose cosines are written into their cells.
 WRITTEN = 12
 
@@ -90,7 +97,7 @@ def _draw_tree(axes: Any, rows: Sequence[dict[str, Any]], names: Sequence[str]) 
 
 
 def plot_methods(table: pa.Table, path: str | Path) -> Path:
-    """Cosines of methods, layer by layer: a line for every two, dotted what the data allow, grey what chance gives.
+    """Cosines of every two methods, layer by layer, with what the data allow and what nothing gives.
 
     Args:
         table: of `method_similarity`.
@@ -99,24 +106,19 @@ def plot_methods(table: pa.Table, path: str | Path) -> Path:
     Raises:
         InvalidSpec: another table.
     """
-    columns = ("layer", "first", "second", "cosine", "ceiling", "shuffled", "chance")
+    columns = ("layer", "first", "second", "cosine", "apart", "ceiling", "shuffled", "chance")
     rows = rows_of(table, *columns, maker="method_similarity")
     pairs = list(dict.fromkeys((row["first"], row["second"]) for row in rows))
-    with Picture(path, COLUMN + 1.2, 2.5) as figure:
-        axes: Any = figure.subplots()
-        for number, pair in enumerate(pairs):
+    with Picture(path, min(PAGE, 2.1 * len(pairs) + 1.2), 2.1) as figure:
+        panels = figure.subplots(1, len(pairs), squeeze=False, sharey=True)[0]
+        for axes, pair in zip(panels, pairs, strict=True):
             own = sorted((row for row in rows if (row["first"], row["second"]) == pair), key=lambda row: row["layer"])
-            layers, colour = [row["layer"] for row in own], COLOURS[number % len(COLOURS)]
-            style = {"color": colour, "linewidth": 0.9}
-            axes.plot(
-                layers, [row["cosine"] for row in own], marker="o", markersize=2.5, label=" · ".join(pair), **style
-            )
-            axes.plot(layers, [row["ceiling"] for row in own], linestyle=":", **style)
-            axes.plot(layers, [row["shuffled"] for row in own], linestyle="--", alpha=0.6, **style)
-        axes.axhline(rows[0]["chance"], color=CHANCE, linewidth=0.8, label="chance")
-        axes.plot([], [], color=INK, linestyle=":", label="ceiling, of halves")
-        axes.plot([], [], color=INK, linestyle="--", alpha=0.6, label="labels shuffled")
-        axes.set(xlabel="layer", ylabel="cosine", ylim=(min(0.0, *(row["cosine"] for row in rows)) - 0.02, 1.03))
-        bare(axes)
-        figure.legend(loc="outside right center")
+            for column, said, style in LINES:
+                axes.plot([row["layer"] for row in own], [row[column] for row in own], label=said, **style)
+            axes.axhline(rows[0]["chance"], color=CHANCE, linewidth=0.6, linestyle="--", label="random directions")
+            axes.set(title=" and ".join(map(written, pair)), xlabel="layer")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            bare(axes)
+        panels[0].set(ylabel="cosine", ylim=(min(0.0, *(row["cosine"] for row in rows)) - 0.03, 1.03))
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
     return Path(path)
