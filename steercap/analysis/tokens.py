@@ -23,11 +23,19 @@ if TYPE_CHECKING:
 Norm: TypeAlias = Literal["folded", "applied", "none"]
 #: Whose rows a vector is compared with.
 Rows: TypeAlias = Literal["unembedding", "embedding"]
+#: What tokens are put in order by.
+By: TypeAlias = Literal["logit", "z"]
 ENDS: Final = ("raised", "lowered")
 
 
 def vector_lens(
-    vectors: Vectors, weights: ModelWeights, *, layers: Layers | None = None, top: int = 10, norm: Norm = "folded"
+    vectors: Vectors,
+    weights: ModelWeights,
+    *,
+    layers: Layers | None = None,
+    top: int = 10,
+    norm: Norm = "folded",
+    by: By = "logit",
 ) -> pa.Table:
     """The tokens whose logits a vector raises and lowers most, read by the model's final norm and unembedding.
 
@@ -40,6 +48,8 @@ def vector_lens(
             the row's and the same for all tokens, is left out, so logits are those of a row of root mean square 1.
             "applied": the norm itself, as if the vector were a whole row, with the constants and soft-capping of the
             model: of a captured row, the logit lens. "none": the unembedding alone.
+        by: what tokens are put in order by: "logit", as the model would; or "z", so that tokens whose logit moves far
+            under any vector do not come first.
 
     Returns:
         Columns `name`, `layer`, `end` ("raised" or "lowered"), `place`, `token_id`, `token`, `logit`, `z`: the logit
@@ -48,13 +58,14 @@ def vector_lens(
         of the folded vector.
 
     Raises:
-        InvalidSpec: vectors of another width or basis, another word for `norm`, or `top` that does not fit.
+        InvalidSpec: vectors of another width or basis, another word for `norm` or `by`, or `top` that does not fit.
         UnsupportedModel: a final norm that cannot be folded.
         The errors of `cosines`.
     """
     directions = in_stream(vectors, weights)
-    if norm not in get_args(Norm):
-        raise InvalidSpec(f"norm={shown(norm)}; give one of {', '.join(get_args(Norm))}")
+    for said, given_word, words in (("norm", norm, get_args(Norm)), ("by", by, get_args(By))):
+        if given_word not in words:
+            raise InvalidSpec(f"{said}={shown(given_word)}; give one of {', '.join(words)}")
     head = weights.unembedding
     count = _top(top, head.vocabulary)
     rows: list[dict[str, Any]] = []
@@ -66,13 +77,13 @@ def vector_lens(
         scores = z_of(logits if norm == "none" else folded, lengths, given)
         for at, name in enumerate(directions):
             for end, sign in zip(ENDS, (1, -1), strict=True):
-                best = (logits[at] * sign).topk(count).indices.tolist()
+                best = ((scores if by == "z" else logits)[at] * sign).topk(count).indices.tolist()
                 rows += [
                     {"name": name, "layer": layer, "end": end, "place": place, "token_id": token,
                      "logit": float(logits[at, token]), "z": float(scores[at, token])}
                     for place, token in enumerate(best)
                 ]  # fmt: skip
-    made = origin(directions, norm=norm, compared=head.vocabulary, once=once(head.vocabulary))
+    made = origin(directions, norm=norm, by=by, compared=head.vocabulary, once=once(head.vocabulary))
     return _with_texts(rows, weights, ("name", "layer", "end", "place", "token_id", "token", "logit", "z"), made)
 
 

@@ -35,8 +35,8 @@ class ModelWeights:
         width: elements of the stream.
     """
 
-    def __init__(self, config: PretrainedConfig, files: TensorFiles) -> None:
-        self.name = files.path
+    def __init__(self, config: PretrainedConfig, files: TensorFiles, revision: str | None = None) -> None:
+        self.name, self._revision = files.path, revision
         self._config: Any = config
         self._files = files
         self._layout = layout_of(config.architectures or ())
@@ -61,7 +61,7 @@ class ModelWeights:
         path = os.fspath(checkpoint)
         config = configuration(path, revision)
         layout_of(config.architectures or ())
-        return cls(config, TensorFiles.find(path, revision))
+        return cls(config, TensorFiles.find(path, revision), revision)
 
     def __repr__(self) -> str:
         return f"ModelWeights({self.name!r}, {self.layers} layers × {self.width})"
@@ -104,7 +104,7 @@ class ModelWeights:
             from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.name)
+            return AutoTokenizer.from_pretrained(self.name, revision=self._revision)
         except (OSError, ValueError) as error:
             raise ModelNotLoaded(f"no tokenizer at {self.name!r}: {error}") from error
 
@@ -225,8 +225,9 @@ class ModelWeights:
         """A norm of each head, or of all heads at once."""
         if not name:
             return None
-        (parameter,) = self._module(layer, name).parameters()
-        return FrozenNorm(self._module(layer, name), head_dim if len(parameter) == head_dim else outputs)
+        module = self._module(layer, name)
+        (gain,) = module.parameters()
+        return FrozenNorm(module, head_dim if len(gain) == head_dim else outputs)
 
     def _projections(self, layer: int) -> tuple[Linear, Linear, Linear]:
         """The weights that make queries, keys and values, and their biases."""

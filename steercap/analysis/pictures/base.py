@@ -17,13 +17,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: Width of a column and of a page of text in inches; dots per inch of pictures that have dots.
-COLUMN, PAGE, DPI = 3.4, 6.9, 200
+COLUMN, PAGE, DPI = 3.4, 6.9, 160
 #: Of the palette of Okabe and Ito, which the colour-blind tell apart; grey is chance.
 COLOURS: Final = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 CHANCE: Final = "#999999"
 INK: Final = "#222222"
 #: Both ways from nothing: blue is less, red is more.
 DIVERGING: Final = "RdBu_r"
+#: Where a name may stand: points to the right of its dot and above it, and which of its corners is there.
+SIDES: Final = (
+    (4, 0, "left", "center"),
+    (-4, 0, "right", "center"),
+    (0, 4, "center", "bottom"),
+    (0, -4, "center", "top"),
+    (4, 6, "left", "bottom"),
+    (-4, 6, "right", "bottom"),
+    (4, -6, "left", "top"),
+    (-4, -6, "right", "top"),
+)
 #: What matplotlib is told, in place of its defaults.
 STYLE: Final[Mapping[str, Any]] = {
     "font.size": 8,
@@ -76,6 +87,31 @@ class Picture:
 def bare(axes: Any) -> None:
     """Take away the frame's upper and right line."""
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def place_names(axes: Any, names: Sequence[str], points: Any, size: float = 6.5) -> None:
+    """Names beside points, each on the first side where it covers no other name and no point, and stays in the axes;
+    on the last of them where there is none.
+
+    Args:
+        axes: where, its limits as they are to be.
+        names: as they are drawn.
+        points: [names, 2].
+        size: of the letters.
+    """
+    axes.figure.draw_without_rendering()  # so that places in the axes are known
+    renderer, taken = axes.figure.canvas.get_renderer(), []
+    dots, frame = axes.transData.transform(np.asarray(points, dtype=float)), axes.get_window_extent()
+    for name, point in zip(names, points, strict=True):
+        for number, (across, up, beside, over) in enumerate(SIDES, 1):
+            style = {"ha": beside, "va": over, "fontsize": size, "color": INK}
+            text = axes.annotate(name, point, (across, up), textcoords="offset points", **style)
+            box = text.get_window_extent(renderer)
+            covers = any(map(box.overlaps, taken)) or any(box.contains(*dot) for dot in dots)
+            if number == len(SIDES) or (not covers and frame.x0 <= box.x0 and box.x1 <= frame.x1 + 12):
+                taken.append(box)
+                break
+            text.remove()
 
 
 def written(name: str) -> str:

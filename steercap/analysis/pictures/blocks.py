@@ -8,8 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from steercap.analysis.pictures.base import CHANCE, COLOURS, DIVERGING, INK, PAGE, Picture, bare, limit, only, written
+from steercap.analysis.pictures.base import (
+    CHANCE,
+    COLOURS,
+    DIVERGING,
+    INK,
+    PAGE,
+    Picture,
+    bare,
+    limit,
+    only,
+    place_names,
+    written,
+)
 from steercap.analysis.tables import about, rows_of
+from steercap.core.extras import extra
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
 
@@ -70,14 +83,13 @@ def _map(rows: Sequence[dict[str, Any]], layers: Sequence[int], heads: int, colu
 def _draw_maps(maps: dict[str, Any], layers: Sequence[int], path: Path, said: str) -> None:
     most, (down, across) = limit(list(maps.values())), next(iter(maps.values())).shape
     width = max(CELL * across, 1.25)
-    with Picture(path, min((width + 0.35) * len(maps) + 0.9, PAGE), max(CELL * down, 1.4) + 0.75) as figure:
+    with Picture(path, min((width + 0.35) * len(maps) + 0.9, PAGE), max(CELL * down, 1.4) + 0.9) as figure:
         panels = figure.subplots(1, len(maps), squeeze=False, sharey=True)[0]
         for axes, (name, values) in zip(panels, maps.items(), strict=True):
             style = {"vmin": -most, "vmax": most, "aspect": "auto", "interpolation": "nearest", "origin": "lower"}
             image = axes.imshow(values, cmap=DIVERGING, **style)
-            axes.set(title=written(name), xlabel="head")
+            axes.set(title=written(name), xlabel=f"head\n{_mark(axes, values, layers)}")
             axes.xaxis.get_major_locator().set_params(integer=True)
-            _mark(axes, values, layers)
             axes.tick_params(length=2)
         step = max(len(layers) // 10, 1)
         panels[0].set_yticks(range(0, len(layers), step), [str(layer) for layer in layers[::step]])
@@ -87,25 +99,20 @@ def _draw_maps(maps: dict[str, Any], layers: Sequence[int], path: Path, said: st
         bar.outline.set_linewidth(0.4)
 
 
-def _mark(axes: Any, values: Any, layers: Sequence[int]) -> None:
-    """Name the outermost heads, each beside its cell, on the side where there is room."""
-    order = np.argsort(-np.nan_to_num(np.abs(values)).ravel())[:NAMED]
-    for place in order:
-        row, head = np.unravel_index(place, values.shape)
-        right = head < values.shape[1] / 2
-        axes.annotate(
-            f"{layers[row]}.{head}",
-            (head + (0.5 if right else -0.5), row),
-            (1.5 if right else -1.5, 0),
-            textcoords="offset points",
-            ha="left" if right else "right",
-            va="center",
-            fontsize=5.5,
-            color=INK,
-        )
+def _mark(axes: Any, values: Any, layers: Sequence[int]) -> str:
+    """Frame the outermost heads; their names, layer.head, the outermost first."""
+    with extra("analysis"):
+        from matplotlib.patches import Rectangle
+
+    outermost = np.argsort(-np.nan_to_num(np.abs(values)).ravel())[:NAMED]
+    places = [np.unravel_index(place, values.shape) for place in outermost]
+    for row, head in places:
+        frame = {"fill": False, "edgecolor": INK, "linewidth": 0.9, "clip_on": False, "zorder": 3}
+        axes.add_patch(Rectangle((head - 0.5, row - 0.5), 1, 1, **frame))
+    return ", ".join(f"{layers[row]}.{head}" for row, head in places)
 
 
-def plot_neurons(table: pa.Table, path: str | Path, *, named: int = 5) -> Path:
+def plot_neurons(table: pa.Table, path: str | Path, *, named: int = 4) -> Path:
     """The neurons that read or write each vector most, over the layers; the dashed lines are chance.
 
     Args:
@@ -119,26 +126,32 @@ def plot_neurons(table: pa.Table, path: str | Path, *, named: int = 5) -> Path:
     rows = rows_of(table, "name", "layer", "neuron", "z", maker="neuron_reads or neuron_writes")
     names, chance = list(dict.fromkeys(row["name"] for row in rows)), about(table)["once"]
     parts = list(dict.fromkeys(row.get("part", "down") for row in rows))
-    most = 1.12 * max(limit([row["z"] for row in rows]), chance)
-    with Picture(path, min(PAGE, 2.5 * len(names) + 0.6), 2.2) as figure:
+    most = 1.2 * max(limit([row["z"] for row in rows]), chance)
+    with Picture(path, min(PAGE, 2.1 * len(names) + 0.9), 2.2) as figure:
         panels = figure.subplots(1, len(names), squeeze=False, sharey=True, sharex=True)[0]
         for axes, name in zip(panels, names, strict=True):
             own = [row for row in rows if row["name"] == name]
             for number, part in enumerate(parts):
                 some = [row for row in own if row.get("part", "down") == part]
-                style = {"s": 9, "color": COLOURS[number], "linewidth": 0, "alpha": 0.85, "label": part}
+                style = {"s": 8, "color": COLOURS[number], "linewidth": 0, "alpha": 0.85, "label": part}
                 axes.scatter([row["layer"] for row in some], [row["z"] for row in some], **style)
             for sign in (-1, 1):
                 axes.axhline(sign * chance, color=CHANCE, linewidth=0.7, linestyle="--", zorder=0)
-            for row in sorted(own, key=lambda row: -abs(row["z"]))[:named]:
-                where, text = (row["layer"], row["z"]), f"{row['layer']}.{row['neuron']}"
-                style = {"textcoords": "offset points", "ha": "right", "va": "center", "fontsize": 5.5, "color": INK}
-                axes.annotate(text, where, (-3, 0), **style)
             axes.set(title=written(name), xlabel="layer", ylim=(-most, most))
-            axes.margins(x=0.12)
+            axes.margins(x=0.08)
             axes.xaxis.get_major_locator().set_params(integer=True)
             bare(axes)
         panels[0].set_ylabel("z")
         if len(parts) > 1:
-            panels[-1].legend(loc="lower left", handletextpad=0.1)
+            figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", handletextpad=0.1)
+        for axes, name in zip(panels, names, strict=True):
+            _name(axes, [row for row in rows if row["name"] == name], named)
     return Path(path)
+
+
+def _name(axes: Any, rows: Sequence[dict[str, Any]], count: int) -> None:
+    """Name the outermost neurons, layer.neuron, each once."""
+    points: dict[str, tuple[int, float]] = {}
+    for row in sorted(rows, key=lambda row: -abs(row["z"])):
+        points.setdefault(f"{row['layer']}.{row['neuron']}", (row["layer"], row["z"]))
+    place_names(axes, list(points)[:count], list(points.values())[:count], size=5.5)

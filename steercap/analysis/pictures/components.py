@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from steercap.analysis.pictures.base import CHANCE, COLOURS, COLUMN, INK, Picture, bare, written
+from steercap.analysis.pictures.base import CHANCE, COLOURS, COLUMN, Picture, bare, place_names, written
 from steercap.analysis.tables import rows_of
 from steercap.errors import InvalidSpec
 
@@ -69,36 +69,9 @@ def plot_scores(table: pa.Table, path: str | Path) -> Path:
         axes.margins(0.14)
         axes.set(xlabel=_share(first, shares), ylabel=_share(first + 1, shares))
         bare(axes)
-        figure.draw_without_rendering()  # so that places in the axes are known
-        _name(axes, names, points)
+        place_names(axes, [written(name) for name in names], points)
     return Path(path)
 
 
 def _share(component: int, shares: dict[int, float]) -> str:
     return f"component {component} ({100 * shares[component]:.0f} %)"
-
-
-def _name(axes: Any, names: list[str], points: Any) -> None:
-    """Names beside their points, each on the first of some sides where it covers no other name."""
-    taken: list[Any] = []
-    renderer = axes.figure.canvas.get_renderer()
-    dots = axes.transData.transform(points)
-    sides = (
-        (4, 0, "left", "center"),
-        (-4, 0, "right", "center"),
-        (0, 4, "center", "bottom"),
-        (0, -4, "center", "top"),
-        (4, 6, "left", "bottom"),
-        (-4, -6, "right", "top"),
-    )
-    for name, point in zip(names, points, strict=True):
-        for across, up, beside, over in sides:
-            style = {"ha": beside, "va": over, "fontsize": 6.5, "color": INK}
-            text = axes.annotate(written(name), point, (across, up), textcoords="offset points", **style)
-            box = text.get_window_extent(renderer)
-            covers = any(box.overlaps(other) for other in taken) or sum(box.contains(*dot) for dot in dots) > 0
-            inside = axes.get_window_extent(renderer).x1 + 20 > box.x1
-            if (not covers and inside) or (across, up) == sides[-1][:2]:
-                taken.append(box)
-                break
-            text.remove()

@@ -60,7 +60,7 @@ def plot_cosines(table: pa.Table, path: str | Path, *, tree: pa.Table | None = N
         if tree is not None:
             _draw_tree(left[0], rows_of(tree, "left", "right", "distance", maker="merges"), names)
             axes.yaxis.tick_right()
-        bar = figure.colorbar(image, ax=axes, shrink=0.7, pad=0.03 if tree is None else 0.22)
+        bar = figure.colorbar(image, ax=axes, shrink=0.7, pad=0.03)
         bar.set_label(f"cosine, layer {at}")
         bar.outline.set_linewidth(0.4)
     return Path(path)

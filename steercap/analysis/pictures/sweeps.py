@@ -42,7 +42,7 @@ def plot_layer_sweep(table: pa.Table, path: str | Path, *, metric: str = "change
     """
     rows = rows_of(table, "name", "control", "layer", "prompt", "difference", maker="layer_sweep")
     names = list(dict.fromkeys(row["name"] for row in rows))
-    with Picture(path, min(PAGE, COLUMN * len(names)), 2.3) as figure:
+    with Picture(path, min(PAGE, COLUMN * len(names)), 2.5) as figure:
         panels = figure.subplots(1, len(names), squeeze=False, sharey=True)[0]
         for axes, name in zip(panels, names, strict=True):
             own = [row for row in rows if row["name"] == name]
@@ -55,7 +55,7 @@ def plot_layer_sweep(table: pa.Table, path: str | Path, *, metric: str = "change
             axes.xaxis.get_major_locator().set_params(integer=True)
             bare(axes)
         panels[0].set_ylabel(metric)
-        panels[0].legend(loc="best")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=2)
     return Path(path)
 
 

@@ -67,6 +67,7 @@ def _draw(axes: Any, rows: list[dict[str, Any]], chance: float, most: float) -> 
                 fontsize=6.5,
                 family=FONT,
                 color=INK,
+                bbox={"facecolor": "white", "linewidth": 0, "pad": 0.6},
             )
         axes.axvline(sign * chance, color=CHANCE, linewidth=0.7, linestyle="--", zorder=0)
     axes.axvline(0, color=INK, linewidth=0.6)
