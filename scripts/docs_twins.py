@@ -24,6 +24,7 @@ class Twins(griffe.Extension):
             "sync.evaluation",
             "sync.experiments",
             "sync.patching",
+            "sync.analysis",
             "sync.persona",
         ):
             owner = pkg[place]

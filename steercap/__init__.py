@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     # The packages of _PACKAGES, for type checkers.
+    from steercap import analysis as analysis
     from steercap import client as client
     from steercap import edits as edits
     from steercap import errors as errors
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from steercap import training as training
     from steercap import vectors as vectors
     from steercap import views as views
-    from steercap.analysis.attention import AttentionSummary
     from steercap.config import Settings
     from steercap.core.receipt import Receipt, SteeringReceipt
     from steercap.core.rows import latest_per_position
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from steercap.edits.set_projection import SetProjection
     from steercap.model import SteerModel
     from steercap.requests.answers import RawOutput
+    from steercap.requests.attention import AttentionSummary
     from steercap.requests.handle import CaptureHandle
     from steercap.requests.manifest import Manifest
     from steercap.requests.monitoring import Crossing, MonitorReport
@@ -59,7 +60,7 @@ _HOMES = {
     "Add": "steercap.edits.add",
     "AddIf": "steercap.edits.add_if",
     "Cap": "steercap.edits.cap",
-    "AttentionSummary": "steercap.analysis.attention",
+    "AttentionSummary": "steercap.requests.attention",
     "Calibration": "steercap.vectors.calibration",
     "CaptureHandle": "steercap.requests.handle",
     "CaptureRun": "steercap.requests.saving",
@@ -93,6 +94,7 @@ _HOMES = {
 #: Packages that `import steercap` makes reachable, each loaded when it is first named.
 _PACKAGES = frozenset(
     {
+        "analysis",
         "client",
         "edits",
         "errors",

@@ -1,1 +1,62 @@
-"""What can be computed from captured rows alone."""
+"""What vectors are made of: how they lie to each other, what they say, what they touch, where they matter.
+
+Functions return pyarrow Tables, and pictures take these. All but the sweeps read weights of a checkpoint, without an
+engine.
+"""
+
+from steercap.analysis.anatomy import PARTS, Anatomy, anatomy, draw_anatomy
+from steercap.analysis.components import ends, principal, scores, scree
+from steercap.analysis.features import nearest_features
+from steercap.analysis.geometry import chance_cosine, clusters, cosines, merges
+from steercap.analysis.heads import head_reads, ov_circuit, ov_tokens, qk_circuit
+from steercap.analysis.methods import method_similarity
+from steercap.analysis.neurons import neuron_reads, neuron_writes
+from steercap.analysis.pictures.blocks import plot_heads, plot_neurons
+from steercap.analysis.pictures.components import plot_scores, plot_scree
+from steercap.analysis.pictures.cosines import plot_cosines, plot_methods
+from steercap.analysis.pictures.sweeps import plot_layer_sweep, plot_position_sweep
+from steercap.analysis.pictures.tokens import plot_tokens
+from steercap.analysis.sweeps import layer_sweep, position_sweep
+from steercap.analysis.tables import about, as_text, save_table
+from steercap.analysis.tokens import nearest_tokens, vector_lens
+from steercap.weights.model import ModelWeights
+
+__all__ = [
+    "PARTS",
+    "Anatomy",
+    "ModelWeights",
+    "about",
+    "anatomy",
+    "as_text",
+    "chance_cosine",
+    "clusters",
+    "cosines",
+    "draw_anatomy",
+    "ends",
+    "head_reads",
+    "layer_sweep",
+    "merges",
+    "method_similarity",
+    "nearest_features",
+    "nearest_tokens",
+    "neuron_reads",
+    "neuron_writes",
+    "ov_circuit",
+    "ov_tokens",
+    "plot_cosines",
+    "plot_heads",
+    "plot_layer_sweep",
+    "plot_methods",
+    "plot_neurons",
+    "plot_position_sweep",
+    "plot_scores",
+    "plot_scree",
+    "plot_tokens",
+    "position_sweep",
+    "principal",
+    "qk_circuit",
+    "save_table",
+    "scores",
+    "scree",
+    "vector_lens",
+]

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from steercap.cli import (
+    analyse,
     capture,
     demo,
     evaluate,
@@ -40,6 +41,7 @@ for part in (
     train,
     sweep,
     evaluate,
+    analyse,
     inspection,
     models,
     doctor,

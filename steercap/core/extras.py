@@ -16,6 +16,7 @@ _VLLM: Final = ("PIL", "fastapi", "huggingface_hub", "starlette", "tokenizers", 
 _TABLES: Final = ("pyarrow", "yaml")
 #: The libraries that each extra brings, by the names that they are imported by.
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
+    "analysis": ("matplotlib", "pyarrow", "scipy"),
     "cli": ("rich", "typer"),
     "client": ("httpx", "openai"),
     "cpu": _VLLM,

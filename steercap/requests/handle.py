@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from steercap.analysis.attention import Attending, AttentionSummary, pattern, summarised
 from steercap.core.attention import AttentionRule
 from steercap.core.chat import MessageSpan
 from steercap.core.coding import RAW
@@ -26,6 +25,7 @@ from steercap.core.values import index_of, shown
 from steercap.encodings.coded import CodedRows
 from steercap.errors import InvalidRequest, InvalidSelection, InvalidSpec
 from steercap.requests import files, npz
+from steercap.requests.attention import Attending, AttentionSummary, pattern, summarised
 from steercap.requests.captures import Captures, Coded, Featured
 from steercap.requests.experts import Experts, experts, logits_of
 from steercap.requests.fetching import fetch_all

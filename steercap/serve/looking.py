@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from steercap.client.uploads import encoded
+from steercap.core.texts import texts_of
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.requests.handle import CaptureHandle
@@ -22,7 +23,6 @@ from steercap.serve.library import NAME, Library
 from steercap.serve.questions import answering, asked, rows_at, rows_of, top_of
 from steercap.vectors import extract
 from steercap.vectors.layers import LayerVectors
-from steercap.views.texts import texts_of
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel

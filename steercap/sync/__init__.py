@@ -8,9 +8,9 @@
         rows = handle.fetch().captures[4]
         found = extract(model, ["It was lovely"], ["It was awful"], name="joy", held_out=0)
 
-`steercap.sync.vectors`, `steercap.sync.experiments`, `steercap.sync.evaluation`, `steercap.sync.patching` and
-`steercap.sync.persona` hold the functions that take an open model; all but `persona.run` are names of `steercap.sync`
-too. What is not awaited, such as edits and specs, is `steercap`'s own. In a notebook `await` works at the top level,
+`steercap.sync.vectors`, `steercap.sync.experiments`, `steercap.sync.evaluation`, `steercap.sync.patching`,
+`steercap.sync.analysis` and `steercap.sync.persona` hold the functions that take an open model; all but `persona.run`
+are names of `steercap.sync` too. What is not awaited, such as edits and specs, is `steercap`'s own. In a notebook `await` works at the top level,
 and `steercap.SteerModel` is the better choice.
 """
 
@@ -18,7 +18,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from steercap.sync import evaluation, experiments, patching, persona, vectors
+    from steercap.sync import analysis, evaluation, experiments, patching, persona, vectors
+    from steercap.sync.analysis import layer_sweep, position_sweep
     from steercap.sync.evaluation import evaluate, shuffled
     from steercap.sync.experiments import run_sweep
     from steercap.sync.handle import CaptureHandle
@@ -35,16 +36,19 @@ __all__ = [
     "RunningSketch",
     "SteerModel",
     "ablate",
+    "analysis",
     "calibrate",
     "evaluate",
     "evaluation",
     "experiments",
     "extract",
+    "layer_sweep",
     "mean_rows",
     "patch",
     "patching",
     "path_patch",
     "persona",
+    "position_sweep",
     "run_sweep",
     "save_run",
     "shuffled",
@@ -60,14 +64,16 @@ _HOMES = {
     "calibrate": "vectors",
     "evaluate": "evaluation",
     "extract": "vectors",
+    "layer_sweep": "analysis",
     "mean_rows": "vectors",
     "patch": "patching",
     "path_patch": "patching",
+    "position_sweep": "analysis",
     "run_sweep": "experiments",
     "save_run": "saving",
     "shuffled": "evaluation",
 }
-_PACKAGES = frozenset({"evaluation", "experiments", "patching", "persona", "vectors"})
+_PACKAGES = frozenset({"analysis", "evaluation", "experiments", "patching", "persona", "vectors"})
 
 
 def __getattr__(name: str) -> object:

@@ -3,7 +3,7 @@
 from steercap.views.attribution import LogitAttribution, logit_attribution
 from steercap.views.heatmap import TokenHeatmap, heatmap_of, heatmap_of_layers
 from steercap.views.lens import LogitLens, logit_lens
-from steercap.views.unembedding import Unembedding
+from steercap.weights.unembedding import Unembedding
 
 __all__ = [
     "LogitAttribution",

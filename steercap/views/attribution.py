@@ -14,13 +14,13 @@ import torch
 from jaxtyping import Float, Int
 
 from steercap.core.spec import Point
+from steercap.core.texts import texts_of
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidRequest
 from steercap.saes.features import Features
 from steercap.saes.sae import SAE
 from steercap.views.lens import checkpoint_of, tokenizer_of
-from steercap.views.texts import texts_of
-from steercap.views.unembedding import Unembedding
+from steercap.weights.unembedding import Unembedding
 
 if TYPE_CHECKING:
     from steercap import sync

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from steercap.core.extras import extra
+from steercap.core.texts import FONT, drawn, lines_of, texts_of, visible
 from steercap.core.values import index_of, number_of, shown
 from steercap.errors import InvalidRequest
 from steercap.files.base import write_whole
 from steercap.views.colours import ABOVE, BELOW, CENTRE, UNKNOWN, colour, ink
-from steercap.views.texts import FONT, drawn, lines_of, texts_of, visible
 
 if TYPE_CHECKING:
     import torch

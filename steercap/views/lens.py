@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import torch
 
 from steercap.core.extras import extra
+from steercap.core.texts import FONT, drawn, lines_of, shortened, texts_of
 from steercap.errors import InvalidRequest, ModelNotLoaded, UnsupportedModel
 from steercap.files.base import write_whole
 from steercap.views.colours import ABOVE, CENTRE, colour, ink
-from steercap.views.texts import FONT, drawn, lines_of, shortened, texts_of
-from steercap.views.unembedding import Unembedding
+from steercap.weights.unembedding import Unembedding
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -59,6 +59,7 @@ COMMANDS = [
     ["train"],
     ["sweep"],
     ["evaluate"],
+    ["analyse"],
     ["inspect"],
     ["doctor"],
 ]

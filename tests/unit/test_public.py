@@ -13,7 +13,19 @@ from pathlib import Path
 import pytest
 
 import steercap
-from steercap import SteerModel, errors, evaluation, experiments, formats, persona, sync, training, vectors, views
+from steercap import (
+    SteerModel,
+    analysis,
+    errors,
+    evaluation,
+    experiments,
+    formats,
+    persona,
+    sync,
+    training,
+    vectors,
+    views,
+)
 from steercap.config import CPU, Settings
 from steercap.edits import EDITS
 from steercap.encodings import ENCODINGS
@@ -28,6 +40,7 @@ from steercap.sites import SITES
 from steercap.sketches import SKETCHES
 from steercap.training import OBJECTIVES
 from steercap.vectors import METHODS
+from steercap.weights.layouts import LAYOUTS
 
 ROOT = Path(steercap.__file__).parent
 
@@ -61,7 +74,7 @@ def test_the_tree_of_errors_is_the_one_drawn() -> None:
 
 PUBLIC = [
     getattr(module, name)
-    for module in (steercap, evaluation, experiments, formats, persona, training, vectors, views, sync)
+    for module in (steercap, analysis, evaluation, experiments, formats, persona, training, vectors, views, sync)
     for name in module.__all__
     if callable(getattr(module, name))
 ]
@@ -77,7 +90,7 @@ def test_each_argument_is_described(public) -> None:
         assert sorted(name.lstrip("*") for group in described for name in group.split(", ")) == names
 
 
-@pytest.mark.parametrize("registry", [SITES, FAMILIES, ENCODINGS, METHODS, SKETCHES, OBJECTIVES])
+@pytest.mark.parametrize("registry", [SITES, FAMILIES, ENCODINGS, METHODS, SKETCHES, OBJECTIVES, LAYOUTS])
 def test_a_registry_names_what_it_knows(registry) -> None:
     """An unknown name is an error that lists the known ones; each member is a file."""
     with pytest.raises(UnknownName, match=f"known: .*'{next(iter(registry))}'"):
@@ -164,6 +177,7 @@ def test_every_module_is_on_the_map() -> None:
             ("experiments/measures", MEASURES),
             ("evaluation/tasks", TASKS),
             ("persona/scores", SCORERS),
+            ("weights/layouts", LAYOUTS),
         )
         for name in found
     }

@@ -20,7 +20,7 @@ from steercap.sites.base import Tap, input_tap
 from steercap.testing import Reference
 from steercap.testing.quantised import KINDS, quantised_checkpoint, quantised_reference
 from steercap.testing.rows import random_prompt
-from steercap.views.unembedding import Unembedding
+from steercap.weights.unembedding import Unembedding
 
 
 def weight() -> torch.Tensor:

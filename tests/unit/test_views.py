@@ -14,11 +14,11 @@ from transformers import AutoTokenizer
 
 from steercap import errors
 from steercap.core.spec import Point
+from steercap.core.texts import drawn, shortened, visible
 from steercap.requests.captures import Captures
 from steercap.requests.lifecycle import Found
 from steercap.testing import Reference, tiny_checkpoint
 from steercap.views import LogitLens, TokenHeatmap, Unembedding, logit_lens
-from steercap.views.texts import drawn, shortened, visible
 
 IDS = [72, 101, 32, 10, 9, 33]
 

@@ -6,26 +6,21 @@ The modules are transformers' own, built without weights; only the tensors they 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
 import torch
 from jaxtyping import Float, Int
 from torch import nn
 
-from steercap.core.extras import extra
-from steercap.errors import InvalidFile, InvalidRequest, ModelNotLoaded, UnsupportedModel
+from steercap.errors import InvalidRequest, UnsupportedModel
 from steercap.families import family_of
+from steercap.weights.files import TensorFiles, configuration, skeleton
+from steercap.weights.norms import FrozenNorm
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-WHOLE: Final = "model.safetensors"
-INDEX: Final = "model.safetensors.index.json"
-#: How far a row behind the norm may be from what its linear form makes of it, of the row's length.
-LINEAR: Final = 1e-4
 #: Logits held at once, in bytes of float32.
 BLOCK_BYTES: Final = 64 << 20
 
@@ -72,31 +67,65 @@ class Unembedding:
                 norm and an unembedding alone (OPT-350m), or quantised weights of these.
             InvalidFile: the files lack a tensor that the configuration promises.
         """
-        with extra("cuda", "cpu"):
-            from transformers import AutoConfig
-
         path = os.fspath(checkpoint)
-        try:
-            config = AutoConfig.from_pretrained(path, revision=revision)
-        except (OSError, ValueError) as error:
-            raise ModelNotLoaded(f"no configuration of a model at {path!r}: {error}") from error
-        norm, head, names = _modules(path, config)
-        tensors = dict(_tensors(path, revision, set(names)))
+        config = configuration(path, revision)
+        family_of(config.architectures or ())  # before its modules are built
+        return cls.of(config, skeleton(config), TensorFiles.find(path, revision))
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, model: Any, files: TensorFiles) -> Unembedding:
+        """The same of a checkpoint that is open.
+
+        Args:
+            config: transformers' configuration.
+            model: its modules without weights.
+            files: its tensors.
+
+        Raises:
+            UnsupportedModel, InvalidFile: as for `load`.
+        """
+        family = family_of(config.architectures or ())
+        norm, head, names = _modules(files.path, config, model)
         for name, (module, parameter) in names.items():
-            tensor = tensors[name]
-            if tensor.shape != module.get_parameter(parameter).shape or not tensor.is_floating_point():
-                raise UnsupportedModel(
-                    f"{path}: {name} is {list(tensor.shape)} {tensor.dtype}, which is not the plain weight that the "
-                    "configuration describes; the logit lens reads weights that are not quantised"
-                )
-            setattr(module, parameter, nn.Parameter(tensor.float(), requires_grad=False))
-        return cls(
-            norm,
-            head,
-            getattr(config, "final_logit_softcapping", None),
-            family_of(config.architectures or ()).logits(config),
-            family_of(config.architectures or ()).factor(config),
-        )
+            tensor = files.read(name, module.get_parameter(parameter).shape)
+            setattr(module, parameter, nn.Parameter(tensor, requires_grad=False))
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return cls(norm, head, softcap, family.logits(config), family.factor(config))
+
+    @cached_property
+    def norm(self) -> FrozenNorm:
+        """The final norm, its scale taken as given.
+
+        Raises:
+            UnsupportedModel: a norm that is not a scale and a gain, with or without a mean subtracted first.
+        """
+        return FrozenNorm(self._norm, self.width)
+
+    def read(self, directions: Float[torch.Tensor, "n hidden"]) -> Float[torch.Tensor, "n vocabulary"]:
+        """What directions add to each token's logit, up to the positive scale of the row they are in: float32.
+
+        The gain of the final norm, its centring and the factor of logits are in it; the norm's constant and
+        soft-capping, which keeps the order of tokens, are not.
+
+        Args:
+            directions: [n, hidden].
+        """
+        with torch.inference_mode():
+            return self.norm.linear(directions) @ self.weight.T * self._factor
+
+    @cached_property
+    def reading_lengths(self) -> Float[torch.Tensor, " vocabulary"]:
+        """Length of what each token's logit reads: `read` of a direction is this times the direction's length times the
+        cosine of both. float32 [vocabulary].
+        """
+        size = max(1, BLOCK_BYTES // (4 * self.width))
+        blocks = [self.norm.through(block).norm(dim=1) for block in self.weight.split(size)]
+        return torch.cat(blocks) * abs(self._factor)
+
+    @property
+    def weight(self) -> Float[torch.Tensor, "vocabulary hidden"]:
+        """The unembedding's own rows, float32 [vocabulary, hidden]."""
+        return self._head.get_parameter("weight")
 
     def logits(self, rows: Float[torch.Tensor, "*any hidden"]) -> Float[torch.Tensor, "*any vocabulary"]:
         """Logits of the next token: float32 [..., vocabulary]. Of the last layer's rows, they are the model's own.
@@ -140,23 +169,8 @@ class Unembedding:
                 f"{self.width} and tokens below {self.vocabulary}"
             )
         with torch.inference_mode():
-            constant, gain = self._gain()
-            behind = self._norm(rows.float()) - constant
-            weights = self._head.get_parameter("weight")[token_ids] * self._factor
-            for centre in (False, True):
-                scaled = gain * (rows.float() - rows.float().mean(dim=1, keepdim=True) * centre)
-                scales = (behind * scaled).sum(dim=1, keepdim=True) / scaled.square().sum(dim=1, keepdim=True)
-                if bool(((behind - scales * scaled).norm(dim=1) <= LINEAR * behind.norm(dim=1)).all()):
-                    read = weights * gain * scales
-                    return read - read.mean(dim=1, keepdim=True) * centre, weights @ constant
-        raise UnsupportedModel(f"{type(self._norm).__name__} is no norm that can be frozen: a scale times a gain")
-
-    def _gain(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the norm adds, and what it multiplies elements by, as it says itself: float32 [hidden] each."""
-        signs = torch.ones(self.width)
-        signs[1::2] = -1  # of mean 0 and length √hidden, where hidden is even
-        constant = self._norm(torch.zeros(1, self.width))[0]
-        return constant, (self._norm(signs[None])[0] - constant) * signs
+            weights = self.weight[token_ids] * self._factor
+            return self.norm.through(weights) * self.norm.scales(rows), weights @ self.norm.constant
 
     def best(self, rows: Float[torch.Tensor, "rows hidden"], count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The most probable next tokens, most probable first, never holding the logits of all rows at once.
@@ -173,18 +187,15 @@ class Unembedding:
         return torch.cat([one.indices for one in found]), torch.cat([one.values for one in found])
 
 
-def _modules(path: str, config: PretrainedConfig) -> tuple[nn.Module, nn.Module, dict[str, tuple[nn.Module, str]]]:
+def _modules(
+    path: str, config: PretrainedConfig, model: Any
+) -> tuple[nn.Module, nn.Module, dict[str, tuple[nn.Module, str]]]:
     """The final norm and the unembedding, without weights, and which tensor each of their parameters is.
 
     Raises:
         UnsupportedModel: not a model whose last layer is followed by these alone.
     """
-    with extra("cuda", "cpu"):
-        from transformers import AutoModelForCausalLM
-
     family = family_of(config.architectures or ())
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
     owner, _, name = family.final_norm.rpartition(".")
     norm, head = getattr(model.get_submodule(owner), name), model.get_output_embeddings()
     if norm is None or getattr(model.get_submodule(owner), "project_out", None) is not None:
@@ -202,54 +213,3 @@ def _modules(path: str, config: PretrainedConfig) -> tuple[nn.Module, nn.Module,
     if head.bias is not None:
         raise UnsupportedModel(f"{path}: its unembedding has a bias, which no known family has")
     return norm, head, names
-
-
-def _tensors(path: str, revision: str | None, wanted: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of a checkpoint by name.
-
-    Checkpoints that were written without the head have names without the prefix of the body: "ln_f.weight" for
-    "transformer.ln_f.weight".
-
-    Raises:
-        ModelNotLoaded: no safetensors files.
-        InvalidFile: a tensor is missing.
-    """
-    from safetensors import safe_open
-
-    files = _files(path, revision)
-    for name in sorted(wanted):
-        spelled = next((known for known in (name, name.partition(".")[2]) if known in files), None)
-        if spelled is None:
-            raise InvalidFile(f"{path} holds no tensor {name!r}, which its configuration asks for")
-        with safe_open(files[spelled], framework="pt") as tensors:
-            yield name, tensors.get_tensor(spelled)
-
-
-def _files(path: str, revision: str | None) -> dict[str, Path]:
-    """The file that holds each tensor."""
-    from safetensors import safe_open
-
-    if index := _file(path, INDEX, revision):
-        held: dict[str, str] = msgspec.json.decode(index.read_bytes())["weight_map"]
-        files = {name: _file(path, name, revision) for name in sorted(set(held.values()))}
-        if missing := [name for name, file in files.items() if file is None]:
-            raise ModelNotLoaded(f"{path}: the index names {', '.join(missing)}, which cannot be found")
-        return {name: file for name, part in held.items() if (file := files[part]) is not None}
-    if whole := _file(path, WHOLE, revision):
-        with safe_open(whole, framework="pt") as tensors:
-            return dict.fromkeys(tensors.keys(), whole)
-    raise ModelNotLoaded(f"{path!r} has neither {WHOLE} nor {INDEX}; the logit lens reads safetensors files")
-
-
-def _file(path: str, name: str, revision: str | None) -> Path | None:
-    with extra("cuda", "cpu"):
-        from transformers.utils import cached_file
-
-    found = cached_file(
-        path,
-        name,
-        revision=revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return None if found is None else Path(found)

@@ -1,0 +1,165 @@
+"""`steercap analyse`: what vectors say and touch, by the weights of a checkpoint; no engine is started."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from steercap.cli.command import command
+from steercap.cli.contents import directions_in, load
+from steercap.cli.destinations import folder_ready
+from steercap.cli.engines import SMOLLM2, located
+from steercap.cli.selections import names_of
+from steercap.cli.steering import base_of
+from steercap.cli.tables import facts
+from steercap.cli.terminal import Terminal
+from steercap.core.extras import require
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from steercap.analysis import Anatomy
+    from steercap.saes.sae import SAE
+    from steercap.vectors.directions import DirectionSet
+
+#: By part, the column whose outermost rows are shown first.
+SORTED: Final = {"heads": "copied_z"}
+#: Parts that are of all vectors together.
+OF_ALL: Final = frozenset({"scores", "ends"})
+
+
+def table_of(part: str, table: pa.Table, rows: int) -> Table:
+    """The first rows of each vector, or of the table where it is of all of them together."""
+    from steercap.analysis import PARTS
+
+    shown = Table(title=f"{part}: {PARTS[part]}", title_justify="left", title_style="bold")
+    for name in table.column_names:
+        shown.add_column(name, justify="left" if name in {"name", "token", "first", "second", "end"} else "right")
+    for row in first_rows(part, table, rows):
+        shown.add_row(*(_cell(name, row[name]) for name in table.column_names))
+    return shown
+
+
+def first_rows(part: str, table: pa.Table, rows: int) -> list[dict[str, Any]]:
+    """What is shown of a table: of heads the outermost, of all others the rows as they come."""
+    found: list[dict[str, Any]] = table.to_pylist()
+    if part in SORTED:
+        found.sort(key=lambda row: -abs(row[SORTED[part]]))
+    if "name" not in table.column_names or part in OF_ALL:
+        return found[: rows * 3]
+    names, counts, kept = list(dict.fromkeys(table["name"].to_pylist())), Counter[Any](), []
+    for row in found:
+        group = tuple(row.get(mark) for mark in ("name", "end", "half", "part"))
+        counts[group] += 1
+        kept += [row] if counts[group] <= rows else []
+    return sorted(kept, key=lambda row: names.index(row["name"]))
+
+
+def _cell(column: str, value: Any) -> Text:
+    if isinstance(value, float):
+        return Text(f"{value:+.3f}")
+    return Text(repr(value) if column == "token" else str(value), style="cyan" if column == "name" else "")
+
+
+def written(found: Anatomy, out: Path | None) -> list[Path]:
+    """Every table and picture in a folder."""
+    from steercap.analysis import draw_anatomy, save_table
+
+    if out is None:
+        return []
+    out.mkdir(parents=True, exist_ok=True)
+    tables = [save_table(table, out / f"{part}.parquet") for part, table in found.tables.items()]
+    return [*tables, *draw_anatomy(found.tables, out)]
+
+
+def report(found: Anatomy, about: dict[str, Any], out: Path | None, terminal: Terminal, rows: int) -> None:
+    """Write tables and pictures, and show the tables.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    files = written(found, out)
+    document = {
+        **about,
+        "tables": {part: table.to_pylist() for part, table in found.tables.items()},
+        "left_out": found.left_out,
+        "files": list(map(str, files)),
+    }
+    shown = [table_of(part, table, rows) for part, table in found.tables.items()]
+    said = {**about, **{f"no {part}": reason for part, reason in found.left_out.items()}, "files": out or ""}
+    terminal.show(document, *shown, facts("", said))
+
+
+def sae_of(path: Path | None) -> SAE | None:
+    """An SAE in a folder."""
+    if path is None:
+        return None
+    from steercap.saes.sae import SAE
+
+    return SAE.load(path)
+
+
+def one_layer(directions: DirectionSet, layer: int | None) -> int:
+    """The layer asked for, or the middle one of those there are."""
+    at = directions.layers[len(directions.layers) // 2] if layer is None else layer
+    (found,) = directions.at_layers([at]).layers  # an error that names the layers there are
+    return found
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @command(
+        app,
+        "analyse",
+        examples=[
+            "steercap analyse traits.safetensors --layer 16 --out out/anatomy",
+            "steercap analyse poetic.safetensors --parts tokens,heads --top 5 --json",
+            "steercap analyse poetic.safetensors --model Qwen/Qwen3-0.6B --sae saes/layer-16",
+        ],
+    )
+    def analyse(
+        file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Vectors or directions.")],
+        terminal: Terminal,
+        model: Annotated[
+            str, typer.Option("--model", "-m", help="Name on the hub, path, or [cyan]smollm2[/cyan].")
+        ] = SMOLLM2,
+        layer: Annotated[int | None, typer.Option(help="Of the vectors; the middle one if left out.")] = None,
+        names: Annotated[str | None, typer.Option(help="Which of the directions; all if left out.")] = None,
+        parts: Annotated[
+            str | None,
+            typer.Option(help="cosines, tree, scree, scores, ends, tokens, nearest, heads, reads, writes, features."),
+        ] = None,
+        sae: Annotated[Path | None, typer.Option(file_okay=False, help="Folder of an SAE of that point.")] = None,
+        top: Annotated[int, typer.Option(min=1, help="Tokens, neurons and features of each vector.")] = 8,
+        random: Annotated[int, typer.Option(min=20, help="Random vectors that heads are compared with.")] = 1000,
+        seed: Annotated[int, typer.Option(help="Of these.")] = 0,
+        base: Annotated[int | None, typer.Option(min=0, max=1, help="Of a .pt tensor: the row of layer 0.")] = None,
+        out: Annotated[
+            Path | None, typer.Option(file_okay=False, help="Folder of all tables, as Parquet, and pictures.")
+        ] = None,
+    ) -> None:
+        """Take vectors apart by the weights of their model: how they lie to each other, which tokens they say, which
+        heads copy them, which neurons read and write them, each in z-scores against random vectors of the same norm.
+        No engine is started. Tables show the outermost rows; --out keeps all of them, with pictures.
+        """
+        require("analysis")
+        if out is not None:
+            folder_ready(out)
+        directions = directions_in(load(file, base=base_of(base)), file)
+        directions = directions if names is None else directions.select(names_of(names))
+        at = one_layer(directions, layer)
+        with terminal.status(f"reading weights of {model}"):
+            from steercap.analysis import ModelWeights, anatomy
+
+            weights = ModelWeights.open(located(model))
+            chosen = None if parts is None else names_of(parts)
+            reads = sae_of(sae)
+            found = anatomy(directions, at, weights, sae=reads, parts=chosen, top=top, random=random, seed=seed)
+        about = {"model": weights.name, "site": directions.site, "layer": at, "random": random, "seed": seed}
+        report(found, about, out, terminal, top)

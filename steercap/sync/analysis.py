@@ -1,0 +1,14 @@
+"""Where vectors matter, without `await`: the functions of `steercap.analysis` that take an open model."""
+
+from steercap.analysis import sweeps as _sweeps
+from steercap.sync.twins import blocking
+
+__all__ = ["layer_sweep", "position_sweep"]
+
+layer_sweep = blocking(_sweeps.layer_sweep)
+position_sweep = blocking(_sweeps.position_sweep)
+
+
+def __dir__() -> list[str]:
+    """The functions, and no more."""
+    return [*__all__, "__doc__", "__file__", "__name__"]

@@ -1,0 +1,142 @@
+"""Tensors of a checkpoint by name, each read when it is asked for, and nothing else of the files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import torch
+
+from steercap.core.extras import extra
+from steercap.errors import InvalidFile, ModelNotLoaded, UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+WHOLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, repr=False)
+class TensorFiles:
+    """The safetensors files of a checkpoint.
+
+    Args:
+        path: of the checkpoint, or its name on the hub.
+        held: the file that holds each tensor.
+    """
+
+    path: str
+    held: Mapping[str, Path]
+
+    @classmethod
+    def find(cls, path: str, revision: str | None = None) -> TensorFiles:
+        """The files of a checkpoint; of tensors only the names are read.
+
+        Args:
+            path: folder, or name on the hub.
+            revision: of a name on the hub.
+
+        Raises:
+            ModelNotLoaded: there are none.
+        """
+        from safetensors import safe_open
+
+        if index := _file(path, INDEX, revision):
+            held: dict[str, str] = msgspec.json.decode(index.read_bytes())["weight_map"]
+            files = {name: _file(path, name, revision) for name in sorted(set(held.values()))}
+            if missing := [name for name, file in files.items() if file is None]:
+                raise ModelNotLoaded(f"{path}: the index names {', '.join(missing)}, which cannot be found")
+            return cls(path, {name: file for name, part in held.items() if (file := files[part]) is not None})
+        if whole := _file(path, WHOLE, revision):
+            with safe_open(whole, framework="pt") as tensors:
+                return cls(path, dict.fromkeys(tensors.keys(), whole))
+        raise ModelNotLoaded(f"{path!r} has neither {WHOLE} nor {INDEX}; weights are read of safetensors files")
+
+    def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """One tensor, float32, on CPU.
+
+        Checkpoints that were written without the head have names without the prefix of the body: "ln_f.weight" for
+        "transformer.ln_f.weight".
+
+        Args:
+            name: as transformers' model calls it.
+            shape: that its configuration gives it.
+
+        Raises:
+            InvalidFile: there is none.
+            UnsupportedModel: it has another shape, or no floats: quantised weights.
+        """
+        from safetensors import safe_open
+
+        spelled = next((known for known in (name, name.partition(".")[2]) if known in self.held), None)
+        if spelled is None:
+            raise InvalidFile(f"{self.path} holds no tensor {name!r}, which its configuration asks for")
+        with safe_open(self.held[spelled], framework="pt") as tensors:
+            found: torch.Tensor = tensors.get_tensor(spelled)
+        if tuple(found.shape) != tuple(shape) or not found.is_floating_point():
+            raise UnsupportedModel(
+                f"{self.path}: {name} is {list(found.shape)} {found.dtype}, which is not the plain weight that the "
+                "configuration describes; only weights that are not quantised can be read"
+            )
+        return found.float()
+
+    def fill(self, prefix: str, module: Any) -> Any:
+        """Give a module that was built without weights its own, in place.
+
+        Args:
+            prefix: the module's name in the model.
+            module: it; its parameters become float32.
+
+        Returns:
+            The module.
+
+        Raises:
+            InvalidFile, UnsupportedModel: as for `read`.
+        """
+        for name, parameter in list(module.named_parameters()):
+            tensor = self.read(f"{prefix}.{name}", parameter.shape)
+            owner, _, own = name.rpartition(".")
+            setattr(module.get_submodule(owner), own, torch.nn.Parameter(tensor, requires_grad=False))
+        return module
+
+
+def configuration(path: str, revision: str | None = None) -> PretrainedConfig:
+    """transformers' configuration of a checkpoint.
+
+    Raises:
+        ModelNotLoaded: there is none.
+    """
+    with extra("cuda", "cpu"):
+        from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ModelNotLoaded(f"no configuration of a model at {path!r}: {error}") from error
+
+
+def skeleton(config: PretrainedConfig) -> Any:
+    """transformers' own modules of a model, without weights."""
+    with extra("cuda", "cpu"):
+        from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _file(path: str, name: str, revision: str | None) -> Path | None:
+    with extra("cuda", "cpu"):
+        from transformers.utils import cached_file
+
+    found = cached_file(
+        path,
+        name,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else Path(found)

@@ -1,0 +1,551 @@
+"""What vectors are made of: tables against NumPy and transformers, z-scores of random vectors, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pyarrow.compute as pc
+import pytest
+import torch
+from cli_calls import call
+from safetensors.torch import load_file, save_file
+from scipy import stats
+
+from steercap import SAE, analysis, errors
+from steercap.analysis import ModelWeights
+from steercap.core.spec import Point
+from steercap.patching import LogitDifference
+from steercap.testing import Reference, tiny_checkpoint
+from steercap.testing.saes import RandomSAE
+from steercap.vectors import Contrast, DirectionSet, LayerVectors
+
+WIDTH = 128
+IDS = [3, 41, 5, 99, 200, 7]
+
+
+def drawn(count: int, seed: int = 0, layers=(1,), width: int = WIDTH, **labels) -> DirectionSet:
+    """Random vectors of several lengths, by the names v0, v1, ..."""
+    generator = torch.Generator().manual_seed(seed)
+    return DirectionSet(
+        {
+            f"v{one}": LayerVectors(
+                {layer: torch.randn(width, generator=generator) * (1 + one % 3) for layer in layers}, **labels
+            )
+            for one in range(count)
+        }
+    )
+
+
+def rows(directions: DirectionSet, layer: int = 1) -> np.ndarray:
+    return directions.at(layer).double().numpy()
+
+
+def column(table, wanted: str, /, **where) -> list:
+    for key, value in where.items():
+        table = table.filter(pc.equal(table[key], value))
+    return table[wanted].to_pylist()
+
+
+@pytest.fixture(scope="module")
+def llama() -> ModelWeights:
+    return ModelWeights.open(tiny_checkpoint("llama"))
+
+
+@pytest.fixture(scope="module")
+def tensors() -> dict[str, np.ndarray]:
+    """The tiny Llama's own file."""
+    found = load_file(tiny_checkpoint("llama") / "model.safetensors")
+    return {name: tensor.double().numpy() for name, tensor in found.items()}
+
+
+# How they lie to each other
+
+
+def test_cosines_are_numpys() -> None:
+    """Every ordered pair at every layer, and what chance gives."""
+    vectors = drawn(5, layers=(0, 3))
+    table = analysis.cosines(vectors)
+    assert table.num_rows == 2 * 5 * 5
+    for layer in (0, 3):
+        unit = rows(vectors, layer) / np.linalg.norm(rows(vectors, layer), axis=1, keepdims=True)
+        np.testing.assert_allclose(column(table, "cosine", layer=layer), (unit @ unit.T).ravel(), atol=1e-6)
+    assert analysis.about(table)["chance"] == math.sqrt(2 / (math.pi * WIDTH))
+    many = analysis.cosines(drawn(60))
+    apart = [abs(row["cosine"]) for row in many.to_pylist() if row["first"] != row["second"]]
+    assert np.mean(apart) == pytest.approx(analysis.chance_cosine(WIDTH), rel=0.05)
+
+
+def test_vectors_that_belong_together_are_found() -> None:
+    """Three planted groups are the three clusters, lie beside each other in the tree, and are joined first."""
+    generator = torch.Generator().manual_seed(3)
+    centres = torch.randn(3, WIDTH, generator=generator)
+    vectors = DirectionSet(
+        {
+            f"{group}{one}": LayerVectors({1: centres[number] + 0.3 * torch.randn(WIDTH, generator=generator)})
+            for one in range(4)
+            for number, group in enumerate("abc")
+        }
+    )
+    table = analysis.clusters(vectors, 1, count=3)
+    groups = {}
+    for row in table.to_pylist():
+        groups.setdefault(row["cluster"], []).append(row["name"][0])
+    assert sorted("".join(sorted(set(names))) for names in groups.values()) == ["a", "b", "c"]
+    assert table["cluster"].to_pylist() == sorted(table["cluster"].to_pylist())
+    tree = analysis.merges(vectors, 1)
+    assert analysis.about(tree)["order"] == table["name"].to_pylist()
+    assert tree.num_rows == 11
+    assert tree["distance"].to_pylist() == sorted(tree["distance"].to_pylist())
+    assert max(tree["distance"].to_pylist()[:9]) < 0.5 < tree["distance"].to_pylist()[9]
+    assert tree["size"].to_pylist()[-1] == 12
+    first = tree.to_pylist()[0]
+    unit = vectors.unit()
+    assert first["distance"] == pytest.approx(1 - float(unit[first["left"]][1] @ unit[first["right"]][1]), abs=1e-5)
+
+
+@pytest.mark.parametrize("centred", [True, False])
+def test_components_are_those_of_the_covariance(centred) -> None:
+    """Variances are NumPy's eigenvalues, scores are projections on the axes, and these are orthonormal."""
+    vectors = drawn(7)
+    given = rows(vectors) - rows(vectors).mean(0) * centred
+    known = np.linalg.eigvalsh(given @ given.T / 7)[::-1]
+    table = analysis.scree(vectors, 1, centred=centred, random=10)
+    found = np.array(column(table, "variance"))
+    np.testing.assert_allclose(found, known[: len(found)], rtol=1e-9)
+    assert sum(column(table, "explained")) == pytest.approx(1)
+    axes = analysis.principal(vectors, count=3, centred=centred).at(1).double()
+    np.testing.assert_allclose(axes @ axes.T, np.eye(3), atol=1e-6)
+    scores = analysis.scores(vectors, 1, count=3, centred=centred)
+    for number in range(3):
+        projected = dict(zip(vectors, (given @ axes[number].numpy()).tolist(), strict=True))
+        for row in scores.filter(pc.equal(scores["component"], number + 1)).to_pylist():
+            assert row["score"] == pytest.approx(projected[row["name"]], abs=1e-5)
+        own = column(scores, "score", component=number + 1)
+        assert own == sorted(own)
+        assert own[-1] == max(map(abs, own))
+
+
+def test_the_first_component_is_named_by_its_ends() -> None:
+    """Vectors spread along one axis explain more than random ones, and the outermost names stand at its ends."""
+    generator = torch.Generator().manual_seed(1)
+    axis = torch.randn(WIDTH, generator=generator)
+    vectors = DirectionSet(
+        {
+            name: LayerVectors({1: at * axis + torch.randn(WIDTH, generator=generator)})
+            for name, at in (("cold", -2.0), ("cool", -1.0), ("mild", 0.1), ("warm", 1.0), ("hot", 2.4))
+        }
+    )
+    first = analysis.scree(vectors, 1, random=50).to_pylist()[0]
+    assert first["explained"] > first["random_high"] > first["random_mean"] > first["random_low"]
+    ends = analysis.ends(vectors, 1, count=1, top=2)
+    assert column(ends, "name", end="low") == ["cold", "cool"]
+    assert column(ends, "name", end="high") == ["hot", "warm"]
+
+
+def test_random_vectors_lie_in_the_band_of_random_vectors() -> None:
+    """Of 40 sets about 95 % have a first component in the band; that is what the band says."""
+    inside = 0
+    for seed in range(40):
+        first = analysis.scree(drawn(6, seed=100 + seed, width=32), 1, random=200, seed=seed).to_pylist()[0]
+        inside += first["random_low"] <= first["explained"] <= first["random_high"]
+    assert stats.binomtest(inside, 40, 0.95).pvalue > 0.01
+
+
+# What they say
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "gpt2", "mistral", "granite", "cohere"])
+def test_the_lens_of_a_captured_row_is_transformers_norm_and_head(family) -> None:
+    """norm="applied" gives the model's own logits; "folded" the same up to one scale and the constants of the norm."""
+    path = tiny_checkpoint(family)
+    reference, weights = Reference(path), ModelWeights.open(path)
+    last = weights.layers - 1
+    row = reference.rows(IDS, [Point(last, "resid_post")])[Point(last, "resid_post")][-1]
+    with torch.inference_mode():
+        logits = reference.model(torch.tensor([IDS]), use_cache=False).logits[0, -1].double()
+    vectors = LayerVectors({last: row}, name="row")
+    applied = analysis.vector_lens(vectors, weights, norm="applied", top=5)
+    best = logits.topk(5)
+    assert column(applied, "token_id", end="raised") == best.indices.tolist()
+    np.testing.assert_allclose(column(applied, "logit", end="raised"), best.values, rtol=1e-4)
+    lowest = (-logits).topk(5)
+    assert column(applied, "token_id", end="lowered") == lowest.indices.tolist()
+    head = weights.unembedding
+    uncapped = head._head(head._norm(row[None]))[0].double() * head._factor
+    constant = (head.weight @ head.norm.constant).double() * head._factor
+    folded = head.read(row[None])[0].double()
+    scaled = folded * float(head.norm.scales(row[None]))
+    np.testing.assert_allclose(scaled + constant, uncapped.detach(), atol=2e-5 * float(uncapped.abs().max()))
+    texts = column(applied, "token")
+    assert texts == [weights.tokenizer.decode([token]) for token in column(applied, "token_id")]
+
+
+def test_a_tokens_own_row_is_nearest_to_it(llama, tensors) -> None:
+    """Of the unembedding and of the embedding, which differ; cosines are NumPy's."""
+    for of, name in (("unembedding", "lm_head.weight"), ("embedding", "model.embed_tokens.weight")):
+        vector = LayerVectors({1: torch.from_numpy(tensors[name][77]) * 3}, name="it")
+        table = analysis.nearest_tokens(vector, llama, of=of, top=3)
+        assert table["token_id"][0].as_py() == 77
+        unit = tensors[name] / np.linalg.norm(tensors[name], axis=1, keepdims=True)
+        known = np.sort(unit @ unit[77])[::-1][:3]
+        np.testing.assert_allclose(column(table, "cosine"), known, atol=1e-6)
+
+
+def test_a_features_own_rows_are_nearest_to_it(tmp_path) -> None:
+    """Decoder and encoder; a vector of another point is refused, unless its layer is named."""
+    sae = SAE.load(RandomSAE("standard", WIDTH, 300).write(tmp_path / "sae"))
+    written = LayerVectors({1: sae.decoder[12] * 5}, name="written")
+    table = analysis.nearest_features(written, sae, top=2)
+    assert column(table, "feature", half="decoder")[0] == 12
+    assert column(table, "cosine", half="decoder")[0] == pytest.approx(1, abs=1e-5)
+    read = LayerVectors({1: -sae.encoder.weight[:, 7]}, name="read")
+    found = analysis.nearest_features(read, sae, top=1)
+    assert column(found, "feature", half="encoder") == [7]
+    assert column(found, "cosine", half="encoder")[0] == pytest.approx(-1, abs=1e-5)
+    elsewhere = LayerVectors({3: sae.decoder[12]}, name="late")
+    with pytest.raises(errors.LayerOutOfRange, match="1 is not a layer"):
+        analysis.nearest_features(elsewhere, sae)
+    assert column(analysis.nearest_features(elsewhere, sae, layer=3, top=1), "feature", half="decoder") == [12]
+    with pytest.raises(errors.InvalidSpec, match="not of one point"):
+        analysis.nearest_features(LayerVectors({1: torch.ones(5)}), sae)
+
+
+# What they touch
+
+
+def heads_of(tensors, layer: int) -> dict[str, np.ndarray]:
+    """The tiny Llama's heads, out of its file by hand: 4 heads of queries, 2 of keys, 32 wide; gain folded in."""
+    prefix = f"model.layers.{layer}."
+    gain = tensors[f"{prefix}input_layernorm.weight"]
+    found = {name: tensors[f"{prefix}self_attn.{name}_proj.weight"] * gain for name in "qkv"}
+    found = {name: weight.reshape(-1, 32, WIDTH) for name, weight in found.items()}
+    return found | {"o": tensors[f"{prefix}self_attn.o_proj.weight"].reshape(WIDTH, 4, 32).transpose(1, 0, 2)}
+
+
+def test_circuits_are_products_of_the_files_matrices(llama, tensors) -> None:
+    """Strengths, scores and what is copied, by NumPy: 2 query heads share a key and a value."""
+    vectors = drawn(2)
+    unit = rows(vectors) / np.linalg.norm(rows(vectors), axis=1, keepdims=True)
+    reads = analysis.head_reads(vectors, llama, 1, random=50)
+    scores = analysis.qk_circuit(vectors, llama, 1, random=50)
+    copied = analysis.ov_circuit(vectors, llama, 1, random=50)
+    assert sorted(set(reads["layer"].to_pylist())) == [2, 3]  # what reads resid_post of layer 1
+    for layer in (2, 3):
+        heads = heads_of(tensors, layer)
+        for number, name in enumerate(vectors):
+            for part in "qkv":
+                known = np.linalg.norm(heads[part] @ unit[number], axis=1)
+                found = column(reads, "strength", layer=layer, part=part, name=name)
+                np.testing.assert_allclose(found, known, rtol=1e-5)
+            for head in range(4):
+                out = heads["o"][head] @ (heads["v"][head // 2] @ unit[number])
+                (row,) = copied.filter(
+                    pc.and_(
+                        pc.and_(pc.equal(copied["layer"], layer), pc.equal(copied["head"], head)),
+                        pc.equal(copied["name"], name),
+                    )
+                ).to_pylist()
+                assert row["strength"] == pytest.approx(np.linalg.norm(out), rel=1e-5)
+                assert row["copied"] == pytest.approx(out @ unit[number], abs=1e-5)
+                assert row["cosine"] == pytest.approx(out @ unit[number] / np.linalg.norm(out), abs=1e-5)
+        for one, query in enumerate(vectors):
+            for other, key in enumerate(vectors):
+                known = [(heads["q"][h] @ unit[one]) @ (heads["k"][h // 2] @ unit[other]) for h in range(4)]
+                found = column(scores, "score", layer=layer, query=query, key=key)
+                np.testing.assert_allclose(found, known, atol=1e-5)
+
+
+def test_what_a_head_makes_of_a_vector_is_read_by_the_unembedding(llama, tensors) -> None:
+    """The tokens of a head are those that the folded lens finds in what it writes, and their z is a closed form."""
+    vectors = drawn(1)
+    table = analysis.ov_tokens(vectors, llama, 1, [(3, 2)], top=4)
+    heads = heads_of(tensors, 3)
+    through = heads["o"][2] @ heads["v"][1]
+    reader = tensors["lm_head.weight"] * tensors["model.norm.weight"]
+    logits = reader @ through @ rows(vectors)[0]
+    assert column(table, "token_id") == np.argsort(-logits)[:4].tolist()
+    np.testing.assert_allclose(column(table, "logit"), np.sort(logits)[::-1][:4], rtol=1e-4)
+    spread = np.linalg.norm(reader @ through, axis=1) * np.linalg.norm(rows(vectors)[0]) / math.sqrt(WIDTH)
+    np.testing.assert_allclose(column(table, "z"), (logits / spread)[column(table, "token_id")], rtol=1e-4)
+
+
+def test_neurons_are_products_of_the_files_matrices(llama, tensors) -> None:
+    """Gates, inputs and outputs of every neuron that comes after the point, or before it."""
+    vectors = drawn(1)
+    unit = rows(vectors)[0] / np.linalg.norm(rows(vectors)[0])
+    reads, writes = (how(vectors, llama, 1, top=None) for how in (analysis.neuron_reads, analysis.neuron_writes))
+    assert (set(reads["layer"].to_pylist()), set(writes["layer"].to_pylist())) == ({2, 3}, {0, 1})
+    for layer in (2, 3):
+        prefix = f"model.layers.{layer}."
+        for part in ("gate", "up"):
+            weight = tensors[f"{prefix}mlp.{part}_proj.weight"] * tensors[f"{prefix}post_attention_layernorm.weight"]
+            own = reads.filter(pc.and_(pc.equal(reads["layer"], layer), pc.equal(reads["part"], part))).to_pylist()
+            assert len(own) == 256
+            for row in own:
+                reader = weight[row["neuron"]]
+                assert row["read"] == pytest.approx(reader @ unit, abs=1e-5)
+                assert row["z"] == pytest.approx(reader @ unit / np.linalg.norm(reader) * math.sqrt(WIDTH), abs=1e-4)
+    for row in writes.to_pylist()[:300:7]:
+        written = tensors[f"model.layers.{row['layer']}.mlp.down_proj.weight"][:, row["neuron"]]
+        assert row["written"] == pytest.approx(written @ unit, abs=1e-5)
+    few = analysis.neuron_reads(vectors, llama, 1, top=3)
+    assert few.num_rows == 6
+    assert column(few, "z", part="up") == column(reads, "z", part="up")[:3]
+    assert sorted(map(abs, column(few, "z", part="gate"))) == sorted(map(abs, column(few, "z", part="gate")))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_z_scores_of_random_vectors_are_standard_normal(family) -> None:
+    """A number of each of 300 random vectors, of every function that gives a z: Kolmogorov and Smirnov find nothing.
+
+    Norms differ threefold, and change nothing.
+    """
+    weights = ModelWeights.open(tiny_checkpoint(family))
+    vectors, many = drawn(300, seed=5), {"random": 2000, "seed": 1}
+    head = weights.unembedding
+    from steercap.analysis.tokens import z_of
+
+    given = vectors.at(1)
+    found = {"lens": z_of(head.read(given), head.reading_lengths, given)[:, 44].tolist()}
+    reads = analysis.neuron_reads(vectors, weights, 1, layers=[2], top=None)
+    part = reads["part"][0].as_py()
+    found["reads"] = column(reads, "z", neuron=9, part=part)
+    found["writes"] = column(analysis.neuron_writes(vectors, weights, 1, layers=[0], top=None), "z", neuron=3)
+    circuit = analysis.ov_circuit(vectors, weights, 1, layers=[2], **many)
+    found["strength"] = column(circuit, "strength_z", head=1)
+    found["copied"] = column(circuit, "copied_z", head=2)
+    found["q"] = column(analysis.head_reads(vectors, weights, 1, layers=[2], **many), "z", head=0, part="q")
+    for name, scores in found.items():
+        assert len(scores) == 300
+        assert stats.kstest(scores, "norm").pvalue > 1e-3, name
+    pairs = analysis.qk_circuit(vectors.select([f"v{one}" for one in range(18)]), weights, 1, layers=[3], **many)
+    apart = pairs.filter(pc.and_(pc.not_equal(pairs["query"], pairs["key"]), pc.equal(pairs["head"], 1)))
+    assert abs(np.mean(apart["z"].to_pylist())) < 0.25
+    assert np.std(apart["z"].to_pylist()) == pytest.approx(1, abs=0.2)
+
+
+def test_a_planted_vector_is_found(tmp_path) -> None:
+    """A head that copies one direction alone, and a neuron that reads it, are the outermost of all."""
+    path = tmp_path / "planted"
+    shutil.copytree(tiny_checkpoint("llama"), path)
+    tensors = load_file(path / "model.safetensors")
+    vector = torch.randn(WIDTH, generator=torch.Generator().manual_seed(8))
+    gain = tensors["model.layers.3.input_layernorm.weight"]
+    tensors["model.layers.3.self_attn.v_proj.weight"][32:64][5] = 8 * vector / gain / vector.norm()
+    tensors["model.layers.3.self_attn.o_proj.weight"][:, 3 * 32 + 5] = 4 * vector / vector.norm()
+    gain = tensors["model.layers.2.post_attention_layernorm.weight"]
+    tensors["model.layers.2.mlp.gate_proj.weight"][100] = -vector / gain
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    weights, vectors = ModelWeights.open(path), LayerVectors({0: vector}, name="planted")
+    best = max(analysis.ov_circuit(vectors, weights, 0).to_pylist(), key=lambda row: row["copied_z"])
+    assert (best["layer"], best["head"]) == (3, 3)
+    assert best["copied_z"] > 10
+    assert best["copied"] == pytest.approx(32, rel=0.2)
+    first = analysis.neuron_reads(vectors, weights, 0).to_pylist()[0]
+    assert (first["layer"], first["neuron"], first["part"]) == (2, 100, "gate")
+    assert first["z"] == pytest.approx(-math.sqrt(WIDTH), abs=1e-3)
+
+
+# How alike methods are
+
+
+def contrast(effect: float, texts: int = 24, width: int = 32, seed: int = 0) -> Contrast:
+    """Rows that differ along one direction by so much, in noise of standard deviation 1."""
+    generator = torch.Generator().manual_seed(seed)
+    direction = torch.randn(width, generator=generator)
+    direction *= effect / direction.norm()
+    positive, negative = (torch.randn(texts, 2, width, generator=generator) for _ in range(2))
+    return Contrast(positive + direction, negative, list(range(texts)), list(range(texts)))
+
+
+def test_methods_agree_where_there_is_something_and_not_beyond_their_data() -> None:
+    """A strong difference: all agree, on different halves as well as each with itself. None: nothing agrees on different
+    halves, and what agreement there is on the same rows, shuffled labels give as well.
+    """
+    clear = analysis.method_similarity(contrast(6), [4, 5])
+    for row in clear.to_pylist():
+        assert row["cosine"] > 0.9
+        assert row["apart"] == pytest.approx(row["ceiling"], abs=0.05)
+        assert row["chance"] == analysis.chance_cosine(32)
+    nothing = analysis.method_similarity(contrast(0), [4, 5], methods=("difference", "probe"))
+    for row in nothing.to_pylist():
+        assert max(abs(row["apart"]), row["ceiling"]) < 0.35
+        assert abs(row["cosine"]) == pytest.approx(row["shuffled"], abs=0.25)
+    trained = LayerVectors({4: torch.ones(32), 5: torch.ones(32)})
+    table = analysis.method_similarity(contrast(2), [4, 5], methods=("difference",), others={"trained": trained})
+    (first, _) = table.to_pylist()
+    assert (first["first"], first["second"]) == ("difference", "trained")
+    assert math.isnan(first["ceiling"])
+    found = contrast(2).positive[:, 0].double().mean(0) - contrast(2).negative[:, 0].double().mean(0)
+    assert first["cosine"] == pytest.approx(float(found.sum() / found.norm() / math.sqrt(32)), abs=1e-6)
+    for wrong in ({"methods": ("difference",)}, {"halves": 0}, {"others": {"x": LayerVectors({4: torch.ones(31)})}}):
+        with pytest.raises(errors.InvalidSpec):
+            analysis.method_similarity(contrast(1), [4, 5], **wrong)
+
+
+# What is refused
+
+
+def changed(family: str, folder, **config):
+    path = folder / family
+    shutil.copytree(tiny_checkpoint(family), path)
+    known = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(known | config))
+    return path
+
+
+def test_what_cannot_be_taken_apart_is_refused_by_name(tmp_path) -> None:
+    """Experts, unknown architectures, unknown weights within a known one, and missing files."""
+    with pytest.raises(errors.UnsupportedModel, match="layer 2 of MixtralForCausalLM has experts"):
+        ModelWeights.open(tiny_checkpoint("mixtral")).neurons(2)
+    assert ModelWeights.open(tiny_checkpoint("mixtral")).attention(2).heads == 4
+    moe = ModelWeights.open(tiny_checkpoint("qwen3_moe"))
+    with pytest.raises(errors.UnsupportedModel, match="has experts"):
+        analysis.neuron_reads(drawn(1), moe, 1)
+    assert moe.neurons(1).gate is not None  # the layer without experts
+    with pytest.raises(errors.UnsupportedModel, match=r"FalconForCausalLM cannot be taken apart; those of .*Llama"):
+        ModelWeights.open(tiny_checkpoint("falcon"))
+    odd = ModelWeights.open(changed("stablelm", tmp_path, qk_layernorm=True))
+    with pytest.raises(errors.UnsupportedModel, match=r"has self_attn\.q_layernorm\.norms\.0\.weight.* not known here"):
+        odd.attention(0)
+    with pytest.raises(errors.ModelNotLoaded, match="no configuration"):
+        ModelWeights.open(tmp_path / "nothing")
+    with pytest.raises(errors.LayerOutOfRange, match="layers 0 to 3"):
+        ModelWeights.open(tiny_checkpoint("llama")).attention(4)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (lambda: drawn(2, width=64), "vectors have width 64"),
+        (lambda: drawn(2, site="z"), "'z' are not in the basis of the stream"),
+        (lambda: [LayerVectors({1: torch.ones(WIDTH)})] * 2, "give each one of its own"),
+        (lambda: "vectors", "give a DirectionSet"),
+        (lambda: {"a": LayerVectors({1: torch.ones(WIDTH)}), "b": LayerVectors({2: torch.ones(WIDTH)})}, "layers"),
+    ],
+)
+def test_vectors_that_do_not_fit_are_refused(given, says, llama) -> None:
+    """Of another width or basis, without names, of different layers."""
+    with pytest.raises(errors.InvalidSpec, match=says):
+        analysis.vector_lens(given(), llama)
+
+
+def test_questions_without_an_answer_are_refused(llama) -> None:
+    """No layer reads the last stream, zero has no direction, one vector has no components, words are of the list."""
+    last = drawn(1, layers=(3,))
+    for how in (analysis.ov_circuit, analysis.head_reads, analysis.qk_circuit, analysis.neuron_reads):
+        with pytest.raises(errors.InvalidSpec, match="reads what is added at resid_post of layer 3"):
+            how(last, llama, 3)
+    assert set(analysis.ov_circuit(last, llama, 3, layers=[0])["layer"].to_pylist()) == {0}
+    with pytest.raises(errors.InvalidSpec, match="writes to attn_out"):
+        analysis.neuron_writes(drawn(1, site="attn_out"), llama, 1)
+    assert set(analysis.neuron_writes(drawn(1, site="mlp_out"), llama, 1)["layer"].to_pylist()) == {1}
+    with pytest.raises(errors.InvalidVector, match="zero"):
+        analysis.cosines(LayerVectors({1: torch.zeros(WIDTH)}, name="none"))
+    with pytest.raises(errors.InvalidSpec, match="two vectors at least"):
+        analysis.scree(drawn(1), 1)
+    with pytest.raises(errors.InvalidSpec, match="all vectors are the same"):
+        analysis.scree({"a": drawn(1)["v0"], "b": drawn(1)["v0"]}, 1)
+    for wrong in (
+        lambda: analysis.merges(drawn(3), 1, linkage="ward"),
+        lambda: analysis.clusters(drawn(3), 1, count=4),
+        lambda: analysis.scores(drawn(3), 1, count=3),
+        lambda: analysis.vector_lens(drawn(1), llama, norm="frozen"),
+        lambda: analysis.vector_lens(drawn(1), llama, top=0),
+        lambda: analysis.nearest_tokens(drawn(1), llama, of="head"),
+        lambda: analysis.ov_tokens(drawn(1), llama, 1, [(2, 4)]),
+        lambda: analysis.ov_circuit(drawn(1), llama, 1, random=1),
+        lambda: analysis.neuron_reads(drawn(1), llama, 1, top=0),
+        lambda: analysis.cosines(drawn(2), layers=[0]),
+        lambda: analysis.vector_lens(drawn(1), "llama"),
+    ):
+        with pytest.raises(errors.InvalidSpec):
+            wrong()
+
+
+# Tables, pictures, the command
+
+
+def test_a_table_says_what_it_was_made_of(tmp_path) -> None:
+    """After it was filtered, sorted, written and read; another table says that it does not."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table = analysis.cosines(drawn(3, model="tiny"))
+    known = analysis.about(table)
+    assert (known["model"], known["site"], known["width"]) == ("tiny", "resid_post", WIDTH)
+    assert analysis.about(table.filter(pc.equal(table["first"], "v0")).sort_by("cosine")) == known
+    assert analysis.about(parquet.read_table(analysis.save_table(table, tmp_path / "c.parquet"))) == known
+    assert analysis.save_table(table, tmp_path / "c.csv").read_text().startswith('"layer","first"')
+    with pytest.raises(errors.InvalidFile, match="must end in one of"):
+        analysis.save_table(table, tmp_path / "c.xlsx")
+    with pytest.raises(errors.InvalidSpec, match="no table of steercap"):
+        analysis.about(pa.table({"a": [1]}))
+    lines = analysis.as_text(table, 4).splitlines()
+    assert lines[0].split() == ["layer", "first", "second", "cosine"]
+    assert lines[-1] == "… 5 more rows"
+    assert len({len(line) for line in lines[:-1]}) == 1
+
+
+def test_each_table_is_drawn_and_no_other(tmp_path, llama) -> None:
+    """Every picture is a file of its format; of another table, or of several layers, none is made."""
+    vectors = drawn(4, layers=(0, 1))
+    found = analysis.anatomy(vectors, 1, llama, random=40, top=3)
+    files = analysis.draw_anatomy(found.tables, tmp_path)
+    assert [path.stem for path in files] == ["cosines", "scree", "scores", "tokens", "heads", "reads", "writes"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)
+    assert list(found.left_out) == ["features"]
+    (pdf,) = analysis.draw_anatomy({"scree": found.tables["scree"]}, tmp_path, suffix=".pdf")
+    assert pdf.read_bytes().startswith(b"%PDF")
+    similar = analysis.method_similarity(contrast(2), [4, 5], methods=("difference", "pca"), halves=1, shuffles=1)
+    assert analysis.plot_methods(similar, tmp_path / "methods.png").exists()
+    reads = analysis.head_reads(vectors, llama, 1, random=40)
+    assert analysis.plot_heads(reads, tmp_path / "reads.png", part="q").exists()
+    assert analysis.plot_heads(analysis.qk_circuit(vectors, llama, 1, random=40), tmp_path / "qk.png").exists()
+    for wrong, says in (
+        (lambda path: analysis.plot_tokens(found.tables["scree"], path), "takes a table of vector_lens"),
+        (lambda path: analysis.plot_cosines(analysis.cosines(vectors), path), "this picture is of one"),
+        (lambda path: analysis.plot_cosines(analysis.cosines(drawn(2)), path, tree=found.tables["tree"]), "the tree"),
+        (lambda path: analysis.plot_heads(reads, path), "this picture is of one"),
+        (lambda path: analysis.plot_heads(found.tables["heads"], path, value="loudness"), "column of numbers"),
+        (lambda path: analysis.plot_scree(found.tables["scree"].slice(0, 0), path), "has no rows"),
+    ):
+        with pytest.raises(errors.InvalidSpec, match=says):
+            wrong(tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+    with pytest.raises(errors.UnknownName, match="unknown part 'hands'; known: cosines"):
+        analysis.anatomy(vectors, 1, llama, parts=["hands"])
+
+
+def test_the_command_shows_and_keeps_what_the_library_finds(tmp_path, llama) -> None:
+    """Tables for people, JSON for programs, Parquet and pictures in the folder; nothing but the asked parts."""
+    vectors = drawn(2, layers=(0, 1, 2), model="tiny")
+    file, model = vectors.save(tmp_path / "two.safetensors"), str(tiny_checkpoint("llama"))
+    done = call("analyse", file, "--model", model, "--out", tmp_path / "out", "--random", "40", "--top", "3", "--json")
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    assert document["layer"] == 1
+    assert document["left_out"] == {"features": "no SAE was given"}
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"heads.parquet", "tokens.png", "cosines.png", "writes.parquet"} <= names
+    known = analysis.vector_lens(vectors, llama, layers=[1], top=3).to_pylist()
+    assert document["tables"]["tokens"] == json.loads(json.dumps(known))
+    shown = call("analyse", file, "--model", model, "--layer", "2", "--names", "v1", "--parts", "heads", "--top", "2")
+    assert shown.exit_code == 0, shown.output
+    assert "copied_z" in shown.stdout
+    assert "tokens:" not in shown.stdout
+    assert call("analyse", file, "--model", model, "--parts", "hands").exit_code == 1
+    assert call("analyse", file, "--model", model, "--layer", "7").exit_code == 1
+
+
+def test_a_sweep_is_checked_before_anything_runs() -> None:
+    """Scales, numbers of random vectors and layers that mean nothing."""
+    import asyncio
+
+    metric = LogitDifference((17, 99))
+    for wrong in ({"scale": 0}, {"scale": math.nan}, {"random": -1}, {"layers": [2]}, {"tokens": "some"}):
+        with pytest.raises(errors.InvalidRequest):
+            asyncio.run(analysis.layer_sweep(None, drawn(1), "text", metric=metric, **wrong))
