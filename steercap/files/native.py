@@ -40,6 +40,7 @@ READERS: Final = {
     "calibration": "Calibration.load",
     "quantiser": "Quantiser.load",
     "codes": "Codes.load",
+    "axis": "AssistantAxis.load",
 }
 
 
@@ -67,7 +68,7 @@ class _Preface(msgspec.Struct, frozen=True):
     kind: str = "captures"
 
 
-class Header(msgspec.Struct, frozen=True):
+class Header(msgspec.Struct, frozen=True, omit_defaults=True):
     """The JSON header.
 
     Args:
@@ -77,6 +78,7 @@ class Header(msgspec.Struct, frozen=True):
         convention: what the numbers of layers mean.
         sha256: of the tensors and of all else in the header, in hexadecimal.
         content: the dataclass, see the module.
+        origin: where it comes from, in words by name; not there where nothing is said, as in older files.
     """
 
     version: int
@@ -85,9 +87,12 @@ class Header(msgspec.Struct, frozen=True):
     convention: str
     sha256: str
     content: Any
+    origin: dict[str, str] = {}
 
 
-def save(value: object, path: str | Path, kind: Kind, *, model: str = "") -> Path:
+def save(
+    value: object, path: str | Path, kind: Kind, *, model: str = "", origin: Mapping[str, str] | None = None
+) -> Path:
     """Write a value, all its fields and what is in them; the file appears whole or not at all.
 
     Args:
@@ -95,6 +100,7 @@ def save(value: object, path: str | Path, kind: Kind, *, model: str = "") -> Pat
         path: the file.
         kind: what may be in it.
         model: the model it was made for, for those who read the header.
+        origin: where it comes from, for those who read the header.
 
     Raises:
         InvalidSpec: a part that is none of the kind's types, or a field that cannot be written.
@@ -102,7 +108,7 @@ def save(value: object, path: str | Path, kind: Kind, *, model: str = "") -> Pat
     """
     store = _Store(kind)
     content = _pack(value, "", store)
-    header = _signed(Header(VERSION, kind.name, model, CONVENTION, "", content), store.tensors)
+    header = _signed(Header(VERSION, kind.name, model, CONVENTION, "", content, dict(origin or {})), store.tensors)
     return write_tensors(Path(path), header, store.tensors)
 
 

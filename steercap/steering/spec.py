@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,14 +65,15 @@ class SteeringSpec:
         """Those of them that change rows, and so have layers and a site."""
         return tuple(edit for edit in self.flat() if isinstance(edit, Edit))
 
-    def save(self, path: str | Path, *, model: str = "") -> Path:
+    def save(self, path: str | Path, *, model: str = "", origin: Mapping[str, str] | None = None) -> Path:
         """Write the spec to one safetensors file; see `steercap.files.native`.
 
         Args:
             path: the file, which appears whole or not at all.
             model: the model it was made for, for those who read the header.
+            origin: where it comes from, in words by name, for those who read the header.
         """
-        return native.save(self, path, _kind(), model=model)
+        return native.save(self, path, _kind(), model=model, origin=origin)
 
     @staticmethod
     def load(path: str | Path) -> SteeringSpec:
