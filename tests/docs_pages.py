@@ -20,7 +20,17 @@ from typing import Final
 ROOT: Final = Path(__file__).parent.parent
 GUARD: Final = 'if __name__ == "__main__":'
 #: Commands that read files or this machine, and start no engine.
-CHEAP: Final = ("-h", "--help", "--version", "doctor", "inspect", "vectors show", "vectors convert", "persona traits")
+CHEAP: Final = (
+    "-h",
+    "--help",
+    "--version",
+    "doctor",
+    "inspect",
+    "vectors show",
+    "vectors convert",
+    "persona traits",
+    "persona axis",
+)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,14 @@
 
 from steercap.roles.axis import AssistantAxis, assistant_axis
 from steercap.roles.effects import CapRecord, Case, cases_of, compare, drift_cases
-from steercap.roles.floors import Capping, calibration_texts, capping, projections_by_text, token_projections
+from steercap.roles.floors import (
+    Capping,
+    calibrated_capping,
+    calibration_texts,
+    capping,
+    projections_by_text,
+    token_projections,
+)
 from steercap.roles.halves import Stability, stability
 from steercap.roles.pipeline import RoleRun, load_run, run, run_share
 from steercap.roles.plots import plot_changes, plot_positions, plot_roles, plot_stability
@@ -26,6 +33,7 @@ __all__ = [
     "RoleSettings",
     "Stability",
     "assistant_axis",
+    "calibrated_capping",
     "calibration_texts",
     "capping",
     "cases_of",

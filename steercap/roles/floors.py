@@ -17,18 +17,21 @@ from steercap.core.spec import CaptureSpec
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import number_of, parts_of, shown
 from steercap.edits.cap import Cap
-from steercap.errors import InvalidSpec, LayerOutOfRange
+from steercap.errors import InvalidSpec, LayerOutOfRange, RunDiffers
+from steercap.persona.settings import differences
 from steercap.persona.stages.capture import prompt_of
 from steercap.roles.answering import answers_of
 from steercap.roles.axis import AssistantAxis
 from steercap.roles.folder import read_folder
 from steercap.roles.role import ASSISTANT
+from steercap.runs.fingerprint import identity
 from steercap.steering.spec import SteeringSpec
 from steercap.vectors import Exchange
 from steercap.vectors.extraction import BUT_THE_FIRST, CALL_TEXTS, CALLS, asked_of, check_texts
 from steercap.vectors.layers import FrozenMapping, LayerVectors
 
 if TYPE_CHECKING:
+    from steercap.model import SteerModel
     from steercap.roles.pipeline import RoleRun
 
 #: The percentile of Lu et al. 2026.
@@ -132,6 +135,36 @@ async def projections_by_text(
 
     parts = [texts[first : first + CALL_TEXTS] for first in range(0, len(texts), CALL_TEXTS)]
     return [one for part in await each_of(parts, read, CALLS) for one in part]
+
+
+async def calibrated_capping(
+    model: SteerModel,
+    run: RoleRun,
+    vectors: AssistantAxis | LayerVectors,
+    *,
+    layers: Sequence[int] | None = None,
+    percentile: float = PERCENTILE,
+    tokens: Tokens | TokenSelection = BUT_THE_FIRST,
+) -> Capping:
+    """Capping whose floors are measured on the default assistant's answers of a run.
+
+    Args:
+        model: open, the one that the run is of.
+        run: as `load_run` gives it.
+        vectors: the axis, or other vectors, such as random ones to compare with.
+        layers: where to cap; None takes all.
+        percentile, tokens: as for `capping`.
+
+    Raises:
+        RunDiffers: the run is of another model.
+        InvalidSpec, LayerOutOfRange: as for `capping`.
+        The errors of `SteerModel.read`.
+    """
+    known, here = read_folder(run.folder).definition.model, identity(model)
+    if what := differences(here, known):
+        raise RunDiffers(f"{run.folder} is of another model: {'; '.join(what)}; open the model that it is of")
+    projections = await token_projections(model, vectors, calibration_texts(run), layers=layers)
+    return capping(vectors, projections, percentile=percentile, tokens=tokens)
 
 
 def capping(

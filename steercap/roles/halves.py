@@ -42,6 +42,11 @@ class Stability:
     layers: tuple[int, ...]
     cosines: Mapping[tuple[How, Of], npt.NDArray[np.float64]]
 
+    @property
+    def splits(self) -> int:
+        """How many there are."""
+        return len(next(iter(self.cosines.values())).T)
+
     def median(self, how: How = "contrast", of: Of = "found") -> dict[int, float]:
         """The median over the splits, by layer; those that are NaN are left out."""
         return dict(zip(self.layers, np.nanmedian(self.cosines[how_of(how), of], 1).tolist(), strict=True))
