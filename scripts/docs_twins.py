@@ -18,7 +18,14 @@ class Twins(griffe.Extension):
         """Called when all of steercap was read."""
         if pkg.name != "steercap":
             return
-        for place in ("sync.model.SteerModel", "sync.vectors", "sync.experiments", "sync.patching", "sync.persona"):
+        for place in (
+            "sync.model.SteerModel",
+            "sync.vectors",
+            "sync.experiments",
+            "sync.patching",
+            "sync.persona",
+            "sync.roles",
+        ):
             owner = pkg[place]
             for name, member in list(owner.members.items()):
                 made = member.value if member.is_attribute else None

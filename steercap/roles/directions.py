@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
@@ -42,6 +42,21 @@ class Directions(NamedTuple):
         return self.contrast if how == "contrast" else self.pca
 
 
+class Axes(NamedTuple):
+    """What is found in several sets of roles at once; `Directions` says what each is.
+
+    Args:
+        contrast, pca: unit vectors, [..., hidden].
+        offset: of the assistant from the mean of the roles, [..., hidden].
+        sizes: sums of squares along each component, greatest first, [..., roles].
+    """
+
+    contrast: Float[torch.Tensor, "*sets hidden"]
+    pca: Float[torch.Tensor, "*sets hidden"]
+    offset: Float[torch.Tensor, "*sets hidden"]
+    sizes: Float[torch.Tensor, "*sets roles"]
+
+
 def directions(roles: Float[torch.Tensor, "roles hidden"], assistant: Float[torch.Tensor, " hidden"]) -> Directions:
     """Both directions at one layer.
 
@@ -53,19 +68,41 @@ def directions(roles: Float[torch.Tensor, "roles hidden"], assistant: Float[torc
         InvalidSpec: all roles are the same, or the assistant is their mean: there is no direction.
     """
     roles, assistant = roles.double(), assistant.double()
-    mean = roles.mean(0)
-    centred, offset = roles - mean, assistant - mean
-    # By the products of roles with each other: there are fewer of them than elements of a row.
-    sizes, weights = torch.linalg.eigh(centred @ centred.T)
-    sizes = sizes.flip(0).clamp(min=0)[: len(roles) - 1]
-    component = weights[:, -1] @ centred
-    if not float(component.norm()) or not float(offset.norm()):
+    found = axes(roles, assistant, torch.ones(len(roles), dtype=torch.bool))
+    if bool(found.contrast.isnan().any()) or bool(found.pca.isnan().any()):
         raise InvalidSpec("all roles have one vector, or the assistant has the mean of theirs: there is no axis")
-    component, contrast = component / component.norm(), offset / offset.norm()
-    place = float(component @ offset)
-    component = component if place >= 0 else -component
-    spread = float((centred @ component).std())
-    return Directions(contrast, component, sizes / sizes.sum(), offset, abs(place) / spread)
+    sizes = found.sizes[: len(roles) - 1]
+    spread = float(((roles - roles.mean(0)) @ found.pca).std())
+    standing = float(found.pca @ found.offset) / spread
+    return Directions(found.contrast, found.pca, sizes / sizes.sum(), found.offset, standing)
+
+
+def axes(
+    roles: Float[torch.Tensor, "*sets roles hidden"],
+    assistant: Float[torch.Tensor, "*sets hidden"],
+    used: Bool[torch.Tensor, "*sets roles"],
+) -> Axes:
+    """Both directions of several sets of roles, each of some of the roles; NaN where a set has none.
+
+    Args:
+        roles: float64 vectors.
+        assistant: float64 vectors.
+        used: which roles a set has, two at least.
+    """
+    weights = used.to(roles.dtype)[..., None]
+    mean = (roles * weights).sum(-2, keepdim=True) / weights.sum(-2, keepdim=True)
+    centred, offset = (roles - mean) * weights, assistant - mean.squeeze(-2)
+    # By the products of roles with each other: there are fewer of them than elements of a row.
+    sizes, vectors = torch.linalg.eigh(centred @ centred.mT)
+    component = (vectors[..., None, :, -1] @ centred).squeeze(-2)
+    component = component / component.norm(dim=-1, keepdim=True)  # 0 / 0 where all roles are one
+    side = (component * offset).sum(-1, keepdim=True)
+    return Axes(
+        offset / offset.norm(dim=-1, keepdim=True),
+        torch.where(side < 0, -component, component),
+        offset,
+        sizes.flip(-1).clamp(min=0),
+    )
 
 
 def how_of(how: Any) -> How:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, get_args
 
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 
 from steercap.core.values import index_of, shown
 from steercap.errors import InvalidSpec
-from steercap.roles.directions import HOWS, How, directions, how_of
+from steercap.roles.directions import HOWS, How, axes, how_of
 from steercap.roles.role import ASSISTANT
 from steercap.roles.rows import LEAST, RoleRows
 
@@ -87,9 +87,8 @@ def stability(rows: RoleRows, *, over: Over = "questions", splits: int = 20, see
     cosines = {key: np.empty((len(rows.layers), splits)) for key in ((how, of) for how in HOWS for of in OFS)}
     for place, layer in enumerate(rows.layers):
         for of in OFS:
-            for split, halves in enumerate(_halves(rows, layer, drawn, of)):
-                for how, cosine in _cosines(drawn[split], halves).items():
-                    cosines[how, of][place, split] = cosine
+            for how, found in _cosines(drawn, _halves(rows, layer, drawn, of)).items():
+                cosines[how, of][place] = found
     return Stability(over, rows.layers, cosines)
 
 
@@ -118,42 +117,37 @@ def _halved(number: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
 
 
 class _Halves(NamedTuple):
-    """What the halves of a split are.
+    """What the halves of all splits are.
 
     Args:
-        means: of roles and then the assistant: float64 [2, roles + 1, hidden].
-        there: which of them have answers: bool [2, roles + 1].
+        means: of roles and then the assistant: float64 [splits, 2, roles + 1, hidden].
+        there: which of them have answers: bool [splits, 2, roles + 1].
     """
 
-    means: Float[torch.Tensor, "halves both hidden"]
-    there: Bool[torch.Tensor, "halves both"]
+    means: Float[torch.Tensor, "splits halves both hidden"]
+    there: Bool[torch.Tensor, "splits halves both"]
 
 
-def _cosines(split: _Split, halves: _Halves) -> dict[How, float]:
-    """Of the axes of both halves; NaN where one has none."""
-    ends = []
-    for half, (means, there) in enumerate(zip(*halves, strict=True)):
-        used = split.has(half) & there[:-1]
-        if not bool(there[-1]) or int(used.sum()) < LEAST:
-            return dict.fromkeys(HOWS, math.nan)
-        ends.append(directions(means[:-1][used], means[-1]))
-    found = {how: float(ends[0].of(how) @ ends[1].of(how)) for how in HOWS}
-    return found | {"pca": abs(found["pca"])}
+def _cosines(drawn: list[_Split], halves: _Halves) -> dict[How, npt.NDArray[np.float64]]:
+    """Of the axes of both halves of each split; NaN where one has none."""
+    used = torch.stack([torch.stack([split.has(half) for half in (0, 1)]) for split in drawn]) & halves.there[..., :-1]
+    found = axes(halves.means[..., :-1, :], halves.means[..., -1, :], used)
+    lacking = (~halves.there[..., -1] | (used.sum(-1) < LEAST)).any(-1)
+    cosines = {"contrast": (found.contrast[:, 0] * found.contrast[:, 1]).sum(-1)}
+    cosines["pca"] = (found.pca[:, 0] * found.pca[:, 1]).sum(-1).abs()
+    return {how: torch.where(lacking, math.nan, cosines[how]).numpy() for how in HOWS}
 
 
-def _halves(rows: RoleRows, layer: int, drawn: list[_Split], of: Of) -> Iterator[_Halves]:
+def _halves(rows: RoleRows, layer: int, drawn: list[_Split], of: Of) -> _Halves:
     """The halves of each split at one layer."""
-    names = (*rows.names, ASSISTANT)
+    both = len(rows.names) + 1
     if of == "random":
         width = rows.at(ASSISTANT, layer).shape[1]
-        for split in drawn:
-            generator = torch.Generator().manual_seed(split.seed + layer)
-            means = torch.randn(2, len(names), width, generator=generator, dtype=torch.float64)
-            yield _Halves(means, torch.ones(2, len(names), dtype=torch.bool))
-        return
+        generators = [torch.Generator().manual_seed(split.seed + layer) for split in drawn]
+        means = [torch.randn(2, both, width, generator=one, dtype=torch.float64) for one in generators]
+        return _Halves(torch.stack(means), torch.ones(len(drawn), 2, both, dtype=torch.bool))
     sums, weights = _sums(rows, layer, drawn, dealt=of == "permuted")
-    for means, number in zip(sums / weights.clamp(min=1)[..., None], weights, strict=True):
-        yield _Halves(means, number > 0)
+    return _Halves(sums / weights.clamp(min=1)[..., None], weights > 0)
 
 
 def _sums(
@@ -162,16 +156,15 @@ def _sums(
     """Rows summed over the questions of each half, and how many; the files of roles are read one after another."""
     names = (*rows.names, ASSISTANT)
     width = rows.at(ASSISTANT, layer).shape[1]
-    sums = torch.zeros(len(drawn) * 2 * len(names), width, dtype=torch.float64)
-    weights = torch.zeros(len(drawn) * 2 * len(names), dtype=torch.int64)
-    for place, name in enumerate(names):
-        found = rows.at(name, layer)
-        counts = torch.tensor(rows.counts[name])
-        there = (counts > 0).long()  # a question counts once, however many answers it has
-        for number, split in enumerate(drawn):
-            label = split.dealt[place] if dealt else torch.full_like(split.half, place)
-            target = (number * 2 + split.half) * len(names) + label
-            sums.index_add_(0, target, found)
-            weights.index_add_(0, target, there)
     shape = (len(drawn), 2, len(names))
+    sums = torch.zeros(math.prod(shape), width, dtype=torch.float64)
+    weights = torch.zeros(math.prod(shape), dtype=torch.int64)
+    halves = torch.stack([split.half for split in drawn])  # [splits, questions]
+    labels = torch.stack([split.dealt for split in drawn])  # [splits, roles + 1, questions]
+    first = (2 * torch.arange(len(drawn))[:, None] + halves) * len(names)
+    for place, name in enumerate(names):
+        target = (first + (labels[:, place] if dealt else place)).flatten()
+        there = (torch.tensor(rows.counts[name]) > 0).long()  # a question counts once, however many answers it has
+        sums.index_add_(0, target, rows.at(name, layer).repeat(len(drawn), 1))
+        weights.index_add_(0, target, there.repeat(len(drawn)))
     return sums.view(*shape, width), weights.view(shape)

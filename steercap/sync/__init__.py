@@ -8,8 +8,9 @@
         rows = handle.fetch().captures[4]
         found = extract(model, ["It was lovely"], ["It was awful"], name="joy", held_out=0)
 
-`steercap.sync.vectors`, `steercap.sync.experiments`, `steercap.sync.patching` and `steercap.sync.persona` hold the
-functions that take an open model; all but `persona.run` are names of `steercap.sync` too. What is not awaited, such as
+`steercap.sync.vectors`, `steercap.sync.experiments`, `steercap.sync.patching`, `steercap.sync.persona` and
+`steercap.sync.roles` hold the functions that take an open model; all but those of the last two are names of
+`steercap.sync` too. What is not awaited, such as
 edits and specs, is `steercap`'s own. In a notebook `await` works at the top level, and `steercap.SteerModel` is the
 better choice.
 """
@@ -18,7 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from steercap.sync import experiments, patching, persona, vectors
+    from steercap.sync import experiments, patching, persona, roles, vectors
     from steercap.sync.experiments import run_sweep
     from steercap.sync.handle import CaptureHandle
     from steercap.sync.model import SteerModel
@@ -42,6 +43,7 @@ __all__ = [
     "patching",
     "path_patch",
     "persona",
+    "roles",
     "run_sweep",
     "save_run",
     "vectors",

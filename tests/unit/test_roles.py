@@ -42,6 +42,7 @@ from steercap.roles import (
     cases_of,
     changes,
     drift_prompts,
+    halves,
     load_roles,
     load_run,
     plot_changes,
@@ -52,6 +53,7 @@ from steercap.roles import (
     stability,
 )
 from steercap.roles.bootstrap import interval
+from steercap.roles.directions import axes, directions
 from steercap.roles.folder import check_same, open_folder
 from steercap.roles.records import requests_of, share_of
 from steercap.roles.role import trait_of
@@ -483,23 +485,32 @@ def test_random_vectors_are_as_near_as_they_must_be() -> None:
 
 
 def test_halves_share_nothing(monkeypatch) -> None:
-    """Each question is in one half, and of `roles` each role: half the vectors of one are 1, of the other 2."""
+    """Each question is in one half, and of `roles` each role; the means of halves are the halves of the whole mean."""
     rows, _ = synthetic(roles=6, questions=8, layers=1)
     seen = []
-    from steercap.roles import halves
-
-    monkeypatch.setattr(halves, "directions", lambda roles, assistant: seen.append((roles, assistant)) or _Nothing())
+    found = halves.axes
+    monkeypatch.setattr(halves, "axes", lambda *given: seen.append(given) or found(*given))
     stability(rows, over="roles", splits=3)
-    for place in range(0, 6, 2):
-        first, second = seen[place], seen[place + 1]
-        assert len(first[0]) + len(second[0]) == 6
-        whole = (first[1] + second[1]) / 2  # four questions each: their means are half of the whole mean
-        assert torch.allclose(whole, rows.mean(ASSISTANT, 0))
+    roles, assistant, used = seen[0]  # of the rows as they are
+    assert (roles.shape, used.shape) == ((3, 2, 6, WIDTH), (3, 2, 6))
+    assert torch.equal(used[:, 0], ~used[:, 1])
+    assert used.sum(-1).tolist() == [[3, 3]] * 3
+    assert torch.allclose(assistant.mean(1), rows.mean(ASSISTANT, 0).expand(3, -1))  # four questions each
+    assert torch.allclose(roles.mean(1), rows.means(0)[0].expand(3, -1, -1))
+    assert float((assistant[:, 0] - assistant[:, 1]).norm(dim=-1).min()) > 0.1
 
 
-class _Nothing:
-    def of(self, _how: str) -> torch.Tensor:
-        return torch.ones(1)
+def test_axes_of_some_of_the_roles_are_those_of_these_alone() -> None:
+    """All sets at once, each with roles of its own, as one by one."""
+    drawn = torch.Generator().manual_seed(0)
+    roles = torch.randn(5, 7, 20, generator=drawn, dtype=torch.float64)
+    assistant = torch.randn(5, 20, generator=drawn, dtype=torch.float64)
+    used = torch.rand(5, 7, generator=drawn) > 0.4
+    found = axes(roles, assistant, used)
+    for place in range(5):
+        alone = directions(roles[place][used[place]], assistant[place])
+        assert torch.allclose(found.contrast[place], alone.contrast)
+        assert torch.allclose(found.pca[place], alone.pca)
 
 
 def test_a_half_without_the_assistant_has_no_axis() -> None:
