@@ -31,7 +31,7 @@ from steercap.roles import (
     capping,
     cases_of,
     changes,
-    compare,
+    compare_steering,
     drift_cases,
     plot_changes,
     plot_positions,
@@ -112,7 +112,7 @@ async def capped(
         specs[name] = made.spec
         told[name] = {layer: round(floor, 2) for layer, floor in made.floors.items()}
     cases = [*cases_of(settings), *drift_cases(samples=2)]
-    records = await compare(model, axis, specs, cases, settings, layers=LOOKED_AT)
+    records = await compare_steering(model, axis, specs, cases, settings, layers=LOOKED_AT)
     return records, told
 
 

@@ -1,7 +1,7 @@
 """Many personas at once: from roles to their vectors, the assistant axis, and capping along it."""
 
 from steercap.roles.axis import AssistantAxis, assistant_axis
-from steercap.roles.effects import CapRecord, Case, cases_of, compare, drift_cases
+from steercap.roles.effects import CapRecord, Case, cases_of, compare_steering, drift_cases
 from steercap.roles.floors import (
     Capping,
     calibrated_capping,
@@ -38,7 +38,7 @@ __all__ = [
     "capping",
     "cases_of",
     "changes",
-    "compare",
+    "compare_steering",
     "drift_cases",
     "drift_prompts",
     "load_roles",

@@ -107,7 +107,7 @@ def drift_cases(prompts: Sequence[str] | None = None, *, samples: int = 1, seed:
     ]
 
 
-async def compare(
+async def compare_steering(
     model: SteerModel,
     axis: AssistantAxis,
     steering: Mapping[str, SteeringSpec],

@@ -142,7 +142,7 @@ def plot_changes(
     """Draw each role's mean projection before and after, an arrow each.
 
     Args:
-        records: as `compare` gives them.
+        records: as `compare_steering` gives them.
         layer: one at which they were projected.
         to: a file, whose ending says the format, or matplotlib's axes.
         condition: what comes after "plain".

@@ -47,7 +47,7 @@ def changes(records: Sequence[CapRecord], layer: int, *, in_role: float = IN_ROL
     Answers are paired: both of a pair are to one case, with one seed. A pair counts where both have the number.
 
     Args:
-        records: as `compare` gives them.
+        records: as `compare_steering` gives them.
         layer: of the projections.
         in_role: least score of an answer that is in its role.
         seed: of the bootstrap.

@@ -9,10 +9,9 @@
         found = extract(model, ["It was lovely"], ["It was awful"], name="joy", held_out=0)
 
 `steercap.sync.vectors`, `steercap.sync.experiments`, `steercap.sync.patching`, `steercap.sync.persona` and
-`steercap.sync.roles` hold the functions that take an open model; all but those of the last two are names of
-`steercap.sync` too. What is not awaited, such as
-edits and specs, is `steercap`'s own. In a notebook `await` works at the top level, and `steercap.SteerModel` is the
-better choice.
+`steercap.sync.roles` hold the functions that take an open model; all but both `run`s are names of `steercap.sync` too.
+What is not awaited, such as edits and specs, is `steercap`'s own. In a notebook `await` works at the top level, and
+`steercap.SteerModel` is the better choice.
 """
 
 from importlib import import_module
@@ -25,6 +24,13 @@ if TYPE_CHECKING:
     from steercap.sync.model import SteerModel
     from steercap.sync.patching import ablate, patch, path_patch
     from steercap.sync.remote import RemoteModel
+    from steercap.sync.roles import (
+        calibrated_capping,
+        compare_steering,
+        projections_by_text,
+        run_share,
+        token_projections,
+    )
     from steercap.sync.saving import save_run
     from steercap.sync.sketch import RunningSketch
     from steercap.sync.vectors import calibrate, extract, mean_rows
@@ -36,6 +42,8 @@ __all__ = [
     "SteerModel",
     "ablate",
     "calibrate",
+    "calibrated_capping",
+    "compare_steering",
     "experiments",
     "extract",
     "mean_rows",
@@ -43,9 +51,12 @@ __all__ = [
     "patching",
     "path_patch",
     "persona",
+    "projections_by_text",
     "roles",
+    "run_share",
     "run_sweep",
     "save_run",
+    "token_projections",
     "vectors",
 ]
 
@@ -56,14 +67,19 @@ _HOMES = {
     "SteerModel": "model",
     "ablate": "patching",
     "calibrate": "vectors",
+    "calibrated_capping": "roles",
+    "compare_steering": "roles",
     "extract": "vectors",
     "mean_rows": "vectors",
     "patch": "patching",
     "path_patch": "patching",
+    "projections_by_text": "roles",
+    "run_share": "roles",
     "run_sweep": "experiments",
     "save_run": "saving",
+    "token_projections": "roles",
 }
-_PACKAGES = frozenset({"experiments", "patching", "persona", "vectors"})
+_PACKAGES = frozenset({"experiments", "patching", "persona", "roles", "vectors"})
 
 
 def __getattr__(name: str) -> object:

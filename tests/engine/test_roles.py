@@ -30,7 +30,7 @@ from steercap.roles import (
     calibration_texts,
     cases_of,
     changes,
-    compare,
+    compare_steering,
     drift_cases,
     load_run,
     run,
@@ -177,7 +177,7 @@ async def test_capping_holds_rows_above_the_floor(model, whole, tmp_path) -> Non
         assert made.floors[layer] == pytest.approx(wanted, rel=1e-5, abs=1e-5)
     spec = SteeringSpec.load(made.save(tmp_path / "cap.safetensors"))
     cases = [*cases_of(SETTINGS)[:6], *drift_cases(["who are you?"])]
-    records = await compare(model, axis, {"capped": spec}, cases, SETTINGS, layers=[1, 2], scorer=None)
+    records = await compare_steering(model, axis, {"capped": spec}, cases, SETTINGS, layers=[1, 2], scorer=None)
     capped = [one for one in records if one.condition == "capped"]
     assert len(capped) == 7
     assert all(one.projection[layer] >= made.floors[layer] - 1e-3 for one in capped for layer in (1, 2))

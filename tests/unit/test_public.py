@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import steercap
-from steercap import SteerModel, errors, experiments, formats, persona, sync, vectors, views
+from steercap import SteerModel, errors, experiments, formats, persona, roles, sync, vectors, views
 from steercap.config import CPU, Settings
 from steercap.edits import EDITS
 from steercap.encodings import ENCODINGS
@@ -59,7 +59,7 @@ def test_the_tree_of_errors_is_the_one_drawn() -> None:
 
 PUBLIC = [
     getattr(module, name)
-    for module in (steercap, experiments, formats, persona, vectors, views, sync)
+    for module in (steercap, experiments, formats, persona, roles, vectors, views, sync)
     for name in module.__all__
     if callable(getattr(module, name))
 ]
