@@ -26,6 +26,7 @@ class Twins(griffe.Extension):
             "sync.patching",
             "sync.analysis",
             "sync.persona",
+            "sync.roles",
         ):
             owner = pkg[place]
             for name, member in list(owner.members.items()):

@@ -43,6 +43,7 @@ SteercapError
 │   └── SteeringSlotsFull           no slot is free, and overflow="error"
 ├── PersonaError (RuntimeError)     a pipeline that cannot go on
 │   ├── JudgeFailed                 the endpoint that judges answers refuses, or cannot be reached
+│   ├── RunUnfinished               results are asked of a folder some of whose roles are not done
 │   └── TooFewKept                  too few answers show the trait, or its opposite, to find a direction
 ├── TrainingDiverged (RuntimeError) losses of a training are no longer numbers
 ├── MissingExtra (ImportError)      a library that an extra of the package brings is not installed
@@ -224,6 +225,10 @@ class PersonaError(SteercapError, RuntimeError):
 
 class JudgeFailed(PersonaError):
     """The endpoint that judges answers refuses, cannot be reached, or answers in another form."""
+
+
+class RunUnfinished(PersonaError):
+    """The results of a run are asked for, and some of its roles are not done; the message names them."""
 
 
 class TooFewKept(PersonaError):

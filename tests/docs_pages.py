@@ -4,7 +4,7 @@ The rule. A page begins with `<!-- model: smol -->` (or `tiny`, `heads`, `seeing
 ```python   runs, after the blocks before it, in one namespace; one with a main guard is a script and runs as one.
 ```sh       a command a line; ```console the same after "$ ", with what it prints between. `steercap` commands are parsed,
             and run where they start no engine.
-title="x"   is written to the file x beside the page's other files first.
+title="x"   is written to the file x beside the page's other files first; x may be in a folder.
 A block under `<!-- not run: reason -->` is not run; `NOT_RUN` in tests/unit/test_docs.py counts them.
 ```yaml, ```toml, ```text hold data and output. Any other fence is a mistake.
 """
@@ -20,7 +20,17 @@ from typing import Final
 ROOT: Final = Path(__file__).parent.parent
 GUARD: Final = 'if __name__ == "__main__":'
 #: Commands that read files or this machine, and start no engine.
-CHEAP: Final = ("-h", "--help", "--version", "doctor", "inspect", "vectors show", "vectors convert", "persona traits")
+CHEAP: Final = (
+    "-h",
+    "--help",
+    "--version",
+    "doctor",
+    "inspect",
+    "vectors show",
+    "vectors convert",
+    "persona traits",
+    "persona axis",
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,13 @@ class Block:
     @property
     def where(self) -> str:
         return f"{self.page}:{self.line}"
+
+    def write(self, folder: Path) -> Path:
+        """Make the file that it is."""
+        path = folder / self.title
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.text)
+        return path
 
     @property
     def is_script(self) -> bool:

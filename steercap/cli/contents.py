@@ -84,6 +84,7 @@ def _load_pt(path: Path, base: Literal[0, 1] | None, bound: Literal["high", "low
 
 def _load_native(path: Path) -> Content:
     from steercap.files.native import READERS, read_header
+    from steercap.roles.axis import AssistantAxis
     from steercap.steering.spec import SteeringSpec
     from steercap.vectors.directions import DirectionSet
     from steercap.vectors.layers import LayerVectors
@@ -92,6 +93,7 @@ def _load_native(path: Path) -> Content:
         "steering": SteeringSpec.load,
         "vectors": LayerVectors.load,
         "directions": DirectionSet.load,
+        "axis": lambda file: AssistantAxis.load(file).vectors,
     }
     kind = read_header(path).kind
     if kind not in readers:

@@ -104,10 +104,12 @@ def _steering(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
     header, spec = read_header(path), load_steering(path)
     edits = list(map(repr, spec.flat()))
     document = {"kind": "steering", "model": header.model, "preserve_norm": spec.preserve_norm, "edits": edits}
+    document |= {"provenance": header.provenance} if header.provenance else {}
     table = Table("", "edit", title_justify="left")
     for number, edit in enumerate(edits):
         table.add_row(str(number), Text(edit))
     known = {"kind": "steering", "model": header.model, "preserves the norm": "yes" if spec.preserve_norm else "no"}
+    known |= header.provenance
     return document, [facts(str(path), known), table]
 
 

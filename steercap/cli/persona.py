@@ -1,4 +1,4 @@
-"""`steercap persona run|traits`: from the description of a trait to its vector."""
+"""`steercap persona run|traits`: from the description of a trait to its vector. Roles are in cli/roles.py."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.progress import TaskID
 from rich.table import Table
 from rich.text import Text
 
+from steercap.cli import roles
 from steercap.cli.command import command, group_of
 from steercap.cli.destinations import folder_ready
 from steercap.cli.engines import ModelOptions, opened, pairs_of
@@ -220,6 +221,7 @@ def register(app: typer.Typer) -> None:
     app.add_typer(persona, name="persona")
     _register_run(persona)
     _register_traits(persona)
+    roles.register(persona)
 
 
 def _register_run(app: typer.Typer) -> None:

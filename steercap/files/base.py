@@ -166,6 +166,25 @@ def read_tensors(path: Path, *, tensors: bool = True) -> tuple[str, dict[str, to
         ) from error
 
 
+def read_tensors_at(path: Path, name: str, place: int) -> torch.Tensor:
+    """What one tensor of a safetensors file holds at one place of its first axis; the rest is not read.
+
+    Args:
+        path: the file.
+        name: of the tensor.
+        place: on its first axis.
+
+    Raises:
+        InvalidFile: missing, truncated, or without this tensor or place.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            found: torch.Tensor = file.get_slice(name)[place]
+            return found
+    except (SafetensorError, OSError, IndexError) as error:
+        raise InvalidFile(f"{path} cannot be read at {name!r}, {place}: {error}; copy or make it again") from error
+
+
 @contextmanager
 def blame(path: Path) -> Iterator[None]:
     """Report values in a file that our types refuse as an error of the file.

@@ -41,6 +41,7 @@ READERS: Final = {
     "quantiser": "Quantiser.load",
     "codes": "Codes.load",
     "training": "steercap.training.train, which goes on from it",
+    "axis": "AssistantAxis.load",
 }
 
 

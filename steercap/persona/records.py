@@ -118,10 +118,10 @@ def all_requests(settings: PersonaSettings) -> Iterator[Request]:
                 for question, text in enumerate(questions):
                     for sample in range(settings.n_samples):
                         name = f"{trait.name}/{sign}/{prompt}/{question}/{sample}"
-                        seed = _seed(settings.seed, name)
+                        seed = seed_of(settings.seed, name)
                         yield Request(name, trait.name, sign, prompt, question, sample, seed, words, text)
 
 
-def _seed(seed: int, name: str) -> int:
+def seed_of(seed: int, name: str) -> int:
     """31 bits that depend on the run's seed and the request alone, not on what ran before it."""
     return int.from_bytes(hashlib.sha256(f"{seed}\0{name}".encode()).digest()[:4]) >> 1

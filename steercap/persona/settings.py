@@ -119,7 +119,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 "variable and give api_key_env"
             )
         _ = METHODS[self.method], SITES[self.site], make_scorer(self.scorer, self.scorer_args)
-        msgspec.structs.force_setattr(self, "layers", _layers(self.layers))
+        msgspec.structs.force_setattr(self, "layers", layers_of(self.layers))
         try:
             CaptureSpec(layers=self.layers, sites=self.site)
         except InvalidSpec as error:
@@ -270,7 +270,7 @@ def _digest(told: Any) -> str:
     return hashlib.sha256(msgspec.json.encode(told, order="deterministic")).hexdigest()
 
 
-def _layers(layers: Any) -> str | int | tuple[int, ...]:
+def layers_of(layers: Any) -> str | int | tuple[int, ...]:
     """What "layers" means: "all", an index, or indices as a tuple; other types of numbers, such as numpy's, as int."""
     if isinstance(layers, str) and layers == "all":
         return layers

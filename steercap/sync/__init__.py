@@ -9,16 +9,16 @@
         found = extract(model, ["It was lovely"], ["It was awful"], name="joy", held_out=0)
 
 `steercap.sync.vectors`, `steercap.sync.experiments`, `steercap.sync.evaluation`, `steercap.sync.patching`,
-`steercap.sync.analysis` and `steercap.sync.persona` hold the functions that take an open model; all but `persona.run`
-are names of `steercap.sync` too. What is not awaited, such as edits and specs, is `steercap`'s own. In a notebook `await` works at the top level,
-and `steercap.SteerModel` is the better choice.
+`steercap.sync.analysis`, `steercap.sync.persona` and `steercap.sync.roles` hold the functions that take an open model;
+all but both `run`s are names of `steercap.sync` too. What is not awaited, such as edits and specs, is `steercap`'s own.
+In a notebook `await` works at the top level, and `steercap.SteerModel` is the better choice.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from steercap.sync import analysis, evaluation, experiments, patching, persona, vectors
+    from steercap.sync import analysis, evaluation, experiments, patching, persona, roles, vectors
     from steercap.sync.analysis import layer_sweep, position_sweep
     from steercap.sync.evaluation import evaluate, shuffled
     from steercap.sync.experiments import run_sweep
@@ -26,6 +26,13 @@ if TYPE_CHECKING:
     from steercap.sync.model import SteerModel
     from steercap.sync.patching import ablate, patch, path_patch
     from steercap.sync.remote import RemoteModel
+    from steercap.sync.roles import (
+        calibrated_capping,
+        compare_steering,
+        projections_by_text,
+        run_share,
+        token_projections,
+    )
     from steercap.sync.saving import save_run
     from steercap.sync.sketch import RunningSketch
     from steercap.sync.vectors import calibrate, extract, mean_rows
@@ -38,6 +45,8 @@ __all__ = [
     "ablate",
     "analysis",
     "calibrate",
+    "calibrated_capping",
+    "compare_steering",
     "evaluate",
     "evaluation",
     "experiments",
@@ -49,9 +58,13 @@ __all__ = [
     "path_patch",
     "persona",
     "position_sweep",
+    "projections_by_text",
+    "roles",
+    "run_share",
     "run_sweep",
     "save_run",
     "shuffled",
+    "token_projections",
     "vectors",
 ]
 
@@ -62,6 +75,8 @@ _HOMES = {
     "SteerModel": "model",
     "ablate": "patching",
     "calibrate": "vectors",
+    "calibrated_capping": "roles",
+    "compare_steering": "roles",
     "evaluate": "evaluation",
     "extract": "vectors",
     "layer_sweep": "analysis",
@@ -69,11 +84,14 @@ _HOMES = {
     "patch": "patching",
     "path_patch": "patching",
     "position_sweep": "analysis",
+    "projections_by_text": "roles",
+    "run_share": "roles",
     "run_sweep": "experiments",
     "save_run": "saving",
     "shuffled": "evaluation",
+    "token_projections": "roles",
 }
-_PACKAGES = frozenset({"analysis", "evaluation", "experiments", "patching", "persona", "vectors"})
+_PACKAGES = frozenset({"analysis", "evaluation", "experiments", "patching", "persona", "roles", "vectors"})
 
 
 def __getattr__(name: str) -> object:

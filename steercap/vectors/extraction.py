@@ -153,7 +153,7 @@ async def mean_rows(
     check_texts(texts)
     if not texts:
         raise InvalidSpec("no texts to read; give at least one")
-    asked = [_asked(model.tokenizer, text, TokenSelection.parse(tokens)) for text in texts]
+    asked = [asked_of(model.tokenizer, text, TokenSelection.parse(tokens)) for text in texts]
     finished = 0
     captured: set[int] = set()  # of all layers, those that have the site
 
@@ -221,7 +221,7 @@ def sha_of(ids: Sequence[int]) -> bytes:
     return hashlib.sha256(torch.tensor(ids, dtype=torch.int64).numpy().tobytes()).digest()
 
 
-def _asked(tokenizer: Any, text: Text, selection: TokenSelection) -> tuple[list[int], TokenSelection]:
+def asked_of(tokenizer: Any, text: Text, selection: TokenSelection) -> tuple[list[int], TokenSelection]:
     """What the model reads of a text, and which of its rows are wanted."""
     if not isinstance(text, Exchange):
         return ids_of(tokenizer, text), selection

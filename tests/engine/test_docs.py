@@ -95,7 +95,7 @@ async def read(page: Path, model: SteerModel, folder: Path, monkeypatch) -> None
     found = blocks(page)
     for block in found:
         if block.title:
-            (folder / block.title).write_text(block.text)
+            block.write(folder)
     namespace = {"model": model, "__name__": "page"}
     for block in found:
         if block.language == "python" and not block.reason and not block.is_script:

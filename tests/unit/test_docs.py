@@ -27,6 +27,7 @@ from steercap.cli.sweep_file import SweepFile
 from steercap.edits import EDITS
 from steercap.persona import load_trait
 from steercap.persona.scores import SCORERS
+from steercap.roles import load_roles
 from steercap.sites import SITES
 
 #: Blocks that no test runs, by page; each says its reason above it.
@@ -134,7 +135,7 @@ def test_commands_are_spelled_right(block: Block, tmp_path, monkeypatch) -> None
         (tmp_path / name).write_bytes(b"")
     for other in ALL:
         if other.page == block.page and other.title:
-            (tmp_path / other.title).write_text(other.text)
+            other.write(tmp_path)
     monkeypatch.chdir(tmp_path)
     for arguments in steercap_commands(block):
         parse(arguments)
@@ -183,18 +184,18 @@ def test_other_commands_exist() -> None:
 
 
 def test_files_shown_are_what_they_say(tmp_path) -> None:
-    """A trait and a sweep in YAML can be read."""
+    """A trait, a sweep and a folder of roles in YAML can be read."""
     shown = [block for block in ALL if block.language == "yaml" and block.title]
     assert {block.title for block in shown} >= {"curious.yaml", "evaluation.yaml", "sweep.yaml"}
     for block in shown:
-        path = tmp_path / block.title
-        path.write_text(block.text)
+        path = block.write(tmp_path)
         if block.title == "sweep.yaml":
             msgspec.yaml.decode(block.text, type=SweepFile)
         elif block.title == "evaluation.yaml":
             msgspec.yaml.decode(block.text, type=EvaluationFile)
-        else:
+        elif path.parent == tmp_path:
             load_trait(path)
+    assert load_roles(tmp_path / "mine").names == ("baker", "sailor")
 
 
 def test_troubleshooting_names_every_error() -> None:

@@ -21,6 +21,7 @@ from steercap import (
     experiments,
     formats,
     persona,
+    roles,
     sync,
     training,
     vectors,
@@ -74,7 +75,7 @@ def test_the_tree_of_errors_is_the_one_drawn() -> None:
 
 PUBLIC = [
     getattr(module, name)
-    for module in (steercap, analysis, evaluation, experiments, formats, persona, training, vectors, views, sync)
+    for module in (steercap, analysis, evaluation, experiments, formats, persona, roles, training, vectors, views, sync)
     for name in module.__all__
     if callable(getattr(module, name))
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 import torch
@@ -19,6 +19,7 @@ from steercap.persona.folder import RunFolder
 from steercap.persona.progress import Count, Report
 from steercap.persona.records import Records, Response
 from steercap.persona.settings import PersonaSettings
+from steercap.persona.stages.generate import messages_of
 from steercap.vectors import Exchange, mean_rows
 
 if TYPE_CHECKING:
@@ -82,9 +83,35 @@ async def capture(
         folder.finish("capture")
 
 
-def room_of(
-    tokenizer: Any, max_model_len: int, settings: PersonaSettings, responses: Sequence[Response]
-) -> dict[str, int]:
+class Answered(Protocol):
+    """An answer that is read again."""
+
+    @property
+    def id(self) -> str:
+        """Unique in a run."""
+
+    @property
+    def system_prompt(self) -> str:
+        """What it was given under; "" is none."""
+
+    @property
+    def question_text(self) -> str:
+        """What was asked."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """What was generated."""
+
+
+class Reading(Protocol):
+    """What settings say of reading."""
+
+    @property
+    def read_system(self) -> bool:
+        """Whether the system prompt comes before it."""
+
+
+def room_of(tokenizer: Any, max_model_len: int, settings: Reading, responses: Sequence[Answered]) -> dict[str, int]:
     """How many tokens of each answer can be read after its prompt, by id; 0 where none can.
 
     To read, a model must generate one token too, so prompt and answer are shorter than the context. An answer may have
@@ -101,7 +128,7 @@ def room_of(
     for response in responses:
         key = (response.system_prompt, response.question_text)
         if key not in lengths:
-            lengths[key] = len(templated(tokenizer, _prompt(settings, response), {}, spans=False)[0])
+            lengths[key] = len(templated(tokenizer, prompt_of(settings, response), {}, spans=False)[0])
         found[response.id] = max(0, min(len(response.token_ids), max_model_len - 1 - lengths[key]))
     return found
 
@@ -140,7 +167,7 @@ async def _read(
     async def read(chunk: Sequence[Response]) -> None:
         rows = await mean_rows(
             model,
-            [Exchange(_prompt(settings, one), one.token_ids[: room[one.id]]) for one in chunk],
+            [Exchange(prompt_of(settings, one), one.token_ids[: room[one.id]]) for one in chunk],
             layers=settings.layers,
             site=settings.site,
         )
@@ -163,9 +190,9 @@ async def _read(
     await each_of(chunks, read, max(1, settings.max_in_flight // PART_RECORDS))
 
 
-def _prompt(settings: PersonaSettings, response: Response) -> list[dict[str, str]]:
-    question = {"role": "user", "content": response.question_text}
-    return [{"role": "system", "content": response.system_prompt}, question] if settings.read_system else [question]
+def prompt_of(settings: Reading, response: Answered) -> list[dict[str, str]]:
+    """The conversation that stands before an answer when it is read again."""
+    return messages_of(response.system_prompt if settings.read_system else "", response.question_text)
 
 
 def _join(folder: RunFolder, order: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -14,6 +14,7 @@ from steercap.persona.folder import RunFolder
 from steercap.persona.progress import Count, Report
 from steercap.persona.records import Request, Response, all_requests
 from steercap.persona.settings import PersonaSettings
+from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel
@@ -29,6 +30,38 @@ class Ends(NamedTuple):
 
     turn: frozenset[int]
     special: frozenset[int]
+
+
+class Sampled(NamedTuple):
+    """One answer.
+
+    Args:
+        answer: the text.
+        token_ids: what was generated, special tokens at the end left out.
+        finish: why it ended: "stop" or "length".
+        prompt_token_ids: what the model read.
+    """
+
+    answer: str
+    token_ids: tuple[int, ...]
+    finish: str
+    prompt_token_ids: tuple[int, ...]
+
+
+class Sampling(Protocol):
+    """What settings say of sampling."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of an answer."""
+
+    @property
+    def temperature(self) -> float:
+        """0 is greedy."""
+
+    @property
+    def top_p(self) -> float:
+        """Share of the probability that is sampled from."""
 
 
 async def generate(
@@ -51,7 +84,7 @@ async def generate(
         found |= {response.id: response for part in parts.values() for response in part.read()}
         left = [request for request in wanted if request.id not in found]
         count = Count("generate", len(wanted), len(wanted) - len(left), report)
-        ends = _ends(model) if left else Ends(frozenset(), frozenset())
+        ends = ends_in(model) if left else Ends(frozenset(), frozenset())
 
         async def answer(request: Request) -> None:
             found[request.id] = await _answer(model, settings, request, ends)
@@ -99,24 +132,61 @@ def ends_of(generation_config: Mapping[str, Any], special: Iterable[int]) -> End
     return Ends(frozenset(turn), frozenset(special))
 
 
-def _ends(model: SteerModel) -> Ends:
+def ends_in(model: SteerModel) -> Ends:
+    """The tokens that end a turn of an open model."""
     config = model.engine.vllm_config.model_config
     return ends_of(config.try_get_generation_config(), model.tokenizer.all_special_ids)
 
 
-async def _answer(model: SteerModel, settings: PersonaSettings, request: Request, ends: Ends) -> Response:
-    raw = await model.chat(
-        [{"role": "system", "content": request.system_prompt}, {"role": "user", "content": request.question_text}],
-        {
-            "max_tokens": settings.max_tokens,
-            "temperature": settings.temperature,
-            "top_p": settings.top_p,
-            "seed": request.seed,
-        },
-        steering=None,
-        raw_output=True,
-    )
+def messages_of(system_prompt: str, question: str) -> list[dict[str, str]]:
+    """A question as a conversation, under a system prompt; "" is none."""
+    asked = {"role": "user", "content": question}
+    return [{"role": "system", "content": system_prompt}, asked] if system_prompt else [asked]
+
+
+async def sampled(
+    model: SteerModel,
+    messages: Sequence[Mapping[str, str]],
+    params: Mapping[str, Any],
+    ends: Ends,
+    steering: SteeringSpec | None = None,
+) -> Sampled:
+    """One answer.
+
+    Args:
+        model: an open model.
+        messages: the conversation.
+        params: of sampling, as `SteerModel.chat` takes them.
+        ends: the model's.
+        steering: what is changed.
+
+    Raises:
+        The errors of `SteerModel.chat`.
+    """
+    raw = await model.chat(list(messages), dict(params), steering=steering, raw_output=True)
     (sample,) = raw.output.outputs
     finish = str(sample.finish_reason)
-    ids = said(sample.token_ids, ends, finish, sample.stop_reason)
-    return Response(**msgspec.structs.asdict(request), answer=sample.text, token_ids=ids, finish=finish)
+    return Sampled(
+        sample.text,
+        said(sample.token_ids, ends, finish, sample.stop_reason),
+        finish,
+        tuple(raw.output.prompt_token_ids),
+    )
+
+
+async def _answer(model: SteerModel, settings: PersonaSettings, request: Request, ends: Ends) -> Response:
+    messages = messages_of(request.system_prompt, request.question_text)
+    found = await sampled(model, messages, sampling_of(settings, request.seed), ends)
+    return Response(
+        **msgspec.structs.asdict(request), answer=found.answer, token_ids=found.token_ids, finish=found.finish
+    )
+
+
+def sampling_of(settings: Sampling, seed: int) -> dict[str, Any]:
+    """Parameters of sampling, as `SteerModel.chat` takes them."""
+    return {
+        "max_tokens": settings.max_tokens,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "seed": seed,
+    }

@@ -1,0 +1,354 @@
+"""`steercap persona roles|axis|cap`: many roles in one run, the assistant axis, and capping along it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import typer
+from rich.progress import Progress as Bars
+from rich.progress import TaskID
+from rich.table import Table
+
+from steercap.cli.command import command
+from steercap.cli.destinations import file_ready, folder_ready, may_replace, saved
+from steercap.cli.engines import ModelOptions, opened, pairs_of
+from steercap.cli.foreseen import check_sampling, foreseen
+from steercap.cli.selections import layers_of
+from steercap.cli.tables import facts
+from steercap.cli.terminal import Terminal
+from steercap.core.extras import require
+
+if TYPE_CHECKING:
+    from steercap.persona import Progress
+    from steercap.roles import AssistantAxis, RoleRun, RoleSet, RoleSettings, Stability
+
+SIZES: Final = "Sizes"
+SCORING: Final = "Scoring"
+
+
+@dataclass(frozen=True)
+class RoleOptions:
+    """Which roles, how much is generated, and which answers are kept."""
+
+    questions: Annotated[
+        Path | None, typer.Option(help="File of questions, in place of the folder's: .txt, .csv, .jsonl or .parquet.")
+    ] = None
+    role: Annotated[list[str] | None, typer.Option(help="One of the roles; may be repeated. All by default.")] = None
+    small: Annotated[
+        bool,
+        typer.Option("--small", help="Sizes for a small model on a CPU: minutes, not hours.", rich_help_panel=SIZES),
+    ] = False
+    n_samples: Annotated[
+        int | None, typer.Option("--samples", min=1, help="Answers to each question.", rich_help_panel=SIZES)
+    ] = None
+    n_questions: Annotated[
+        int | None, typer.Option("--n-questions", min=2, help="How many of the questions.", rich_help_panel=SIZES)
+    ] = None
+    n_prompts: Annotated[
+        int | None,
+        typer.Option("--system-prompts", min=1, help="How many of each role's prompts.", rich_help_panel=SIZES),
+    ] = None
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=SIZES)] = (
+        None
+    )
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="Of the sampling.", rich_help_panel=SIZES)] = None
+    seed: Annotated[int | None, typer.Option(help="Of everything that is drawn.", rich_help_panel=SIZES)] = None
+    scorer: Annotated[
+        str | None,
+        typer.Option(
+            help="minilm, keywords or judge, of whether an answer plays its role; all are kept if left out.",
+            rich_help_panel=SCORING,
+        ),
+    ] = None
+    scorer_arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Argument of the scorer, its value in JSON; may be repeated.",
+            rich_help_panel=SCORING,
+        ),
+    ] = None
+    threshold: Annotated[
+        float | None, typer.Option(min=0, max=100, help="Least score of an answer kept.", rich_help_panel=SCORING)
+    ] = None
+    min_kept: Annotated[
+        int | None, typer.Option(min=1, help="Fewest kept answers of a role.", rich_help_panel=SCORING)
+    ] = None
+
+    def settings(self, path: Path | None, **further: Any) -> RoleSettings:
+        """The settings that the flags describe.
+
+        Raises:
+            InvalidFile, UnknownName, InvalidSetting: what `load_roles` and `RoleSettings` refuse.
+        """
+        from steercap.roles import RoleSettings
+
+        left_out = ("questions", "role", "small", "scorer_arg")
+        said = {name: value for name, value in vars(self).items() if name not in left_out and value is not None}
+        if self.scorer_arg:
+            said["scorer_args"] = dict(pairs_of(self.scorer_arg, "--scorer-arg"))
+        roles = self._roles(path)
+        said |= further
+        return RoleSettings.small(roles, **said) if self.small else RoleSettings(roles=roles, **said)
+
+    def _roles(self, path: Path | None) -> RoleSet:
+        from steercap.roles import load_roles, shipped_roles
+
+        if path is None and self.questions is not None:
+            raise typer.BadParameter(
+                "the shipped roles have their questions; give roles of yours, too", param_hint="--questions"
+            )
+        found = shipped_roles() if path is None else load_roles(path, questions=self.questions)
+        return found.select(self.role) if self.role else found
+
+
+def shard_of(text: str) -> tuple[int, int]:
+    """A share of the roles from "0/2".
+
+    Raises:
+        typer.BadParameter: something else.
+    """
+    which, slash, count = text.partition("/")
+    if not slash or not which.isdecimal() or not count.isdecimal() or not int(which) < int(count):
+        raise typer.BadParameter(f"{text!r}: give WHICH/OF, such as 0/4, 1/4, 2/4 and 3/4", param_hint="--shard")
+    return int(which), int(count)
+
+
+class _Stages:
+    """Takes reports of progress, a bar for each stage."""
+
+    def __init__(self, bars: Bars) -> None:
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.stage not in self._tasks:
+            self._tasks[progress.stage] = self._bars.add_task(progress.stage)
+        self._bars.update(self._tasks[progress.stage], completed=progress.done, total=progress.total)
+
+
+def along(axis: AssistantAxis, run: RoleRun, layer: int) -> Table:
+    """Roles and assistant along the axis, the assistant's end last."""
+    table = Table(
+        title=f"along the assistant axis ({axis.how}), layer {layer}",
+        title_justify="left",
+        title_style="bold",
+        caption="projection: of the mean row, less the mean of the roles",
+        caption_justify="left",
+    )
+    for name in ("role", "projection", "kept", "of", "score"):
+        table.add_column(name, justify="left" if name == "role" else "right", style="cyan" if name == "role" else None)
+    for name, place in axis.ranked(layer):
+        one = run.outcomes[name]
+        score = "" if one.mean_score is None else f"{one.mean_score:.0f}"
+        table.add_row(name, f"{place:+.2f}", str(one.kept), str(one.responses), score)
+    return table
+
+
+def by_layer(axis: AssistantAxis, found: Stability) -> Table:
+    """What is known of the axis at each layer, and how stable it is beside chance."""
+    shared = "questions" if found.over == "questions" else "roles and questions"
+    table = Table(
+        title=f"the axis ({axis.how}) by layer",
+        title_justify="left",
+        title_style="bold",
+        caption=f"halves: cosine of the axes of two halves of the {shared}, median and 90 % of {found.splits} splits; "
+        "dealt out: the same where the answers are dealt out to the roles anew",
+        caption_justify="left",
+    )
+    for name in (
+        "layer",
+        "length",
+        "cosine with PC1",
+        "variance of PC1",
+        "assistant on PC1",
+        "halves",
+        "dealt out",
+        "random",
+    ):
+        table.add_column(name, justify="right")
+    ways = [(found.median(axis.how, of), found.band(axis.how, of)) for of in ("found", "permuted", "random")]
+    for layer, length in axis.vectors.norms().items():
+        cells = (f"{median[layer]:+.2f} ({band[layer][0]:+.2f} to {band[layer][1]:+.2f})" for median, band in ways)
+        table.add_row(
+            str(layer),
+            f"{length:.3g}",
+            f"{axis.cosine[layer]:.2f}",
+            f"{axis.explained[layer][0]:.0%}",
+            f"{axis.standing[layer]:.1f} SD",
+            *cells,
+        )
+    return table
+
+
+def document_of(axis: AssistantAxis, run: RoleRun) -> dict[str, Any]:
+    """The axis without its vectors, for JSON."""
+    return {
+        "folder": str(run.folder),
+        "model": axis.vectors.model,
+        "how": axis.how,
+        "outcomes": run.outcomes,
+        "positions": {name: dict(by_layer) for name, by_layer in axis.positions.items()},
+        "explained": dict(axis.explained),
+        "cosine": dict(axis.cosine),
+        "standing": dict(axis.standing),
+    }
+
+
+def register(persona: typer.Typer) -> None:
+    """Add the commands."""
+    _register_roles(persona)
+    _register_axis(persona)
+    _register_cap(persona)
+
+
+def _register_roles(app: typer.Typer) -> None:
+    @command(
+        app,
+        "roles",
+        examples=[
+            "steercap persona roles --small --out out/roles",
+            "steercap persona roles roles.csv --questions questions.txt -m Qwen/Qwen3-8B --shard 0/2 --out out/roles",
+        ],
+    )
+    async def roles(
+        options: RoleOptions,
+        model: ModelOptions,
+        terminal: Terminal,
+        out: Annotated[Path, typer.Option(file_okay=False, help="Folder of the run: answers, scores, rows.")],
+        path: Annotated[
+            Path | None,
+            typer.Argument(
+                metavar="[ROLES]", help="Folder, or table (.csv, .parquet, .jsonl); 24 roles come with steercap."
+            ),
+        ] = None,
+        layers: Annotated[str, typer.Option(help="all, 8, 8,16,-1 or 4:20:2.")] = "all",
+        site: Annotated[str, typer.Option(help="resid_pre, resid_post, attn_out or mlp_out.")] = "resid_post",
+        shard: Annotated[
+            str,
+            typer.Option(metavar="WHICH/OF", help="Share of the roles, for one of several processes, each on its GPU."),
+        ] = "0/1",
+    ) -> None:
+        """Have a model play roles: each role, and the default assistant, answers the same questions, and the rows of
+        its answers are averaged. A run that was interrupted goes on when it is called again with the same --out;
+        several processes, each with another --shard, may share one. What it comes to, `steercap persona axis` says.
+        """
+        from steercap.core.spec import CaptureSpec, resolve_layers
+        from steercap.roles import run_share
+        from steercap.roles.folder import check_same, read_folder
+
+        require("personas")
+        model.require_there()
+        folder_ready(out)
+        share, wanted, asked = shard_of(shard), layers_of(layers), options.settings(path, site=site)
+        check_sampling(temperature=asked.temperature, seed=asked.seed)
+        foreseen(model, sites=site).check_capture(CaptureSpec(layers=wanted, sites=site))
+        check_same(out, asked)
+        async with opened(model, terminal, sites=site) as open_model:
+            if wanted != "all":
+                import msgspec
+
+                asked = msgspec.structs.replace(asked, layers=resolve_layers(wanted, open_model.num_layers))
+            with terminal.progress() as bars:
+                await run_share(open_model, asked, out, shard=share, progress=_Stages(bars))
+        missing = read_folder(out).missing
+        next_step = f"steercap persona axis {out}" if not missing else "the other shares"
+        terminal.show(
+            {"folder": str(out), "shard": shard, "missing": missing, "next": next_step},
+            facts("", {"folder": out, "shard": shard, "roles missing": ", ".join(missing), "next": next_step}),
+        )
+
+
+def _register_axis(app: typer.Typer) -> None:
+    @command(
+        app,
+        "axis",
+        examples=["steercap persona axis out/roles", "steercap persona axis out/roles --how pca --over roles"],
+    )
+    def axis(
+        terminal: Terminal,
+        folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of `steercap persona roles`, all shares done.")],
+        how: Annotated[
+            Literal["contrast", "pca"], typer.Option(help="Assistant less roles, or first component of the roles.")
+        ] = "contrast",
+        layer: Annotated[int | None, typer.Option(help="Where roles are ranked; the middle one if left out.")] = None,
+        over: Annotated[
+            Literal["questions", "roles"], typer.Option(help="What halves do not share: questions, or roles too.")
+        ] = "questions",
+        splits: Annotated[int, typer.Option(min=1, help="Random halves.")] = 20,
+    ) -> None:
+        """Say what the assistant axis of a run is: where the roles lie on it, how much of their variance it has, and
+        whether it is found again in halves, beside chance. Starts no engine. Writes axis-HOW.safetensors and
+        pictures into the folder.
+        """
+        from steercap.roles import assistant_axis, load_run, plot_positions, plot_stability, stability
+
+        require("plots")
+        run = load_run(folder)
+        found = assistant_axis(run.rows, how)
+        place = found.layers[len(found.layers) // 2] if layer is None else layer
+        ranked, stable = along(found, run, place), stability(run.rows, over=over, splits=splits)
+        files = {name: folder / f"{name}-{how}.png" for name in ("positions", "stability")}
+        plot_positions(found, place, files["positions"])
+        plot_stability(stable, files["stability"], how=how)
+        written = found.save(folder / f"axis-{how}.safetensors")
+        halves = {
+            of: {"median": stable.median(how, of), "band": stable.band(how, of)}
+            for of in ("found", "permuted", "random")
+        }
+        terminal.show(
+            {**document_of(found, run), "axis": str(written), "over": over, "stability": halves},
+            ranked,
+            by_layer(found, stable),
+            facts("", {"axis": written, **files}),
+        )
+
+
+def _register_cap(app: typer.Typer) -> None:
+    @command(
+        app,
+        "cap",
+        examples=["steercap persona cap out/roles --layers 12:18 --out cap.safetensors"],
+    )
+    async def cap(
+        model: ModelOptions,
+        terminal: Terminal,
+        folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Of `steercap persona roles`, all shares done.")],
+        out: Annotated[Path, typer.Option(help="File for the steering: .safetensors.")],
+        layers: Annotated[str, typer.Option(help="Where to cap: 8, 8,16,-1 or 4:20:2.")],
+        how: Annotated[
+            Literal["contrast", "pca"], typer.Option(help="Assistant less roles, or first component of the roles.")
+        ] = "contrast",
+        percentile: Annotated[
+            float, typer.Option(min=0, max=100, help="Of the default assistant's projections, token by token.")
+        ] = 25.0,
+        force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    ) -> None:
+        """Make steering that holds rows above what is usual for the default assistant: its answers of the run are read
+        again, their tokens projected on the axis, and a percentile becomes the floor at each layer.
+        """
+        from steercap.core.spec import resolve_layers
+        from steercap.roles import assistant_axis, calibrated_capping, load_run
+
+        model.require_there()
+        file_ready(out, extensions=[".safetensors"])
+        may_replace(out, terminal, force=force)
+        run = load_run(folder)
+        found, wanted = assistant_axis(run.rows, how), layers_of(layers)
+        async with opened(model, terminal, sites=run.settings.site) as open_model:
+            places = resolve_layers(wanted, open_model.num_layers)
+            made = await calibrated_capping(open_model, run, found, layers=places, percentile=percentile)
+        where, failed = saved(out, made.save, terminal)
+        terminal.show(
+            {
+                "file": None if where is None else str(where),
+                "floors": dict(made.floors),
+                "provenance": dict(made.provenance),
+            },
+            facts("floors by layer", {str(layer): f"{floor:.3f}" for layer, floor in made.floors.items()}),
+            facts("", {**made.provenance, "file": where or ""}),
+        )
+        if failed is not None:
+            raise failed

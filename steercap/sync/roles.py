@@ -1,0 +1,20 @@
+"""Many personas at once, without `await`: the functions of `steercap.roles` that take an open model."""
+
+from steercap.roles import effects as _effects
+from steercap.roles import floors as _floors
+from steercap.roles import pipeline as _there
+from steercap.sync.twins import blocking
+
+__all__ = ["calibrated_capping", "compare_steering", "projections_by_text", "run", "run_share", "token_projections"]
+
+run = blocking(_there.run)
+run_share = blocking(_there.run_share)
+calibrated_capping = blocking(_floors.calibrated_capping)
+token_projections = blocking(_floors.token_projections)
+projections_by_text = blocking(_floors.projections_by_text)
+compare_steering = blocking(_effects.compare_steering)
+
+
+def __dir__() -> list[str]:
+    """The functions, and no more."""
+    return [*__all__, "__doc__", "__file__", "__name__"]

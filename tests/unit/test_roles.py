@@ -1,0 +1,699 @@
+"""Roles without an engine: reading them, sharing them out, the axis, its stability, floors, and what changes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from steercap import Cap, SteeringSpec
+from steercap.errors import (
+    InvalidFile,
+    InvalidSetting,
+    InvalidSpec,
+    LayerOutOfRange,
+    RunDiffers,
+    RunUnfinished,
+    UnknownName,
+)
+from steercap.files.native import read_header
+from steercap.formats import load_capping
+from steercap.persona.scores.minilm import cross_validated
+from steercap.roles import (
+    ASSISTANT,
+    AssistantAxis,
+    CapRecord,
+    Case,
+    Role,
+    RoleRows,
+    RoleSet,
+    RoleSettings,
+    assistant_axis,
+    capping,
+    cases_of,
+    changes,
+    drift_prompts,
+    halves,
+    load_roles,
+    load_run,
+    plot_changes,
+    plot_positions,
+    plot_roles,
+    plot_stability,
+    shipped_roles,
+    stability,
+)
+from steercap.roles.bootstrap import interval
+from steercap.roles.directions import axes, directions
+from steercap.roles.folder import check_same, open_folder
+from steercap.roles.records import requests_of, share_of
+from steercap.roles.role import trait_of
+from steercap.roles.scoring import kept_of
+from steercap.roles.settings import described, digests_of
+
+QUESTIONS = ("Who are you?", "What is the sea?", "Why?")
+PAIR = RoleSet((Role("pirate", ("Be a pirate.",)), Role("poet", ("Be a poet.", "Sing."))), QUESTIONS)
+
+
+# What roles are
+
+
+def test_what_is_shipped_can_be_told_apart() -> None:
+    """24 roles of three prompts, 24 questions; of every fourth, sentences are told from plain ones by others' example."""
+    roles = shipped_roles()
+    assert (len(roles.roles), len(roles.questions), len(drift_prompts())) == (24, 24, 8)
+    assert {len(role.prompts) for role in roles.roles} == {3}
+    assert not [role.name for role in roles.roles if len(role.keywords) < 8 or not role.description]
+    values = [cross_validated(trait_of(role, roles, "minilm")) for role in roles.roles[::4]]
+    assert np.mean(values) > 0.9
+    assert min(values) > 0.6
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: Role("two words", ("Be.",)), "give one word"),
+        (lambda: Role(ASSISTANT, ("Be.",)), "the name of the default assistant"),
+        (lambda: Role("a", ()), "the prompts of a: 0 given"),
+        (lambda: Role("a", ("Be.", " ")), "number 1, counted from 0, is empty"),
+        (lambda: Role("a", ("Be.", "Be.")), "'Be.' is there twice"),
+        (lambda: Role("a", ("Be.",), rubric="{question}"), "lacks {answer}"),
+        (lambda: RoleSet((Role("a", ("Be.",)),), QUESTIONS), "1 roles; give two or more"),
+        (lambda: RoleSet((Role("a", ("Be.",)), Role("a", ("Do.",))), QUESTIONS), "'a' is there twice"),
+        (lambda: RoleSet(PAIR.roles, ("Who?",)), "questions: 1 given; give 2 or more"),
+        (lambda: RoleSet(PAIR.roles, QUESTIONS, ()), "the assistant's prompts: 0 given"),
+    ],
+)
+def test_what_is_no_role_is_refused(made, said) -> None:
+    """The message says what is lacking."""
+    with pytest.raises(ValueError, match=said.replace("{", r"\{").replace("}", r"\}")):
+        made()
+
+
+def test_a_scorer_must_have_what_it_needs() -> None:
+    """Before anything is generated."""
+    for scorer, said in (("minilm", "pirate has 0, and there are 0 plain ones"), ("keywords", "pirate has none")):
+        with pytest.raises(InvalidSetting, match=said):
+            RoleSettings(roles=PAIR, scorer=scorer, min_kept=1)
+    rubric = trait_of(Role("odd", ("Be {odd}.",)), PAIR, "judge").rubric
+    assert "The role: Be (odd)." in rubric
+    assert "{question}" in rubric
+
+
+# Files of roles
+
+ROWS = [
+    {"role": "assistant", "prompt": ""},
+    {"role": "pirate", "prompt": 'Be a pirate, "now".', "description": "Robs.", "keywords": ["arr", "sea"], "id": 3},
+    {"role": "poet", "prompt": "Be a poet."},
+    {"role": "poet", "prompt": "Sing.\nLoud."},
+]
+
+
+def table(path: Path, rows: list[dict]) -> Path:
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "\n")
+    elif path.suffix == ".parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        import csv
+
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, names, restval="")
+            writer.writeheader()
+            writer.writerows({k: json.dumps(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows)
+    return path
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_a_table_is_read_whatever_it_is(ending, tmp_path) -> None:
+    """Roles in their order, prompts in theirs, other columns left alone; questions from a table too."""
+    rows = [{"description": None, "keywords": None, "id": None} | row for row in ROWS] if ending == "parquet" else ROWS
+    path = table(tmp_path / f"roles.{ending}", rows)
+    questions = table(tmp_path / f"questions.{ending}", [{"question": text} for text in QUESTIONS])
+    found = load_roles(path, questions=questions)
+    assert found == RoleSet(
+        (
+            Role("pirate", ('Be a pirate, "now".',), "Robs.", ("arr", "sea")),
+            Role("poet", ("Be a poet.", "Sing.\nLoud.")),
+        ),
+        QUESTIONS,
+        ("",),
+    )
+
+
+def test_lists_of_prompts_and_questions_in_lines(tmp_path) -> None:
+    """A row may hold all prompts of a role, a text file a question in each line."""
+    (tmp_path / "q.txt").write_text("Who?\n\n  Why? \n")
+    rows = [{"role": "a", "prompts": ["Be a.", "Do a."]}, {"role": "b", "prompts": ["Be b."]}]
+    found = load_roles(table(tmp_path / "r.jsonl", rows), questions=tmp_path / "q.txt", assistant=["Help."])
+    assert (found.prompts_of("a"), found.questions, found.assistant) == (
+        ("Be a.", "Do a."),
+        ("Who?", "Why?"),
+        ("Help.",),
+    )
+
+
+def test_a_folder_holds_yaml_or_what_is_published(tmp_path) -> None:
+    """Files by name, what they share beside them; `default.json` is the assistant."""
+    (tmp_path / "_shared.yaml").write_text('questions: [Who?, Why?]\nplain: ["It is so."]\n')
+    (tmp_path / "poet.yaml").write_text("name: poet\nprompts: [Be a poet.]\n")
+    (tmp_path / "pirate.json").write_text(
+        json.dumps({"instruction": [{"pos": "Arr."}], "eval_prompt": "Grade {question}"})
+    )
+    (tmp_path / "default.json").write_text(json.dumps({"instruction": [{"pos": ""}, {"pos": "Help."}]}))
+    found = load_roles(tmp_path)
+    assert found.names == ("pirate", "poet")
+    assert (found.assistant, found.plain, found.prompts_of("pirate")) == (("", "Help."), ("It is so.",), ("Arr.",))
+
+
+def spoilt(name: str, text: str | bytes):
+    def write(folder: Path) -> Path:
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+        return folder / name
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (spoilt("a.txt", "x"), "neither a folder nor a table"),
+        (spoilt("a.csv", "role,text\na,b\n"), "row 1: give a role, and its prompt as text .* it has role, text"),
+        (spoilt("a.csv", "role,prompt\na,b,c\n"), "row 1: it has another number of cells"),
+        (spoilt("a.csv", "role,prompt\n,b\n"), "row 1: give a role"),
+        (spoilt("a.csv", "role,prompt\na,\nb,c\n"), "number 0, counted from 0, is empty"),
+        (spoilt("a.csv", "role,prompt,keywords\na,b,no list\n"), "row 1: keywords is 'no list'; give a list"),
+        (spoilt("a.csv", b"role,prompt\na,\xff\n"), "cannot be read as a table"),
+        (spoilt("a.jsonl", '{"role": "a", "prompt": "b"}\n[1]\n'), "line 2 is not a JSON object"),
+        (spoilt("a.jsonl", '{"role": "a", "prompts": []}\n'), "row 1: give a role"),
+        (spoilt("a.jsonl", '{"role": "a", "prompt": "b"}\n'), "1 roles; give two or more"),
+        (spoilt("a.parquet", "x"), "is not a Parquet table"),
+        (lambda folder: folder, "holds no role"),
+        (lambda folder: folder / "nothing.csv", "cannot be read as a table"),
+        (
+            lambda folder: spoilt("a.yaml", "name: a\nprompt: [b]\n")(folder).parent,
+            "a.yaml cannot be read as roles: .*prompt",
+        ),
+        (
+            lambda folder: spoilt("a.json", '{"instruction": [{"neg": "b"}]}')(folder).parent,
+            "a.json cannot be read as roles",
+        ),
+    ],
+)
+def test_a_malformed_file_is_refused_by_name(write, said, tmp_path) -> None:
+    """The message says which file, which row, and what to give."""
+    with pytest.raises(InvalidFile, match=said):
+        load_roles(write(tmp_path), questions=QUESTIONS)
+
+
+def test_questions_must_be_said(tmp_path) -> None:
+    """By the folder, or beside the table."""
+    path = table(tmp_path / "r.csv", ROWS)
+    with pytest.raises(InvalidFile, match="says no questions"):
+        load_roles(path)
+    with pytest.raises(InvalidFile, match="row 1: there is no text in the column 'question'"):
+        load_roles(path, questions=path)
+
+
+# What is asked, and by whom
+
+
+@given(roles=st.integers(2, 40), count=st.integers(1, 41))
+def test_shares_partition_the_roles(roles, count) -> None:
+    """Each role, and the assistant, is of one share; no share is empty."""
+    found = RoleSet(tuple(Role(f"r{number}", ("Be.",)) for number in range(roles)), QUESTIONS)
+    settings = RoleSettings(roles=found, min_kept=1)
+    if count > roles + 1:
+        with pytest.raises(InvalidSetting, match=f"there are {roles + 1} roles"):
+            share_of(settings, (0, count))
+        return
+    shares = [share_of(settings, (which, count)) for which in range(count)]
+    assert all(shares)
+    assert sorted(name for share in shares for name in share) == sorted((ASSISTANT, *found.names))
+    with pytest.raises(InvalidSetting, match="give 0/n to n-1/n"):
+        share_of(settings, (count, count))
+
+
+def test_requests_are_questions_by_prompts_each_with_a_seed_of_its_own() -> None:
+    """The same whatever else is asked, and the first questions and prompts where fewer are wanted."""
+    settings = RoleSettings(roles=PAIR, n_samples=2, min_kept=1)
+    found = list(requests_of(settings, "poet"))
+    assert [one.id for one in found[:3]] == ["poet/0/0/0", "poet/0/0/1", "poet/0/1/0"]
+    assert (len(found), len({one.seed for one in found})) == (12, 12)
+    fewer = msgspec.structs.replace(settings, n_questions=2, n_prompts=1)
+    assert list(requests_of(fewer, "poet")) == found[:4]
+    assert [one.system_prompt for one in requests_of(fewer, ASSISTANT)] == [""] * 4
+    assert len(cases_of(fewer)) == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"n_questions": 1}, "n_questions=1; give 2 or more"),
+        ({"read_together": 0}, "read_together=0"),
+        ({"min_kept": 4}, "assistant is asked for 3 answers"),
+        ({"roles": ("pirate",)}, "give a RoleSet"),
+        ({"temperature": math.nan}, "temperature=nan"),
+        ({"read_system": 1}, "read_system=1"),
+        ({"scorer_args": {"api_key": "x"}}, "put it into an environment variable"),
+        ({"layers": "some"}, "layers='some'"),
+        ({"scorer": 3}, "give names"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(changes, said) -> None:
+    """Before a model is asked."""
+    with pytest.raises(InvalidSetting, match=said):
+        RoleSettings(**{"roles": PAIR, "min_kept": 1, **changes})
+
+
+def test_only_what_a_stage_depends_on_changes_it() -> None:
+    """A threshold reads again and asks nothing again; another role's prompts change nothing of this one."""
+    settings = RoleSettings(roles=PAIR, min_kept=1)
+
+    def digests(**changed):
+        return digests_of(described(msgspec.structs.replace(settings, **changed)), {"name": "m"}, "pirate")
+
+    before = digests()
+    assert {name for name, value in digests(threshold=60).items() if value != before[name]} == {"read"}
+    assert digests(max_in_flight=3) == before
+    other = msgspec.structs.replace(PAIR, roles=(PAIR.roles[0], Role("poet", ("Rhyme.",))))
+    assert digests(roles=other) == before
+    assert {name for name, value in digests(seed=1).items() if value != before[name]} == {"generate", "score", "read"}
+
+
+def test_a_folder_knows_what_it_is_of(tmp_path) -> None:
+    """Other answers are refused, with the difference; roles come and go; what is missing is named."""
+    settings = RoleSettings(roles=PAIR, min_kept=1)
+    folder = open_folder(tmp_path, {"name": "m"}, settings)
+    assert folder.missing == [ASSISTANT, "pirate", "poet"]
+    with pytest.raises(RunUnfinished, match="3 of 3 roles are not done: assistant, pirate, poet; run it again"):
+        load_run(tmp_path)
+    with pytest.raises(RunDiffers, match="max_tokens: 512, not 7"):
+        check_same(tmp_path, msgspec.structs.replace(settings, max_tokens=7))
+    with pytest.raises(RunDiffers, match=r"name: 'm', not 'n'"):
+        open_folder(tmp_path, {"name": "n"}, settings)
+    added = RoleSet((*PAIR.roles[:1], Role("king", ("Rule.",))), QUESTIONS)
+    again = open_folder(tmp_path, {"name": "m"}, msgspec.structs.replace(settings, roles=added))
+    assert list(again.roles) == [ASSISTANT, "pirate", "king"]
+    assert set(again.definition.settings["roles"]["roles"]) == {"pirate", "poet", "king"}
+    assert again.settings.roles == added
+    (tmp_path / "roles" / "king").mkdir(parents=True)
+    (tmp_path / "roles" / "king" / "state.json").write_text("{")
+    with pytest.raises(InvalidFile, match=r"king/state.json cannot be read"):
+        _ = again.missing
+
+
+def test_marks_go_before_results_change(tmp_path) -> None:
+    """A stage that begins again takes the later ones' marks, and parts of other settings, with it."""
+    role = open_folder(tmp_path, {"name": "m"}, RoleSettings(roles=PAIR, min_kept=1)).roles["poet"]
+    for stage in ("generate", "score", "read"):
+        role.begin(stage)
+        role.parts(stage).mkdir(parents=True)
+        role.finish(stage)
+        assert not role.parts(stage).exists()
+    assert role.holds("read")
+    other = role.path / "parts" / "score-0000000000000000"
+    other.mkdir(parents=True)
+    role.begin("score")
+    assert (role.holds("generate"), role.holds("score"), role.holds("read")) == (True, False, False)
+    assert not other.exists()
+
+
+def test_answers_without_a_token_or_a_score_are_not_kept() -> None:
+    """At the threshold they are."""
+
+    class Answer(msgspec.Struct):
+        token_ids: tuple[int, ...]
+
+    found = [Answer((1,)), Answer(()), Answer((2,)), Answer((3,))]
+    settings = RoleSettings(roles=PAIR, min_kept=1, threshold=50)
+    assert kept_of(settings, found, None) == [found[0], found[2], found[3]]
+    assert kept_of(settings, found, [50.0, 90.0, None, 49.9]) == [found[0]]
+
+
+# The axis
+
+WIDTH = 48
+
+
+def synthetic(roles: int = 12, questions: int = 10, layers: int = 2, noise: float = 0.3, seed: int = 0):
+    """Rows whose roles lie along one known direction, the assistant beyond them on its positive side."""
+    drawn = torch.Generator().manual_seed(seed)
+    direction = torch.randn(WIDTH, generator=drawn, dtype=torch.float64)
+    direction /= direction.norm()
+    shared = torch.randn(layers, questions, WIDTH, generator=drawn, dtype=torch.float64) * 2  # what questions do to all
+    places = [*torch.linspace(-3, 2, roles).tolist(), 4.0]
+    means = {
+        name: shared + place * direction + noise * torch.randn(layers, questions, WIDTH, generator=drawn)
+        for name, place in zip([*(f"r{number:02}" for number in range(roles)), ASSISTANT], places, strict=True)
+    }
+    return RoleRows.of({name: rows.float() for name, rows in means.items()}, model="m"), direction
+
+
+@pytest.mark.parametrize("how", ["contrast", "pca"])
+def test_the_axis_is_the_direction_that_was_put_in(how) -> None:
+    """It points to the assistant, whose position is the greatest; roles keep their order; it carries as far as it should."""
+    rows, direction = synthetic()
+    axis = assistant_axis(rows, how)
+    for layer in rows.layers:
+        assert float(axis.vectors[layer].double() @ direction) / axis.vectors.norms()[layer] > 0.98
+        assert axis.cosine[layer] > 0.97
+        assert axis.standing[layer] > 2
+        ranked = [name for name, _ in axis.ranked(layer)]
+        assert (ranked, ranked[-1]) == ([*sorted(rows.names), ASSISTANT], ASSISTANT)
+        assert axis.vectors.norms()[layer] == pytest.approx(axis.positions[ASSISTANT][layer], rel=1e-5)
+        assert sum(axis.positions[name][layer] for name in rows.names) == pytest.approx(0, abs=1e-6)
+
+
+def test_the_assistants_side_is_the_positive_one_wherever_it_lies() -> None:
+    """All rows mirrored, the axis is mirrored too, and the assistant is still on its positive side."""
+    rows, _ = synthetic()
+    mirrored = RoleRows.of(
+        {name: torch.stack([-rows.at(name, layer).float() for layer in (0, 1)]) for name in rows.counts}
+    )
+    for how in ("contrast", "pca"):
+        one, other = assistant_axis(rows, how), assistant_axis(mirrored, how)
+        assert torch.allclose(one.vectors[1], -other.vectors[1], atol=1e-5)
+        assert one.positions[ASSISTANT][1] == pytest.approx(other.positions[ASSISTANT][1], rel=1e-5)
+
+
+def test_components_are_those_of_numpy() -> None:
+    """Shares of variance and the first component are those of a singular value decomposition."""
+    rows, _ = synthetic(noise=1.0)
+    axis = assistant_axis(rows, "pca")
+    found = rows.means(0)[0].numpy()
+    _, sizes, components = np.linalg.svd(found - found.mean(0), full_matrices=False)
+    shares = sizes**2 / (sizes**2).sum()
+    assert np.allclose(axis.explained[0], shares[:11], atol=1e-9)
+    unit = axis.vectors[0].double().numpy()
+    assert abs(unit @ components[0]) / np.linalg.norm(unit) == pytest.approx(1, abs=1e-6)
+
+
+def test_a_mean_is_over_answers_and_not_over_questions() -> None:
+    """Rows of questions count as often as they have answers, those without none."""
+    rows = torch.arange(12.0).view(1, 3, 4)
+    counts = {"a": (1, 3, 0), "b": (1, 1, 1), ASSISTANT: (2, 2, 2)}
+    found = RoleRows(counts, (5,), lambda _name, _layer: rows[0])
+    assert torch.equal(found.mean("a", 5), (rows[0, 0] + 3 * rows[0, 1]).double() / 4)
+    assert found.at("a", 5)[2].tolist() == [0] * 4
+    with pytest.raises(UnknownName, match="no rows of 'c'"):
+        found.at("c", 5)
+    with pytest.raises(LayerOutOfRange, match=r"layer 4 was not read; \[5\] were"):
+        found.mean("a", 4)
+    assert list(found.vectors()) == ["a", "b", ASSISTANT]
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ({"a": (1,), "b": (1,)}, "give those of 'assistant' and of two roles"),
+        ({"a": (1,), "b": (1, 1), ASSISTANT: (1,)}, "all roles are asked the same questions"),
+        ({"a": (1,), "b": (0,), ASSISTANT: (1,)}, r"\['b'\] have no answers"),
+    ],
+)
+def test_rows_that_give_no_axis_are_refused(counts, said) -> None:
+    """With what is lacking."""
+    with pytest.raises(InvalidSpec, match=said):
+        RoleRows(counts, (0,), lambda _name, _layer: torch.ones(1, 4))
+
+
+def test_roles_that_do_not_differ_have_no_axis() -> None:
+    """And another way to find one is refused by the names of those known."""
+    same = RoleRows.of(dict.fromkeys(("a", "b", ASSISTANT), torch.ones(1, 2, 4)))
+    with pytest.raises(InvalidSpec, match="there is no axis"):
+        assistant_axis(same)
+    with pytest.raises(InvalidSpec, match="give 'contrast' or 'pca'"):
+        assistant_axis(synthetic()[0], "mean")
+
+
+def test_an_axis_comes_back_from_its_file(tmp_path) -> None:
+    """All of it; another kind of file is refused with its reader."""
+    axis = assistant_axis(synthetic()[0], "pca")
+    found = AssistantAxis.load(axis.save(tmp_path / "axis.safetensors"))
+    assert found.vectors == axis.vectors
+    for name in ("how", "explained", "cosine", "standing", "positions", "provenance"):
+        assert getattr(found, name) == getattr(axis, name), name
+    with pytest.raises(InvalidFile, match=r"holds axis, not steering; read it with AssistantAxis.load"):
+        SteeringSpec.load(tmp_path / "axis.safetensors")
+
+
+# Stability
+
+
+@pytest.mark.parametrize("over", ["questions", "roles"])
+@pytest.mark.parametrize("how", ["contrast", "pca"])
+def test_an_axis_that_is_there_is_found_in_both_halves(over, how) -> None:
+    """And far above chance of either kind."""
+    found = stability(synthetic()[0], over=over, splits=10)
+    assert found.splits == 10
+    for layer in found.layers:
+        assert found.median(how)[layer] > 0.9
+        assert found.median(how)[layer] > found.band(how, "random")[layer][1]
+    assert max(found.median("contrast", "permuted").values()) < 0.6
+
+
+def test_labels_that_mean_nothing_give_what_permuted_ones_give() -> None:
+    """On rows without roles the axis is not found again, and the halves' cosines are those of chance."""
+    drawn = torch.Generator().manual_seed(3)
+    rows = RoleRows.of({name: torch.randn(1, 12, 64, generator=drawn) for name in [*"abcdefgh", ASSISTANT]})
+    found = stability(rows, splits=40)
+    for how in ("contrast", "pca"):
+        low, high = found.band(how, "permuted")[0]
+        assert low - 0.1 < found.median(how)[0] < high + 0.1
+
+
+def test_random_vectors_are_as_near_as_they_must_be() -> None:
+    """Magnitudes of cosines of independent directions are sqrt(2 / (pi width)) on the mean."""
+    drawn = torch.Generator().manual_seed(0)
+    rows = RoleRows.of({name: torch.randn(4, 4, 256, generator=drawn) for name in [*"abcdef", ASSISTANT]})
+    found = stability(rows, splits=100, seed=1)
+    for how in ("contrast", "pca"):
+        mean = float(np.abs(found.cosines[how, "random"]).mean())
+        assert mean == pytest.approx(math.sqrt(2 / (math.pi * 256)), rel=0.12)
+    assert float(found.cosines["pca", "random"].min()) >= 0  # a component has no sign
+
+
+def test_halves_share_nothing(monkeypatch) -> None:
+    """Each question is in one half, and of `roles` each role; the means of halves are the halves of the whole mean."""
+    rows, _ = synthetic(roles=6, questions=8, layers=1)
+    seen = []
+    found = halves.axes
+    monkeypatch.setattr(halves, "axes", lambda *given: seen.append(given) or found(*given))
+    stability(rows, over="roles", splits=3)
+    roles, assistant, used = seen[0]  # of the rows as they are
+    assert (roles.shape, used.shape) == ((3, 2, 6, WIDTH), (3, 2, 6))
+    assert torch.equal(used[:, 0], ~used[:, 1])
+    assert used.sum(-1).tolist() == [[3, 3]] * 3
+    assert torch.allclose(assistant.mean(1), rows.mean(ASSISTANT, 0).expand(3, -1))  # four questions each
+    assert torch.allclose(roles.mean(1), rows.means(0)[0].expand(3, -1, -1))
+    assert float((assistant[:, 0] - assistant[:, 1]).norm(dim=-1).min()) > 0.1
+
+
+def test_axes_of_some_of_the_roles_are_those_of_these_alone() -> None:
+    """All sets at once, each with roles of its own, as one by one."""
+    drawn = torch.Generator().manual_seed(0)
+    roles = torch.randn(5, 7, 20, generator=drawn, dtype=torch.float64)
+    assistant = torch.randn(5, 20, generator=drawn, dtype=torch.float64)
+    used = torch.rand(5, 7, generator=drawn) > 0.4
+    found = axes(roles, assistant, used)
+    for place in range(5):
+        alone = directions(roles[place][used[place]], assistant[place])
+        assert torch.allclose(found.contrast[place], alone.contrast)
+        assert torch.allclose(found.pca[place], alone.pca)
+
+
+def test_a_half_without_the_assistant_has_no_axis() -> None:
+    """Its cosine is NaN, and left out of medians."""
+    drawn = torch.Generator().manual_seed(0)
+    read = {name: torch.randn(3, 16, generator=drawn) for name in ("a", "b", "c", ASSISTANT)}
+    counts = {"a": (1, 1, 1), "b": (1, 1, 1), "c": (1, 1, 1), ASSISTANT: (1, 1, 0)}
+    found = stability(RoleRows(counts, (0,), lambda name, _layer: read[name]), splits=30)
+    values = found.cosines["contrast", "found"]
+    assert 0 < np.isnan(values).sum() < 30
+    assert not math.isnan(found.median()[0])
+
+
+def test_what_cannot_be_halved_is_refused() -> None:
+    """With the number that is needed."""
+    rows, _ = synthetic(roles=3)
+    with pytest.raises(InvalidSpec, match="four roles"):
+        stability(rows, over="roles")
+    with pytest.raises(InvalidSpec, match="give 'questions' or 'roles'"):
+        stability(rows, over="layers")
+    with pytest.raises(InvalidSpec, match="splits=0"):
+        stability(rows, splits=0)
+
+
+# Capping
+
+AXIS = assistant_axis(synthetic()[0])
+
+
+@given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=30), st.floats(0, 100))
+def test_floors_are_percentiles_as_numpy_has_them(values, percentile) -> None:
+    """Of each layer its own."""
+    made = capping(AXIS, {1: torch.tensor(values)}, percentile=percentile)
+    (edit,) = made.spec.flat()
+    assert (
+        edit.low == made.floors[1] == float(np.percentile(np.array(values, dtype=np.float32).astype(float), percentile))
+    )
+    assert (edit.layer, edit.high, list(made.floors)) == (1, None, [1])
+
+
+def test_a_floor_is_saved_with_its_provenance_and_read_as_steering(tmp_path) -> None:
+    """The same configuration; what it was made of stands in the header, and files without it are as they were."""
+    axis = assistant_axis(synthetic()[0])
+    made = capping(axis, {0: torch.arange(9.0), 1: torch.arange(9.0) * 2}, percentile=25)
+    path = made.save(tmp_path / "cap.safetensors")
+    found = SteeringSpec.load(path)
+    assert [(edit.layer, edit.low, edit.high) for edit in found.flat()] == [(0, 2.0, None), (1, 4.0, None)]
+    assert all(torch.equal(one.vector, axis.vectors[one.layer]) for one in found.flat())
+    header = read_header(path)
+    assert (header.model, header.provenance["percentile"], header.provenance["projections by layer"]) == (
+        "m",
+        "25",
+        "0: 9, 1: 9",
+    )
+    plain = found.save(tmp_path / "plain.safetensors")
+    assert read_header(plain).provenance == {}
+    assert b'"provenance"' not in plain.read_bytes()
+
+
+def test_a_floor_is_what_published_files_say_of_the_vector_turned_round(tmp_path) -> None:
+    """h - v min(h.v - floor, 0): a ceiling of -floor on -v."""
+    axis = assistant_axis(synthetic()[0])
+    (ours,) = capping(axis, {1: torch.arange(5.0)}, percentile=50).spec.flat()
+    config = {
+        "vectors": {"v": {"vector": -axis.vectors[1], "layer": 1}},
+        "experiments": [{"id": "e", "interventions": [{"vector": "v", "cap": -2.0}]}],
+    }
+    torch.save(config, tmp_path / "capping.pt")
+    (theirs,) = load_capping(tmp_path / "capping.pt")["e"].flat()
+    rows = torch.randn(20, WIDTH) * 5
+    unit = axis.vectors[1] / axis.vectors[1].norm()
+    wanted = rows - (rows @ unit - 2.0).clamp(max=0)[:, None] * unit
+    for edit in (ours, theirs):
+        assert torch.allclose(_capped(edit, rows), wanted, atol=1e-5)
+
+
+def _capped(edit: Cap, rows: torch.Tensor) -> torch.Tensor:
+    """What the compiled edit does: a step along one direction by the clamped projection on another."""
+    (one,) = edit.lower()
+    read, write = (torch.as_tensor(vector, dtype=torch.float32).flatten() for vector in (one.read, one.write))
+    place = rows @ read
+    held = place.clamp(one.response.low, one.response.high)
+    return rows + (one.response.gain * held - one.response.minus * place)[:, None] * write
+
+
+@pytest.mark.parametrize(
+    ("values", "percentile", "error", "said"),
+    [
+        ({0: torch.ones(3)}, 101, InvalidSpec, "a number from 0 to 100"),
+        ({0: torch.ones(3)}, "25", InvalidSpec, "a number from 0 to 100"),
+        ({0: torch.ones(0)}, 25, InvalidSpec, "give finite numbers in a row"),
+        ({0: torch.tensor([math.nan])}, 25, InvalidSpec, "give finite numbers in a row"),
+        ({0: torch.ones(2, 2)}, 25, InvalidSpec, "give finite numbers in a row"),
+        ({7: torch.ones(3)}, 25, LayerOutOfRange, r"layers \[7\] have no vector"),
+        ({}, 25, InvalidSpec, "give one or more of"),
+    ],
+)
+def test_floors_of_nothing_are_refused(values, percentile, error, said) -> None:
+    """Rather than being a number that means nothing."""
+    with pytest.raises(error, match=said):
+        capping(assistant_axis(synthetic()[0]), values, percentile=percentile)
+
+
+# What changes
+
+
+def records(changed: float = 1.0, questions: int = 6) -> list[CapRecord]:
+    """Two roles and a drift prompt for each question; the condition adds `changed` to all numbers."""
+    found = []
+    for condition, extra in (("plain", 0.0), ("capped", changed)):
+        for question in range(questions):
+            for role in ("pirate", "poet", ""):
+                value = question + extra
+                case = Case("role" if role else "drift", role, question, question, "", "?")
+                score = None if not role else 40.0 + 20 * extra
+                found.append(
+                    CapRecord(
+                        case, condition, "", 10 + int(extra), {3: value}, {3: value / 2}, score, math.exp(1 + extra)
+                    )
+                )
+    return found
+
+
+def test_changes_are_of_pairs() -> None:
+    """Means before and after, their difference, of perplexity the factor; scores become shares; drift has none."""
+    found = {(one.kind, one.measure): one for one in changes(records(), 3)}
+    assert set(found) == {
+        (kind, measure)
+        for kind in ("role", "drift")
+        for measure in ("projection", "projection read", "in role", "tokens", "perplexity")
+    } - {("drift", "in role")}
+    one = found["role", "projection"]
+    assert (one.before, one.after, one.change, one.low, one.high, one.count) == (2.5, 3.5, 1, 1, 1, 12)
+    assert (found["role", "in role"].before, found["role", "in role"].after) == (0, 1)
+    factor = found["drift", "perplexity"]
+    assert (factor.before, factor.change) == (pytest.approx(math.e), pytest.approx(math.e))
+    with pytest.raises(InvalidSpec, match="no projections at layer 4"):
+        changes(records(), 4)
+    with pytest.raises(InvalidSpec, match="6 answers have no counterpart"):
+        changes([one for one in records() if one.condition == "capped" or one.case.role != ""], 3)
+
+
+def test_an_interval_is_of_groups() -> None:
+    """Values of one question stand or fall together: many answers to few questions say little more than few."""
+    drawn = np.random.default_rng(0)
+    centres = drawn.normal(size=8)
+    few = interval(centres.tolist(), range(8))
+    many = interval(np.repeat(centres, 50).tolist(), np.repeat(np.arange(8), 50).tolist())
+    assert many == pytest.approx(few)
+    alone = interval(np.repeat(centres, 50).tolist(), range(400))
+    assert alone[1] - alone[0] < 0.3 * (few[1] - few[0])
+    assert all(math.isnan(end) for end in interval([1.0, 2.0], ["a", "a"]))
+
+
+def test_an_interval_holds_the_mean_as_often_as_it_says() -> None:
+    """Of 400 draws of 30 normal values, 90 to 97 of 100 intervals hold the mean; percentile intervals are a little short."""
+    drawn = np.random.default_rng(1)
+    held = 0
+    for number in range(400):
+        low, high = interval(drawn.normal(size=30).tolist(), range(30), draws=500, seed=number)
+        held += low <= 0 <= high
+    assert 0.90 <= held / 400 <= 0.97
+
+
+# Pictures
+
+
+def test_pictures_are_drawn_to_files_and_axes(tmp_path) -> None:
+    """Each is a picture of some size, and none is left half-written."""
+    from matplotlib.figure import Figure
+
+    rows, _ = synthetic()
+    axis = assistant_axis(rows)
+    plot_positions(axis, 1, tmp_path / "a.png")
+    plot_roles(rows, 1, tmp_path / "b.png")
+    plot_stability(stability(rows, splits=3), tmp_path / "c.svg", how="pca")
+    plot_changes(records(), 3, tmp_path / "d.png", condition="capped")
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("a.png", "b.png", "c.svg", "d.png"))
+    assert len(list(tmp_path.iterdir())) == 4
+    axes = Figure().subplots()
+    plot_positions(axis, 0, axes)
+    assert [label.get_text() for label in axes.get_yticklabels()][-1] == ASSISTANT
+    with pytest.raises(InvalidSpec, match="beside each other"):
+        plot_changes(records(), 3, tmp_path / "e.png", condition="other")
+    with pytest.raises(InvalidSpec, match="give three roles or more"):
+        plot_roles(synthetic(roles=2)[0], 0, tmp_path / "e.png")
