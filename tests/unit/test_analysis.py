@@ -411,6 +411,15 @@ def test_what_cannot_be_taken_apart_is_refused_by_name(tmp_path) -> None:
     odd = ModelWeights.open(changed("stablelm", tmp_path, qk_layernorm=True))
     with pytest.raises(errors.UnsupportedModel, match=r"has self_attn\.q_layernorm\.norms\.0\.weight.* not known here"):
         odd.attention(0)
+    quantised = changed("mistral", tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(errors.UnsupportedModel, match=r"its weights are quantised .*gptq"):
+        ModelWeights.open(quantised).attention(0)
+    tensors = load_file((path := changed("llama", tmp_path)) / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(errors.UnsupportedModel, match="float8_e4m3fn, which is not the plain weight"):
+        ModelWeights.open(path).attention(0)
     with pytest.raises(errors.ModelNotLoaded, match="no configuration"):
         ModelWeights.open(tmp_path / "nothing")
     with pytest.raises(errors.LayerOutOfRange, match="layers 0 to 3"):
