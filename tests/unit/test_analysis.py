@@ -502,7 +502,7 @@ def test_a_table_says_what_it_was_made_of(tmp_path) -> None:
 def test_each_table_is_drawn_and_no_other(tmp_path, llama) -> None:
     """Every picture is a file of its format; of another table, or of several layers, none is made."""
     vectors = drawn(4, layers=(0, 1))
-    found = analysis.anatomy(vectors, 1, llama, random=40, top=3)
+    found = analysis.anatomy(vectors, llama, 1, random=40, top=3)
     files = analysis.draw_anatomy(found.tables, tmp_path)
     assert [path.stem for path in files] == ["cosines", "scree", "scores", "tokens", "heads", "reads", "writes"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)
@@ -526,7 +526,7 @@ def test_each_table_is_drawn_and_no_other(tmp_path, llama) -> None:
             wrong(tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
     with pytest.raises(errors.UnknownName, match="unknown part 'hands'; known: cosines"):
-        analysis.anatomy(vectors, 1, llama, parts=["hands"])
+        analysis.anatomy(vectors, llama, 1, parts=["hands"])
 
 
 def test_the_command_shows_and_keeps_what_the_library_finds(tmp_path, llama) -> None:
