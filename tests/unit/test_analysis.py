@@ -211,6 +211,10 @@ def test_a_features_own_rows_are_nearest_to_it(tmp_path) -> None:
     assert column(analysis.nearest_features(elsewhere, sae, layer=3, top=1), "feature", half="decoder") == [12]
     with pytest.raises(errors.InvalidSpec, match="not of one point"):
         analysis.nearest_features(LayerVectors({1: torch.ones(5)}), sae)
+    normed = RandomSAE("standard", WIDTH, 300, configuration=(("normalize_activations", "layer_norm"),))
+    blind = analysis.nearest_features(LayerVectors({1: torch.ones(WIDTH)}), SAE.load(normed.write(tmp_path / "ln")))
+    assert max(map(abs, column(blind, "cosine", half="encoder"))) < 1e-5  # rows are centred before they are read
+    assert max(map(abs, column(blind, "cosine", half="decoder"))) > 0.1
 
 
 # What they touch
