@@ -36,7 +36,7 @@ from pathlib import Path
 import torch
 import steercap
 from steercap import *
-from steercap import edits, errors, experiments, formats, persona, sync, testing, vectors, views
+from steercap import analysis, edits, errors, experiments, formats, persona, sync, testing, vectors, views
 from steercap.errors import MissingExtra
 from steercap.quantisation import Quantiser
 from steercap.vectors import Contrast, DirectionSet, LayerVectors, directions_of

@@ -57,8 +57,8 @@ class Anatomy(NamedTuple):
 
 def anatomy(
     vectors: Vectors,
-    layer: int,
     weights: ModelWeights,
+    layer: int,
     *,
     sae: SAE | None = None,
     parts: Iterable[str] | None = None,
@@ -70,8 +70,8 @@ def anatomy(
 
     Args:
         vectors: in the basis of the stream.
-        layer: theirs.
         weights: of their model.
+        layer: of the vectors.
         sae: of the same point, for "features".
         parts: names in `PARTS`; by default all that make sense of these vectors, the others being `left_out`.
         top: tokens, neurons and features of each vector.

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from jaxtyping import Float
 
 from steercap.analysis.given import Vectors, named, origin, units
 from steercap.analysis.tables import once, table_of
@@ -22,7 +23,8 @@ def nearest_features(vectors: Vectors, sae: SAE, *, top: int = 10, layer: int | 
     """The features of an SAE whose decoder or encoder has the greatest cosine with a vector, either way.
 
     What a feature writes (decoder) says what a vector is made of; what it reads (encoder), which features a vector
-    turns on. Thresholds and other features are not in it: `sae.encode` of a steered row is what it turns on.
+    turns on; where the SAE centres rows first, that is folded in. Thresholds and other features are not in it:
+    `sae.encode` of a steered row is what it turns on.
 
     Args:
         vectors: at the point that the SAE reads or, of a transcoder's decoder, writes.
@@ -44,7 +46,7 @@ def nearest_features(vectors: Vectors, sae: SAE, *, top: int = 10, layer: int | 
         raise InvalidSpec(f"sae={shown(sae)}; give SAE.load(...)")
     if count is None or not 1 <= count <= sae.d_sae:
         raise InvalidSpec(f"top={shown(top)}; give a number of features, from 1 to {sae.d_sae:,}")
-    halves = {"decoder": (sae.output, sae.decoder), "encoder": (sae.input, sae.encoder.weight.T)}
+    halves = {"decoder": (sae.output, sae.decoder), "encoder": (sae.input, _read(sae))}
     fitting = {half: rows for half, (point, rows) in halves.items() if point.site == directions.site}
     at = _layer(directions.site, halves["encoder"][0], halves["decoder"][0], layer)
     fitting = {half: rows for half, rows in fitting.items() if layer is not None or halves[half][0].layer == at}
@@ -67,6 +69,13 @@ def nearest_features(vectors: Vectors, sae: SAE, *, top: int = 10, layer: int | 
     columns = ("name", "layer", "half", "place", "feature", "cosine", "z")
     made = origin(directions, sae=sae.name or repr(sae), compared=sae.d_sae, once=once(sae.d_sae))
     return table_of({name: [row[name] for row in rows] for name in columns}, **made)
+
+
+def _read(sae: SAE) -> Float[torch.Tensor, "d_sae d_in"]:
+    """What each feature reads of a row, up to the positive scale by which the SAE may norm it."""
+    rows = sae.encoder.weight.T
+    centred = sae.encoder.centred or sae.encoder.normalisation == "layer_norm"
+    return rows - rows.mean(dim=1, keepdim=True) if centred else rows
 
 
 def _layer(site: str, reads: Point, writes: Point, layer: int | None) -> int:

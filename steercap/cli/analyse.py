@@ -35,9 +35,12 @@ OF_ALL: Final = frozenset({"scores", "ends"})
 
 def table_of(part: str, table: pa.Table, rows: int) -> Table:
     """The first rows of each vector, or of the table where it is of all of them together."""
-    from steercap.analysis import PARTS
+    from steercap.analysis import PARTS, about
 
-    shown = Table(title=f"{part}: {PARTS[part]}", title_justify="left", title_style="bold")
+    once = about(table).get("once")
+    said = None if once is None else f"by chance one number of each vector is beyond |z| = {once:.1f}"
+    style: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "caption": said, "caption_justify": "left"}
+    shown = Table(title=f"{part}: {PARTS[part]}", **style)
     for name in table.column_names:
         shown.add_column(name, justify="left" if name in {"name", "token", "first", "second", "end"} else "right")
     for row in first_rows(part, table, rows):
@@ -160,6 +163,6 @@ def register(app: typer.Typer) -> None:
             weights = ModelWeights.open(located(model))
             chosen = None if parts is None else names_of(parts)
             reads = sae_of(sae)
-            found = anatomy(directions, at, weights, sae=reads, parts=chosen, top=top, random=random, seed=seed)
+            found = anatomy(directions, weights, at, sae=reads, parts=chosen, top=top, random=random, seed=seed)
         about = {"model": weights.name, "site": directions.site, "layer": at, "random": random, "seed": seed}
         report(found, about, out, terminal, top)

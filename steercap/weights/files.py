@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 WHOLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
+#: Dtypes of weights that are what they say; of others, such as float8, a scale lies elsewhere.
+PLAIN: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,7 +70,7 @@ class TensorFiles:
 
         Raises:
             InvalidFile: there is none.
-            UnsupportedModel: it has another shape, or no floats: quantised weights.
+            UnsupportedModel: it has another shape, or another dtype than plain floats: quantised weights.
         """
         from safetensors import safe_open
 
@@ -77,7 +79,7 @@ class TensorFiles:
             raise InvalidFile(f"{self.path} holds no tensor {name!r}, which its configuration asks for")
         with safe_open(self.held[spelled], framework="pt") as tensors:
             found: torch.Tensor = tensors.get_tensor(spelled)
-        if tuple(found.shape) != tuple(shape) or not found.is_floating_point():
+        if tuple(found.shape) != tuple(shape) or found.dtype not in PLAIN:
             raise UnsupportedModel(
                 f"{self.path}: {name} is {list(found.shape)} {found.dtype}, which is not the plain weight that the "
                 "configuration describes; only weights that are not quantised can be read"

@@ -198,6 +198,8 @@ class ModelWeights:
 
     def _account(self, layer: int) -> None:
         """Check that every parameter of a layer is one that is read: an unknown one would be left out in silence."""
+        if quantised := getattr(self._config, "quantization_config", None):
+            raise UnsupportedModel(f"{self.name}: its weights are quantised ({quantised}); only plain ones can be read")
         known = {*self._layout.attention, self._family.attn_proj}
         experts = self._has_experts(layer)
         if not experts:

@@ -211,6 +211,10 @@ def test_a_features_own_rows_are_nearest_to_it(tmp_path) -> None:
     assert column(analysis.nearest_features(elsewhere, sae, layer=3, top=1), "feature", half="decoder") == [12]
     with pytest.raises(errors.InvalidSpec, match="not of one point"):
         analysis.nearest_features(LayerVectors({1: torch.ones(5)}), sae)
+    normed = RandomSAE("standard", WIDTH, 300, configuration=(("normalize_activations", "layer_norm"),))
+    blind = analysis.nearest_features(LayerVectors({1: torch.ones(WIDTH)}), SAE.load(normed.write(tmp_path / "ln")))
+    assert max(map(abs, column(blind, "cosine", half="encoder"))) < 1e-5  # rows are centred before they are read
+    assert max(map(abs, column(blind, "cosine", half="decoder"))) > 0.1
 
 
 # What they touch
@@ -411,6 +415,15 @@ def test_what_cannot_be_taken_apart_is_refused_by_name(tmp_path) -> None:
     odd = ModelWeights.open(changed("stablelm", tmp_path, qk_layernorm=True))
     with pytest.raises(errors.UnsupportedModel, match=r"has self_attn\.q_layernorm\.norms\.0\.weight.* not known here"):
         odd.attention(0)
+    quantised = changed("mistral", tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(errors.UnsupportedModel, match=r"its weights are quantised .*gptq"):
+        ModelWeights.open(quantised).attention(0)
+    tensors = load_file((path := changed("llama", tmp_path)) / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(errors.UnsupportedModel, match="float8_e4m3fn, which is not the plain weight"):
+        ModelWeights.open(path).attention(0)
     with pytest.raises(errors.ModelNotLoaded, match="no configuration"):
         ModelWeights.open(tmp_path / "nothing")
     with pytest.raises(errors.LayerOutOfRange, match="layers 0 to 3"):
@@ -493,7 +506,7 @@ def test_a_table_says_what_it_was_made_of(tmp_path) -> None:
 def test_each_table_is_drawn_and_no_other(tmp_path, llama) -> None:
     """Every picture is a file of its format; of another table, or of several layers, none is made."""
     vectors = drawn(4, layers=(0, 1))
-    found = analysis.anatomy(vectors, 1, llama, random=40, top=3)
+    found = analysis.anatomy(vectors, llama, 1, random=40, top=3)
     files = analysis.draw_anatomy(found.tables, tmp_path)
     assert [path.stem for path in files] == ["cosines", "scree", "scores", "tokens", "heads", "reads", "writes"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)
@@ -517,7 +530,7 @@ def test_each_table_is_drawn_and_no_other(tmp_path, llama) -> None:
             wrong(tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
     with pytest.raises(errors.UnknownName, match="unknown part 'hands'; known: cosines"):
-        analysis.anatomy(vectors, 1, llama, parts=["hands"])
+        analysis.anatomy(vectors, llama, 1, parts=["hands"])
 
 
 def test_the_command_shows_and_keeps_what_the_library_finds(tmp_path, llama) -> None:

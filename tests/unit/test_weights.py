@@ -36,7 +36,7 @@ TINY = {
     "MixtralForCausalLM": "mixtral",
 }
 #: How far float32 sums in another order may be apart, of the longest row.
-NEAR = 2e-6
+NEAR = 5e-7
 LAYER = 1
 
 

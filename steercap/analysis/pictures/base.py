@@ -100,7 +100,8 @@ def place_names(axes: Any, names: Sequence[str], points: Any, size: float = 6.5)
         size: of the letters.
     """
     axes.figure.draw_without_rendering()  # so that places in the axes are known
-    renderer, taken = axes.figure.canvas.get_renderer(), []
+    renderer: Any = axes.figure.canvas.get_renderer()
+    taken: list[Any] = []
     dots, frame = axes.transData.transform(np.asarray(points, dtype=float)), axes.get_window_extent()
     for name, point in zip(names, points, strict=True):
         for number, (across, up, beside, over) in enumerate(SIDES, 1):

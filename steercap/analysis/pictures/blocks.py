@@ -107,7 +107,7 @@ def _mark(axes: Any, values: Any, layers: Sequence[int]) -> str:
     outermost = np.argsort(-np.nan_to_num(np.abs(values)).ravel())[:NAMED]
     places = [np.unravel_index(place, values.shape) for place in outermost]
     for row, head in places:
-        frame = {"fill": False, "edgecolor": INK, "linewidth": 0.9, "clip_on": False, "zorder": 3}
+        frame: dict[str, Any] = {"fill": False, "edgecolor": INK, "linewidth": 0.9, "clip_on": False, "zorder": 3}
         axes.add_patch(Rectangle((head - 0.5, row - 0.5), 1, 1, **frame))
     return ", ".join(f"{layers[row]}.{head}" for row, head in places)
 
