@@ -44,7 +44,7 @@ SteercapError
 ├── PersonaError (RuntimeError)     a pipeline that cannot go on
 │   ├── JudgeFailed                 the endpoint that judges answers refuses, or cannot be reached
 │   └── TooFewKept                  too few answers show the trait, or its opposite, to find a direction
-├── TrainingDiverged (RuntimeError) losses of a training are no longer numbers
+├── TrainingDiverged (RuntimeError)  losses of a training are no longer numbers
 ├── MissingExtra (ImportError)      a library that an extra of the package brings is not installed
 └── InvalidFile (ValueError)        a file that is not what its name or header claims
 """
