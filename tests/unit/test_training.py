@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_calls import call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -702,6 +704,56 @@ def test_the_system_prompt_is_in_front_of_the_teacher_alone() -> None:
     assert tokenizer.decode(ours.ids) == "<user>Why?<answer>Because."
     assert tokenizer.decode(theirs.ids) == "<system>Rhyme.<user>Why?<answer>Because."
     assert len(ours.ids) - ours.prompt_len == len(theirs.ids) - theirs.prompt_len
+
+
+def lines(*records: dict[str, object]) -> str:
+    return "\n".join(map(json.dumps, records))
+
+
+def test_the_command_trains_each_trait_of_a_file(tmp_path, monkeypatch) -> None:
+    """From JSONL to files that load as steering; --json says where they are, and how the losses went."""
+    monkeypatch.chdir(tmp_path)
+    texts = [{"prompt": "Say. ", "response": "wind moon", "source": str(place % 3)} for place in range(6)]
+    Path("texts.jsonl").write_text(lines(*texts, *({**one, "trait": "other"} for one in texts)))
+    asked = [
+        "train",
+        "texts.jsonl",
+        "--layers",
+        "1",
+        "--out",
+        "out/it",
+        "--steps",
+        "2",
+        "--model",
+        str(tiny_checkpoint("qwen3")),
+    ]
+    done = call(*asked, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert set(found) == {"it", "other"}
+    assert all(SteeringSpec.load(one["file"]).of_rows()[0].layer == 1 for one in found.values())
+    assert [one["step"] for one in found["it"]["history"]] == [0, 2]
+    assert "out/it/other.safetensors" in call(*asked).stdout  # read, not trained again
+
+
+@pytest.mark.parametrize(
+    ("line", "more", "says"),
+    [
+        ({"prompt": "a", "response": "b"}, [], "--layers"),
+        ({"prompt": "a"}, ["--layers", "1"], "line 1"),
+        ({"prompt": "a", "response": "b"}, ["--layers", "1", "--dtype", "int8"], "--dtype"),
+        ({"prompt": "a", "response": "b"}, ["--edit", "none.safetensors"], "none.safetensors"),
+        ({"prompt": "a", "response": "b"}, ["--edit", "none.safetensors", "--layers", "1"], "leave it out"),
+    ],
+)
+def test_the_command_says_what_is_wrong_before_it_loads_a_model(tmp_path, monkeypatch, line, more, says) -> None:
+    """A line, an option or a file that does not fit is named."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TERMINAL_WIDTH", "200")
+    Path("texts.jsonl").write_text(lines(line))
+    done = call("train", "texts.jsonl", "--out", "out/it", *more)
+    assert done.exit_code in {1, 2}
+    assert says in done.stderr
 
 
 def test_vllm_is_not_imported() -> None:
