@@ -45,7 +45,7 @@ SteercapError
 │   ├── JudgeFailed                 the endpoint that judges answers refuses, or cannot be reached
 │   ├── RunUnfinished               results are asked of a folder some of whose roles are not done
 │   └── TooFewKept                  too few answers show the trait, or its opposite, to find a direction
-├── TrainingDiverged (RuntimeError) losses of a training are no longer numbers
+├── TrainingDiverged (RuntimeError)  losses of a training are no longer numbers
 ├── MissingExtra (ImportError)      a library that an extra of the package brings is not installed
 └── InvalidFile (ValueError)        a file that is not what its name or header claims
 """

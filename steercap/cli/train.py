@@ -46,7 +46,7 @@ class StepOptions:
 
     steps: Annotated[int | None, typer.Option(min=1, help="Most steps; 200 if left out.", rich_help_panel=STEPS)] = None
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Examples of a trait in a step.", rich_help_panel=STEPS)
+        int | None, typer.Option(min=1, help="How many of a trait's examples a step has.", rich_help_panel=STEPS)
     ] = None
     evaluate_every: Annotated[
         int | None, typer.Option(min=1, help="Steps between looks at what is held out.", rich_help_panel=STEPS)

@@ -128,6 +128,8 @@ def train_many(
         raise InvalidSetting(f"examples={shown(examples)}; give examples by the name of the trait")
     for name in examples:
         check_name(name)
+    if wanted.batch_size < world():
+        raise InvalidSetting(f"batch_size={wanted.batch_size} for {world()} processes; each needs one example at least")
     how = OBJECTIVES[objective] if isinstance(objective, str) else objective
     hooked = hooked_of(model, wanted)
     tokenizer = _tokenizer(hooked)

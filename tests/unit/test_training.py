@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_calls import call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -350,8 +353,8 @@ def test_penalties_are_sums_of_squares_and_of_absolute_values(model) -> None:
     """They are added to the loss that is made small, and to no loss that is reported."""
     vector = drawn(WIDTH, seed=3)
     spec = TrainableSpec(SteeringSpec([Add(vector, layer=1)]))
-    assert float(Penalties(norm=2.0).of(spec)) == pytest.approx(2 * float(vector.square().sum()), rel=1e-5)
-    assert float(Penalties(sparsity=3.0).of(spec)) == pytest.approx(3 * float(vector.abs().sum()), rel=1e-5)
+    assert float(Penalties(norm=2.0).of(spec).detach()) == pytest.approx(2 * float(vector.square().sum()), rel=1e-5)
+    assert float(Penalties(sparsity=3.0).of(spec).detach()) == pytest.approx(3 * float(vector.abs().sum()), rel=1e-5)
     module = SteeredTraits(model, [spec], OBJECTIVES["likelihood"], Penalties(norm=1.0, sparsity=1.0), 1.0)
     batch = collated([(Picked(0, 0, None), (SEQUENCES[0],))], module.selections, torch.device("cpu"))
     whole, reported = module(batch, 1)
@@ -552,6 +555,13 @@ def test_a_run_that_was_cut_short_goes_on_to_the_same_vector(model, tmp_path, na
             assert all(torch.equal(getattr(one, field), getattr(other, field)) for field in ("read", "write", "bias"))
 
 
+HERE = Path(__file__).parent
+#: For processes that import this file.
+ELSEWHERE = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parents[1]))),
+    "OMP_NUM_THREADS": "1",
+}
 LONG = {**QUICK, "steps": 300, "patience": 999}
 SCRIPT = """
 import sys, torch
@@ -575,7 +585,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 def test_a_run_that_was_killed_goes_on_to_the_same_vector(model, tmp_path) -> None:
     """kill -9 while it trains: the folder holds a whole state, from which it ends with the vector of a run left alone."""
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path / "cut")], cwd=Path(__file__).parent)
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path / "cut")], env=ELSEWHERE)
     until = time.monotonic() + 240
     while not (tmp_path / "cut" / "state.safetensors").exists():
         assert time.monotonic() < until
@@ -618,11 +628,7 @@ def test_two_processes_give_the_vectors_of_one(model, tmp_path) -> None:
     ]
     done = subprocess.run(
         [sys.executable, *arguments],
-        env={
-            **__import__("os").environ,
-            "PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[2]}",
-            "OMP_NUM_THREADS": "1",
-        },
+        env=ELSEWHERE,
         capture_output=True,
         text=True,
         timeout=240,
@@ -639,7 +645,7 @@ def test_two_processes_give_the_vectors_of_one(model, tmp_path) -> None:
 
 def test_losses_that_are_no_numbers_end_the_training(model, tmp_path) -> None:
     """With what to change, and no file of a vector."""
-    how = {**QUICK, "optimizer": functools.partial(torch.optim.SGD, lr=1e30)}
+    how = {**QUICK, "optimizer": functools.partial(torch.optim.SGD, lr=float("inf"))}
     with pytest.raises(TrainingDiverged, match="learning rate"):
         train(model, examples(), edit=TrainableAdd(layers=[1]), out=tmp_path / "x", **how)
     assert not (tmp_path / "x" / "x.safetensors").exists()
@@ -702,6 +708,56 @@ def test_the_system_prompt_is_in_front_of_the_teacher_alone() -> None:
     assert tokenizer.decode(ours.ids) == "<user>Why?<answer>Because."
     assert tokenizer.decode(theirs.ids) == "<system>Rhyme.<user>Why?<answer>Because."
     assert len(ours.ids) - ours.prompt_len == len(theirs.ids) - theirs.prompt_len
+
+
+def lines(*records: dict[str, object]) -> str:
+    return "\n".join(map(json.dumps, records))
+
+
+def test_the_command_trains_each_trait_of_a_file(tmp_path, monkeypatch) -> None:
+    """From JSONL to files that load as steering; --json says where they are, and how the losses went."""
+    monkeypatch.chdir(tmp_path)
+    texts = [{"prompt": "Say. ", "response": "wind moon", "source": str(place % 3)} for place in range(6)]
+    Path("texts.jsonl").write_text(lines(*texts, *({**one, "trait": "other"} for one in texts)))
+    asked = [
+        "train",
+        "texts.jsonl",
+        "--layers",
+        "1",
+        "--out",
+        "out/it",
+        "--steps",
+        "2",
+        "--model",
+        str(tiny_checkpoint("qwen3")),
+    ]
+    done = call(*asked, "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert set(found) == {"it", "other"}
+    assert all(SteeringSpec.load(one["file"]).of_rows()[0].layer == 1 for one in found.values())
+    assert [one["step"] for one in found["it"]["history"]] == [0, 2]
+    assert "out/it/other.safetensors" in call(*asked).stdout  # read, not trained again
+
+
+@pytest.mark.parametrize(
+    ("line", "more", "says"),
+    [
+        ({"prompt": "a", "response": "b"}, [], "--layers"),
+        ({"prompt": "a"}, ["--layers", "1"], "line 1"),
+        ({"prompt": "a", "response": "b"}, ["--layers", "1", "--dtype", "int8"], "--dtype"),
+        ({"prompt": "a", "response": "b"}, ["--edit", "none.safetensors"], "none.safetensors"),
+        ({"prompt": "a", "response": "b"}, ["--edit", "none.safetensors", "--layers", "1"], "leave it out"),
+    ],
+)
+def test_the_command_says_what_is_wrong_before_it_loads_a_model(tmp_path, monkeypatch, line, more, says) -> None:
+    """A line, an option or a file that does not fit is named."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TERMINAL_WIDTH", "200")
+    Path("texts.jsonl").write_text(lines(line))
+    done = call("train", "texts.jsonl", "--out", "out/it", *more)
+    assert done.exit_code in {1, 2}
+    assert says in done.stderr
 
 
 def test_vllm_is_not_imported() -> None:
