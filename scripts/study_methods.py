@@ -34,8 +34,8 @@ QUESTIONS = (
     "What should I know about dogs?",
 )
 TRAITS = ("poetic", "formal", "optimistic")
-#: Factors on each vector. Those of a trained vector are about 1, for which it was trained; a difference of means has no such dose.
-TRAINED, DIFFERENCE, DRAWN = (0.5, 1.0, 1.5, 2.0), (1.0, 2.0, 3.0, 4.0), (2.0, 4.0)
+#: Factors on each vector: a trained one was trained for 1, and the others ask what more of it does; a difference of means has no such dose.
+TRAINED, DIFFERENCE, DRAWN = (1.0, 2.0, 3.0, 4.0), (1.0, 2.0, 3.0, 4.0), (2.0, 4.0)
 LAYER = 14
 #: Methods are compared where plain prose is this many times as surprising as without steering.
 DEARER = 1.5

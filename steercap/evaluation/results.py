@@ -111,6 +111,8 @@ class EvaluationResults:
     def compare(self, column: str, *, against: str | None = None, dose: float | None = None) -> list[Comparison]:
         """Every method at every dose against one of them, on the same questions, p adjusted for all of these.
 
+        Controls are left out: where they cost the same, `compare_matched` has them.
+
         Args:
             column: a measure or task.
             against: name of the method; that of no steering by default.

@@ -27,7 +27,7 @@ class Stopped(Exception):
 
 def some_vectors(*layers: int, width: int = 576) -> LayerVectors:
     """Vectors of noise, long enough to change texts."""
-    return LayerVectors({layer: 3 * vector(width, seed=layer) for layer in layers})
+    return LayerVectors({layer: 8 * vector(width, seed=layer) for layer in layers})
 
 
 def logprobs(reference: Reference, parts: Parts) -> np.ndarray:
@@ -160,7 +160,9 @@ async def test_a_conversation_goes_on_from_the_models_own_answers(smol, tmp_path
         params = one.sampling_of(1, 0, 1)
         expected = await smol.chat(one.prompt(condition, talk), params, steering=one.spec(condition))
         assert said[*at, 1] == expected
-    assert len({text for (_, _, question, _), text in said.items() if question == 0}) > 2
+    plain = [said["none", 1.0, question, 0] for question in (0, 1)]
+    for method in ("noise", "prompt"):
+        assert [said[method, 1.0, question, 0] for question in (0, 1)] != plain
 
 
 async def test_an_edit_that_does_not_fit_is_refused_before_anything_is_answered(smol, tmp_path) -> None:
