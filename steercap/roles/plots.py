@@ -166,7 +166,7 @@ def plot_changes(
         axes.set_yticks(range(len(names)), names, fontsize=8)
         what = "of the text, read without steering" if read else "while it went on"
         axes.set(xlabel=f"projection {what}, layer {layer}")
-        axes.legend(fontsize=8, frameon=False, loc="lower right")
+        axes.legend(fontsize=8, frameon=False, loc="upper left")
         axes.grid(axis="x", alpha=0.25)
         axes.margins(y=0.02)
 
