@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 from rich.progress import Progress as Bars
 from rich.progress import TaskID
-from rich.table import Table
 
 from steercap.cli.command import command
 from steercap.cli.destinations import file_ready, folder_ready, may_replace, saved
 from steercap.cli.engines import ModelOptions, opened, pairs_of
 from steercap.cli.foreseen import check_sampling, foreseen
+from steercap.cli.roles_shown import along, by_layer, document_of
 from steercap.cli.selections import layers_of
 from steercap.cli.tables import facts
 from steercap.cli.terminal import Terminal
@@ -22,7 +22,7 @@ from steercap.core.extras import require
 
 if TYPE_CHECKING:
     from steercap.persona import Progress
-    from steercap.roles import AssistantAxis, RoleRun, RoleSet, RoleSettings, Stability
+    from steercap.roles import RoleSet, RoleSettings
 
 SIZES: Final = "Sizes"
 SCORING: Final = "Scoring"
@@ -127,74 +127,6 @@ class _Stages:
         if progress.stage not in self._tasks:
             self._tasks[progress.stage] = self._bars.add_task(progress.stage)
         self._bars.update(self._tasks[progress.stage], completed=progress.done, total=progress.total)
-
-
-def along(axis: AssistantAxis, run: RoleRun, layer: int) -> Table:
-    """Roles and assistant along the axis, the assistant's end last."""
-    table = Table(
-        title=f"along the assistant axis ({axis.how}), layer {layer}",
-        title_justify="left",
-        title_style="bold",
-        caption="projection: of the mean row, less the mean of the roles",
-        caption_justify="left",
-    )
-    for name in ("role", "projection", "kept", "of", "score"):
-        table.add_column(name, justify="left" if name == "role" else "right", style="cyan" if name == "role" else None)
-    for name, place in axis.ranked(layer):
-        one = run.outcomes[name]
-        score = "" if one.mean_score is None else f"{one.mean_score:.0f}"
-        table.add_row(name, f"{place:+.2f}", str(one.kept), str(one.responses), score)
-    return table
-
-
-def by_layer(axis: AssistantAxis, found: Stability) -> Table:
-    """What is known of the axis at each layer, and how stable it is beside chance."""
-    shared = "questions" if found.over == "questions" else "roles and questions"
-    table = Table(
-        title=f"the axis ({axis.how}) by layer",
-        title_justify="left",
-        title_style="bold",
-        caption=f"halves: cosine of the axes of two halves of the {shared}, median and 90 % of {found.splits} splits; "
-        "dealt out: the same where the answers are dealt out to the roles anew",
-        caption_justify="left",
-    )
-    for name in (
-        "layer",
-        "length",
-        "cosine with PC1",
-        "variance of PC1",
-        "assistant on PC1",
-        "halves",
-        "dealt out",
-        "random",
-    ):
-        table.add_column(name, justify="right")
-    ways = [(found.median(axis.how, of), found.band(axis.how, of)) for of in ("found", "permuted", "random")]
-    for layer, length in axis.vectors.norms().items():
-        cells = (f"{median[layer]:+.2f} ({band[layer][0]:+.2f} to {band[layer][1]:+.2f})" for median, band in ways)
-        table.add_row(
-            str(layer),
-            f"{length:.3g}",
-            f"{axis.cosine[layer]:.2f}",
-            f"{axis.explained[layer][0]:.0%}",
-            f"{axis.standing[layer]:.1f} SD",
-            *cells,
-        )
-    return table
-
-
-def document_of(axis: AssistantAxis, run: RoleRun) -> dict[str, Any]:
-    """The axis without its vectors, for JSON."""
-    return {
-        "folder": str(run.folder),
-        "model": axis.vectors.model,
-        "how": axis.how,
-        "outcomes": run.outcomes,
-        "positions": {name: dict(by_layer) for name, by_layer in axis.positions.items()},
-        "explained": dict(axis.explained),
-        "cosine": dict(axis.cosine),
-        "standing": dict(axis.standing),
-    }
 
 
 def register(persona: typer.Typer) -> None:

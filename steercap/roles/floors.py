@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -33,9 +33,6 @@ from steercap.vectors.layers import FrozenMapping, LayerVectors
 if TYPE_CHECKING:
     from steercap.model import SteerModel
     from steercap.roles.pipeline import RoleRun
-
-#: The percentile of Lu et al. 2026.
-PERCENTILE: Final = 25.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +140,7 @@ async def calibrated_capping(
     vectors: AssistantAxis | LayerVectors,
     *,
     layers: Sequence[int] | None = None,
-    percentile: float = PERCENTILE,
+    percentile: float = 25.0,
     tokens: Tokens | TokenSelection = BUT_THE_FIRST,
 ) -> Capping:
     """Capping whose floors are measured on the default assistant's answers of a run.
@@ -171,7 +168,7 @@ def capping(
     vectors: AssistantAxis | LayerVectors,
     projections: Mapping[int, Float[torch.Tensor, " tokens"]],
     *,
-    percentile: float = PERCENTILE,
+    percentile: float = 25.0,
     tokens: Tokens | TokenSelection = BUT_THE_FIRST,
 ) -> Capping:
     """Hold rows above a percentile of the projections that were measured: at each of their layers a `Cap` with `low=`.

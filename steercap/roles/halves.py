@@ -155,16 +155,20 @@ def _sums(
 ) -> tuple[Float[torch.Tensor, "splits halves both hidden"], Int[torch.Tensor, "splits halves both"]]:
     """Rows summed over the questions of each half, and how many; the files of roles are read one after another."""
     names = (*rows.names, ASSISTANT)
-    width = rows.at(ASSISTANT, layer).shape[1]
     shape = (len(drawn), 2, len(names))
-    sums = torch.zeros(math.prod(shape), width, dtype=torch.float64)
-    weights = torch.zeros(math.prod(shape), dtype=torch.int64)
-    halves = torch.stack([split.half for split in drawn])  # [splits, questions]
-    labels = torch.stack([split.dealt for split in drawn])  # [splits, roles + 1, questions]
-    first = (2 * torch.arange(len(drawn))[:, None] + halves) * len(names)
+    sums = torch.zeros(*shape, rows.at(ASSISTANT, layer).shape[1], dtype=torch.float64)
+    weights = torch.zeros(shape, dtype=torch.int64)
+    half = torch.stack([split.half for split in drawn])  # [splits, questions]
+    within = torch.stack([half == 0, half == 1], 1).double()  # [splits, 2, questions]
+    first = (2 * torch.arange(len(drawn))[:, None] + half) * len(names)
     for place, name in enumerate(names):
-        target = (first + (labels[:, place] if dealt else place)).flatten()
-        there = (torch.tensor(rows.counts[name]) > 0).long()  # a question counts once, however many answers it has
-        sums.index_add_(0, target, rows.at(name, layer).repeat(len(drawn), 1))
-        weights.index_add_(0, target, there.repeat(len(drawn)))
-    return sums.view(*shape, width), weights.view(shape)
+        found = rows.at(name, layer)
+        there = torch.tensor(rows.counts[name]) > 0  # a question counts once, however many answers it has
+        if dealt:
+            target = (first + torch.stack([split.dealt[place] for split in drawn])).flatten()
+            sums.view(-1, found.shape[1]).index_add_(0, target, found.repeat(len(drawn), 1))
+            weights.view(-1).index_add_(0, target, there.long().repeat(len(drawn)))
+        else:
+            sums[:, :, place] = within @ found
+            weights[:, :, place] = (within @ there.double()).long()
+    return sums, weights

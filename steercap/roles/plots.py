@@ -95,7 +95,7 @@ def plot_roles(rows: RoleRows, layer: int, to: str | Path | Axes) -> None:
         axes.plot(*helper, "*", color=HELPER, markersize=13)
         for name, place in zip(rows.names if len(roles) <= NAMED else (), places, strict=False):
             axes.annotate(name, place, xytext=(4, 3), textcoords="offset points", fontsize=7.5)
-        axes.annotate(ASSISTANT, helper, xytext=(7, 4), textcoords="offset points", fontsize=9, color=HELPER)
+        axes.annotate(ASSISTANT, helper, xytext=(9, -4), textcoords="offset points", fontsize=9, color=HELPER)
         first, second = (100 * share for share in found.explained[:2].tolist())
         axes.set(
             xlabel=f"first component, {first:.0f} % of the roles' variance",
@@ -132,7 +132,7 @@ def plot_stability(found: Stability, to: str | Path | Axes, *, how: How = "contr
             ylim=(-0.6, 1.05),
         )
         axes.title.set_fontsize(9)
-        axes.legend(fontsize=8, frameon=False, loc="lower left")
+        axes.legend(fontsize=8, frameon=False, loc="lower right")
         axes.grid(alpha=0.25)
 
 
@@ -166,7 +166,7 @@ def plot_changes(
         axes.set_yticks(range(len(names)), names, fontsize=8)
         what = "of the text, read without steering" if read else "while it went on"
         axes.set(xlabel=f"projection {what}, layer {layer}")
-        axes.legend(fontsize=8, frameon=False, loc="lower right")
+        axes.legend(fontsize=8, frameon=False, loc="upper left")
         axes.grid(axis="x", alpha=0.25)
         axes.margins(y=0.02)
 

@@ -10,7 +10,9 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
+import roles_batch
 import torch
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -697,3 +699,23 @@ def test_pictures_are_drawn_to_files_and_axes(tmp_path) -> None:
         plot_changes(records(), 3, tmp_path / "e.png", condition="other")
     with pytest.raises(InvalidSpec, match="give three roles or more"):
         plot_roles(synthetic(roles=2)[0], 0, tmp_path / "e.png")
+
+
+# Several processes
+
+
+def test_a_process_for_each_device_takes_its_share(tmp_path, capsys) -> None:
+    """Each runs the command with its own share; what fails is said, with its log, and stops no other."""
+    assert roles_batch.command_of(["roles.csv", "--small"], 1, 2, tmp_path)[3:] == [
+        *("persona", "roles", "roles.csv", "--small", "--shard", "1/2", "--out", str(tmp_path), "--json")
+    ]
+    assert roles_batch.environment_of("3")["CUDA_VISIBLE_DEVICES"] == "3"
+    with pytest.raises(typer.Exit) as ended:
+        roles_batch.main([str(tmp_path / "nothing.csv")], tmp_path / "out", "cpu,cpu")
+    assert ended.value.exit_code == 1
+    told = capsys.readouterr().out
+    for which in (0, 1):
+        assert f"share {which}/2 on cpu: exit code 1" in told
+        assert "nothing.csv cannot be read as a table" in (tmp_path / "out" / f"share-{which}.log").read_text()
+    with pytest.raises(typer.BadParameter, match="given here"):
+        roles_batch.main(["--shard", "0/2"], tmp_path, "cpu")

@@ -1,0 +1,78 @@
+"""What a run over roles came to, as tables and for JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from steercap.roles import AssistantAxis, RoleRun, Stability
+
+
+def along(axis: AssistantAxis, run: RoleRun, layer: int) -> Table:
+    """Roles and assistant along the axis, the assistant's end last."""
+    table = Table(
+        title=f"along the assistant axis ({axis.how}), layer {layer}",
+        title_justify="left",
+        title_style="bold",
+        caption="projection: of the mean row, less the mean of the roles",
+        caption_justify="left",
+    )
+    for name in ("role", "projection", "kept", "of", "score"):
+        table.add_column(name, justify="left" if name == "role" else "right", style="cyan" if name == "role" else None)
+    for name, place in axis.ranked(layer):
+        one = run.outcomes[name]
+        score = "" if one.mean_score is None else f"{one.mean_score:.0f}"
+        table.add_row(name, f"{place:+.2f}", str(one.kept), str(one.responses), score)
+    return table
+
+
+def by_layer(axis: AssistantAxis, found: Stability) -> Table:
+    """What is known of the axis at each layer, and how stable it is beside chance."""
+    shared = "questions" if found.over == "questions" else "roles and questions"
+    table = Table(
+        title=f"the axis ({axis.how}) by layer",
+        title_justify="left",
+        title_style="bold",
+        caption=f"halves: cosine of the axes of two halves of the {shared}, median and 90 % of {found.splits} splits; "
+        "dealt out: the same where the answers are dealt out to the roles anew",
+        caption_justify="left",
+    )
+    for name in (
+        "layer",
+        "length",
+        "cosine with PC1",
+        "variance of PC1",
+        "assistant on PC1",
+        "halves",
+        "dealt out",
+        "random",
+    ):
+        table.add_column(name, justify="right")
+    ways = [(found.median(axis.how, of), found.band(axis.how, of)) for of in ("found", "permuted", "random")]
+    for layer, length in axis.vectors.norms().items():
+        cells = (f"{median[layer]:+.2f} ({band[layer][0]:+.2f} to {band[layer][1]:+.2f})" for median, band in ways)
+        table.add_row(
+            str(layer),
+            f"{length:.3g}",
+            f"{axis.cosine[layer]:.2f}",
+            f"{axis.explained[layer][0]:.0%}",
+            f"{axis.standing[layer]:.1f} SD",
+            *cells,
+        )
+    return table
+
+
+def document_of(axis: AssistantAxis, run: RoleRun) -> dict[str, Any]:
+    """The axis without its vectors, for JSON."""
+    return {
+        "folder": str(run.folder),
+        "model": axis.vectors.model,
+        "how": axis.how,
+        "outcomes": run.outcomes,
+        "positions": {name: dict(by_layer) for name, by_layer in axis.positions.items()},
+        "explained": dict(axis.explained),
+        "cosine": dict(axis.cosine),
+        "standing": dict(axis.standing),
+    }
