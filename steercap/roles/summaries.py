@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from steercap.errors import InvalidSpec
-from steercap.roles.bootstrap import interval
+from steercap.evaluation.statistics import Estimate, cluster_means, estimate
 from steercap.roles.effects import PLAIN, CapRecord
 
 #: Least score of an answer that is said to be in its role.
@@ -24,9 +24,10 @@ class Change(msgspec.Struct, frozen=True):
         condition: what is compared with "plain".
         measure: "projection" (as the model went on), "projection read", "in role" (share of the answers), "tokens" or
             "perplexity", whose mean is the geometric one and whose change is a factor.
-        before, after: means under "plain" and under the condition.
+        before, after: means under "plain" and under the condition; a question's answers count as one, their mean.
         change: after less before, of perplexity after over before.
-        low, high: the bootstrap's 95 % interval of the change, over questions.
+        low, high: the bootstrap's 95 % interval of the change, over questions; NaN of one question alone. See
+            `steercap.evaluation.statistics.estimate`.
         count: pairs of answers.
     """
 
@@ -79,7 +80,7 @@ def _measures(layer: int, in_role: float) -> Mapping[str, tuple[Callable[[CapRec
         "projection read": (lambda record: record.read[layer], False),
         "in role": (lambda record: math.nan if record.score is None else float(record.score >= in_role), False),
         "tokens": (lambda record: float(record.tokens), False),
-        "perplexity": (lambda record: math.log(record.perplexity), True),
+        "perplexity": (lambda record: record.perplexity, True),
     }
 
 
@@ -93,14 +94,19 @@ def _change(  # noqa: PLR0917 -- a column each
     seed: int,
 ) -> Change | None:
     """None where no pair has the number."""
-    values = [(before.case.question, read(before), read(after)) for before, after in pairs]
-    known = [(question, one, other) for question, one, other in values if not math.isnan(one + other)]
+    known: dict[int, list[tuple[float, float]]] = {}
+    for before, after in pairs:
+        pair = read(before), read(after)
+        if not math.isnan(sum(pair)):
+            known.setdefault(before.case.question, []).append(pair)
     if not known:
         return None
-    questions, before, after = ([row[column] for row in known] for column in range(3))
-    change = [two - one for one, two in zip(before, after, strict=True)]
-    low, high = interval(change, questions, seed=seed)
-    shown = math.exp if factor else float
-    means = [sum(part) / len(known) for part in (before, after, change)]
-    first, later, moved = (shown(mean) for mean in means)
-    return Change(kind, condition, measure, first, later, moved, shown(low), shown(high), len(known))
+
+    def mean(number: Callable[[float, float], float]) -> Estimate:
+        clusters = [[number(*pair) for pair in own] for own in known.values()]
+        return estimate(cluster_means(clusters, log=factor), seed=seed, log=factor)
+
+    first, later = mean(lambda one, _: one), mean(lambda _, other: other)
+    moved = mean(lambda one, other: other / one if factor else other - one)
+    count = sum(map(len, known.values()))
+    return Change(kind, condition, measure, first.value, later.value, moved.value, moved.low, moved.high, count)

@@ -54,7 +54,6 @@ from steercap.roles import (
     shipped_roles,
     stability,
 )
-from steercap.roles.bootstrap import interval
 from steercap.roles.directions import axes, directions
 from steercap.roles.folder import check_same, open_folder
 from steercap.roles.records import requests_of, share_of
@@ -653,28 +652,6 @@ def test_changes_are_of_pairs() -> None:
         changes(records(), 4)
     with pytest.raises(InvalidSpec, match="6 answers have no counterpart"):
         changes([one for one in records() if one.condition == "capped" or one.case.role != ""], 3)
-
-
-def test_an_interval_is_of_groups() -> None:
-    """Values of one question stand or fall together: many answers to few questions say little more than few."""
-    drawn = np.random.default_rng(0)
-    centres = drawn.normal(size=8)
-    few = interval(centres.tolist(), range(8))
-    many = interval(np.repeat(centres, 50).tolist(), np.repeat(np.arange(8), 50).tolist())
-    assert many == pytest.approx(few)
-    alone = interval(np.repeat(centres, 50).tolist(), range(400))
-    assert alone[1] - alone[0] < 0.3 * (few[1] - few[0])
-    assert all(math.isnan(end) for end in interval([1.0, 2.0], ["a", "a"]))
-
-
-def test_an_interval_holds_the_mean_as_often_as_it_says() -> None:
-    """Of 400 draws of 30 normal values, 90 to 97 of 100 intervals hold the mean; percentile intervals are a little short."""
-    drawn = np.random.default_rng(1)
-    held = 0
-    for number in range(400):
-        low, high = interval(drawn.normal(size=30).tolist(), range(30), draws=500, seed=number)
-        held += low <= 0 <= high
-    assert 0.90 <= held / 400 <= 0.97
 
 
 # Pictures
