@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ from steercap.cli.steering import sites_of
 from steercap.cli.sweep_file import measures_in
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
+from steercap.errors import InvalidSpec
 
 if TYPE_CHECKING:
     from steercap.evaluation import Evaluation, EvaluationResults, Matched
@@ -99,8 +101,10 @@ def report(results: EvaluationResults, settings: EvaluationFile, out: Path, term
         OSError: a file cannot be written; all else has been shown.
     """
     by = settings.by or next(iter(results.tasks), None)
-    dosed = any(method.scales for method in results.evaluation.methods if not method.control_of)
-    at = (results.reached_by_all(by) if settings.at is None else settings.at) if by and dosed else None
+    at = settings.at
+    if by and at is None:
+        with suppress(InvalidSpec):  # nothing costs more than no steering: there is no place to compare at
+            at = results.reached_by_all(by)
     matched = results.matched(by=by, at=at) if by and at is not None else []
     shown = [summary_table(results), *([matched_table(results, matched, f"{by} {at:.3g}")] if matched else [])]
     document = {

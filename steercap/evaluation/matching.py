@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-import numpy as np
-
 from steercap.evaluation.statistics import Floats
 
 #: What is this little beyond a dose, in shares of the way to it, is at it: costs are exponentials of logarithms.
@@ -65,7 +63,7 @@ def place_of(costs: Mapping[float, float], wanted: float) -> Place:
         wanted: on the same scale.
 
     Returns:
-        The place; if the cost is nowhere that, the dose that costs most, and that it was not reached.
+        The place; if the cost is nowhere that, the dose that costs most, dose 0 aside, and that it was not reached.
     """
     doses = list(costs)
     for low, high in pairwise(doses):
@@ -73,5 +71,5 @@ def place_of(costs: Mapping[float, float], wanted: float) -> Place:
         share = (wanted - first) / (second - first) if second != first else 0.0 if wanted == first else -1.0
         if -ROUNDING <= share <= 1 + ROUNDING:
             return Place(low, high, min(max(share, 0.0), 1.0), reached=True)
-    most = doses[int(np.argmax([costs[dose] for dose in doses]))]
+    most = max(doses[1:] or doses, key=costs.__getitem__)  # not at no steering
     return Place(most, most, 0.0, reached=False)

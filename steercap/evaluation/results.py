@@ -146,7 +146,7 @@ class EvaluationResults:
 
         Args:
             by: what they cost: a measure or task; the perplexity of neutral prose by default.
-            at: how much; by default the most that every method with doses reaches, controls aside.
+            at: how much; by default what `reached_by_all` says.
 
         Raises:
             InvalidSpec: a column that was not taken.
@@ -158,20 +158,24 @@ class EvaluationResults:
     def reached_by_all(self, by: str = COST) -> float:
         """The most that every method with doses costs at one of them, controls aside.
 
+        Methods that nowhere cost more than no steering do not count: they would leave nothing to compare but dose 0.
+
         Args:
             by: what they cost.
 
         Raises:
-            InvalidSpec: no method has doses, or a column that was not taken.
+            InvalidSpec: no method has doses and costs more than no steering, or a column that was not taken.
         """
         self.check(by)
-        most = [
-            max(self._numbers.costs(line, by).values())
-            for line in self._numbers.methods
-            if self._numbers.has_doses(line) and not self._numbers.control_of(line)
-        ]
+        most = []
+        for line in self._numbers.methods:
+            if self._numbers.has_doses(line) and not self._numbers.control_of(line):
+                plain, *costs = self._numbers.costs(line, by).values()
+                most += [max(costs)] if max(costs) > plain else []
         if not most:
-            raise InvalidSpec("no method has doses between which to find where it costs as much as another")
+            raise InvalidSpec(
+                f"no method has doses at which its {by} is above that of no steering; say where to compare: at="
+            )
         return math.exp(min(most)) if self._numbers[by].log else min(most)
 
     def compare_matched(

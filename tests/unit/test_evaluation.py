@@ -602,6 +602,23 @@ def test_methods_are_compared_where_they_cost_the_same() -> None:
         results().compare_matched("score", against="weak", at=math.e**2.8)
 
 
+def test_a_method_that_costs_nothing_is_not_compared_at_no_steering() -> None:
+    """It does not pull the others to dose 0, where all are alike, and is itself at a dose of its own."""
+    one = results()
+    neutral = dict(one.readings["neutral"])
+    plain = neutral[Condition("none", 1.0)]
+    for dose in (1.0, 3.0):
+        neutral[Condition("weak", dose)] = [0.9 * value for value in plain]
+    free = dataclasses.replace(one, readings={"neutral": neutral})
+    assert free.reached_by_all() == pytest.approx(math.e**3)
+    found = {line.method: line for line in free.matched()}
+    assert (found["weak"].how, found["weak"].dose > 0) == ("never", True)
+    assert (found["mine"].how, found["mine"].dose) == ("interpolated", pytest.approx(2))
+    alike = dataclasses.replace(one, readings={"neutral": dict.fromkeys(neutral, plain)})
+    with pytest.raises(InvalidSpec, match="above that of no steering"):
+        alike.matched()
+
+
 def test_comparisons_are_paired_and_adjusted() -> None:
     """Questions differ by hundreds, and methods by tens: differences have no spread, and p all that four questions can give."""
     compared = results().compare("score")
