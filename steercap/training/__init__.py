@@ -4,14 +4,13 @@ from steercap.training.examples import Example, Preference, Prompted
 from steercap.training.hooked import HookedModel
 from steercap.training.objectives import OBJECTIVES
 from steercap.training.objectives.base import Objective
-from steercap.training.results import Evaluation, Trained
+from steercap.training.results import Trained, Validation
 from steercap.training.settings import TrainingSettings
 from steercap.training.starts import TrainableAdd, TrainableLowRank
 from steercap.training.training import losses_of, train, train_many
 
 __all__ = [
     "OBJECTIVES",
-    "Evaluation",
     "Example",
     "HookedModel",
     "Objective",
@@ -21,6 +20,7 @@ __all__ = [
     "TrainableLowRank",
     "Trained",
     "TrainingSettings",
+    "Validation",
     "losses_of",
     "train",
     "train_many",

@@ -14,7 +14,7 @@ from steercap.errors import InvalidFile
 from steercap.files import native
 from steercap.files.native import Kind
 from steercap.runs.folder import FolderKind
-from steercap.training.results import Evaluation
+from steercap.training.results import Validation
 
 STATE: Final = "state.safetensors"
 
@@ -77,7 +77,7 @@ class TraitState:
     waited: int
     optimizer: Mapping[str, Any]
     scheduler: Mapping[str, Any] | None
-    history: tuple[Evaluation, ...]
+    history: tuple[Validation, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +126,7 @@ def own(value: Any) -> Any:
             return value
 
 
-def write_history(path: Path, history: Sequence[Evaluation]) -> None:
+def write_history(path: Path, history: Sequence[Validation]) -> None:
     """Write every look at what is held out, as JSON."""
     from steercap.files.base import write_whole
 
@@ -145,4 +145,4 @@ def check_name(name: str) -> None:
 
 
 def _kind() -> Kind:
-    return Kind("training", {kind.__name__: kind for kind in (State, TraitState, Evaluation)})
+    return Kind("training", {kind.__name__: kind for kind in (State, TraitState, Validation)})

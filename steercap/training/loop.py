@@ -16,7 +16,7 @@ from steercap.errors import TrainingDiverged
 from steercap.training.batches import Encoded, Picked, Steps, loader
 from steercap.training.examples import Tokens
 from steercap.training.folder import State, TraitState, load_state, own, save_state
-from steercap.training.results import Evaluation
+from steercap.training.results import Validation
 from steercap.training.settings import TrainingSettings
 from steercap.training.steered import SteeredTraits
 from steercap.training.trainable import TrainableSpec
@@ -41,7 +41,7 @@ class Trait:
     best: dict[str, torch.Tensor] = field(default_factory=dict)
     best_step: int = 0
     waited: int = 0
-    history: list[Evaluation] = field(default_factory=list)
+    history: list[Validation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.optimizer = self.settings.optimizer(list(self.spec.parameters()))
@@ -74,7 +74,7 @@ class Trait:
                 f"norm {norm}; lower the learning rate, or set max_grad_norm"
             )
         better = not self.history or validation_loss < min(one.validation_loss for one in self.history)
-        self.history.append(Evaluation(step, loss, validation_loss, norm, lr))
+        self.history.append(Validation(step, loss, validation_loss, norm, lr))
         self.waited = 0 if better else self.waited + 1
         if better:
             self.best_step, self.best = step, self._values()

@@ -15,7 +15,7 @@ from steercap.vectors.layers import LayerVectors
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Validation:
     """A look at what is held out.
 
     Args:
@@ -50,7 +50,7 @@ class Trained:
 
     name: str
     spec: SteeringSpec
-    history: tuple[Evaluation, ...]
+    history: tuple[Validation, ...]
     best_step: int
     file: Path
     model: str
