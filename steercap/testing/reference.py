@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from steercap.core.extras import extra
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
+from steercap.families.base import Family
 from steercap.steering.logit_bias import LogitBias
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.edits import edited
@@ -42,6 +43,7 @@ class Reference:
         self.hooked = HookedModel(path, dtype, **{"attn_implementation": "eager", **loading})
         self.model: Any = self.hooked.model
         self.layers: Mapping[int, nn.Module] = self.hooked.layers
+        self.family: Family = self.hooked.family
         self._hooked = threading.Lock()  # hooks of one thread would see the rows of another
 
     def rows(
