@@ -29,7 +29,6 @@ CHEAP: Final = (
     "vectors show",
     "vectors convert",
     "persona traits",
-    "persona axis",
 )
 
 

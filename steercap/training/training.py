@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -337,6 +338,12 @@ def _result(trait: Trait, folder: Path, definition: Definition, model: str) -> T
         "validation_loss_before": trait.history[0].validation_loss,
         "validation_loss": best,
     }
+    if not trait.best_step:
+        warnings.warn(
+            f"{trait.name}: no step lowered the loss on what is held out, {best:.4g}, so the edit is the one that "
+            "training began with; give more examples, or another learning rate",
+            stacklevel=2,
+        )
     file = folder / f"{trait.name}.safetensors"
     found = Trained(trait.name, spec, tuple(trait.history), trait.best_step, file, model, provenance)
     if rank() == 0:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -475,6 +476,22 @@ def test_traits_trained_together_are_those_trained_alone(model, tmp_path) -> Non
     assert together["one"].spec.of_rows()[0].vector.ne(together["two"].spec.of_rows()[0].vector).any()
 
 
+def test_a_training_that_finds_nothing_better_says_so(model, tmp_path) -> None:
+    """What it began with is kept, and nobody takes it for something that was learned."""
+    with pytest.warns(UserWarning, match="it: no step lowered the loss"):
+        still = train(
+            model,
+            examples(),
+            edit=TrainableAdd(layers=[1]),
+            out=tmp_path,
+            name="it",
+            optimizer=partial(torch.optim.SGD, lr=0.0),
+            **QUICK,
+        )
+    assert (still.best_step, len({one.validation_loss for one in still.history})) == (0, 1)
+
+
+@pytest.mark.filterwarnings("ignore:it. no step lowered:UserWarning")  # a bias alone need not help
 @pytest.mark.parametrize("edit", [LowRank(drawn(2, WIDTH), drawn(2, WIDTH, seed=1), layer=1), EDITS["add_if"]])
 def test_an_edit_that_is_given_is_where_training_starts(model, tmp_path, edit) -> None:
     """The first look is at the edit as it is; what is not named to be trained stays bit for bit."""
