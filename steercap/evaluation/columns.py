@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from steercap.errors import InvalidSpec
 from steercap.evaluation.definition import Condition, Evaluation
@@ -108,16 +109,42 @@ class Columns:
         return {at: cluster_means(values, log=log) for at, values in found.items()}
 
     def along(self, line: str, column: str) -> dict[float, Floats]:
-        """A column at each dose of a line, at dose 0 without steering; of what has no doses at its own."""
+        """A column at each dose of a line, at dose 0 without steering; of what has no doses at its own.
+
+        A method with a system prompt has no dose 0: without its edits it is the prompt alone, which was not tried.
+        """
         means = self.means[column]
         if not self.has_doses(line):
             return {dose: means[line, dose] for dose in self.doses(line)}
-        plain = self.evaluation.plain
-        return {dose: means[(line, dose) if dose else (plain, 1.0)] for dose in path(self.doses(line))}
+        found = {dose: means[line, dose] for dose in path(self.doses(line)) if dose}
+        return found if self._is_prompted(line) else {0.0: means[self.evaluation.plain, 1.0], **found}
 
     def costs(self, line: str, by: str) -> dict[float, float]:
-        """The mean of a column at each dose of a line."""
-        return {dose: float(np.nanmean(means)) for dose, means in self.along(line, by).items()}
+        """The mean of a column at each dose of a line, over what was measured under all methods and doses; a dose at
+        which nothing was measured is left out.
+        """
+        shared = self._shared(by)
+        along = {dose: means for dose, means in self.along(line, by).items() if not np.isnan(means).all()}
+        return {dose: float(means[shared].mean()) for dose, means in along.items()}
+
+    def plain_cost(self, by: str) -> float:
+        """The same without steering."""
+        return float(self.means[by][self.evaluation.plain, 1.0][self._shared(by)].mean())
+
+    def _shared(self, column: str) -> npt.NDArray[np.bool_]:
+        """The questions, or items of a task, that were measured everywhere.
+
+        Raises:
+            InvalidSpec: there are none.
+        """
+        known = [~np.isnan(means) for means in self.means[column].values()]
+        found: npt.NDArray[np.bool_] = np.logical_and.reduce([one for one in known if one.any()])
+        if not found.any():
+            raise InvalidSpec(f"{column!r} was measured of no question under every method; nothing says what they cost")
+        return found
+
+    def _is_prompted(self, line: str) -> bool:
+        return next(bool(method.system) for method in self.evaluation.methods if method.line == line)
 
     def place(self, line: str, by: str, at: float) -> Place:
         """Where a line costs an amount."""

@@ -56,7 +56,7 @@ def path(doses: Sequence[float]) -> list[float]:
 
 
 def place_of(costs: Mapping[float, float], wanted: float) -> Place:
-    """Where the cost is first what is wanted, going from dose 0 along a straight line from dose to dose.
+    """Where the cost is first what is wanted, going along a straight line from dose to dose.
 
     Args:
         costs: by dose, in the order of the path; of a factor its logarithm.
@@ -69,7 +69,17 @@ def place_of(costs: Mapping[float, float], wanted: float) -> Place:
     for low, high in pairwise(doses):
         first, second = costs[low], costs[high]
         share = (wanted - first) / (second - first) if second != first else 0.0 if wanted == first else -1.0
-        if -ROUNDING <= share <= 1 + ROUNDING:
-            return Place(low, high, min(max(share, 0.0), 1.0), reached=True)
-    most = max(doses[1:] or doses, key=costs.__getitem__)  # not at no steering
+        if abs(share) <= ROUNDING:
+            return _at(low)
+        if abs(share - 1) <= ROUNDING:
+            return _at(high)
+        if 0 < share < 1:
+            return Place(low, high, share, reached=True)
+    if len(doses) == 1 and costs[doses[0]] == wanted:
+        return _at(doses[0])
+    most = max([dose for dose in doses if dose] or doses, key=costs.__getitem__)  # not at no steering
     return Place(most, most, 0.0, reached=False)
+
+
+def _at(dose: float) -> Place:
+    return Place(dose, dose, 0.0, reached=True)

@@ -170,8 +170,8 @@ class EvaluationResults:
         most = []
         for line in self._numbers.methods:
             if self._numbers.has_doses(line) and not self._numbers.control_of(line):
-                plain, *costs = self._numbers.costs(line, by).values()
-                most += [max(costs)] if max(costs) > plain else []
+                costs = [cost for dose, cost in self._numbers.costs(line, by).items() if dose]
+                most += [max(costs)] if costs and max(costs) > self._numbers.plain_cost(by) else []
         if not most:
             raise InvalidSpec(
                 f"no method has doses at which its {by} is above that of no steering; say where to compare: at="

@@ -47,7 +47,7 @@ class Difference(msgspec.Struct, frozen=True):
         value: mean of the clusters' differences; of factors the geometric mean of their ratios.
         low, high: ends of the interval; NaN of fewer than two clusters.
         p: of the sign-flip test, two-sided: how often the clusters' differences would have a mean as far from none if
-            the sign of each were drawn; NaN of fewer than two clusters.
+            the sign of each were drawn; NaN of fewer than two clusters, or where one is infinite.
         clusters: how many both were measured on.
     """
 
@@ -149,7 +149,7 @@ def sign_flip(apart: Floats, seed: int = 0) -> float:
         seed: of the signs, where there are too many to try all.
     """
     count = len(apart)
-    if count < 2:
+    if count < 2 or not np.isfinite(apart).all():
         return math.nan
     if count <= EXACT:
         signs = 1 - 2.0 * ((np.arange(1 << count)[:, None] >> np.arange(count)) & 1)

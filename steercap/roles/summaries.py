@@ -56,7 +56,9 @@ def changes(records: Sequence[CapRecord], layer: int, *, in_role: float = IN_ROL
     Raises:
         InvalidSpec: a layer at which nothing was projected, or answers without a counterpart under "plain".
     """
-    if not records or any(layer not in record.projection for record in records):
+    if not records:
+        raise InvalidSpec("changes of no records; give those of `compare_steering`")
+    if any(layer not in record.projection for record in records):
         raise InvalidSpec(f"no projections at layer {layer}; there are those of {sorted(records[0].projection)}")
     plain = {record.case: record for record in records if record.condition == PLAIN}
     if lost := [record for record in records if record.case not in plain]:

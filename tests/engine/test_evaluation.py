@@ -27,7 +27,7 @@ class Stopped(Exception):
 
 def some_vectors(*layers: int, width: int = 576) -> LayerVectors:
     """Vectors of noise, long enough to change texts."""
-    return LayerVectors({layer: 8 * vector(width, seed=layer) for layer in layers})
+    return LayerVectors({layer: 40 * vector(width, seed=layer) for layer in layers})
 
 
 def logprobs(reference: Reference, parts: Parts) -> np.ndarray:

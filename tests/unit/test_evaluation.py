@@ -619,6 +619,68 @@ def test_a_method_that_costs_nothing_is_not_compared_at_no_steering() -> None:
         alike.matched()
 
 
+def test_costs_are_of_what_every_method_was_measured_on() -> None:
+    """A dear item that one method has no number for makes nothing cheap; a dose of which nothing is known is passed over."""
+    one = results()
+    neutral = {
+        condition: [math.e, math.nan if condition == Condition("mine", 1.0) else math.e**9]
+        if condition.method in {"none", "mine"}
+        else values
+        for condition, values in one.readings["neutral"].items()
+    }
+    neutral[Condition("mine", 2.0)] = [math.e**2, math.e**9]
+    found = dataclasses.replace(one, readings={"neutral": neutral})
+    assert found.reached_by_all() == pytest.approx(math.e**1.5)
+    unknown = {**neutral, Condition("mine", 1.0): [math.nan, math.nan]}
+    lines = {
+        line.method: line for line in dataclasses.replace(one, readings={"neutral": unknown}).matched(at=math.e**5.25)
+    }
+    assert (lines["mine"].how, lines["mine"].dose) == ("interpolated", pytest.approx(1))
+
+
+def test_a_dose_that_was_tried_is_not_interpolated() -> None:
+    """So what its neighbour has no number for is not missed."""
+    at = {0.0: np.array([math.nan, 1.0]), 1.0: np.array([5.0, 7.0])}
+    place = place_of({0.0: 0.0, 1.0: 2.0, 2.0: 9.0}, 2.0)
+    assert place == Place(1.0, 1.0, 0.0, reached=True)
+    np.testing.assert_array_equal(place.between(at), [5.0, 7.0])
+
+
+def test_without_its_edits_a_method_with_a_prompt_is_not_no_steering() -> None:
+    """It has no dose 0, and what it costs at its least dose is the least it is known to cost."""
+    both = Method(name="both", steering=vectors(1), system="Be warm.", doses=[1, 2])
+    one = Evaluation(methods=[both, Method(name="mine", steering=vectors(1), doses=[1, 4])], questions=["a", "b"])
+    answers = [
+        answer("x", method=condition.method, dose=condition.dose, question=question)
+        for condition in one.conditions()
+        for question in range(2)
+    ]
+    gain = {"none": 0.0, "both": 10.0, "mine": 1.0}
+    neutral = {
+        condition: [math.exp({"none": 0.0, "both": 2.0}.get(condition.method, 0.0) + condition.dose)] * 2
+        for condition in one.conditions()
+    }
+    neutral[Condition("none", 1.0)] = [1.0, 1.0]
+    found = EvaluationResults(
+        one,
+        answers,
+        {"score": [gain[each.method] for each in answers]},
+        {"neutral": neutral},
+        {"score": Matches("score", "x")},
+        {"neutral": Passages()},
+    )
+    lines = {line.method: line for line in found.matched(at=math.e**3.5)}
+    assert (lines["both"].how, lines["both"].dose) == ("interpolated", pytest.approx(1.5))
+    assert lines["both"].means["score"].value == pytest.approx(10)
+    below = {line.method: line for line in found.matched(at=math.e)}
+    assert (below["both"].how, below["both"].means["score"].value) == ("never", pytest.approx(10))
+
+
+def test_an_infinite_difference_has_no_p() -> None:
+    """Nothing can be drawn of it."""
+    assert math.isnan(sign_flip(np.array([math.inf, 1.0, 2.0])))
+
+
 def test_comparisons_are_paired_and_adjusted() -> None:
     """Questions differ by hundreds, and methods by tens: differences have no spread, and p all that four questions can give."""
     compared = results().compare("score")
