@@ -96,7 +96,7 @@ async def test_a_text_that_is_read_has_the_log_probabilities_with_which_it_was_w
 def small(*further: Method) -> Evaluation:
     steer = Method(name="noise", steering=some_vectors(LAYER), doses=[0.5, 1])
     return Evaluation(
-        methods=[steer, Method(name="prompt", system="Answer in verse."), *further],
+        methods=[steer, Method(name="prompt", system="You are a pirate who hates the sea."), *further],
         questions=["Name a colour.", ["What is a river?", "And a lake?"]],
         sampling={"max_tokens": 8, "temperature": 0.8},
     )
