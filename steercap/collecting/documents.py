@@ -5,18 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from steercap.collecting.readers.base import KEYS, Bad
 from steercap.core.values import shown
 
 #: What a model reads of a document: text, token ids (int64 [tokens]), or {"role", "content"} messages.
 Content: TypeAlias = "str | npt.NDArray[np.int64] | list[dict[str, Any]]"
-#: What a mapping is looked up by, in this order, where no column is named.
-KEYS: Final = ("text", "messages", "tokens")
 
 
 class NotDocument(ValueError):
@@ -55,6 +54,8 @@ def content_of(item: Any, column: str | None = None) -> Content:
     Raises:
         NotDocument: it is none of these.
     """
+    if isinstance(item, Bad):
+        raise NotDocument(item.reason)
     if isinstance(item, Mapping):
         key = column if column is not None else next((key for key in KEYS if key in item), None)
         if key is None or key not in item:

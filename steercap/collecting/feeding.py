@@ -41,11 +41,6 @@ class Fed(NamedTuple):
     windows: list[tuple[Window, TokenSelection | None]] | None
     bytes: int | None
 
-    @property
-    def tokens(self) -> int:
-        """Tokens that the model reads of it."""
-        return sum(len(window.token_ids) for window, _ in self.windows or ())
-
 
 @dataclass
 class _End:
@@ -83,61 +78,70 @@ async def feed(
         async for batch in _batched_async(source, items):
             yield await asyncio.to_thread(_fed, batch, asking, wanted)
         return
-    ready: queue.Queue[list[Fed] | _End] = queue.Queue(AHEAD)
-    ended = threading.Event()
-    loop, came = asyncio.get_running_loop(), asyncio.Event()
-
-    def tell() -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(came.set)
-
-    on_thread(lambda: _run(source, items, asking, wanted, ready, ended, tell), "steercap feeder")
+    feeder = _Feeder(source, items, asking, wanted)
+    on_thread(feeder.run, "steercap feeder")
     try:
-        while True:
-            while ready.empty():
-                await came.wait()
-                came.clear()
-            batch = ready.get_nowait()
-            if isinstance(batch, _End):
-                if batch.error is not None:
-                    raise batch.error
-                return
-            yield batch
+        while (ready := await feeder.next()) is not None:
+            yield ready
     finally:
-        ended.set()
+        feeder.ended.set()
 
 
-def _run(
-    source: Source,
-    items: Iterator[Any],
-    asking: Asking,
-    wanted: Callable[[int], bool],
-    ready: queue.Queue[list[Fed] | _End],
-    ended: threading.Event,
-    tell: Callable[[], None],
-) -> None:
-    """Feed a queue until there is no more, or nobody who wants it."""
-    end = _End()
-    try:
-        for documents in _batched(source, items):
-            if not _put(ready, _fed(documents, asking, wanted), ended):
-                return
-            tell()
-    except BaseException as error:  # noqa: BLE001 -- it is theirs who wait
-        end = _End(error)
-    finally:
-        with suppress(AttributeError):  # files are closed by this, iterators of others have nothing to close
-            items.close()  # type: ignore[attr-defined]
-    _put(ready, end, ended)
-    tell()
+class _Feeder:
+    """Feeds a queue from a thread of its own; made in the event loop that takes from it.
 
+    Args:
+        source, asking, wanted: as for `feed`.
+        items: of the source.
 
-def _put(ready: queue.Queue[list[Fed] | _End], batch: list[Fed] | _End, ended: threading.Event) -> bool:
-    while not ended.is_set():
-        with suppress(queue.Full):
-            ready.put(batch, timeout=LOOK_SECONDS)
-            return True
-    return False
+    Attributes:
+        ended: whether nobody wants any more.
+    """
+
+    def __init__(self, source: Source, items: Iterator[Any], asking: Asking, wanted: Callable[[int], bool]) -> None:
+        self._source, self._items, self._asking, self._wanted = source, items, asking, wanted
+        self._ready: queue.Queue[list[Fed] | _End] = queue.Queue(AHEAD)
+        self._loop, self._came = asyncio.get_running_loop(), asyncio.Event()
+        self.ended = threading.Event()
+
+    async def next(self) -> list[Fed] | None:
+        """The next batch, None behind the last.
+
+        Raises:
+            What `feed` raises.
+        """
+        while self._ready.empty():
+            await self._came.wait()
+            self._came.clear()
+        batch = self._ready.get_nowait()
+        if not isinstance(batch, _End):
+            return batch
+        if batch.error is not None:
+            raise batch.error
+        return None
+
+    def run(self) -> None:
+        """Feed until there is no more, or nobody who wants it."""
+        end = _End()
+        try:
+            for documents in _batched(self._source, self._items):
+                if not self._put(_fed(documents, self._asking, self._wanted)):
+                    break
+        except BaseException as error:  # noqa: BLE001 -- it is theirs who wait
+            end = _End(error)
+        finally:
+            with suppress(AttributeError):  # files are closed by this, iterators of others have nothing to close
+                self._items.close()  # type: ignore[attr-defined]
+        self._put(end)
+
+    def _put(self, batch: list[Fed] | _End) -> bool:
+        while not self.ended.is_set():
+            with suppress(queue.Full):
+                self._ready.put(batch, timeout=LOOK_SECONDS)
+                with suppress(RuntimeError):  # the loop is closed
+                    self._loop.call_soon_threadsafe(self._came.set)
+                return True
+        return False
 
 
 def _batched(source: Source, items: Iterator[Any]) -> Iterator[list[Document]]:

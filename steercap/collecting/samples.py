@@ -44,7 +44,13 @@ class TokenSample(abc.ABC):
             limit: positions that can have a row, those of generated tokens included.
         """
 
-    def kept(self, window: Window, positions: Ints, token_ids: Ints, captures: Captures) -> Bools | None:
+    def kept(
+        self,
+        window: Window,  # noqa: ARG002 -- what any of them needs
+        positions: Ints,  # noqa: ARG002
+        token_ids: Ints,  # noqa: ARG002
+        captures: Captures,  # noqa: ARG002
+    ) -> Bools | None:
         """Which of the rows that came are kept: bool [rows], or None for all of them.
 
         Args:

@@ -14,7 +14,7 @@ import msgspec
 
 from steercap.collecting.documents import Document, NotDocument, content_of
 from steercap.collecting.readers import READERS
-from steercap.collecting.readers.base import Asked, Bad, Reader, Unit
+from steercap.collecting.readers.base import Asked, Reader, Unit
 from steercap.core.values import shown
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
 
@@ -57,20 +57,13 @@ class Source:
     skipped: int = 0
     complaints: list[str] = field(default_factory=list)
 
-    @property
-    def is_async(self) -> bool:
-        """Whether documents come from an async iterator, which only an event loop can follow."""
-        return isinstance(self._iterated, AsyncIterator)
-
     def __post_init__(self) -> None:
-        self._iterated: Any = None
         self._number = 0
 
     def begin(self) -> Iterator[Any] | AsyncIterator[Any]:
         """The items from the first on; `document` makes documents of them."""
         self._number, self.skipped, self.complaints = 0, 0, []
-        self._iterated = self.items()
-        return self._iterated
+        return self.items()
 
     def __iter__(self) -> Iterator[Document]:
         """All documents, from the first on.
@@ -80,7 +73,7 @@ class Source:
             InvalidRequest: an item of an iterator that is none, or an async iterator.
         """
         items = self.begin()
-        if not isinstance(items, Iterator):
+        if isinstance(items, AsyncIterator):
             raise InvalidRequest(f"{self.name} is an async iterator; use `async for`")
         return self._documents(items)
 
@@ -96,8 +89,6 @@ class Source:
             InvalidFile, InvalidRequest: it is none, and such are not skipped.
         """
         try:
-            if isinstance(item, Bad):
-                raise NotDocument(item.reason)
             content = content_of(item, self.column)
         except NotDocument as error:
             self._complain(where, error)
@@ -144,7 +135,9 @@ def open_source(
     if isinstance(corpus, Source):
         return corpus
     if bad not in {"error", "skip"} or unit not in {"line", "paragraph", "file"}:
-        raise InvalidSetting(f"bad={shown(bad)}, unit={shown(unit)}; give 'error' or 'skip', 'line', 'paragraph' or 'file'")
+        raise InvalidSetting(
+            f"bad={shown(bad)}, unit={shown(unit)}; give 'error' or 'skip', 'line', 'paragraph' or 'file'"
+        )
     if (paths := _paths(corpus)) is None:
         return _of_items(corpus, column, bad)
     found = [one for path in paths for one in _files(path, format, split)]
@@ -172,7 +165,7 @@ def _paths(corpus: Any) -> list[str] | None:
 def _of_items(corpus: Any, column: str | None, bad: OnBad) -> Source:
     if isinstance(corpus, AsyncIterable):
         return Source("an async iterator", lambda: _numbered(corpus), column=column, bad=bad)
-    if isinstance(corpus, Mapping) or isinstance(corpus, bytes) or not isinstance(corpus, Iterable):
+    if isinstance(corpus, (Mapping, bytes)) or not isinstance(corpus, Iterable):
         raise InvalidRequest(f"{shown(corpus)} is no corpus; give a path, or an iterable of documents")
     count = len(corpus) if isinstance(corpus, Sequence) else None
     items: Iterable[Any] = corpus

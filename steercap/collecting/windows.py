@@ -124,6 +124,8 @@ class Cutting:
         starts = range(0, stop, room)
         begun = np.array([] if bos is None else [bos], dtype=np.int64)
         return [
-            Window(document.number, number, np.concatenate([begun, ids[start : min(start + room, stop)]]), document.where)
+            Window(
+                document.number, number, np.concatenate([begun, ids[start : min(start + room, stop)]]), document.where
+            )
             for number, start in enumerate(starts)
         ]

@@ -20,6 +20,8 @@ Unit = Literal["line", "file", "paragraph"]
 MOST_BYTES: Final = 256 << 20
 #: Suffixes of packed files.
 PACKED: Final = (".gz", ".zst")
+#: What holds a document in a record, looked for in this order where no column is named.
+KEYS: Final = ("text", "messages", "tokens")
 #: Records that are taken out of a table at once.
 RECORDS: Final = 256
 
@@ -71,7 +73,7 @@ class Reader(abc.ABC):
             InvalidFile: it cannot be read, or not on to its end.
         """
 
-    def count(self, path: Path) -> int | None:
+    def count(self, path: Path) -> int | None:  # noqa: ARG002 -- what any of them needs
         """How many documents a file says it holds, None where it does not say."""
         return None
 
@@ -92,11 +94,16 @@ def unpacked(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
     """
     try:
         with path.open("rb") as raw, _opened(path, raw) as found:
-            if path.suffix.lower() in PACKED and not path.stat().st_size:
-                raise EOFError("it is empty, and what is packed never is")
+            _require_begun(path)
             yield found, raw.tell
     except (OSError, EOFError, gzip.zlib.error) as error:  # type: ignore[attr-defined]
         raise InvalidFile(f"{path} cannot be read: {error}; fetch it again, or leave it out") from error
+
+
+def _require_begun(path: Path) -> None:
+    """What is packed is never empty."""
+    if path.suffix.lower() in PACKED and not path.stat().st_size:
+        raise EOFError("it is empty")
 
 
 @contextmanager

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from steercap.collecting.documents import KEYS
-from steercap.collecting.readers.base import RECORDS, Asked, Found, Reader
+from steercap.collecting.readers.base import KEYS, RECORDS, Asked, Found, Reader
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 

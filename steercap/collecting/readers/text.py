@@ -11,7 +11,7 @@ from steercap.errors import InvalidFile
 
 
 class Texts(Reader):
-    """Files of UTF-8; `.gz` and `.zst` too. Lines end with a newline, paragraphs with one line or more that is blank."""
+    """Files of UTF-8; `.gz` and `.zst` too. Lines end with a newline, paragraphs with blank lines."""
 
     suffixes = (".txt", ".text")
 
