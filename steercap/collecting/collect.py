@@ -26,7 +26,7 @@ from steercap.core.values import index_of, shown
 from steercap.datasets import DatasetFolder, Definition, Totals, define, storage_of
 from steercap.datasets import definition as definitions
 from steercap.errors import InvalidSetting
-from steercap.runs.fingerprint import identity
+from steercap.runs.fingerprint import identity, tokenizer_of
 
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine
@@ -124,7 +124,7 @@ class Asked:
         """
         context = most_context(engine, self.params) if self.context is None else self.context
         long: Long = self.long or ("split" if self.params is None else "refuse")
-        cutting = Cutting(model.tokenizer, context, long, self.bos, self.template)
+        cutting = Cutting(tokenizer_of(model), context, long, self.bos, self.template)
         sample = sample_of(self.tokens)
         spec = self.capture if isinstance(self.tokens, TokenSample) else _of_tokens(self.capture, self.tokens)
         return Reading(engine, spec, sample, cutting, self.params, self.seed, self.steering, self.concurrency)

@@ -46,7 +46,8 @@ class Cutting:
     """How documents become windows.
 
     Args:
-        tokenizer: the model's; a copy of it is used, since another thread may use it at the same time.
+        tokenizer: the model's, None for documents of token ids alone; a copy of it is used, since another thread may
+            use it at the same time.
         context: most tokens of a window.
         long: what becomes of a longer document: "split" into windows, "cut" off, or "refuse"d.
         bos: where the token goes that begins a text: as the tokenizer puts it before a "document" of text, before each
@@ -71,7 +72,7 @@ class Cutting:
         least = 2 if self.bos == "window" else 1
         if (context := index_of(self.context)) is None or context < least:
             raise InvalidSetting(f"context={shown(self.context)}; give {least} tokens or more")
-        if self.bos == "window" and self.tokenizer.bos_token_id is None:
+        if self.bos == "window" and getattr(self.tokenizer, "bos_token_id", None) is None:
             raise InvalidSetting("bos='window', and this tokenizer has no token that begins a text; give 'none'")
         object.__setattr__(self, "tokenizer", copy.deepcopy(self.tokenizer))
 
@@ -83,9 +84,11 @@ class Cutting:
             InvalidRequest: a conversation that the chat template refuses.
         """
         texts = [document.content for document in documents if isinstance(document.content, str)]
-        tokens = iter(self._tokenised(texts))
+        tokens = iter(self._tokenised(texts) if self.tokenizer is not None else ())
         for document in documents:
             content = document.content
+            if self.tokenizer is None and isinstance(content, (str, list)):
+                raise InvalidPrompt(f"{document.where} is text, and the model was opened without a tokenizer")
             if isinstance(content, str):
                 ids = next(tokens)
             elif isinstance(content, list):
