@@ -17,8 +17,8 @@ from jaxtyping import Float, Integer
 
 from steercap.encodings.coded import CodedRows, Whole
 
-#: Elements that are looked at together: what torch does in one thread, and what stays in a core's cache. At least so many
-#: rows, however wide they are.
+#: Elements that are looked at together, which torch does in one thread and a core's cache holds; and how many rows at
+#: least, however wide they are.
 BLOCK_ELEMENTS, LEAST_BLOCK = 1 << 15, 8
 #: An element is small if it is below this part of its row's root mean square.
 SMALL: Final = 0.01
