@@ -94,7 +94,7 @@ def test_labels_are_those_of_the_rows(folder) -> None:
     assert data[3].token.shape == ()
 
 
-def test_points_are_chosen_as_they_are_captured(folder, pair, tmp_path) -> None:
+def test_points_are_chosen_as_they_are_captured(folder, pair) -> None:
     """By layers and sites, by names; what was not collected is named with what was."""
     assert ActivationDataset(folder).points == ("resid_post[1]", "z[2]")
     assert ActivationDataset(folder, layers=2).points == ActivationDataset(folder, sites="z").points == ("z[2]",)
@@ -227,7 +227,7 @@ def test_workers_change_nothing(context, folder) -> None:
     st.booleans(),
     st.booleans(),
 )
-def test_ranks_share_all_rows(shards, batch_size, buffer, world, drop, whole) -> None:
+def test_ranks_share_all_rows(shards, batch_size, buffer, world, drop, whole) -> None:  # noqa: PLR0917 -- drawn
     """No row twice, none lost; with drop_last each rank has as many batches, and less than a round is left out."""
     edges = np.concatenate([[0], np.cumsum(shards)])
     blocks = Blocks.of(edges, whole=whole)
@@ -281,7 +281,7 @@ def test_a_run_goes_on_where_it_was(folder) -> None:
         data.batches(10, epochs=3).load_state_dict(state)
 
 
-def test_a_buffer_shuffles_across_the_data(tmp_path) -> None:
+def test_a_buffer_shuffles_across_the_data() -> None:
     """A window holds blocks from all over, and no batch is a run of neighbours."""
     epoch = Epoch(Blocks.of(np.arange(0, 100_001, 5_000), whole=False), Order(256, True, 8192, 0, 1, False), 0)
     window = epoch.window(0)
