@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,9 @@ from steercap.datasets.definition import Definition, PointFormat
 from steercap.datasets.tables import Index
 from steercap.errors import InvalidRequest, InvalidSelection, InvalidSpec, LayerOutOfRange
 
+#: dict: a tensor of each point by its name. concatenate: the points of a token one behind the other. mix: each row of
+#: each point by itself.
+Join: TypeAlias = Literal["dict", "concatenate", "mix"]
 #: Which rows of an index are meant: a truth value for each.
 Keep: TypeAlias = Callable[[Index], NDArray[np.bool_]]
 

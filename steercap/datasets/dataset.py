@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, reduce
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from steercap.core.spec import Layers
 from steercap.core.values import index_of, shown
 from steercap.datasets.batches import ActivationBatches, Blocks, Order, ranks
-from steercap.datasets.choosing import Keep, Tokens, check_alike, points_of
+from steercap.datasets.choosing import Join, Keep, Tokens, check_alike, points_of
 from steercap.datasets.definition import PointFormat
 from steercap.datasets.folder import DatasetFolder
 from steercap.datasets.normalising import NORMALISE, Normalisation, Normalise
@@ -26,9 +26,6 @@ from steercap.datasets.shards import Receipt
 from steercap.datasets.statistics import PointStatistics
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
 
-#: dict: a tensor of each point by its name. concatenate: the points of a token one behind the other. mix: each row of
-#: each point by itself.
-Join: TypeAlias = Literal["dict", "concatenate", "mix"]
 #: Shards that are mapped at once; those behind a URL take disk here.
 MAPPED, MAPPED_REMOTE = 256, 4
 

@@ -17,6 +17,7 @@ from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.datasets import ActivationDataset, DatasetFolder
 from steercap.datasets.batches import Blocks, Epoch, Order
+from steercap.datasets.buffer import ShuffleBuffer
 from steercap.datasets.shards import name_of
 from steercap.encodings.coded import CodedRows
 from steercap.errors import (
@@ -300,6 +301,28 @@ def test_a_map_style_loader_takes_it(folder) -> None:
         data[len(data)]
     with pytest.raises(IndexError, match="asked for by a number"):
         data["first"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.lists(st.tuples(st.integers(0, 30), st.integers(1, 50)), max_size=12), st.integers(0, 3))
+def test_a_shuffle_buffer_gives_out_what_it_was_given(capacity, turns, seed) -> None:
+    """Every row once, each with its own columns; the same draws from the same seed."""
+    runs = []
+    for _ in range(2):
+        buffer, given_rows, drawn = ShuffleBuffer(capacity, seed), 0, []
+        for offered, wanted in turns:
+            rows = torch.arange(given_rows, given_rows + offered)
+            taken = buffer.add({"a": rows, "b": (2 * rows)[:, None]})
+            assert len(buffer) <= capacity
+            assert taken == offered or buffer.full
+            given_rows += taken
+            drawn.append(buffer.draw(wanted))
+        drawn.append(buffer.draw(capacity))
+        found = torch.cat([one["a"] for one in drawn if "a" in one] or [torch.empty(0)])
+        assert sorted(found.tolist()) == list(range(given_rows))
+        assert all(torch.equal(one["b"][:, 0], 2 * one["a"]) for one in drawn if "a" in one)
+        runs.append(found.tolist())
+    assert runs[0] == runs[1]
 
 
 # Folders that are not whole
