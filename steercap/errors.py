@@ -26,6 +26,7 @@ SteercapError
 │   ├── WrongEventLoop              a model used in another event loop than the one it was started in
 │   ├── MemoryNotShared             transport="shared", or an SAE, but a worker is on another machine
 │   ├── WorkerFailure               a worker answered a call with an error
+│   ├── InvalidFrame                what came from another process is no message of this version, or damaged
 │   └── ServerFailure               a server cannot be reached, or answers otherwise than it should
 ├── CaptureError (RuntimeError)     rows that were asked for cannot be returned
 │   ├── CaptureIncomplete           rows are missing or carry another token's label
@@ -157,6 +158,10 @@ class MemoryNotShared(EngineFailure):
 
 class WorkerFailure(EngineFailure):
     """A worker process answered a call with an error."""
+
+
+class InvalidFrame(EngineFailure):
+    """What came from another process is no message of this version of steercap, damaged, or out of bounds."""
 
 
 class ServerFailure(EngineFailure):
