@@ -56,8 +56,11 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         codec_k, codec_seed: its `k` and `seed`, for codecs that have them, where a `CaptureSpec` does not say.
         capture_bytes: most shared memory that captured rows may take on each capturing worker, in bytes; taken when
             it is used, on CUDA pinned at the start.
-        overflow: what a request does when it finds no room, or no slot: "wait" for its turn, or "error".
+        overflow: what a request does when it finds no room, or no slot: "wait" for its turn, or "error"; with "spill"
+            it waits while rows that nobody has fetched yet go to disk, from where `fetch` brings them back.
         overflow_timeout: seconds that requests wait while no request runs that could make room.
+        spill_folder: folder on disk that rows spill to; `TMPDIR` or /var/tmp by default. No file can be left there.
+        spill_bytes: most bytes that may be there.
         transport: how rows reach this process: "auto", "shared" or "wire".
         steering_slots: different steering configurations in use at once; a request that brings one more waits.
         vector_bytes: memory for the vectors of all configurations on each worker, in bytes, float32.
@@ -90,6 +93,8 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         capture_bytes: int | None = None,
         overflow: Overflow | None = None,
         overflow_timeout: float | None = None,
+        spill_folder: str | os.PathLike[str] | None = None,
+        spill_bytes: int | None = None,
         transport: Transport | None = None,
         steering_slots: int | None = None,
         vector_bytes: int | None = None,
@@ -110,6 +115,8 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             capture_bytes=capture_bytes,
             overflow=overflow,
             overflow_timeout=overflow_timeout,
+            spill_folder=spill_folder,
+            spill_bytes=spill_bytes,
             transport=transport,
             steering_slots=steering_slots,
             vector_bytes=vector_bytes,

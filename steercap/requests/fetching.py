@@ -1,13 +1,19 @@
-"""Rows of any number of handles at once: of workers with one RPC."""
+"""Rows of any number of handles at once: of workers with one RPC, and from disk."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from functools import partial
+from typing import Final
 
-from steercap.errors import CaptureIncomplete, CaptureNotFinite, CaptureReleased, InvalidRequest
+from steercap.concurrency.bounded import each_of
+from steercap.errors import CaptureError, CaptureIncomplete, CaptureNotFinite, CaptureReleased, InvalidRequest
 from steercap.requests.lifecycle import Lifecycle, Stage
+
+#: Most handles of a batch that are read from disk at once.
+READS: Final = 8
 
 
 async def fetch_all(wanted: Sequence[Lifecycle]) -> None:
@@ -21,15 +27,17 @@ async def fetch_all(wanted: Sequence[Lifecycle]) -> None:
         ModelClosed, WrongEventLoop: the model is not open, or was started in another event loop.
     """
     for one in wanted:
-        if one.stage in {Stage.KEPT, Stage.COMING} and one.source is not None:
+        if one.stage not in {Stage.HERE, Stage.LEAVING, Stage.GONE} and one.source is not None:
             one.source.require_open()  # before a lock that belongs to its event loop
     async with AsyncExitStack() as turns:
         # In one order for all, or two fetches of the same handles could each wait for the other.
         for one in sorted(dict.fromkeys(wanted), key=id):
             await turns.enter_async_context(one.turn)
+        while moving := [one for one in wanted if one.stage is Stage.SPILLING]:
+            await moving[0].rested()
         for one in wanted:
             one.require_wanted()
-        pending = [one for one in dict.fromkeys(wanted) if one.stage is Stage.KEPT]
+        pending = [one for one in dict.fromkeys(wanted) if one.stage in {Stage.KEPT, Stage.SPILLED}]
         if pending:
             await _fetch(pending)
 
@@ -40,17 +48,19 @@ async def _fetch(pending: Sequence[Lifecycle]) -> None:
     places = {source.place for source in sources}
     if len(places) != 1:
         raise InvalidRequest(f"these handles belong to {len(places)} models; fetch the handles of one model at a time")
-    errors: list[CaptureIncomplete | CaptureNotFinite | CaptureReleased] = []
+    errors: list[CaptureError] = []
+    spilled = [one for one in pending if one.stage is Stage.SPILLED]
+    kept = [one for one in pending if one.stage is Stage.KEPT]
     try:
         for one in pending:
             one.fetch()
-        deliveries = await sources[0].collect(sources)
-        for one, delivery in zip(pending, deliveries, strict=True):
-            try:
-                one.arrive(delivery)
-            except (CaptureIncomplete, CaptureNotFinite, CaptureReleased) as error:
-                errors.append(error)
-            await asyncio.sleep(0)  # a batch of thousands must not stop the loop
+        if kept:
+            deliveries = await sources[0].collect([one.source for one in kept])
+            for one, delivery in zip(kept, deliveries, strict=True):
+                with _noted(errors):
+                    one.arrive(delivery)
+                await asyncio.sleep(0)  # a batch of thousands must not stop the loop
+        await each_of(spilled, partial(_come_back, errors), READS)
     finally:
         for one in pending:
             one.end_fetch()
@@ -60,3 +70,17 @@ async def _fetch(pending: Sequence[Lifecycle]) -> None:
         raise type(errors[0])(f"{errors[0]} (and {len(errors) - 1} other handles of this batch)") from errors[0]
     if errors:
         raise errors[0]
+
+
+async def _come_back(errors: list[CaptureError], one: Lifecycle) -> None:
+    with _noted(errors):
+        await one.come_back()
+
+
+@contextmanager
+def _noted(errors: list[CaptureError]) -> Iterator[None]:
+    """What is wrong with one handle's rows does not keep those of others from coming."""
+    try:
+        yield
+    except (CaptureIncomplete, CaptureNotFinite, CaptureReleased) as error:
+        errors.append(error)
