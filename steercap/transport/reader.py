@@ -34,7 +34,15 @@ class Readable:
 
 
 class LineReader(ABC):
-    """Reads lines of one worker's arena as bytes."""
+    """Reads lines of one worker's arena as bytes.
+
+    Attributes:
+        wire_bytes: most bytes that are sent for it at once: one RPC, 0 where nothing is sent.
+        wire_bytes_in_flight: of these, asked for now.
+    """
+
+    wire_bytes: int = 0
+    wire_bytes_in_flight: int = 0
 
     @abstractmethod
     async def read(self, ranges: Sequence[LineRange]) -> Readable:
@@ -68,7 +76,7 @@ class SharedReader(LineReader):
 
 
 class WireReader(LineReader):
-    """Has the lines sent, in RPCs of bounded size, one after the other.
+    """Has the lines sent, in RPCs of `WIRE_BYTES` at most, one after the other, whoever asks.
 
     Args:
         ask: sends ranges to the worker and returns their bytes.
@@ -77,6 +85,7 @@ class WireReader(LineReader):
     def __init__(self, ask: Callable[[tuple[LineRange, ...]], Awaitable[bytes]]) -> None:
         self._ask = ask
         self._turn = asyncio.Lock()
+        self.wire_bytes = WIRE_BYTES
 
     async def read(self, ranges: Sequence[LineRange]) -> Readable:
         async with self._turn:  # or what many requests have sent would lie here at once, waiting to be gathered
@@ -84,10 +93,17 @@ class WireReader(LineReader):
             lines = torch.empty((count, LINE_BYTES), dtype=torch.uint8)
             first = 0
             for group in _grouped(ranges, max(1, WIRE_BYTES // LINE_BYTES)):
-                sent = np.frombuffer(await self._ask(group), dtype=np.uint8).reshape(-1, LINE_BYTES)
+                sent = np.frombuffer(await self._sent(group), dtype=np.uint8).reshape(-1, LINE_BYTES)
                 lines[first : first + len(sent)].numpy()[:] = sent
                 first += len(sent)
         return Readable(lines[:first], (LineRange(0, count),))
+
+    async def _sent(self, ranges: tuple[LineRange, ...]) -> bytes:
+        self.wire_bytes_in_flight = sum(item.count for item in ranges) * LINE_BYTES
+        try:
+            return await self._ask(ranges)
+        finally:
+            self.wire_bytes_in_flight = 0
 
     def close(self) -> None:
         return None

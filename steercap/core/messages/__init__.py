@@ -41,6 +41,7 @@ from steercap.core.messages.base import (
     Message,
     Owner,
     Placed,
+    TableBytes,
     Vectors,
     Wanted,
 )
@@ -109,6 +110,7 @@ __all__ = [
     "SketchOpened",
     "SketchPart",
     "SteeringRecord",
+    "TableBytes",
     "Unembed",
     "Unembedded",
     "Unhooked",
