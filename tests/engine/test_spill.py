@@ -289,6 +289,7 @@ async def test_memory_does_not_grow_with_what_was_spilled(spilling, record_prope
     assert marks[1] - marks[0] < 48 << 20
 
 
+@pytest.mark.extended
 async def test_two_engines_spill_into_one_file(folder, tiny_reference) -> None:
     """Data parallel: each arena is relieved by itself, and one call has ten times what both hold."""
     settings = {"capture_bytes": LITTLE, "overflow": "spill", "spill_folder": folder, "transport": "wire"}
@@ -303,6 +304,7 @@ async def test_two_engines_spill_into_one_file(folder, tiny_reference) -> None:
         assert await settled(model) == await empty(model) == (0, 0, 0)
 
 
+@pytest.mark.extended
 async def test_shards_of_two_ranks_are_spilled_whole(folder, tiny_reference) -> None:
     """Tensor parallel over pipeline stages of one: what ranks hold by parts goes to disk and comes back joined."""
     settings = {"capture_bytes": LITTLE, "overflow": "spill", "spill_folder": folder}
@@ -368,6 +370,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.extended
 def test_a_killed_client_leaves_no_file(tmp_path) -> None:
     """kill -9 in the middle of spilling: no name before, no file after, and the disk has its blocks back."""
     folder, script = tmp_path / "spill", tmp_path / "client.py"
