@@ -38,6 +38,7 @@ from steercap.steering.calibration import Calibrated
 from steercap.steering.lowering import Lowered
 from steercap.steering.monitor import Monitor
 from steercap.steering.projection import Projected
+from steercap.transport.reader import LineReader
 
 if TYPE_CHECKING:
     import torch
@@ -454,6 +455,11 @@ class Engine:
                 f"steercap knows no {', '.join(sorted(missing))} in layers of {', '.join(self.loaded.code)}{derived}; "
                 "leave it out of SteerModel(..., sites=)"
             )
+
+    @property
+    def line_readers(self) -> list[LineReader]:
+        """What reads the lines of each worker that captures."""
+        return [rank.reader for rank in self._all_ranks]
 
     @property
     def _all_ranks(self) -> list[Rank]:

@@ -102,8 +102,9 @@ class Spilling:
         self._closed = False
 
     def offer(self, ticket: Ticket, rows: Spillable) -> None:
-        """These rows may be moved, as long as somebody holds them."""
+        """These rows may be moved, as long as somebody holds them; who waits for room may get it by that."""
         self._known[ticket] = rows
+        self._settle()
 
     @property
     def busy(self) -> bool:

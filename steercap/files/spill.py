@@ -80,9 +80,14 @@ class SpillFile:
 
     Raises:
         InvalidSetting: no file can be made there.
+
+    Attributes:
+        bytes_written: what was written since it was made.
+        closed: whether it is gone.
     """
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
+        self.bytes_written = 0
         self.folder = folder
         self.most_bytes = most_bytes
         self._extents = Extents(most_bytes // BLOCK_BYTES)
@@ -134,6 +139,7 @@ class SpillFile:
         except BaseException:
             self._dropped.append(extents)
             raise
+        self.bytes_written += sum(chunk.size for chunk in chunks)
         stored = Stored(sizes, chunks)
         weakref.finalize(stored, self._drop, extents, dropped).atexit = False
         return stored

@@ -430,6 +430,8 @@ class Runtime:
             sketch_bytes=self._sketches.nbytes,
             saes=len(self._saes),
             sae_bytes=self._saes.nbytes,
+            tables=self.taps.table_bytes,
+            arena_pinned=arena.pinned,
         )
 
     def _attached(self) -> Arena:

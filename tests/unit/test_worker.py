@@ -856,3 +856,19 @@ async def test_a_rank_without_rows_steers_all_the_same(kind) -> None:
     record = settled(bench, "r1", 4)
     assert (record.failure, record.primary, record.rows) == (None, False, (8,))
     assert isinstance(bench.ask(Census()), NotCapturing)
+
+
+def test_what_tables_take_is_said(kind) -> None:
+    """Bank and accumulators everywhere; a ring, what of it is not copied yet, and pinned memory on a device alone."""
+    bench = Bench(arena_bytes=1 << 20)
+    tables = bench.ask(Census()).tables
+    assert tables.bank == bench.runtime.taps._bank.nbytes == bench.attached.bank_rows * bench.attached.bank_width * 4
+    assert tables.accumulators >= bench.attached.reductions * POINTS * WIDTH * 4
+    if kind == "host":
+        assert (tables.ring, tables.ring_in_use, tables.pinned) == (0, 0, 0)
+        return
+    assert tables.ring == 1 << 20
+    assert tables.ring_in_use == 0 < tables.pinned
+    bench.plan("r1")
+    bench.step(("r1", 0, 10))
+    assert 0 < bench.runtime.taps.table_bytes.ring_in_use <= tables.ring

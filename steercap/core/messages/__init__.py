@@ -42,6 +42,7 @@ from steercap.core.messages.base import (
     Message,
     Owner,
     Placed,
+    TableBytes,
     Vectors,
     Wanted,
 )
@@ -110,6 +111,7 @@ __all__ = [
     "SketchOpened",
     "SketchPart",
     "SteeringRecord",
+    "TableBytes",
     "Unembed",
     "Unembedded",
     "Unhooked",

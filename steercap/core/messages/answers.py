@@ -9,7 +9,7 @@ import msgspec
 from steercap.core.attention import AttentionRule
 from steercap.core.coding import Coding
 from steercap.core.framing import Data, Digest, Large, Told, Whole, WholeOrNone
-from steercap.core.messages.base import LineRange, Loaded, Message, Owner
+from steercap.core.messages.base import LineRange, Loaded, Message, Owner, TableBytes
 from steercap.core.schema import PointSchema
 
 
@@ -141,7 +141,7 @@ class Lines(Message, frozen=True):
 
 class Counted(Message, frozen=True):
     """Answer to Census: requests whose rows, or record of edits, are held; pages; rows and passes so far; sketches;
-    SAEs.
+    SAEs; what tables take, and whether the arena is pinned.
     """
 
     requests: Whole
@@ -156,6 +156,8 @@ class Counted(Message, frozen=True):
     sketch_bytes: Large
     saes: Whole
     sae_bytes: Large
+    tables: TableBytes = TableBytes()
+    arena_pinned: bool = False
 
 
 class Configured(Message, frozen=True):

@@ -55,6 +55,24 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
     data: Data
 
 
+class TableBytes(msgspec.Struct, frozen=True, array_like=True):
+    """What taps take beside the arena, in bytes.
+
+    Args:
+        ring: device memory of rows on their way to the arena; 0 on CPU, where rows need no copy.
+        ring_in_use: of that, rows of passes that are not copied yet.
+        bank: the vector bank.
+        accumulators: reductions that run along, and the rows that they hold apart.
+        pinned: memory of the host that is locked in place for the device, that of the arena not included.
+    """
+
+    ring: int = 0
+    ring_in_use: int = 0
+    bank: int = 0
+    accumulators: int = 0
+    pinned: int = 0
+
+
 class Loaded(msgspec.Struct, frozen=True, array_like=True):
     """What decoder layers a rank has loaded.
 
