@@ -68,6 +68,8 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             in bytes; see `Settings`.
         sketch_bytes: most device memory on each capturing worker for sketches, in bytes; see `Settings`.
         sae_bytes: most device memory on each capturing worker for SAEs, in bytes; see `Settings`.
+        restart: whether an engine that has died is started again, and what was not handed over runs again; see
+            `Settings`.
         **engine_args: vLLM's `AsyncEngineArgs`.
 
     Raises:
@@ -98,6 +100,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         reduce_bytes: int | None = None,
         sketch_bytes: int | None = None,
         sae_bytes: int | None = None,
+        restart: bool | None = None,
         **engine_args: Any,
     ) -> None:
         self.model = str(model)
@@ -118,6 +121,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             reduce_bytes=reduce_bytes,
             sketch_bytes=sketch_bytes,
             sae_bytes=sae_bytes,
+            restart=restart,
         )
         arguments, own = with_preset(preset, engine_args), "max_model_len" in engine_args
         self.serving = Serving(self.model, self.settings, arguments, cut=not own)
@@ -240,7 +244,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             SketchMemoryFull: there is no room for it.
         """
         spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, codec="raw", before_edits=before_edits)
-        running = await begun(self.serving.here(), kind, size, spec)
+        running = await begun(await self.serving.alive(), kind, size, spec)
         try:
             with joining(self, running):
                 yield running
@@ -286,7 +290,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             InvalidRequest: something that is not such rows, numbers or tokens, or logits beyond `max_bytes`.
             EngineFailure: the engine has died or was closed.
         """
-        engine = self.serving.here()
+        engine = await self.serving.alive()
         return await unembed(engine, rows, normed=normed, top=top, ids=ids, full=full, max_bytes=max_bytes)
 
     async def fetch_captures_batch(self, handles: Sequence[Any]) -> None:
@@ -300,7 +304,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
 
     async def stats(self) -> Stats:
         """What the model holds now, and its limits."""
-        return await stats_of(self.serving.here())
+        return await stats_of(await self.serving.alive(), self.serving.restarts)
 
     # What is reachable
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from typing import Any, Final, Protocol
 
 from vllm.exceptions import VLLMClientError, VLLMError
@@ -33,7 +33,7 @@ from steercap.adapters.wire import Wire
 from steercap.config import LAYER_END, Settings
 from steercap.core.plan import EXTRA_ARGS_KEY, Plan
 from steercap.core.spec import Point
-from steercap.errors import EngineFailure, InvalidRequest, ModelNotLoaded, SteercapError
+from steercap.errors import EngineDied, EngineFailure, InvalidRequest, ModelNotLoaded, SteercapError
 from steercap.kernels.finite import overflows_later
 from steercap.sites import SITES
 
@@ -68,7 +68,7 @@ class VllmEngine:
         self, llm: AsyncLLM, points: tuple[Point, ...], exists: Callable[[Point], bool], launch: Starting
     ) -> None:
         require("a running AsyncLLM", llm)
-        self._connection = Connection(llm)
+        self._connection = Connection(llm, launch.reaper.folder)
         self._wire = Wire(llm)
         self._adapters = Adapters(llm.vllm_config, self._load_adapter)
         self.launch = launch
@@ -303,6 +303,29 @@ class VllmEngine:
     def text(self, prompt: Rendered, params: SamplingParams, tokens: Sequence[int]) -> str:
         """The text of generated tokens, where it ends with the last of them."""
         return detokenizer.text_of(self.tokenizer, params, prompt.token_ids, tokens)
+
+    @property
+    def died(self) -> bool:
+        """Whether the engine has died, before it was closed."""
+        return self._connection.died
+
+    async def watch(self, told: Callable[[EngineDied], object]) -> None:
+        """Watch the engine's processes from now on.
+
+        Args:
+            told: what to call, in this event loop, when it has died.
+        """
+        self._connection.told = told
+        await self._connection.watch_workers()
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """While somebody waits for the engine without a request that runs, look whether it lives.
+
+        Raises:
+            EngineFailure: it does not.
+        """
+        self._connection.require_alive()
+        return self._connection.watch.over()
 
     async def quiesce(self) -> None:
         """Stop listening to the engine, or its end would be reported as a crash; in its event loop."""

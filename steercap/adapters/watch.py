@@ -1,15 +1,15 @@
-"""Whether the engine still listens and answers, which a living process need not do.
+"""Whether the engine still lives, listens and answers, which a living process need not do.
 
-vLLM looks at processes. In the engine's process a thread reads requests and another writes outputs; when an
-exception ends one of them, its sockets are closed, the process lives, `errored` stays False, and requests wait for
-ever. libzmq reports the closed connection. What it relies on: `engine_core.resources`, its sockets and `engine_dead`,
+Processes are watched by `adapters.death`. In the engine's process a thread reads requests and another writes outputs;
+when an exception ends one of them, its sockets are closed, the process lives, `errored` stays False, and requests wait
+for ever. libzmq reports the closed connection. What it relies on: `engine_core.resources`, its sockets and `engine_dead`,
 and `output_processor.propagate_error`. It can go when vLLM watches these threads.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 from uuid import uuid4
@@ -18,12 +18,15 @@ import zmq
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-#: Seconds between looks while requests run: a look is two reads that find nothing.
-LOOK_SECONDS: Final = 1.0
+from steercap.adapters.death import Processes
+
+#: Seconds between looks while requests run or wait: a look is two reads and a poll that find nothing, some 20 us.
+LOOK_SECONDS: Final = 0.1
+_LOG: Final = "its log, on this process's stderr, says more"
 #: What stops when the connection of each socket is closed.
 _THREADS: Final = {
-    "input_socket": "the vLLM engine has died, or its thread that reads requests has; its log says why",
-    "output_socket": "the vLLM engine has died, or its thread that sends outputs has; its log says why",
+    "input_socket": "or its thread that reads requests has",
+    "output_socket": "or its thread that sends outputs has",
 }
 
 
@@ -32,10 +35,14 @@ class Watch:
 
     Args:
         llm: the engine.
+        processes: its processes.
+        told: what to call when something has died.
     """
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, processes: Processes, told: Callable[[], object]) -> None:
         self._llm = llm
+        self._processes = processes
+        self._told = told
         self._monitors = [(_monitor(llm, name), reason) for name, reason in _THREADS.items()]
         self._running = 0
         self._looking: asyncio.Task[None] | None = None
@@ -44,19 +51,25 @@ class Watch:
 
     def look(self) -> str | None:
         """What has died, if anything has; then every request that runs ends with EngineDeadError."""
+        if self.found is None and (self._processes.ended() or self._llm.errored):
+            self._end("")
         for monitor, reason in self._monitors:
             if self.found is None and _tells(monitor):
                 self._end(reason)
         return self.found
 
     def _end(self, reason: str) -> None:
-        self.found = reason
+        manager = self._llm.engine_core.resources.engine_manager
+        how = self._processes.how(manager.finished_procs() if hasattr(manager, "finished_procs") else {})
+        said = f": {how}" if how else f", {reason}" if reason else ""
+        self.found = f"the vLLM engine has died{said}; {_LOG}"
         self._llm.engine_core.resources.engine_dead = True
         self._llm.output_processor.propagate_error(EngineDeadError())
+        self._told()
 
     @contextmanager
     def over(self) -> Iterator[None]:
-        """Look from time to time while a request runs."""
+        """Look from time to time while a request runs, or waits."""
         self._running += 1
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._keep_looking(), name="steercap watch")
@@ -77,6 +90,7 @@ class Watch:
         for monitor, _ in self._monitors:
             monitor.close(linger=0)
         self._monitors = []
+        self._processes.close()
         if self._looking is not None:
             self._looking.cancel()
 

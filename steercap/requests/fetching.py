@@ -5,9 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from typing import Final
 
-from steercap.errors import CaptureIncomplete, CaptureNotFinite, CaptureReleased, InvalidRequest
+from steercap.concurrency.bounded import each_of
+from steercap.errors import (
+    CaptureIncomplete,
+    CaptureNotFinite,
+    CaptureReleased,
+    EngineFailure,
+    InvalidRequest,
+    SteercapError,
+)
 from steercap.requests.lifecycle import Lifecycle, Stage
+
+#: Sequences that are read again at once.
+AGAIN_AT_ONCE: Final = 64
 
 
 async def fetch_all(wanted: Sequence[Lifecycle]) -> None:
@@ -34,23 +46,55 @@ async def fetch_all(wanted: Sequence[Lifecycle]) -> None:
             await _fetch(pending)
 
 
+async def _collect(kept: Sequence[Lifecycle]) -> list[SteercapError]:
+    """Have rows come that their workers have; returns what is wrong with some of them."""
+    sources = [one.source for one in kept if one.source is not None]
+    if not sources:
+        return []
+    errors: list[SteercapError] = []
+    deliveries = await sources[0].collect(sources)
+    for one, delivery in zip(kept, deliveries, strict=True):
+        try:
+            one.arrive(delivery)
+        except (CaptureIncomplete, CaptureNotFinite, CaptureReleased) as error:
+            errors.append(error)
+        await asyncio.sleep(0)  # a batch of thousands must not stop the loop
+    return errors
+
+
+async def _computed_again(one: Lifecycle) -> SteercapError | None:
+    """Have rows computed again that died with their engine; each is here, and takes no memory there, when it has come.
+
+    Returns:
+        Why that cannot be, or None.
+    """
+    again = None if one.source is None else one.source.again
+    try:
+        if again is not None:
+            one.take(await again.rows())
+    except SteercapError as error:
+        return error
+    return None
+
+
 async def _fetch(pending: Sequence[Lifecycle]) -> None:
     """Fetch rows whose turn it is."""
     sources = [one.source for one in pending if one.source is not None]
     places = {source.place for source in sources}
     if len(places) != 1:
         raise InvalidRequest(f"these handles belong to {len(places)} models; fetch the handles of one model at a time")
-    errors: list[CaptureIncomplete | CaptureNotFinite | CaptureReleased] = []
+    errors: list[SteercapError] = []
     try:
         for one in pending:
             one.fetch()
-        deliveries = await sources[0].collect(sources)
-        for one, delivery in zip(pending, deliveries, strict=True):
-            try:
-                one.arrive(delivery)
-            except (CaptureIncomplete, CaptureNotFinite, CaptureReleased) as error:
-                errors.append(error)
-            await asyncio.sleep(0)  # a batch of thousands must not stop the loop
+        kept = [one for one in pending if one.source is not None and one.source.again is None]
+        try:
+            errors += await _collect(kept)
+        except EngineFailure:  # it died meanwhile
+            if any(one.source is not None and one.source.again is None for one in kept):
+                raise
+        lost = [one for one in pending if one.stage is Stage.COMING]
+        errors += filter(None, await each_of(lost, _computed_again, AGAIN_AT_ONCE))
     finally:
         for one in pending:
             one.end_fetch()

@@ -71,12 +71,33 @@ class Found(NamedTuple):
     receipt: Receipt
 
 
+class Lost(Protocol):
+    """Rows that may be lost with the engine that has them; see `requests.again`."""
+
+    @property
+    def place(self) -> object:
+        """See `Origin.place`."""
+
+    def is_so(self) -> bool:
+        """Whether they are, and another engine is to compute them."""
+
+    async def living(self) -> Engine:
+        """The engine that lives."""
+
+    async def rows(self) -> Found:
+        """The rows, computed again by it."""
+
+
 class Origin(Protocol):
     """Where rows come from: workers, or a server."""
 
     @property
     def place(self) -> object:
         """Rows of one place are fetched together."""
+
+    @property
+    def again(self) -> Lost | None:
+        """What computes the rows again, if they are lost and that can be tried."""
 
     def require_open(self) -> None:
         """Check that it can be asked.
@@ -111,12 +132,14 @@ class Source:
         owner: whose they are there.
         ticket: the memory they take.
         expected: what must come; its last token has no row, since it was never an input.
+        lost: what computes them again if the engine has died, or None.
     """
 
     engine: Engine
     owner: Owner
     ticket: Ticket
     expected: Expected
+    lost: Lost | None = None
 
     @property
     def wanted(self) -> Wanted:
@@ -125,10 +148,24 @@ class Source:
 
     @property
     def place(self) -> object:
-        return self.engine
+        return self.engine if self.lost is None else self.lost.place
+
+    @property
+    def again(self) -> Lost | None:
+        return self.lost if self.lost is not None and self.lost.is_so() else None
+
+    async def living(self) -> Engine:
+        """The engine, or the one that took its place.
+
+        Raises:
+            EngineFailure: none lives.
+        """
+        return self.engine if (again := self.again) is None else await again.living()
 
     def require_open(self) -> None:
-        self.engine.require_open()
+        if self.again is None:
+            self.engine.require_open()
+        self.engine.home.require()
 
     async def collect(self, origins: Sequence[Source]) -> Sequence[Any]:
         return await self.engine.collect([origin.wanted for origin in origins])
@@ -207,11 +244,14 @@ class Lifecycle(Unshared, instead="its rows have one owner"):
         Raises:
             CaptureIncomplete, CaptureNotFinite, CaptureReleased: see `Origin.found`; they stay where they are.
         """
-        if self.stage is not Stage.COMING:
-            return
-        assert self.source is not None
-        self.found = self.source.found(delivery)
-        self._advance(Event.ARRIVE)
+        if self.stage is Stage.COMING and self.source is not None:
+            self.take(self.source.found(delivery))
+
+    def take(self, found: Found) -> None:
+        """Take rows that are right; those released meanwhile are dropped."""
+        if self.stage is Stage.COMING:
+            self.found = found
+            self._advance(Event.ARRIVE)
 
     def end_fetch(self) -> None:
         """The fetch is over: what did not come stays with the worker, or is freed there if it was released."""

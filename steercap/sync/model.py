@@ -43,6 +43,10 @@ async def _call(work: Callable[[], Value]) -> Value:
     return work()
 
 
+async def _begun(serving: Serving, *asked: Any) -> Any:
+    return await begun(await serving.alive(), *asked)
+
+
 class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
     """`steercap.SteerModel` without `await`, with the same arguments.
 
@@ -137,7 +141,7 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
             The errors of `steercap.SteerModel.sketch`.
         """
         spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, codec="raw", before_edits=before_edits)
-        running = self.bridge.run(begun(self.serving.opened(), kind, size, spec))
+        running = self.bridge.run(_begun(self.serving, kind, size, spec))
         try:
             with joining(self.bridge.model, running):
                 yield RunningSketch(running, self.bridge.run)
