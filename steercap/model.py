@@ -244,7 +244,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             SketchMemoryFull: there is no room for it.
         """
         spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, codec="raw", before_edits=before_edits)
-        running = await begun(await self.serving.alive(), kind, size, spec)
+        running = await self.serving.surviving(lambda engine: begun(engine, kind, size, spec))
         try:
             with joining(self, running):
                 yield running
@@ -290,8 +290,8 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             InvalidRequest: something that is not such rows, numbers or tokens, or logits beyond `max_bytes`.
             EngineFailure: the engine has died or was closed.
         """
-        engine = await self.serving.alive()
-        return await unembed(engine, rows, normed=normed, top=top, ids=ids, full=full, max_bytes=max_bytes)
+        asked: Any = {"normed": normed, "top": top, "ids": ids, "full": full, "max_bytes": max_bytes}
+        return await self.serving.surviving(lambda engine: unembed(engine, rows, **asked))
 
     async def fetch_captures_batch(self, handles: Sequence[Any]) -> None:
         """Fetch many handles with one RPC. Nested lists and None are allowed; handles already fetched are left alone.
@@ -304,7 +304,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
 
     async def stats(self) -> Stats:
         """What the model holds now, and its limits."""
-        return await stats_of(await self.serving.alive(), self.serving.restarts)
+        return await self.serving.surviving(lambda engine: stats_of(engine, self.serving.restarts))
 
     # What is reachable
 

@@ -82,7 +82,7 @@ class Connection:
                 self.require_alive()
             found: list[list[Any]] = answers.result()
         except EngineDeadError as error:
-            raise self.ended() from error
+            raise await self.ended() from error
         except SteercapError:
             raise
         except Exception as error:
@@ -112,14 +112,22 @@ class Connection:
         Raises:
             EngineFailure, ModelClosed: it has died, or was closed.
         """
-        if self.watch.look() or self.llm.errored:
-            raise self.ended()
+        if self._llm is None:
+            raise ModelClosed("the engine was shut down with its SteerModel")
+        if said := self.watch.look():
+            raise EngineDied(said)
 
-    def ended(self) -> EngineFailure:
-        """Why the engine is not there: it was closed, or it has died."""
-        if self._closing or self._llm is None:
-            return ModelClosed("the model was closed meanwhile")
-        return EngineDied(self.watch.look() or "the vLLM engine has died")
+    async def ended(self) -> EngineFailure:
+        """Why the engine is not there: it was closed, or it has died, of what may be known a moment later."""
+        clock = asyncio.get_running_loop().time
+        until = clock() + DYING_SECONDS
+        while not self._closing and self._llm is not None:
+            if said := self.watch.look():
+                return EngineDied(said)
+            if clock() > until:
+                return EngineDied("the vLLM engine has died")
+            await asyncio.sleep(LIVENESS_SECONDS / 5)
+        return ModelClosed("the model was closed meanwhile")
 
     @property
     def died(self) -> bool:

@@ -15,7 +15,6 @@ import json
 import os
 import select
 import signal
-import time
 from collections.abc import Iterable, Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any, Final
 from steercap.adapters.refusal import FOLDER
 from steercap.adapters.refusal import NAME as REFUSAL
 
-#: Seconds that an engine core has to leave word of how its worker ended.
+#: Seconds after which nobody will say any more how a process ended.
 WORD_SECONDS: Final = 0.3
 _WORD: Final = "ended.json"
 #: Where a process is: the machine as it was booted, and the namespace that its number is of.
@@ -81,7 +80,7 @@ class Processes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._watched: dict[int, int] = {}
-        self._seen: tuple[int, float] | None = None
+        self._first: int | None = None
 
     def watch(self, places: Iterable[str]) -> None:
         """Watch the processes of these `place`s, of other machines none."""
@@ -92,19 +91,16 @@ class Processes:
                     self._watched[os.pidfd_open(int(pid))] = int(pid)
 
     def ended(self) -> bool:
-        """Whether one has ended, and its parent has had time to say how."""
-        if self._seen is None and self._watched:
+        """Whether one has ended."""
+        if self._first is None and self._watched:
             poll = select.poll()
             for descriptor in self._watched:
                 poll.register(descriptor, select.POLLIN)
-            found = [self._watched[descriptor] for descriptor, _ in poll.poll(0)]
-            self._seen = (found[0], time.monotonic()) if found else None
-        if self._seen is None:
-            return False
-        return (self._folder / _WORD).exists() or time.monotonic() - self._seen[1] > WORD_SECONDS
+            self._first = next((self._watched[descriptor] for descriptor, _ in poll.poll(0)), None)
+        return self._first is not None
 
     def how(self, cores: Mapping[str, int]) -> str:
-        """How the first one ended, in words; "" if nobody knows.
+        """How the first one ended, in words; "" while nobody knows.
 
         Args:
             cores: engine cores that have ended, with their exit codes.
@@ -115,9 +111,12 @@ class Processes:
         with contextlib.suppress(OSError, ValueError):
             kind, says = json.loads((self._folder / REFUSAL).read_text())
             return f"{', '.join(cores) or 'its engine core'} ended with {kind}: {says}"
-        if cores:
-            return ", ".join(f"{name} {_said(code)}" for name, code in cores.items())
-        return f"process {self._seen[0]} of it has ended" if self._seen else ""
+        return ", ".join(f"{name} {_said(code)}" for name, code in cores.items())
+
+    @property
+    def which(self) -> str:
+        """Which one ended first, in words; "" if none has."""
+        return f"process {self._first} of it has ended" if self._first is not None else ""
 
     def close(self) -> None:
         """Let go of the processes. Idempotent."""

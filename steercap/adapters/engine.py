@@ -38,6 +38,8 @@ from steercap.kernels.finite import overflows_later
 from steercap.sites import SITES
 
 RPC: Final = "steercap_answer"
+#: Where Linux keeps shared memory that has a name.
+_SHARED: Final = "/dev/shm"  # noqa: S108
 
 
 class Starting(Protocol):
@@ -109,6 +111,7 @@ class VllmEngine:
         # A forked child of a process with threads can deadlock; vLLM's own server spawns too.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         require("AsyncLLM", AsyncLLM)
+        _require_shared_memory()
         detokenizer.mend()
         args = read_arguments(model, engine_args)
         try:
@@ -272,7 +275,7 @@ class VllmEngine:
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequest(f"vLLM refuses request {request_id}: {error}") from error
         except EngineDeadError as error:
-            raise self._connection.ended() from error
+            raise await self._connection.ended() from error
         except EngineGenerateError as error:
             raise InvalidRequest(f"vLLM could not run request {request_id}: {error.__cause__!r}") from error
         except VLLMError as error:  # nothing is wrong with the request: its queue is full, or the engine pauses
@@ -338,6 +341,18 @@ class VllmEngine:
     def let_go(self) -> None:
         """Let go of vLLM's side of the engine, and kill its processes; from any thread. Idempotent."""
         self._connection.let_go(self.launch.reaper.end)
+
+
+def _require_shared_memory() -> None:
+    """Check that vLLM's processes can talk to each other; half a minute later its own error would not say where.
+
+    Raises:
+        ModelNotLoaded: they cannot.
+    """
+    if not os.path.isdir(_SHARED):  # noqa: PTH112
+        raise ModelNotLoaded(
+            f"there is no {_SHARED}, through which vLLM's processes talk to each other; mount a tmpfs of 1 GiB there"
+        )
 
 
 def _carry(plan: Plan, params: SamplingParams | PoolingParams) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 from steercap.core.chat import MessageSpan
 from steercap.core.spec import CaptureSpec
 from steercap.engine.engine import Engine
-from steercap.errors import EngineDied, EngineFailure
+from steercap.errors import EngineDied
 from steercap.requests.job import Job, Sample
 from steercap.requests.lifecycle import Found
 from steercap.requests.preparing import Known, prepare
@@ -24,8 +24,6 @@ from steercap.requests.sketching import RunningSketch
 
 Value = TypeVar("Value")
 
-#: Engines that one request may run on. One that kills each of them must not go on for ever.
-LIVES: Final = 3
 #: Sampling parameters of a sequence that is read again: vLLM runs no prompt without sampling a token, which has no row.
 _READ: Final[Mapping[str, Any]] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
 
@@ -73,21 +71,14 @@ class Recipe:
             job: the request for the engine that lives, if it was made before.
 
         Raises:
-            EngineDied: the engine has died, and is not to be started again or cannot be, or this is the third that
-                died under the request.
+            EngineDied: see `Serving.surviving`.
             Whatever `work` and `prepare` raise.
         """
-        for lives in reversed(range(LIVES)):
-            engine = await self.serving.alive() if job is None else job.engine
-            try:
-                return await work(await self._made(engine) if job is None else job)
-            except EngineFailure as error:
-                if not self.serving.outlives(engine):
-                    raise
-                if not lives:
-                    raise EngineDied(f"{error}; {LIVES} engines have died under this request") from error
-            job = None
-        raise AssertionError
+
+        async def attempt(engine: Engine) -> Value:
+            return await work(job if job is not None and job.engine is engine else await self._made(engine))
+
+        return await self.serving.surviving(attempt, None if job is None else job.engine)
 
     async def _made(self, engine: Engine) -> Job:
         names = ("options", "spans", "reading", "sketches", "encoding", "monitors", "known")
@@ -122,13 +113,9 @@ class LostRows:
         """Whether they are lost, and another engine is to compute them."""
         return self.recipe.serving.outlives(self.job.engine)
 
-    async def living(self) -> Engine:
-        """The engine that lives, for what needs the model and not the rows.
-
-        Raises:
-            EngineFailure, ModelClosed: see `Serving.alive`.
-        """
-        return await self.recipe.serving.alive()
+    async def surviving(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
+        """See `Serving.surviving`; for what needs the model and not the rows."""
+        return await self.recipe.serving.surviving(work)
 
     async def rows(self) -> Found:
         """The rows, computed again.

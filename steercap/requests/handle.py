@@ -318,9 +318,8 @@ class CaptureHandle(Unshared, instead=INSTEAD):
                     f"{self.num_layers}; load that of this model"
                 )
             rows = translator.translate(rows, point)
-        found = await unembed(
-            await source.living(), rows, normed=point.site == BEHIND, top=top, ids=ids, full=full, max_bytes=max_bytes
-        )
+        asked: Any = {"normed": point.site == BEHIND, "top": top, "ids": ids, "full": full, "max_bytes": max_bytes}
+        found = await source.surviving(lambda engine: unembed(engine, rows, **asked))
         return replace(found, positions=self.positions[at])
 
     async def experts(self, layer: int, *, tokens: Tokens | TokenSelection | None = None) -> Experts:
@@ -348,7 +347,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
             )
         index, rows = logits_of(source, self.captures, layer, self.num_layers)
         at = slice(None) if tokens is None else self._rows_at(tokens)
-        return await experts(await source.living(), index, rows[at], self.positions[at])
+        return await source.surviving(lambda engine: experts(engine, index, rows[at], self.positions[at]))
 
     def _require_rows(self, wanted: str) -> None:
         """Check that the handle holds a row for each token."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import enum
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 from steercap.core.idiom import AWAITED
 from steercap.core.messages import Owner, Wanted
@@ -25,6 +25,9 @@ from steercap.requests.checks import Expected, received
 if TYPE_CHECKING:
     from steercap.core.budget import Ticket
     from steercap.engine.engine import Engine
+
+
+Value = TypeVar("Value")
 
 
 class Stage(enum.Enum):
@@ -81,8 +84,8 @@ class Lost(Protocol):
     def is_so(self) -> bool:
         """Whether they are, and another engine is to compute them."""
 
-    async def living(self) -> Engine:
-        """The engine that lives."""
+    async def surviving(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
+        """Await something of the engine that lives."""
 
     async def rows(self) -> Found:
         """The rows, computed again by it."""
@@ -154,13 +157,14 @@ class Source:
     def again(self) -> Lost | None:
         return self.lost if self.lost is not None and self.lost.is_so() else None
 
-    async def living(self) -> Engine:
-        """The engine, or the one that took its place.
+    async def surviving(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
+        """Await something of the engine, or of the one that took its place.
 
         Raises:
             EngineFailure: none lives.
+            Whatever `work` raises.
         """
-        return self.engine if (again := self.again) is None else await again.living()
+        return await (work(self.engine) if self.lost is None else self.lost.surviving(work))
 
     def require_open(self) -> None:
         if self.again is None:

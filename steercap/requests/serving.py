@@ -29,6 +29,8 @@ Value = TypeVar("Value")
 #: Seconds before each try to start an engine that has died: its memory, on a device above all, may take a moment to be
 #: free, and what killed it may still be at it.
 BACKOFF: Final = (0.0, 2.0, 10.0)
+#: Engines that one piece of work may run on. One that kills each of them must not go on for ever.
+LIVES: Final = 3
 
 
 class Serving:
@@ -129,6 +131,30 @@ class Serving:
                     self._require_not_closed()
                 raise
         return engine
+
+    async def surviving(self, work: Callable[[Engine], Awaitable[Value]], engine: Engine | None = None) -> Value:
+        """Await something of the engine; if that dies meanwhile, and is to be started again, the same of the next one.
+
+        Args:
+            work: what to await; it leaves nothing behind if it fails.
+            engine: the first that it is asked of, if not the one that lives.
+
+        Raises:
+            EngineDied: the engine has died, and is not to be started again or cannot be, or this is the third that
+                died under it.
+            Whatever `work` raises.
+        """
+        for lives in reversed(range(LIVES)):
+            asked = engine or await self.alive()
+            try:
+                return await work(asked)
+            except EngineFailure as error:
+                if not self.outlives(asked):
+                    raise
+                if not lives:
+                    raise EngineDied(f"{error}; {LIVES} engines have died under this") from error
+            engine = None
+        raise AssertionError
 
     def outlives(self, engine: Engine) -> bool:
         """Whether an engine has died, and another is there or is to be started."""

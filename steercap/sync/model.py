@@ -43,10 +43,6 @@ async def _call(work: Callable[[], Value]) -> Value:
     return work()
 
 
-async def _begun(serving: Serving, *asked: Any) -> Any:
-    return await begun(await serving.alive(), *asked)
-
-
 class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
     """`steercap.SteerModel` without `await`, with the same arguments.
 
@@ -141,7 +137,7 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
             The errors of `steercap.SteerModel.sketch`.
         """
         spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, codec="raw", before_edits=before_edits)
-        running = self.bridge.run(_begun(self.serving, kind, size, spec))
+        running = self.bridge.run(self.serving.surviving(lambda engine: begun(engine, kind, size, spec)))
         try:
             with joining(self.bridge.model, running):
                 yield RunningSketch(running, self.bridge.run)
