@@ -1,24 +1,26 @@
 """Injects every fault of `steercap.testing.faults`, and writes what came of it into docs/faults.md.
 
-    python scripts/faults.py                       # all, half an hour on two busy cores; writes the table
-    python scripts/faults.py core_killed cancelled # some; shows what came, and writes nothing
+    python scripts/faults.py                       # all: half an hour
+    python scripts/faults.py core_killed cancelled # some
     python scripts/faults.py --kills 10            # besides, one engine killed ten times in a row
 
 Each runs in a process of its own, which must end, and leave no process, no file in /dev/shm and no temporary file. What did
-not come as it must is shown as WRONG, and the exit code is 1.
+not come as it must is shown as WRONG, and the exit code is 1. The last result of each is kept in out/faults.json, and the page
+is written from all of them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 from uuid import uuid4
@@ -32,6 +34,7 @@ from steercap.testing.kills import MARK, in_use, marked
 console = Console(highlight=False, soft_wrap=True)
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "faults.md"
+RESULTS = ROOT / "out" / "faults.json"
 BEGIN, END = "<!-- table: python scripts/faults.py -->\n", "<!-- table ends -->\n"
 SHARED = Path("/dev/shm")
 #: Seconds after which a fault counts as one that is never told.
@@ -83,11 +86,20 @@ def injected(name: str, fault: Fault) -> Row:
     row = Row(fault, left=left or "nothing", seconds=seconds)
     if code != 0:
         end = f"ended with {code}" if code is not None else f"did not end within {PATIENCE} s"
-        row.wrong = f"{end}: {(complained.strip().splitlines() or ['no words'])[-1]}"
+        row.wrong = f"{end}: {last_error(complained)}"
         console.print(complained[-6000:], style="dim")
     else:
         row.outcomes = json.loads(said.strip().splitlines()[-1])
     return row
+
+
+def last_error(text: str) -> str:
+    """The last line of a log that is an error's, or the last."""
+    lines = text.strip().splitlines() or ["no words"]
+    return next(
+        (line for line in reversed(lines) if re.match(r"[\w.]*(Error|Died|Interrupt|Exit|Full|Closed)\b", line)),
+        lines[-1],
+    )
 
 
 def what_is_left(mark: str, before: set[Path], temporary: Path) -> str:
@@ -120,48 +132,46 @@ def when(one: dict[str, Any]) -> str:
     return "" if one["seconds"] is None else f"({one['seconds']:.2f} s)"
 
 
-def table(rows: list[Row]) -> str:
-    """The rows as Markdown."""
+def table(known: dict[str, dict[str, Any]]) -> str:
+    """What came of faults, as Markdown."""
     lines = ["| fault | injected by | must | happened | left |", "|---|---|---|---|---|"]
-    for row in rows:
-        happened = "<br>".join(f"{one['who']}: {one['told']} {when(one)}".strip() for one in row.outcomes)
-        cells = (
-            row.fault.title,
-            row.fault.how,
-            row.fault.must,
-            f"**{row.wrong}**" if row.wrong else happened,
-            row.left,
-        )
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+    for name, fault in FAULTS.items():
+        if name in known:
+            row = known[name]
+            came = "<br>".join(f"{one['who']}: {one['told']} {when(one)}".strip() for one in row["outcomes"])
+            wrong = f"**{row['wrong']}**"
+            cells = (fault.title, fault.how, fault.must, wrong if row["wrong"] else came, row["left"])
+            lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def write(rows: list[Row]) -> None:
+def write(known: dict[str, dict[str, Any]]) -> None:
     """Put the table where it belongs on the page."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    day = time.strftime("%Y-%m-%d", time.gmtime())
-    where = f"Written by `python scripts/faults.py` on {day}, {os.cpu_count()} cores, tiny models on CPU.\n\n"
-    PAGE.write_text(f"{before}{BEGIN}{where}{table(rows)}{END}{after}")
+    day = max(row["day"] for row in known.values())
+    where = f"Written by `python scripts/faults.py`, last on {day}; {os.cpu_count()} cores, tiny models on CPU.\n\n"
+    PAGE.write_text(f"{before}{BEGIN}{where}{table(known)}{END}{after}")
 
 
 def main(
     names: Annotated[list[str] | None, typer.Argument(help="Which faults; all by default.")] = None,
     kills: Annotated[int, typer.Option(min=0, help="Besides, one engine killed so often.")] = 0,
-    json_to: Annotated[Path | None, typer.Option("--json", help="Also write what came, as JSON.")] = None,
 ) -> None:
     """Inject faults."""
-    rows = []
-    for name in names or FAULTS:
-        rows.append(injected(name, FAULTS[name]))
-        shown(rows[-1])
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    wrong = False
+    for name in names or ([] if kills else FAULTS):
+        row = injected(name, FAULTS[name])
+        shown(row)
+        wrong |= bool(row.wrong) or row.left != "nothing"
+        known[name] = {"outcomes": row.outcomes, "wrong": row.wrong, "left": row.left, "day": time.strftime("%Y-%m-%d")}
+        RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.write_text(json.dumps(known, indent=1))
+        write(known)
     if kills:
         console.print(f"one engine killed {kills} times; seconds until all were answered: {in_a_row(kills)}")
-    if json_to is not None:
-        json_to.write_text(json.dumps([{**asdict(row), "fault": row.fault.title} for row in rows], indent=1))
-    if not names:
-        write(rows)
-    raise typer.Exit(int(any(row.wrong or row.left != "nothing" for row in rows)))
+    raise typer.Exit(int(wrong))
 
 
 def in_a_row(times: int) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -50,36 +51,32 @@ class Count:
 _COUNTED: Final[ContextVar[Count | None]] = ContextVar("steercap cancelling", default=None)
 
 
-class _Stepped:
+class _Stepped(Coroutine[Any, Any, Any]):
     """A coroutine whose waits are counted."""
 
     def __init__(self, work: Coroutine[Any, Any, Any], count: Count) -> None:
         self._work, self._count = work, count
 
+    def send(self, value: Any) -> Any:
+        return self._counted(self._work.send(value))
+
+    def throw(self, *error: Any) -> Any:
+        return self._counted(self._work.throw(*error))
+
+    def close(self) -> None:
+        self._work.close()
+
     def __await__(self) -> Generator[Any, Any, Any]:
-        steps = self._work.__await__()
-        step: Callable[[], Any] = lambda: next(steps)  # noqa: E731
-        while True:
-            try:
-                waited_for = step()
-            except StopIteration as end:
-                return end.value
-            self._count.wait()
-            try:
-                yield waited_for
-            except BaseException as error:  # noqa: BLE001 -- thrown into it, as asyncio does
-                step = lambda error=error: steps.throw(error)  # type: ignore[misc]  # noqa: E731
-            else:
-                step = lambda: next(steps)  # noqa: E731
+        return self._work.__await__()
 
-
-async def _stepped(work: Coroutine[Any, Any, Any], count: Count) -> Any:
-    return await _Stepped(work, count)
+    def _counted(self, waited_for: Any) -> Any:
+        self._count.wait()
+        return waited_for
 
 
 def _factory(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
     count = _COUNTED.get()
-    return asyncio.Task(work if count is None else _stepped(work, count), loop=loop, **options)
+    return asyncio.Task(work if count is None else _Stepped(work, count), loop=loop, **options)
 
 
 async def cancelled_everywhere(
@@ -123,9 +120,11 @@ async def _cancelled(work: Callable[[], Coroutine[Any, Any, Any]], count: Count)
         count.whole = asyncio.create_task(work())
     finally:
         _COUNTED.reset(token)
-    await asyncio.wait([count.whole])
+    whole = count.whole
+    await asyncio.wait([whole])
     reached = count.waits > count.at
-    assert count.whole.cancelled() or not count.whole.exception(), repr(count.whole.exception())
+    assert whole.cancelled() or not whole.exception(), repr(whole.exception())
+    count.whole = None  # tasks that live longer know the count, and this task what it held
     return reached
 
 
@@ -137,6 +136,7 @@ async def at_rest(model: SteerModel) -> Stats:
     """
     clock = asyncio.get_running_loop().time
     until = clock() + PATIENCE
+    gc.collect()  # handles that died in a cycle, such as that of an error and its traceback
     while held := {name: found for name in HELD if (found := getattr(stats := await model.stats(), name))}:
         assert clock() < until, f"still held: {held}"
         await asyncio.sleep(0.002)

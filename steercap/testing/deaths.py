@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap.core.spec import CaptureSpec
@@ -35,7 +35,8 @@ async def deaths(model: SteerModel, role: str) -> list[Outcome]:
         model: open, and crowded: some requests wait for memory.
         role: of the process, "EngineCore" or "Worker".
     """
-    _, held = await model.generate(random_prompt(9, 1), SHORT, capture_layers=[0])
+    _, given = await model.generate(random_prompt(9, 1), SHORT, capture_layers=[0])
+    (held,) = flat(given)
     stream = model.stream(random_prompt(9, 2), LONG)
     await anext(stream)
     asked = [asyncio.create_task(model.generate(one, LONG, capture_layers="all")) for one in prompts(16)]
@@ -43,7 +44,7 @@ async def deaths(model: SteerModel, role: str) -> list[Outcome]:
         await asyncio.sleep(0.005)
     began = kill(processes(model, role)[-1])
     drained = asyncio.create_task(_drained(stream))
-    first = {"who runs, or waits for memory": asked, "a stream": [drained]}
+    first: dict[str, Sequence[Awaitable[Any]]] = {"who runs, or waits for memory": asked, "a stream": [drained]}
     found = [
         max([await told(who, one, began, EngineDied, *KILLED) for one in waiting], key=lambda one: one.seconds or 0.0)
         for who, waiting in first.items()

@@ -6,13 +6,14 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap.errors import SteercapError
+from steercap.requests.handle import CaptureHandle, flat
 from steercap.testing.rows import TINY_ENGINE, random_prompt
 from steercap.testing.tiny import tiny_checkpoint
 
@@ -110,7 +111,7 @@ def said(error: BaseException) -> str:
 
 def processes(model: SteerModel, role: str) -> list[int]:
     """The processes of a model's engine that play a role, "EngineCore" or "Worker"."""
-    import psutil
+    import psutil  # type: ignore[import-untyped]
 
     engine = model.serving.opened()
     (core,) = [
@@ -133,9 +134,18 @@ def kill(pid: int) -> float:
     return time.monotonic()
 
 
+async def fetched(model: SteerModel, asked: Sequence[list[int]]) -> list[CaptureHandle]:
+    """Handles of some prompts, with all layers, fetched."""
+    _, given = await model.generate(asked, SHORT, capture_layers="all")
+    handles: list[CaptureHandle] = flat(given)
+    await model.fetch_captures_batch(handles)
+    return handles
+
+
 async def text_and_rows(model: SteerModel) -> str:
     """Check that a model answers, and gives rows; returns the text."""
-    text, handle = await model.generate(random_prompt(9, 1), SHORT, capture_layers=[0])
+    text, given = await model.generate(random_prompt(9, 1), SHORT, capture_layers=[0])
+    (handle,) = flat(given)
     await handle.fetch()
     assert len(handle.positions) == 9 + 3
     handle.release()

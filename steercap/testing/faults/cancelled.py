@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from steercap.core.spec import CaptureSpec
+from steercap.requests.handle import flat
 from steercap.requests.saving import save_run
 from steercap.testing.cancelling import cancelled_everywhere
 from steercap.testing.faults.base import SHORT, Fault, Outcome, opened, prompts
@@ -27,8 +28,8 @@ def works(model: SteerModel) -> dict[str, Callable[[], Coroutine[Any, Any, Any]]
         await model.fetch_captures_batch(handles)
 
     async def reduced() -> None:
-        _, handle = await model.generate(two[0], SHORT, capture=CaptureSpec(reduce="mean"))
-        await handle.fetch()
+        _, given = await model.generate(two[0], SHORT, capture=CaptureSpec(reduce="mean"))
+        await model.fetch_captures_batch(flat(given))
 
     async def streamed() -> None:
         async for _ in model.stream(two[0], SHORT, capture_layers=[0]):

@@ -10,7 +10,7 @@ from steercap.errors import InvalidFile
 from steercap.requests.handle import CaptureHandle
 from steercap.requests.manifest import Manifest
 from steercap.requests.saving import save_run
-from steercap.testing.faults.base import SHORT, Fault, Outcome, opened, prompts
+from steercap.testing.faults.base import Fault, Outcome, fetched, opened, prompts
 
 #: Lengths that a file is cut to, and bits that are changed in it, of each file.
 _CUTS, _BITS = 64, 256
@@ -19,8 +19,7 @@ _CUTS, _BITS = 64, 256
 async def inject(folder: Path) -> list[Outcome]:
     """Damage each file of a run of captures."""
     async with opened() as model:
-        _, handles = await model.generate(prompts(2, 9), SHORT, capture_layers="all")
-        await model.fetch_captures_batch(handles)
+        handles = await fetched(model, prompts(2, 9))
     whole = save_run(folder / "whole", handles).folder
     name = Manifest.load(whole).requests[0].file
     tries: dict[str, tuple[str, Callable[[Path], object], Callable[[bytes], Iterator[bytes]]]] = {

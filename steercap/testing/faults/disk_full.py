@@ -14,7 +14,7 @@ import torch
 from steercap.requests.handle import CaptureHandle
 from steercap.requests.manifest import Manifest
 from steercap.requests.saving import CaptureRun
-from steercap.testing.faults.base import SHORT, Fault, Outcome, for_root, opened, prompts, said
+from steercap.testing.faults.base import SHORT, Fault, Outcome, fetched, for_root, opened, prompts, said
 
 
 @contextmanager
@@ -31,8 +31,7 @@ def disk(folder: Path, kib: int) -> Iterator[Path]:
 async def inject(folder: Path) -> list[Outcome]:
     """Write to a disk that is too small."""
     async with opened() as model:
-        _, handles = await model.generate(prompts(8, 60), SHORT, capture_layers="all")
-        await model.fetch_captures_batch(handles)
+        handles = await fetched(model, prompts(8, 60))
         with disk(folder / "small", 64) as small:
             first = _full(lambda: handles[0].save(small / "rows.safetensors"), "handle.save")
             assert not [*small.iterdir()], "half of a file is left"

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from steercap.errors import WrongEventLoop
-from steercap.testing.faults.base import LONG, SHORT, TINY_ENGINE, Fault, Outcome, prompts, told
+from steercap.testing.faults.base import LONG, SHORT, Fault, Outcome, prompts, told
+from steercap.testing.rows import TINY_ENGINE
 from steercap.testing.tiny import tiny_checkpoint
 
 

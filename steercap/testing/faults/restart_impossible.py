@@ -8,7 +8,8 @@ from pathlib import Path
 
 from steercap.errors import EngineDied
 from steercap.testing.deaths import KILLED
-from steercap.testing.faults.base import LONG, TINY_ENGINE, Fault, Outcome, kill, processes, prompts, told
+from steercap.testing.faults.base import LONG, Fault, Outcome, kill, processes, prompts, told
+from steercap.testing.rows import TINY_ENGINE
 from steercap.testing.tiny import tiny_checkpoint
 
 

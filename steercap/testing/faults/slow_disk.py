@@ -14,7 +14,7 @@ import torch
 
 from steercap.requests.manifest import Manifest
 from steercap.requests.saving import save_run
-from steercap.testing.faults.base import SHORT, Fault, Outcome, for_root, opened, prompts
+from steercap.testing.faults.base import SHORT, Fault, Outcome, fetched, for_root, opened, prompts
 
 _GROUP = Path("/sys/fs/cgroup/blkio")
 _RATE = 1 << 20
@@ -55,8 +55,7 @@ def _run(*words: str) -> None:
 async def inject(folder: Path) -> list[Outcome]:
     """Save captures to a slow disk, and generate meanwhile."""
     async with opened() as model:
-        _, handles = await model.generate(prompts(8, 200), SHORT, capture_layers="all")
-        await model.fetch_captures_batch(handles)
+        handles = await fetched(model, prompts(8, 200))
         prompt = prompts(1)[0]
         usual = [await _seconds(model.generate(prompt, SHORT)) for _ in range(20)]
         with slow(folder) as disk:
