@@ -58,7 +58,7 @@ class Fault:
     how: str
     must: str
     inject: Callable[[Path], Coroutine[Any, Any, list[Outcome]]]
-    missing: Callable[[], str] = str
+    missing: Callable[[], str] = lambda: ""
     under: tuple[str, ...] = ()
 
 
