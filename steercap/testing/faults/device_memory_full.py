@@ -17,7 +17,7 @@ def missing() -> str:
 
 
 async def inject(_folder: Path) -> list[Outcome]:
-    """Start an engine with more memory for rows than the device has, and one where another process has taken nearly all."""
+    """Start an engine with more memory for rows than there is, and one where another process has taken nearly all."""
     import torch
 
     device = {"kv_cache_memory_bytes": 256 << 20}
