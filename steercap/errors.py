@@ -27,6 +27,7 @@ SteercapError
 │   ├── WrongEventLoop              a model used in another event loop than the one it was started in
 │   ├── MemoryNotShared             transport="shared", or an SAE, but a worker is on another machine
 │   ├── WorkerFailure               a worker answered a call with an error
+│   ├── InvalidFrame                what came from another process is no message of this version, or damaged
 │   └── ServerFailure               a server cannot be reached, or answers otherwise than it should
 ├── CaptureError (RuntimeError)     rows that were asked for cannot be returned
 │   ├── CaptureIncomplete           rows are missing or carry another token's label
@@ -46,6 +47,7 @@ SteercapError
 │   ├── JudgeFailed                 the endpoint that judges answers refuses, or cannot be reached
 │   ├── RunUnfinished               results are asked of a folder some of whose roles are not done
 │   └── TooFewKept                  too few answers show the trait, or its opposite, to find a direction
+├── CollectionStopped (OSError)      a data set cannot be written on: the disk is full, or fails
 ├── TrainingDiverged (RuntimeError)  losses of a training are no longer numbers
 ├── MissingExtra (ImportError)      a library that an extra of the package brings is not installed
 └── InvalidFile (ValueError)        a file that is not what its name or header claims
@@ -164,6 +166,10 @@ class WorkerFailure(EngineFailure):
     """A worker process answered a call with an error."""
 
 
+class InvalidFrame(EngineFailure):
+    """What came from another process is no message of this version of steercap, damaged, or out of bounds."""
+
+
 class ServerFailure(EngineFailure):
     """A server cannot be reached, refuses the key, fails, or is none of steercap's."""
 
@@ -238,6 +244,10 @@ class RunUnfinished(PersonaError):
 
 class TooFewKept(PersonaError):
     """Too few answers are left, after filtering by score, to find a direction with."""
+
+
+class CollectionStopped(SteercapError, OSError):
+    """A data set cannot be written on; the message says how far it is, and the same call goes on from there."""
 
 
 class TrainingDiverged(SteercapError, RuntimeError):

@@ -159,11 +159,14 @@ def check_edits(
         known.append(record)
     if total > plan.limit:
         raise SteeringNotApplied(f"{request}: {total} tokens were inputs, more than the {plan.limit} it can have")
+    if any(len(one.computed) != -(-total // 8) for one in known):
+        raise SteeringNotApplied(f"{request}: its workers speak of other tokens than its {total}; {_WITHHELD}")
     computed = np.unpackbits(np.frombuffer(known[0].computed, dtype=np.uint8))[:total].astype(np.bool_)
     masks = scope_masks(plan.steering.scopes, plan.limit)[:total][computed]
     everywhere = {point for entry in configuration.entries for point in entry.points}
     expected = rows_touched(configuration, everywhere, masks)
-    touched = tuple(sum(rows) for rows in zip(*(record.rows for record in known if record.primary), strict=True))
+    counted = [record.rows for record in known if record.primary]
+    touched = tuple(map(sum, zip(*counted, strict=True))) if len({len(rows) for rows in counted}) == 1 else ()
     if touched != expected or len({record.computed for record in known}) > 1:
         raise SteeringNotApplied(
             f"{request}: the edits should have touched {expected} rows, the workers touched {touched}; {_WITHHELD}"

@@ -96,6 +96,15 @@ class Encoding(ABC):
             [rows, *shard shape], or [rows, k].
         """
 
+    def takes(self, coding: Coding) -> bool:
+        """Whether rows can be stored with these parameters."""
+        return bool(coding.k) == bool(self.default_k)
+
+    def vectors(self, coding: Coding) -> int:
+        """How many vectors of each point it needs of the client; see `Configuration.reads`."""
+        del coding
+        return 0
+
     def matrix(self, width: int, coding: Coding) -> torch.Tensor | None:
         """The vectors that the encoding makes by itself, for whole rows of so many elements: float32 [k, width]."""
         del width, coding

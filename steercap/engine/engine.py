@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from uuid import uuid4
 
 from steercap.concurrency.loops import finished, on_thread, over
@@ -27,6 +27,7 @@ from steercap.engine.fetching import Delivery, Fetcher
 from steercap.engine.ranks import Rank, Ranks, attention_of, loaded_of
 from steercap.engine.saes import Dictionaries
 from steercap.engine.sketching import Sketching
+from steercap.engine.spilling import Spillable, Spilling, require_place
 from steercap.engine.workers import Records, Workers
 from steercap.errors import EngineDied, UnsupportedModel
 from steercap.families import FAMILIES
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from steercap.adapters.launch import Launch
     from steercap.adapters.prompts import Rendered
     from steercap.adapters.types import PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
+
+Value = TypeVar("Value")
 
 #: Seconds that the end waits for what has nothing left to do: a start given up, tasks of a loop that may be blocked.
 GIVE_UP_SECONDS: Final = 0.5
@@ -71,6 +74,7 @@ class Engine:
         attention: how layers weigh keys, of those whose queries and keys are armed.
         home: the event loop that the engine belongs to.
         admission: who may capture.
+        spilling: what makes room with overflow="spill", else None.
         configurations: what the slots hold.
         sketching: the statistics that workers hold.
         saes: the SAEs that workers hold.
@@ -113,6 +117,8 @@ class Engine:
         self.sketching: Final = Sketching(workers, ranks, settings.sketch_bytes)
         self.saes: Final = Dictionaries(workers, settings.sae_bytes)
         self._fetcher = Fetcher()
+        self.spilling = self._spills() if settings.overflow == "spill" else None
+        self.admission.relief = self.spilling
         self._ending: Future[None] | None = None
         self._one_ends: Final = threading.Lock()
         self._death = ""
@@ -133,6 +139,7 @@ class Engine:
         Raises:
             InvalidSetting, ModelNotLoaded, UnsupportedModel, UnsupportedRunner: see `VllmEngine.start`.
         """
+        require_place(settings)
         starting = launch.begin(model, settings, engine_args, candidate)
         try:
             vllm = await asyncio.wrap_future(starting)
@@ -193,6 +200,8 @@ class Engine:
     async def _wind_up(self) -> None:
         """What belongs to the event loop of the engine."""
         self.admission.close()
+        if self.spilling is not None:
+            await self.spilling.aclose()
         await self.configurations.aclose()
         await self.sketching.aclose()
         await self.saes.aclose()
@@ -202,6 +211,8 @@ class Engine:
     def _end(self) -> None:
         """What any thread can do, and must."""
         try:
+            if self.spilling is not None:
+                self.spilling.end()
             self._fetcher.close()
             for rank in self._all_ranks:
                 rank.reader.close()
@@ -332,6 +343,27 @@ class Engine:
             self.home.call(partial(self.give_back, owner, ticket))
 
     # Rows
+
+    def offer(self, ticket: Ticket, rows: Spillable) -> None:
+        """A handle's rows may be moved to disk, as long as somebody holds it, if others need the room."""
+        if self.spilling is not None:
+            self.spilling.offer(ticket, rows)
+
+    async def read_spilled(self, work: Callable[[], Value]) -> Value:
+        """Read rows that were moved to disk, on a thread.
+
+        Raises:
+            CaptureIncomplete: the file does not hold what was written.
+            ModelClosed: the model was closed meanwhile.
+        """
+        assert self.spilling is not None, "somebody has moved them there"
+        return await self.spilling.read(work)
+
+    def _spills(self) -> Spilling:
+        workers, admission = self._workers, self.admission
+        return Spilling(
+            self.settings, admission.budget, admission.page_bytes, self.collect, workers.census, admission.look_again
+        )
 
     async def collect(self, wanted: Sequence[Wanted], *, growing: bool = False) -> list[Delivery]:
         """Fetch requests' rows: one RPC for all, then the rows out of each arena.

@@ -201,6 +201,8 @@ def _order(ranks: Ranks, found: Found) -> _Order:
     if failure:
         return _Order([], failure)
     (engine,) = knowing(found)
+    if damage := next(filter(None, map(Rank.damage, ranks[engine], parcels)), None):
+        return _Order([], damage)
     gathered = [(rank, parcel) for rank, parcel in zip(ranks[engine], parcels, strict=True) if parcel.points]
     return _Order(gathered, None)
 

@@ -226,7 +226,14 @@ class Sketching:
 
 
 def _restored(kind: Kind, width: int, size: int, parts: Sequence[SketchPart]) -> State:
-    """A state out of what a worker sent of it."""
+    """A state out of what a worker sent of it.
+
+    Raises:
+        SketchIncomplete: it is not as long as such a state is.
+    """
+    sent = sum(len(part.data) for part in parts)
+    if sent != kind.nbytes(width, size):
+        raise SketchIncomplete(f"a worker sent {sent:,} bytes of a state that has {kind.nbytes(width, size):,}")
     stored = torch.frombuffer(bytearray(b"".join(part.data for part in parts)), dtype=torch.uint8)
     tensors, before = {}, 0
     for name, (shape, dtype) in kind.shapes(width, size).items():

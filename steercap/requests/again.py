@@ -15,8 +15,8 @@ from steercap.core.chat import MessageSpan
 from steercap.core.spec import CaptureSpec
 from steercap.engine.engine import Engine
 from steercap.errors import EngineDied
+from steercap.requests.captures import Found
 from steercap.requests.job import Job, Sample
-from steercap.requests.lifecycle import Found
 from steercap.requests.preparing import Known, prepare
 from steercap.requests.running import run_one
 from steercap.requests.serving import Serving

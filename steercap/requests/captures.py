@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from steercap.core.names import read_name
+from steercap.core.receipt import Receipt
 from steercap.core.spec import Point, name_of_site
 from steercap.core.values import index_of, shown
-from steercap.encodings.coded import CodedRows
+from steercap.encodings.coded import CodedRows, Whole
 from steercap.errors import InvalidSpec, LayerOutOfRange, SteercapError
 from steercap.saes.features import Features
 from steercap.sites import SITES
 
 #: Rows of one point: whole, or the shards of them that each tensor-parallel rank had; as tensors, or in a codec.
-Whole: TypeAlias = "torch.Tensor | CodedRows"
 Rows: TypeAlias = "Whole | tuple[Whole, ...]"
 #: What rows are looked up by: a layer, a layer and a site, or a point's name.
 Key: TypeAlias = "int | tuple[int, str] | str"
@@ -113,6 +114,10 @@ class Captures(Mapping[Point, torch.Tensor]):
         """
         return self._rows[self._point(key)]
 
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Captures:
+        """The same with each tensor changed, in one order: rows, or the codes of a codec."""
+        return Captures({point: mapped(rows, change) for point, rows in self._rows.items()}, self._num_layers)
+
     def _point(self, key: Key) -> Point:
         given, site = self._named(key) if isinstance(key, str) else (key, None)
         if isinstance(key, tuple) and len(key) == 2:
@@ -171,6 +176,26 @@ class Captures(Mapping[Point, torch.Tensor]):
         if len(self._sites) != 1:
             raise InvalidSpec(f"sites {', '.join(self._sites)} were captured; say which: captures[layer, site]")
         return self._sites[0]
+
+
+class Found(NamedTuple):
+    """Rows that are here, and what the workers recorded of them."""
+
+    captures: Captures
+    receipt: Receipt
+
+
+def mapped(rows: Rows, change: Callable[[torch.Tensor], torch.Tensor]) -> Rows:
+    """Rows of a point as they are kept, with each of their tensors changed, in one order."""
+    if isinstance(rows, tuple):
+        return tuple(_mapped(shard, change) for shard in rows)
+    return _mapped(rows, change)
+
+
+def _mapped(rows: Whole, change: Callable[[torch.Tensor], torch.Tensor]) -> Whole:
+    if isinstance(rows, CodedRows):
+        return replace(rows, parts={name: change(part) for name, part in rows.parts.items()})
+    return change(rows)
 
 
 class Coded(Mapping[Point, CodedRows]):

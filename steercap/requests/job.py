@@ -316,6 +316,7 @@ def handles_of(
             marks=job.projected.marks if job.projected else {},
             attention_rules=_rules_of(job),
         )
+        engine.offer(own, handle.lifecycle)
         handles.append(handle)
     return handles
 

@@ -13,7 +13,7 @@ import torch
 
 from steercap.core.messages import Attached, LineRange
 from steercap.core.records import LINE_BYTES
-from steercap.errors import MemoryNotShared, ModelClosed
+from steercap.errors import MemoryNotShared, ModelClosed, WorkerFailure
 from steercap.transport.shared import HEADER_BYTES, SharedSegment
 
 #: Most bytes asked for in one RPC: vLLM's message queue copies larger ones over a socket.
@@ -72,6 +72,9 @@ class WireReader(LineReader):
 
     Args:
         ask: sends ranges to the worker and returns their bytes.
+
+    Raises:
+        WorkerFailure: by `read`, other bytes came than those that were asked for.
     """
 
     def __init__(self, ask: Callable[[tuple[LineRange, ...]], Awaitable[bytes]]) -> None:
@@ -84,7 +87,10 @@ class WireReader(LineReader):
             lines = torch.empty((count, LINE_BYTES), dtype=torch.uint8)
             first = 0
             for group in _grouped(ranges, max(1, WIRE_BYTES // LINE_BYTES)):
-                sent = np.frombuffer(await self._ask(group), dtype=np.uint8).reshape(-1, LINE_BYTES)
+                data, wanted = await self._ask(group), LINE_BYTES * sum(item.count for item in group)
+                if len(data) != wanted:
+                    raise WorkerFailure(f"{len(data):,} bytes of rows came where {wanted:,} were asked for")
+                sent = np.frombuffer(data, dtype=np.uint8).reshape(-1, LINE_BYTES)
                 lines[first : first + len(sent)].numpy()[:] = sent
                 first += len(sent)
         return Readable(lines[:first], (LineRange(0, count),))

@@ -43,8 +43,8 @@ class Arena:
         pages = capture_bytes // shape.page_bytes
         if not pages:
             raise WorkerFailure(f"capture_bytes={capture_bytes} holds no page of rows; {shape.page_bytes:,} at least")
-        self.segment = SharedSegment.create(pages * shape.page_bytes)
         self.pages = PageAllocator(pages)
+        self.segment = SharedSegment.create(pages * shape.page_bytes)
         #: All of it: uint8 [lines, LINE_BYTES].
         self.lines = line_view(self.segment)
         self._pinned = device.type == "cuda"

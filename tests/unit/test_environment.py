@@ -32,6 +32,8 @@ VALUES = {
     "sae_bytes": ("0", 0),
     "overflow": ("error", "error"),
     "overflow_timeout": ("0.5", 0.5),
+    "spill_folder": ("/tmp", "/tmp"),
+    "spill_bytes": ("1048576", 1 << 20),
     "transport": ("wire", "wire"),
     "steering_slots": ("3", 3),
     "vector_bytes": ("4096", 4096),
@@ -40,9 +42,14 @@ VALUES = {
 }
 #: Of each setting another one.
 GIVEN = {
-    name: {"codec": "raw", "overflow": "wait", "transport": "shared", "overflow_timeout": 9.0, "restart": False}.get(
-        name, 77
-    )
+    name: {
+        "codec": "raw",
+        "overflow": "wait",
+        "transport": "shared",
+        "overflow_timeout": 9.0,
+        "spill_folder": "/",
+        "restart": False,
+    }.get(name, 77)
     for name in SETTINGS
 }
 

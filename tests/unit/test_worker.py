@@ -400,13 +400,15 @@ async def test_rows_given_back_are_gone_and_their_memory_free() -> None:
     assert bench.ask(Collect((Wanted(Owner("r1", 0), 50),))).parcels == (Unknown(Owner("r1", 0)),)
 
 
-async def test_errors_are_answers(kind, caplog) -> None:
+async def test_errors_are_answers(kind, caplog, monkeypatch) -> None:
     """Bytes that are no frame, and questions before the arena is there, come back as Failed, never as an exception."""
     runtime = some_runtime(kind)
     assert isinstance(decode_answer(runtime.answer(b"\xc1 no frame")), Failed)
     assert isinstance(decode_answer(runtime.answer(encode(Call((), Census())))), Failed)
+    monkeypatch.delattr(type(runtime), "_attach")
+    assert isinstance(decode_answer(runtime.answer(encode(Call((), Attach(1 << 20))))), Failed)
     told = [record for record in caplog.records if record.name == "steercap.worker.runtime"]
-    assert [record.exc_info[0].__name__ for record in told] == ["DecodeError"], "what nobody foresaw, with its place"
+    assert [record.exc_info[0].__name__ for record in told] == ["AttributeError"], "what nobody foresaw, with its place"
 
 
 async def test_lines_can_be_sent_as_bytes() -> None:
