@@ -179,7 +179,8 @@ class Source:
     def require_open(self) -> None:
         if self.again is None:
             self.engine.require_open()
-        self.engine.home.require()
+        else:
+            self.engine.home.require()
 
     async def collect(self, origins: Sequence[Source]) -> Sequence[Any]:
         return await self.engine.collect([origin.wanted for origin in origins])
