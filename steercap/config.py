@@ -118,6 +118,9 @@ class Settings:
         sketch_bytes: most memory on each capturing worker's device for sketches, in bytes. 0: there can be none.
         sae_bytes: most memory on each capturing worker's device for SAEs that read rows, in bytes. 0: there can be
             none.
+        restart: whether an engine that has died is started again when it is next needed. Requests whose texts nobody
+            has run anew; rows that nobody has are computed again from their tokens, and their receipt says so; a stream
+            that has begun, and a sketch, end with the error that every caller gets without it.
 
     Raises:
         InvalidSetting, InvalidSpec: a value that does not fit, or is of another type.
@@ -142,6 +145,7 @@ class Settings:
     reduce_bytes: int = DEFAULT_REDUCE_BYTES
     sketch_bytes: int = DEFAULT_SKETCH_BYTES
     sae_bytes: int = DEFAULT_SAE_BYTES
+    restart: bool = False
 
     def __post_init__(self) -> None:
         keep = object.__setattr__
@@ -166,10 +170,9 @@ class Settings:
             keep(self, name, _whole(name, getattr(self, name), least=0))
         if self.arena_bytes is not None:
             keep(self, "arena_bytes", _whole("arena_bytes", self.arena_bytes, least=1, otherwise=", or None"))
-        seconds = number_of(self.overflow_timeout)
-        if seconds is None or not seconds > 0:
-            raise InvalidSetting(f"overflow_timeout={shown(self.overflow_timeout)}; give seconds above 0")
-        keep(self, "overflow_timeout", seconds)
+        keep(self, "overflow_timeout", _seconds("overflow_timeout", self.overflow_timeout))
+        if not isinstance(self.restart, bool):
+            raise InvalidSetting(f"restart={shown(self.restart)}; give True or False")
 
     @property
     def every_site(self) -> bool:
@@ -236,6 +239,18 @@ def with_preset(preset: str | None, engine_args: Mapping[str, Any]) -> dict[str,
     if preset is not None and not (isinstance(preset, str) and preset in PRESETS):
         raise InvalidSetting(f"preset={shown(preset)}; use one of {', '.join(map(repr, PRESETS))}, or leave it out")
     return {**PRESETS.get(preset or "", {}), **engine_args}
+
+
+def _seconds(name: str, value: object) -> float:
+    """A setting that is seconds.
+
+    Raises:
+        InvalidSetting: it is not, or none.
+    """
+    seconds = number_of(value)
+    if seconds is None or not seconds > 0:
+        raise InvalidSetting(f"{name}={shown(value)}; give seconds above 0")
+    return seconds
 
 
 def _path(name: str, value: object) -> str | None:

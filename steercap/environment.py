@@ -76,6 +76,7 @@ SETTINGS: Final[Mapping[str, Variable]] = {
     "steering_slots": Variable("steering configurations in use at once", int),
     "vector_bytes": Variable("memory of all vectors, bytes a worker", int),
     "edits_per_point": Variable("rank-one edits of one spec at one point", int),
+    "restart": Variable("whether an engine that has died is started again", bool, flag=True),
 }
 #: Variables that are no field of `Settings`.
 OTHERS: Final[Mapping[str, Variable]] = {

@@ -16,6 +16,7 @@ SteercapError
 │   ├── PointNotArmed               a site or layer without a tap in this engine
 │   └── RunDiffers                  a run folder that holds a run of other settings
 ├── EngineFailure (RuntimeError)    the engine is missing or unusable
+│   ├── EngineDied                  a process of the engine has ended, or a thread in it
 │   ├── ModelNotLoaded              vLLM could not load the model
 │   ├── UnsupportedModel            a model whose layers steercap cannot read
 │   │   └── ModelNotProved          rows that are not what their names say
@@ -119,6 +120,10 @@ class RunDiffers(InvalidRequest):
 
 class EngineFailure(SteercapError, RuntimeError):
     """The engine is missing or unusable."""
+
+
+class EngineDied(EngineFailure):
+    """A process of the engine has ended, or a thread in it; the message says which, of what, and where the log is."""
 
 
 class ModelNotLoaded(EngineFailure):

@@ -80,6 +80,8 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             in bytes; see `Settings`.
         sketch_bytes: most device memory on each capturing worker for sketches, in bytes; see `Settings`.
         sae_bytes: most device memory on each capturing worker for SAEs, in bytes; see `Settings`.
+        restart: whether an engine that has died is started again, and what was not handed over runs again; see
+            `Settings`.
         **engine_args: vLLM's `AsyncEngineArgs`.
 
     Raises:
@@ -112,6 +114,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         reduce_bytes: int | None = None,
         sketch_bytes: int | None = None,
         sae_bytes: int | None = None,
+        restart: bool | None = None,
         **engine_args: Any,
     ) -> None:
         self.model = str(model)
@@ -134,6 +137,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             reduce_bytes=reduce_bytes,
             sketch_bytes=sketch_bytes,
             sae_bytes=sae_bytes,
+            restart=restart,
         )
         arguments, own = with_preset(preset, engine_args), "max_model_len" in engine_args
         self.serving = Serving(self.model, self.settings, arguments, cut=not own)
@@ -256,7 +260,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             SketchMemoryFull: there is no room for it.
         """
         spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, codec="raw", before_edits=before_edits)
-        running = await begun(self.serving.here(), kind, size, spec)
+        running = await self.serving.surviving(lambda engine: begun(engine, kind, size, spec))
         try:
             with joining(self, running):
                 yield running
@@ -302,8 +306,8 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             InvalidRequest: something that is not such rows, numbers or tokens, or logits beyond `max_bytes`.
             EngineFailure: the engine has died or was closed.
         """
-        engine = self.serving.here()
-        return await unembed(engine, rows, normed=normed, top=top, ids=ids, full=full, max_bytes=max_bytes)
+        asked: Any = {"normed": normed, "top": top, "ids": ids, "full": full, "max_bytes": max_bytes}
+        return await self.serving.surviving(lambda engine: unembed(engine, rows, **asked))
 
     async def fetch_captures_batch(self, handles: Sequence[Any]) -> None:
         """Fetch many handles with one RPC. Nested lists and None are allowed; handles already fetched are left alone.
@@ -496,7 +500,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
 
     async def stats(self) -> Stats:
         """What the model holds now, and its limits."""
-        return await stats_of(self.serving.here())
+        return await self.serving.surviving(lambda engine: stats_of(engine, self.serving.restarts))
 
     # What is reachable
 

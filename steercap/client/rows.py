@@ -44,6 +44,10 @@ class Waiting:
     def place(self) -> object:
         return self.connection
 
+    @property
+    def again(self) -> None:
+        return None
+
     def require_open(self) -> None:
         self.connection.here()
 

@@ -54,6 +54,8 @@ class Receipt:
         steering: what was edited, or None where nothing was to be.
         verified: whether rows of layers of just this code were compared with transformers' (see `steercap models`);
             if not, the proof at start is what stands for them. None in files of older versions.
+        recomputed: whether the rows were computed again, by reading the sequence, since the engine that had them died;
+            see `SteerModel(restart=)`.
     """
 
     points: tuple[Point, ...]
@@ -63,6 +65,7 @@ class Receipt:
     reduce: Reduction | None
     steering: SteeringReceipt | None = None
     verified: bool | None = None
+    recomputed: bool = False
 
     @property
     def rows(self) -> int:

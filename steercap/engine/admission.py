@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
 from steercap.core.budget import Budget, Ticket
-from steercap.errors import CaptureMemoryFull, ModelClosed
+from steercap.errors import CaptureMemoryFull, EngineFailure, ModelClosed
 
 if TYPE_CHECKING:
     from steercap.config import Settings
@@ -108,12 +108,16 @@ class Admission:
         self._settle(self.budget.admit())
 
     def close(self) -> None:
+        """Fail whoever waits, as the model is closed."""
+        self.fail(ModelClosed("the model was closed while this request waited for capture memory"))
+
+    def fail(self, error: EngineFailure) -> None:
         """Fail whoever waits."""
         if self._watch:
             self._watch.cancel()
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(ModelClosed("the model was closed while this request waited for capture memory"))
+                future.set_exception(type(error)(str(error)))
 
     def _settle(self, admitted: Iterable[Ticket]) -> None:
         """Wake those admitted, fail those that can never be, and watch for a stall."""

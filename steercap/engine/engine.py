@@ -29,7 +29,7 @@ from steercap.engine.saes import Dictionaries
 from steercap.engine.sketching import Sketching
 from steercap.engine.spilling import Spillable, Spilling, require_place
 from steercap.engine.workers import Records, Workers
-from steercap.errors import UnsupportedModel
+from steercap.errors import EngineDied, UnsupportedModel
 from steercap.families import FAMILIES
 from steercap.families.base import Family
 from steercap.families.proved import verified
@@ -122,6 +122,7 @@ class Engine:
         self.admission.relief = self.spilling
         self._ending: Future[None] | None = None
         self._one_ends: Final = threading.Lock()
+        self._death = ""
 
     @classmethod
     async def start(
@@ -155,7 +156,8 @@ class Engine:
         """An engine that is up, once its workers have memory for rows; if that fails, it is stopped."""
         workers = Workers(vllm)
         try:
-            return cls(vllm, settings, workers, await workers.attach(settings))
+            engine = cls(vllm, settings, workers, await workers.attach(settings))
+            await vllm.watch(engine._lose)
         except BaseException:
             try:
                 await workers.aclose()
@@ -163,6 +165,24 @@ class Engine:
             finally:
                 await finished(on_thread(vllm.end, "steercap end"))
             raise
+        return engine
+
+    @property
+    def died(self) -> bool:
+        """Whether it has died, before it was closed."""
+        return self.vllm.died
+
+    @property
+    def death(self) -> str:
+        """What it died of, "" if it lives."""
+        return self._death
+
+    def _lose(self, death: EngineDied) -> None:
+        """It has died: nothing that anybody waits for will come, and what was kept is gone."""
+        self._death = str(death)
+        self.admission.fail(death)
+        self.configurations.fail(death)
+        self.sketching.lose(str(death))
 
     async def aclose(self) -> None:
         """Stop the engine; waiting requests fail. From any event loop, or after its own has ended. Idempotent."""
@@ -286,9 +306,11 @@ class Engine:
 
         Raises:
             CaptureMemoryFull: there can be no room, or none came in time, or waiting is not wanted.
+            EngineFailure: the engine has died.
         """
         self.require_open()
-        return await self.admission.claim(pages, call, engine, reductions)
+        with self.vllm.waiting():
+            return await self.admission.claim(pages, call, engine, reductions)
 
     def finish(self, ticket: Ticket, parts: Sequence[int]) -> list[Ticket]:
         """A request ended: its claim becomes one ticket per handle, of so many pages each."""

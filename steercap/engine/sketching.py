@@ -92,11 +92,17 @@ class Sketching:
         self._weighing: Batcher[Joining, Found] = Batcher(self._weigh)
         self._folding: Batcher[tuple[Joining, tuple[Book, ...]], int] = Batcher(self._fold)
         self._turn = asyncio.Lock()  # whoever reads sees no request half entered
+        self._books: list[Book] = []
 
     async def aclose(self) -> None:
         """Fail whoever waits. Idempotent."""
         await self._weighing.aclose()
         await self._folding.aclose()
+
+    def lose(self, why: str) -> None:
+        """The workers have died: what is in the sketches is gone."""
+        for book in self._books:
+            book.broken = book.broken or why
 
     async def open(self, book: Book) -> None:
         """Make room for a sketch on every worker.
@@ -115,6 +121,7 @@ class Sketching:
                     )
         indices = tuple(sorted(book.points.values()))
         asked = OpenSketch(book.name, book.kind, book.size, indices, self._most_bytes)
+        self._books.append(book)
         try:
             engines = await self._workers.ask(asked, SketchOpened)
         except BaseException:
@@ -132,6 +139,7 @@ class Sketching:
         """Free a sketch, unless the model is closed, which frees everything. Idempotent."""
         if not book.closed:
             book.closed = True
+            self._books = [one for one in self._books if one is not book]
             if not self._workers.closed:
                 await self._workers.ask(CloseSketch(book.name), SketchOpened)
 

@@ -47,6 +47,7 @@ class Stats:
         saes: SAEs that the workers hold.
         sae_bytes: most memory that SAEs may take on each capturing worker.
         sae_bytes_in_use: of that, taken, on the fullest worker.
+        restarts: how often an engine that had died was started again; what counts "since the start" begins anew then.
     """
 
     capture_bytes: int
@@ -80,10 +81,16 @@ class Stats:
     saes: int
     sae_bytes: int
     sae_bytes_in_use: int
+    restarts: int = 0
 
 
-async def stats_of(engine: Engine) -> Stats:
-    """What the engine and its workers hold now."""
+async def stats_of(engine: Engine, restarts: int = 0) -> Stats:
+    """What the engine and its workers hold now.
+
+    Args:
+        engine: the engine.
+        restarts: how often it was started again.
+    """
     engines = await engine.census()
     counts = [count for workers in engines for count in workers]
     budget, page_bytes = engine.admission.budget, engine.admission.page_bytes
@@ -121,6 +128,7 @@ async def stats_of(engine: Engine) -> Stats:
         saes=max(count.saes for count in counts),
         sae_bytes=engine.settings.sae_bytes,
         sae_bytes_in_use=max(count.sae_bytes for count in counts),
+        restarts=restarts,
     )
 
 

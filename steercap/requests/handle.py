@@ -326,9 +326,8 @@ class CaptureHandle(Unshared, instead=INSTEAD):
                     f"{self.num_layers}; load that of this model"
                 )
             rows = translator.translate(rows, point)
-        found = await unembed(
-            source.engine, rows, normed=point.site == BEHIND, top=top, ids=ids, full=full, max_bytes=max_bytes
-        )
+        asked: Any = {"normed": point.site == BEHIND, "top": top, "ids": ids, "full": full, "max_bytes": max_bytes}
+        found = await source.surviving(lambda engine: unembed(engine, rows, **asked))
         return replace(found, positions=self.positions[at])
 
     async def experts(self, layer: int, *, tokens: Tokens | TokenSelection | None = None) -> Experts:
@@ -356,7 +355,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
             )
         index, rows = logits_of(source, self.captures, layer, self.num_layers)
         at = slice(None) if tokens is None else self._rows_at(tokens)
-        return await experts(source.engine, index, rows[at], self.positions[at])
+        return await source.surviving(lambda engine: experts(engine, index, rows[at], self.positions[at]))
 
     def _require_rows(self, wanted: str) -> None:
         """Check that the handle holds a row for each token."""
@@ -418,6 +417,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
             writes=receipt.writes,
             steering=receipt.steering,
             verified=receipt.verified,
+            recomputed=receipt.recomputed,
             directions=self.directions,
             marks=self.marks,
             coding=coded[0].coding if coded else RAW,
@@ -438,7 +438,15 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         """
         header, rows, positions, token_ids, prompt_token_ids, output_token_ids = files.read(Path(path))
         labels = positions.numpy(), token_ids.numpy()
-        receipt = Receipt(header.points, *labels, header.writes, header.reduce, header.steering, header.verified)
+        receipt = Receipt(
+            header.points,
+            *labels,
+            header.writes,
+            header.reduce,
+            header.steering,
+            header.verified,
+            header.recomputed,
+        )
         return CaptureHandle(
             request_id=header.request_id,
             model=header.model,

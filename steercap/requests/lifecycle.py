@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import enum
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from steercap.core.idiom import AWAITED
 from steercap.core.messages import Owner, Wanted
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from steercap.core.budget import Ticket
     from steercap.engine.engine import Engine
     from steercap.files.spill import SpillFile
+
+
+Value = TypeVar("Value")
 
 
 class Stage(enum.Enum):
@@ -81,12 +84,33 @@ _FREED: Final = frozenset({Stage.SPILLED, Stage.RETURNING, Stage.HERE, Stage.GON
 _DROPPED: Final = frozenset({Stage.HERE, Stage.GONE})
 
 
+class Lost(Protocol):
+    """Rows that may be lost with the engine that has them; see `requests.again`."""
+
+    @property
+    def place(self) -> object:
+        """See `Origin.place`."""
+
+    def is_so(self) -> bool:
+        """Whether they are, and another engine is to compute them."""
+
+    async def surviving(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
+        """Await something of the engine that lives."""
+
+    async def rows(self) -> Found:
+        """The rows, computed again by it."""
+
+
 class Origin(Protocol):
     """Where rows come from: workers, or a server."""
 
     @property
     def place(self) -> object:
         """Rows of one place are fetched together."""
+
+    @property
+    def again(self) -> Lost | None:
+        """What computes the rows again, if they are lost and that can be tried."""
 
     def require_open(self) -> None:
         """Check that it can be asked.
@@ -121,12 +145,14 @@ class Source:
         owner: whose they are there.
         ticket: the memory they take.
         expected: what must come; its last token has no row, since it was never an input.
+        lost: what computes them again if the engine has died, or None.
     """
 
     engine: Engine
     owner: Owner
     ticket: Ticket
     expected: Expected
+    lost: Lost | None = None
 
     @property
     def wanted(self) -> Wanted:
@@ -135,10 +161,26 @@ class Source:
 
     @property
     def place(self) -> object:
-        return self.engine
+        return self.engine if self.lost is None else self.lost.place
+
+    @property
+    def again(self) -> Lost | None:
+        return self.lost if self.lost is not None and self.lost.is_so() else None
+
+    async def surviving(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
+        """Await something of the engine, or of the one that took its place.
+
+        Raises:
+            EngineFailure: none lives.
+            Whatever `work` raises.
+        """
+        return await (work(self.engine) if self.lost is None else self.lost.surviving(work))
 
     def require_open(self) -> None:
-        self.engine.require_open()
+        if self.again is None:
+            self.engine.require_open()
+        else:
+            self.engine.home.require()
 
     async def collect(self, origins: Sequence[Source]) -> Sequence[Any]:
         return await self.engine.collect([origin.wanted for origin in origins])
@@ -221,11 +263,14 @@ class Lifecycle(Unshared, instead="its rows have one owner"):
         Raises:
             CaptureIncomplete, CaptureNotFinite, CaptureReleased: see `Origin.found`; they stay where they are.
         """
-        if self.stage is not Stage.COMING:
-            return
-        assert self.source is not None
-        self.found = self.source.found(delivery)
-        self._advance(Event.ARRIVE)
+        if self.stage is Stage.COMING and self.source is not None:
+            self.take(self.source.found(delivery))
+
+    def take(self, found: Found) -> None:
+        """Take rows that are right; those released meanwhile are dropped."""
+        if self.stage in {Stage.COMING, Stage.RETURNING}:
+            self.found = found
+            self._advance(Event.ARRIVE)
 
     async def come_back(self) -> None:
         """Read the rows that are on disk, and take them; what is released meanwhile is dropped.
@@ -239,15 +284,17 @@ class Lifecycle(Unshared, instead="its rows have one owner"):
             raise type(self.spilled)(str(self.spilled))
         assert self.spilled is not None
         assert isinstance(self.source, Source)
-        found = await self.source.engine.read_spilled(self.spilled.read)
-        if self.stage is Stage.RETURNING:
-            self.found = found
-            self._advance(Event.ARRIVE)
+        self.take(await self.source.engine.read_spilled(self.spilled.read))
 
     def end_fetch(self) -> None:
         """The fetch is over: what did not come stays where it was, or is freed there if it was released."""
         if self.stage in {Stage.COMING, Stage.RETURNING, Stage.LEAVING}:
             self._advance(Event.FAIL)
+
+    @property
+    def again(self) -> Lost | None:
+        """What computes the rows again, if they died with their engine."""
+        return None if self.source is None else self.source.again
 
     # On the way to disk, for whoever makes room
 
