@@ -45,6 +45,7 @@ SteercapError
 │   ├── JudgeFailed                 the endpoint that judges answers refuses, or cannot be reached
 │   ├── RunUnfinished               results are asked of a folder some of whose roles are not done
 │   └── TooFewKept                  too few answers show the trait, or its opposite, to find a direction
+├── CollectionStopped (OSError)      a data set cannot be written on: the disk is full, or fails
 ├── TrainingDiverged (RuntimeError)  losses of a training are no longer numbers
 ├── MissingExtra (ImportError)      a library that an extra of the package brings is not installed
 └── InvalidFile (ValueError)        a file that is not what its name or header claims
@@ -233,6 +234,10 @@ class RunUnfinished(PersonaError):
 
 class TooFewKept(PersonaError):
     """Too few answers are left, after filtering by score, to find a direction with."""
+
+
+class CollectionStopped(SteercapError, OSError):
+    """A data set cannot be written on; the message says how far it is, and the same call goes on from there."""
 
 
 class TrainingDiverged(SteercapError, RuntimeError):

@@ -9,15 +9,20 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap import environment
+from steercap.collecting.collect import EVERY, SHARD_BYTES, Asked, Collected, Progress, collect
+from steercap.collecting.samples import TokenSample
+from steercap.collecting.sources import Corpus
+from steercap.collecting.windows import Bos, Long
 from steercap.config import Overflow, Preset, Transport, with_preset
 from steercap.core.ownership import Unshared
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.engine.stats import Stats, stats_of
+from steercap.errors import InvalidSpec
 from steercap.requests.answers import Answers
 from steercap.requests.calls import Calls
-from steercap.requests.context import joining, steered
+from steercap.requests.context import FROM_CONTEXT, FromContext, by_word_or_context, joining, steered
 from steercap.requests.fetching import fetch_all
 from steercap.requests.handle import CaptureHandle, flat
 from steercap.requests.lens import MOST_BYTES, Lens, unembed
@@ -297,6 +302,102 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             CaptureReleased: one of the handles was released.
         """
         await fetch_all([handle.lifecycle for handle in flat(handles)])
+
+    async def collect(
+        self,
+        corpus: Corpus,
+        folder: str | os.PathLike[str],
+        *,
+        layers: Layers | None = None,
+        sites: str | Sequence[str] | None = None,
+        codec: str | None = None,
+        k: int | None = None,
+        capture: CaptureSpec | None = None,
+        tokens: Tokens | TokenSelection | TokenSample = "all",
+        context: int | None = None,
+        long: Long | None = None,
+        bos: Bos = "document",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        params: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        steering: SteeringSpec | Edit | LogitBias | FromContext | None = FROM_CONTEXT,
+        shard_bytes: int = SHARD_BYTES,
+        documents_per_shard: int | None = None,
+        statistics_every: int = EVERY,
+        concurrency: int | None = None,
+        verify: bool = False,
+        progress: Callable[[Progress], object] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Collected:
+        """Read a corpus into a data set of activations on disk, which `steercap.datasets` and other tools open.
+
+        A call that ends before the corpus does, however it ends, loses the shards that were not written; the same call
+        goes on. Every document is in the data set once. With `concurrency=1` the data set is the same, bit for bit,
+        whenever and however often it was interrupted; otherwise rows may differ in their last bits, as they do from
+        batch to batch.
+
+        Args:
+            corpus: a file, a folder or a pattern, or any iterable or async iterable of documents: str, token ids,
+                messages, or mappings that hold one of these; or an opened `Source`: see
+                `steercap.collecting.open_source`.
+            folder: where it goes: a path, or the URL of an fsspec file system.
+            layers, sites, codec, k: what is kept: shorthand for `capture=CaptureSpec(layers=..., ...)`.
+            capture: the same, with all that a `CaptureSpec` may say but for its tokens, `reduce`, `project` and `sae`.
+            tokens: which tokens' rows are kept: a selection as for `CaptureSpec`, or `OneIn`, `ByProbe`, `ByPredicate`.
+                They count in each window by itself.
+            context: most tokens of a window, by default as many as the engine takes.
+            long: what becomes of longer documents: they are "split" into windows, which are read each by itself, "cut"
+                off, or "refuse"d. By default "split"; "refuse" where something is generated.
+            bos: where the token goes that begins a text: as the tokenizer puts it before a "document", before each
+                "window" too, or "none".
+            chat_template_kwargs: further arguments of the chat template. A conversation that ends with the assistant's
+                message is read as it is; any other with what invites the reply.
+            params: sampling parameters, if the model is to go on with each document; its rows are collected too.
+            seed: of all sampling: each document has a seed of its own, made of this one and its number.
+            steering: what is changed, as for `generate`.
+            shard_bytes: of rows that a shard should have; three shards are in memory at most.
+            documents_per_shard: by default as many of the first few documents as come to `shard_bytes`.
+            statistics_every: of so many rows one is looked at for statistics; 0 for none.
+            concurrency: windows under way at once; by default as many as the engine has use for, within memory.
+            verify: whether the shards that are there are compared with their hashes, rather than their sizes alone;
+                what is damaged is collected again.
+            progress: called with a `Progress` now and then.
+            storage_options: of the URL's file system.
+
+        Returns:
+            What the data set holds.
+
+        Raises:
+            RunDiffers: the folder holds another data set, or one of another corpus.
+            CollectionStopped: it cannot be written to, such as on a full disk.
+            InvalidFile: a file of the corpus cannot be read, or holds something that is no document.
+            InvalidRequest: something is asked for that does not fit, or another process writes to the folder.
+            The errors of `generate`.
+        """
+        engine = self.serving.here()
+        shorthand = {"layers": layers, "sites": sites, "codec": codec, "k": k}
+        given: dict[str, Any] = {name: value for name, value in shorthand.items() if value is not None}
+        if capture is not None and given:
+            raise InvalidSpec(f"capture= beside {', '.join(given)}; give one of them")
+        asked = Asked(
+            capture=CaptureSpec(**given) if capture is None else capture,
+            tokens=tokens,
+            context=context,
+            long=long,
+            bos=bos,
+            template=chat_template_kwargs or {},
+            params=params,
+            seed=seed,
+            steering=by_word_or_context(self, steering),
+            shard_bytes=shard_bytes,
+            documents_per_shard=documents_per_shard,
+            statistics_every=statistics_every,
+            concurrency=concurrency,
+            verify=verify,
+            progress=progress,
+            storage_options=storage_options or {},
+        )
+        return await self.serving.run(lambda: collect(self, engine, corpus, os.fspath(folder), asked))
 
     async def stats(self) -> Stats:
         """What the model holds now, and its limits."""

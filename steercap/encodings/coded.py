@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from steercap.core.values import shown
 from steercap.encodings import ENCODINGS
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
     from steercap.core.coding import Coding
     from steercap.core.schema import PointSchema
+    from steercap.core.spec import Point
 
+#: Rows of one point that are whole, as they are kept.
+Whole: TypeAlias = "torch.Tensor | CodedRows"
 #: The encoding of rows that an SAE has read.
 FEATURES: Final = "features"
 
@@ -191,3 +194,25 @@ class CodedRows:
         vectors = vectors.double()
         matrix = self._codec.matrix(self.schema.width, self.coding)
         return vectors if matrix is None else vectors @ matrix.double().T * self.coding.k**-0.5
+
+
+def parts_of(rows: Whole) -> Mapping[str, torch.Tensor]:
+    """The tensors that rows, or one shard of them, consist of: `rows` alone where they are in no codec."""
+    return rows.parts if isinstance(rows, CodedRows) else {"rows": rows}
+
+
+def coding_of(rows: Whole) -> tuple[str, Mapping[str, int]]:
+    """The codec that rows are kept in, and its parameters."""
+    return named_parameters(rows.coding) if isinstance(rows, CodedRows) else ("raw", {})
+
+
+def named_parameters(coding: Coding) -> tuple[str, Mapping[str, int]]:
+    """A codec's name, and its parameters by theirs."""
+    codec = ENCODINGS[coding.encoding]
+    parameters = {"k": coding.k} if codec.default_k else {}
+    return coding.encoding, parameters | ({"seed": coding.seed} if codec.seeded else {})
+
+
+def end_of(point: Point, shard: int | None = None) -> str:
+    """How the names of a point's tensors end in files, behind that of the part."""
+    return f".{point.site}.{point.layer}" + ("" if shard is None else f".shard{shard}")

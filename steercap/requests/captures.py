@@ -10,13 +10,12 @@ import torch
 from steercap.core.names import read_name
 from steercap.core.spec import Point, name_of_site
 from steercap.core.values import index_of, shown
-from steercap.encodings.coded import CodedRows
+from steercap.encodings.coded import CodedRows, Whole
 from steercap.errors import InvalidSpec, LayerOutOfRange, SteercapError
 from steercap.saes.features import Features
 from steercap.sites import SITES
 
 #: Rows of one point: whole, or the shards of them that each tensor-parallel rank had; as tensors, or in a codec.
-Whole: TypeAlias = "torch.Tensor | CodedRows"
 Rows: TypeAlias = "Whole | tuple[Whole, ...]"
 #: What rows are looked up by: a layer, a layer and a site, or a point's name.
 Key: TypeAlias = "int | tuple[int, str] | str"

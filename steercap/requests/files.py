@@ -27,10 +27,10 @@ from steercap.core.spec import MOST_NUMBERS, MOST_SEED, Point, Reduction
 from steercap.core.values import FAR
 from steercap.encodings import ENCODINGS
 from steercap.encodings.base import Codec
-from steercap.encodings.coded import CodedRows
+from steercap.encodings.coded import CodedRows, Whole, end_of, parts_of
 from steercap.errors import InvalidFile
 from steercap.files.base import blame, encode_tensors, read_tensors, write_tensors
-from steercap.requests.captures import Rows, Whole
+from steercap.requests.captures import Rows
 
 VERSION: Final = 1
 #: The tensors that are of no point: those of the rows, and those of the request.
@@ -153,31 +153,17 @@ def _header(path: Path, text: str) -> Header:
 def named(point: Point, rows: Rows) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of one point, with their names in a file."""
     for shard, whole in enumerate(rows if isinstance(rows, tuple) else (rows,)):
-        end = _end(point, shard if isinstance(rows, tuple) else None)
+        end = end_of(point, shard if isinstance(rows, tuple) else None)
         for part, tensor in parts_of(whole).items():
             yield f"{part}{end}", tensor
     for name, constant in constants_of(rows).items():
-        yield f"{name}{_end(point, None)}", constant
-
-
-def parts_of(rows: Whole) -> Mapping[str, torch.Tensor]:
-    """The tensors that rows, or one shard of them, consist of: `rows` alone where they are in no codec."""
-    return rows.parts if isinstance(rows, CodedRows) else {"rows": rows}
+        yield f"{name}{end_of(point, None)}", constant
 
 
 def constants_of(rows: Rows) -> Mapping[str, torch.Tensor]:
     """What the codec of a point's rows needs besides them, once for all shards."""
     first = rows[0] if isinstance(rows, tuple) else rows
     return first.constants if isinstance(first, CodedRows) else {}
-
-
-def coding_of(rows: Whole) -> tuple[str, Mapping[str, int]]:
-    """The codec that rows are kept in, and its parameters."""
-    if not isinstance(rows, CodedRows):
-        return "raw", {}
-    codec, coding = ENCODINGS[rows.codec], rows.coding
-    parameters = {"k": coding.k} if codec.default_k else {}
-    return rows.codec, parameters | ({"seed": coding.seed} if codec.seeded else {})
 
 
 class Shape(NamedTuple):
@@ -233,7 +219,7 @@ def _rows(header: Header, tensors: Mapping[str, torch.Tensor], number: int) -> R
 
 
 def _whole(header: Header, tensors: Mapping[str, torch.Tensor], number: int, shard: int | None) -> Whole:
-    end, count = _end(header.points[number], shard), len(tensors["positions"])
+    end, count = end_of(header.points[number], shard), len(tensors["positions"])
     if header.reduce:
         count = min(count, 1)
     if header.coding == RAW:
@@ -242,7 +228,7 @@ def _whole(header: Header, tensors: Mapping[str, torch.Tensor], number: int, sha
         if rows.dim() < 2 or rows.shape != wanted or not rows.is_floating_point():
             raise ValueError(f"{name!r} is {tuple(rows.shape)} of {rows.dtype}, and must be {count} rows of floats")
         return rows
-    codec, common = ENCODINGS.get(header.coding.encoding), _end(header.points[number], None)
+    codec, common = ENCODINGS.get(header.coding.encoding), end_of(header.points[number], None)
     names = codec.constants if isinstance(codec, Codec) else ()
     parts = {name.removesuffix(end): tensor for name, tensor in tensors.items() if name.endswith(end)}
     kept = {name: part for name, part in parts.items() if name not in names}
@@ -257,8 +243,3 @@ def _can_be(schema: PointSchema) -> bool:
     """Whether there are rows like that."""
     shape, shards = schema.shape, schema.shards
     return bool(shape) and min(*shape, shards) > 0 and max(shape) < FAR and not shape[0] % shards
-
-
-def _end(point: Point, shard: int | None) -> str:
-    """How the names of a point's tensors end."""
-    return f".{point.site}.{point.layer}" + ("" if shard is None else f".shard{shard}")

@@ -21,10 +21,11 @@ import numpy as np
 import torch
 
 from steercap.core.spec import Point
+from steercap.encodings.coded import coding_of, parts_of
 from steercap.errors import InvalidFile
 from steercap.files.base import blame
 from steercap.requests.captures import Rows
-from steercap.requests.files import Saved, coding_of, constants_of, parts_of, shape_of
+from steercap.requests.files import Saved, constants_of, shape_of
 from steercap.requests.handle import CaptureHandle
 from steercap.runs.folder import FolderKind
 from steercap.runs.journal import Journal

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from steercap.core.media import types_at
-from steercap.encodings.coded import CodedRows
+from steercap.encodings.coded import CodedRows, coding_of, parts_of
 from steercap.encodings.random_projection import FAMILY
 from steercap.files.base import check_extension, write_whole
-from steercap.requests.files import Saved, coding_of, constants_of, named, parts_of, shape_of
+from steercap.requests.files import Saved, constants_of, named, shape_of
 
 VERSION: Final = 1
 #: What a row is, of the parts of each codec, computed in float64 and rounded once to float32.

@@ -30,7 +30,12 @@ def identity(model: OpenModel) -> dict[str, str]:
     """
     config = model.engine.vllm_config
     cache = str(config.cache_config.cache_dtype)
-    return {**identity_of(model.model, config.model_config, model.tokenizer), "kv_cache_dtype": cache}
+    return {**identity_of(model.model, config.model_config, tokenizer_of(model)), "kv_cache_dtype": cache}
+
+
+def tokenizer_of(model: OpenModel) -> Any:
+    """The tokenizer of an open model, None of one that was started without (`skip_tokenizer_init=True`)."""
+    return None if model.engine.vllm_config.model_config.skip_tokenizer_init else model.tokenizer
 
 
 def identity_of(model: str, config: Any, tokenizer: Any) -> dict[str, str]:

@@ -48,11 +48,24 @@ class FolderKind(Generic[Definition]):
         """
         file = Path(folder) / self.file
         try:
-            return msgspec.json.decode(file.read_bytes(), type=self.type)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise InvalidFile(
-                f"{file} cannot be read as the definition of a {self.noun}: {error}; choose another folder"
-            ) from error
+            content = file.read_bytes()
+        except OSError as error:
+            raise self._unreadable(file, error) from error
+        return self.decode(content, file)
+
+    def decode(self, content: bytes, file: str | Path) -> Definition:
+        """What the file of a folder says, wherever that is.
+
+        Raises:
+            InvalidFile: it cannot be read.
+        """
+        try:
+            return msgspec.json.decode(content, type=self.type)
+        except msgspec.MsgspecError as error:
+            raise self._unreadable(file, error) from error
+
+    def _unreadable(self, file: str | Path, error: Exception) -> InvalidFile:
+        return InvalidFile(f"{file} cannot be read as the definition of a {self.noun}: {error}; choose another folder")
 
     def check_same(self, folder: str | Path, wanted: Callable[[Definition], Definition]) -> Definition | None:
         """Check that a folder holds no records of another run; nothing is written.
@@ -73,6 +86,16 @@ class FolderKind(Generic[Definition]):
         if not file.exists():
             return None
         found = self.read(folder)
+        self.check(found, wanted, folder)
+        return found
+
+    def check(self, found: Definition, wanted: Callable[[Definition], Definition], folder: str | Path) -> None:
+        """Check what a folder says of itself against the run that is to go on, as `check_same` does.
+
+        Raises:
+            RunDiffers, InvalidFile: as for `check_same`.
+        """
+        file = f"{folder}/{self.file}"
         try:
             what = self.differing(found, wanted(found))
         except (LookupError, TypeError, AttributeError) as error:
@@ -86,7 +109,6 @@ class FolderKind(Generic[Definition]):
                 f"{folder} holds another {self.noun}: {'; '.join(what[:NAMED])}{more}; give another folder, "
                 f"or the {self.noun} it was begun with"
             )
-        return found
 
     def open(self, folder: str | Path, wanted: Definition) -> Definition | None:
         """Make a folder ready for a run: made if it is not there, and swept.

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from steercap.core.receipt import SteeringReceipt
+from steercap.encodings.coded import coding_of
 from steercap.errors import InvalidRequest, SteercapError
 from steercap.requests import files
-from steercap.requests.files import coding_of
 from steercap.requests.handle import CaptureHandle
 from steercap.requests.job import Job, Sample, handles_of, memory_for, outputs_of, planned, receipts_of
 from steercap.requests.preparing import prepare

@@ -1,0 +1,39 @@
+"""One writer a folder: the kernel lets go of the lock when its process ends, however it does."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from steercap.errors import InvalidRequest
+
+#: The file that is locked; it stays, empty.
+FILE: Final = ".lock"
+
+
+@contextmanager
+def locked(folder: str | Path) -> Iterator[None]:
+    """Keep other writers away from a local folder, which is made if it is not there; a URL is not locked.
+
+    Raises:
+        InvalidRequest: another writer is at work.
+        OSError: the folder cannot be made or written to.
+    """
+    if "://" in str(folder):
+        yield
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    file = os.open(Path(folder) / FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(file)
+        raise InvalidRequest(f"another collection writes to {folder}; wait for it, or give another folder") from error
+    try:
+        yield
+    finally:
+        os.close(file)

@@ -1,0 +1,57 @@
+"""Arrow files, as `datasets.save_to_disk` of Hugging Face writes them: a document a row, mapped and not read whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from steercap.collecting.readers.base import RECORDS, Asked, Found, Reader
+from steercap.collecting.readers.parquet import column_in
+from steercap.core.extras import extra
+from steercap.errors import InvalidFile
+
+#: How the files begin that have their batches listed at the end; the others are streams.
+_LISTED: Final = b"ARROW1"
+
+
+class Arrow(Reader):
+    """Files of Arrow's IPC, streams and listed ones."""
+
+    suffixes = (".arrow",)
+
+    def items(self, path: Path, asked: Asked) -> Iterator[Found]:
+        with extra("datasets"):
+            import pyarrow as pa
+        number, size = 0, path.stat().st_size
+        try:
+            with pa.memory_map(str(path)) as mapped, _opened(path, mapped) as (schema, batches):
+                place = schema.names.index(column_in(schema.names, asked, path))
+                for batch, at in batches:
+                    column = batch.column(place)
+                    for first in range(0, len(column), RECORDS):
+                        for value in column[first : first + RECORDS].to_pylist():
+                            number += 1
+                            yield Found(f"row {number}", value, min(at, size))
+        except (OSError, pa.ArrowException) as error:
+            raise InvalidFile(f"{path} cannot be read as Arrow, behind row {number}: {error}") from error
+
+
+@contextmanager
+def _opened(path: Path, mapped: Any) -> Iterator[tuple[Any, Iterator[tuple[Any, int]]]]:
+    """The schema, and each batch with the bytes of the file up to its end."""
+    import pyarrow as pa
+
+    with path.open("rb") as file:
+        listed = file.read(len(_LISTED)) == _LISTED
+    if listed:
+        with pa.ipc.open_file(mapped) as found:
+            count, size = found.num_record_batches, path.stat().st_size
+            yield found.schema, ((found.get_batch(one), size * (one + 1) // count) for one in range(count))
+    else:
+        with pa.ipc.open_stream(mapped) as stream:
+            yield stream.schema, ((batch, mapped.tell()) for batch in stream)
+
+
+MEMBER = Arrow()

@@ -1,0 +1,32 @@
+"""JSON lines: a record, a text, token ids or messages a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from steercap.collecting.readers.base import Asked, Bad, Found, Reader, lines
+
+
+class JsonLines(Reader):
+    """Files of a JSON value a line; `.gz` and `.zst` too."""
+
+    suffixes = (".jsonl", ".ndjson", ".json.lines")
+
+    def items(self, path: Path, asked: Asked) -> Iterator[Found]:  # noqa: ARG002 -- what any of them needs
+        decode = msgspec.json.Decoder().decode
+        for number, line, read in lines(path):
+            yield Found(f"line {number}", _value(decode, line), read)
+
+
+def _value(decode: Any, line: bytes) -> Any:
+    try:
+        return decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return Bad(f"no JSON: {error}")
+
+
+MEMBER = JsonLines()

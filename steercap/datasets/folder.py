@@ -1,0 +1,300 @@
+"""A data set's folder: begun with a definition, filled shard by shard in any order, completed when all are there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from steercap.core.spec import Point
+from steercap.datasets import definition as definitions
+from steercap.datasets.definition import DATASET, VERSION, Definition
+from steercap.datasets.remote import storage_of
+from steercap.datasets.shards import FOLDER, RECEIPT, STATISTICS, Receipt, Shard, name_of, write_shard
+from steercap.datasets.statistics import PointStatistics, named_tensors, read_named
+from steercap.datasets.storage import Storage
+from steercap.datasets.tables import encoded_points
+from steercap.datasets.tensors import encoded
+from steercap.errors import InvalidFile, InvalidRequest, RunDiffers
+
+TOTALS: Final = "dataset.json"
+MERGED: Final = "statistics.safetensors"
+POINTS: Final = "points.parquet"
+#: What to do about a file that is not the one that was written.
+AGAIN: Final = "copy it again, or collect it again"
+
+
+Document = TypeVar("Document", "Totals", Receipt)
+
+
+class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a complete data set holds: the file `dataset.json`.
+
+    Args:
+        version: of the format.
+        shards, documents: how many.
+        tokens: that the model read.
+        rows: tokens whose rows were kept.
+        bytes: of the files of all shards.
+        sha256: over the SHA-256 of all files of all shards, in order; two data sets with the same are the same.
+    """
+
+    version: int
+    shards: int
+    documents: int
+    tokens: int
+    rows: int
+    bytes: int
+    sha256: str
+
+
+class DatasetFolder:
+    """A folder of activations; made by `begin` or `open`. Methods may be called from any thread.
+
+    Args:
+        storage: where its files are.
+        definition: what it says of itself.
+    """
+
+    def __init__(self, storage: Storage, definition: Definition) -> None:
+        self.storage, self.definition = storage, definition
+
+    @staticmethod
+    def begin(where: str | Path | Storage, definition: Definition, **options: Any) -> DatasetFolder:
+        """A folder for a run: made if it is not there, swept, and compared with what it was begun with.
+
+        Args:
+            where: a folder, or a URL with "://".
+            definition: of the run.
+            options: of the URL's file system.
+
+        Raises:
+            RunDiffers: it holds another run, or other files.
+            InvalidFile: its definition cannot be read, or is of another version.
+        """
+        storage = storage_of(where, **options)
+        there = storage.sizes()
+        if definitions.FILE in there:
+            found = definitions.decode(storage.read(definitions.FILE), storage.path(definitions.FILE))
+            DATASET.check(found, lambda _: definition, str(storage))
+            storage.sweep()
+            return DatasetFolder(storage, found)
+        if foreign := sorted(name for name in there if not name.startswith(".")):
+            raise RunDiffers(f"{storage} holds {foreign[0]!r}, and is no data set of activations; give another folder")
+        storage.sweep()
+        storage.write(definitions.FILE, [msgspec.json.format(msgspec.json.encode(definition))])
+        return DatasetFolder(storage, definition)
+
+    @staticmethod
+    def open(where: str | Path | Storage, **options: Any) -> DatasetFolder:
+        """A folder that a run began; nothing is changed.
+
+        Args:
+            where, options: as for `begin`.
+
+        Raises:
+            InvalidFile: there is none, it cannot be read, or is of another version.
+        """
+        storage = storage_of(where, **options)
+        found = definitions.decode(storage.read(definitions.FILE), storage.path(definitions.FILE))
+        return DatasetFolder(storage, found)
+
+    # Shards
+
+    def write(self, shard: Shard) -> Receipt:
+        """Write a shard; see `write_shard`."""
+        return write_shard(self.storage, self.definition, shard)
+
+    def receipts(self) -> dict[int, Receipt]:
+        """The shards that are there, by number, ascending; their files are not looked at, see `wrong`.
+
+        Raises:
+            InvalidFile: a receipt cannot be read, or is of another data set.
+        """
+        names = sorted(name for name in self.storage.sizes(FOLDER) if name.endswith(RECEIPT) and name[0] != ".")
+        found = [self._receipt(f"{FOLDER}/{name}") for name in names]
+        return {receipt.number: receipt for receipt in sorted(found, key=lambda receipt: receipt.number)}
+
+    def wrong(self, receipts: Iterable[Receipt], *, content: bool = False) -> dict[int, str]:
+        """What is wrong with shards, by number, in words that name the file; {} if nothing is.
+
+        Args:
+            receipts: of the shards.
+            content: whether to compare SHA-256 too, which reads everything; else sizes alone.
+        """
+        sizes = self.storage.sizes(FOLDER)
+        found = {receipt.number: self._wrong(receipt, sizes, content=content) for receipt in receipts}
+        return {number: why for number, why in found.items() if why}
+
+    def sound(self, *, content: bool = False) -> dict[int, Receipt]:
+        """The shards that are there.
+
+        Args:
+            content: whether to compare SHA-256 too, and not sizes alone.
+
+        Raises:
+            InvalidFile: a file of one is missing, truncated or changed, or a receipt cannot be read.
+        """
+        receipts = self.receipts()
+        for why in self.wrong(receipts.values(), content=content).values():
+            raise InvalidFile(why)
+        return receipts
+
+    def discard(self, number: int) -> None:
+        """Take a shard away, receipt first, so that it is written again; a data set is then not complete."""
+        self.storage.remove(TOTALS)
+        self.storage.remove(name_of(number, RECEIPT))
+
+    # The whole
+
+    def totals(self) -> Totals | None:
+        """What it holds if it is complete, else None.
+
+        Raises:
+            InvalidFile: it cannot be read.
+        """
+        if TOTALS not in self.storage.sizes():
+            return None
+        return _decode(self.storage.read(TOTALS), Totals, self.storage.path(TOTALS))
+
+    def complete(self) -> Totals:
+        """Say that all shards are there: statistics are merged, and `dataset.json` written last.
+
+        Raises:
+            InvalidRequest: shards are missing between those that are there, or one but the last has too few documents.
+            InvalidFile: a file is missing or truncated.
+        """
+        receipts = list(self.sound().values())
+        self._check_whole(receipts)
+        totals = self._sum(receipts)
+        header = msgspec.json.encode({"kind": "activations", "version": VERSION, "definition": self.definition.digest})
+        if self.definition.statistics_every and receipts:
+            tensors: dict[str, list[torch.Tensor]] = {}
+            for known in self.definition.points:
+                merged = reduce(PointStatistics.merged, (self.statistics(known.point, one) for one in receipts))
+                tensors |= {name: [tensor] for name, tensor in named_tensors(known.end, merged).items()}
+            self.storage.write(MERGED, encoded(tensors, {"steercap": header.decode()}))
+        self.storage.write(POINTS, [encoded_points(self.definition.points)])
+        self.storage.write(TOTALS, [msgspec.json.format(msgspec.json.encode(totals))])
+        return totals
+
+    def statistics(self, point: Point, receipt: Receipt | None = None) -> PointStatistics:
+        """What is known of the rows of a point.
+
+        Args:
+            point: one of the definition's.
+            receipt: of the shard whose rows are meant; None for all of a complete data set.
+
+        Raises:
+            InvalidRequest: the data set was collected without statistics, or is not complete.
+            InvalidFile: they cannot be read.
+        """
+        if not self.definition.statistics_every:
+            raise InvalidRequest(f"{self.storage} was collected without statistics; collect it with statistics_every=")
+        if receipt is None and self.totals() is None:
+            raise InvalidRequest(f"{self.storage} is not complete, and has no statistics of all its rows yet")
+        name = MERGED if receipt is None else name_of(receipt.number, STATISTICS)
+        try:
+            return read_named(self.definition.format_of(point).end, self._tensors(name))
+        except KeyError as error:
+            raise InvalidFile(f"{self.storage.path(name)} lacks {error}; collect the data set again") from error
+
+    def _tensors(self, name: str) -> Mapping[str, torch.Tensor]:
+        try:
+            return load(self.storage.read(name))
+        except SafetensorError as error:
+            raise InvalidFile(
+                f"{self.storage.path(name)} cannot be read: {error}; collect the data set again"
+            ) from error
+
+    def _receipt(self, name: str) -> Receipt:
+        receipt = _decode(self.storage.read(name), Receipt, self.storage.path(name))
+        if receipt.definition != self.definition.digest or name_of(receipt.number, RECEIPT) != name:
+            raise InvalidFile(
+                f"{self.storage.path(name)} is the receipt of another data set, or of another shard; remove it"
+            )
+        return receipt
+
+    def _wrong(self, receipt: Receipt, sizes: Mapping[str, int], *, content: bool) -> str:
+        for name, file in receipt.names.items():
+            path, size = self.storage.path(name), sizes.get(name.removeprefix(f"{FOLDER}/"))
+            if size is None:
+                return f"{path} is missing; {AGAIN}"
+            if size != file.bytes:
+                return f"{path} has {size:,} bytes, and its receipt says {file.bytes:,}; {AGAIN}"
+            if content and (found := self.storage.sha256(name)) != file.sha256:
+                return f"{path} has SHA-256 {found}, and its receipt says {file.sha256}; {AGAIN}"
+        return ""
+
+    def _check_whole(self, receipts: list[Receipt]) -> None:
+        numbers = [receipt.number for receipt in receipts]
+        if missing := sorted(set(range(len(numbers))) - set(numbers)):
+            raise InvalidRequest(f"{self.storage} lacks shard {missing[0]}; collect it before it is complete")
+        for receipt in receipts[:-1]:
+            if receipt.stop - receipt.first != self.definition.documents_per_shard:
+                raise InvalidRequest(
+                    f"shard {receipt.number} of {self.storage} is short of documents, and not the last"
+                )
+
+    def _sum(self, receipts: list[Receipt]) -> Totals:
+        digest = hashlib.sha256()
+        for receipt in receipts:
+            for file in receipt.files.values():
+                digest.update(bytes.fromhex(file.sha256))
+        return Totals(
+            VERSION,
+            len(receipts),
+            receipts[-1].stop if receipts else 0,
+            sum(receipt.tokens for receipt in receipts),
+            sum(receipt.rows for receipt in receipts),
+            sum(receipt.bytes for receipt in receipts),
+            digest.hexdigest(),
+        )
+
+
+def verify(where: str | Path, *, content: bool = True, **options: Any) -> Totals | None:
+    """Check every file of a data set against its receipt.
+
+    Args:
+        where: its folder, or its URL.
+        content: whether to compare SHA-256, which reads everything; else sizes alone.
+        options: of the URL's file system.
+
+    Returns:
+        What it holds if it is complete, None if it is not.
+
+    Raises:
+        InvalidFile: a file is missing, truncated or changed, or shards are other than the data set says; it is named.
+    """
+    folder = DatasetFolder.open(where, **options)
+    receipts = list(folder.sound(content=content).values())
+    totals = folder.totals()
+    if totals is not None and totals != folder._sum(receipts):  # noqa: SLF001 -- a function of this class
+        raise InvalidFile(f"{folder.storage.path(TOTALS)} says {totals}, and the shards are others; collect it again")
+    return totals
+
+
+def _decode(content: bytes, kind: type[Document], path: str) -> Document:
+    """A document of this version.
+
+    Raises:
+        InvalidFile: it cannot be read, or is of another version.
+    """
+    try:
+        found = msgspec.json.decode(content, type=kind)
+    except msgspec.MsgspecError as error:
+        raise InvalidFile(
+            f"{path} cannot be read: {error}; remove it, and collect what it was the receipt of"
+        ) from error
+    if found.version != VERSION:
+        raise InvalidFile(
+            f"{path} is of format version {found.version}; this steercap reads version {VERSION}; upgrade it"
+        )
+    return found

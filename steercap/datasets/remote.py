@@ -1,0 +1,154 @@
+"""A data set behind a URL, by fsspec: in an object store a file appears when its upload ends.
+
+Other file systems are given a scratch name first, and a move.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from steercap.core.extras import extra
+from steercap.datasets.storage import CHUNK, Buffer, FileReceipt, LocalFolder, Storage, copied, unreadable
+from steercap.errors import InvalidRequest
+from steercap.files.base import write_whole
+
+#: Object stores, where a put is whole or nothing, by the names fsspec has for them.
+STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "memory"})
+
+
+Found = TypeVar("Found")
+
+
+class RemoteFolder(Storage):
+    """A folder of an fsspec file system, by its URL.
+
+    Args:
+        url: such as "s3://bucket/run".
+        options: of the file system, such as `endpoint_url` of S3.
+    """
+
+    def __init__(self, url: str, **options: Any) -> None:
+        self._url, self._options = url.rstrip("/"), options
+        self._cache: Path | None = None
+        self._connect()
+
+    def path(self, name: str) -> str:
+        return f"{self._url}/{name}"
+
+    def write(self, name: str, chunks: Iterable[Buffer]) -> FileReceipt:
+        target = self._at(name)
+        scratch = target if self._puts else f"{target}.{os.getpid():x}.scratch"
+        try:
+            return self._written(scratch, target, chunks)
+        except BaseException:
+            if not self._puts and self._system.exists(scratch):
+                self._system.rm_file(scratch)
+            raise
+
+    def read(self, name: str) -> bytes:
+        return self._asked(name, lambda: bytes(self._system.cat_file(self._at(name))))
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        self._system.invalidate_cache()
+        try:
+            found = self._system.ls(self._at(folder), detail=True)
+        except FileNotFoundError:
+            return {}
+        return {one["name"].rpartition("/")[2]: int(one["size"]) for one in found if one["type"] == "file"}
+
+    def sha256(self, name: str) -> str:
+        def hashed() -> str:
+            with self._system.open(self._at(name), "rb") as file:
+                return _digest_of(file)
+
+        return self._asked(name, hashed)
+
+    def remove(self, name: str) -> None:
+        if self._system.exists(self._at(name)):
+            self._system.rm_file(self._at(name))
+
+    def fetched(self, name: str) -> Path:
+        if self._cache is None:
+            cache = self._cache = Path(tempfile.mkdtemp(prefix="steercap-"))
+            weakref.finalize(self, shutil.rmtree, str(cache), ignore_errors=True)
+        there = self._cache / name.replace("/", "-")
+        if not there.exists():
+            with write_whole(there) as scratch:
+                self._asked(name, lambda: self._system.get_file(self._at(name), str(scratch)))
+        return there
+
+    def release(self, name: str) -> None:
+        if self._cache is not None:
+            (self._cache / name.replace("/", "-")).unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        """A scratch file has no owner that can be asked whether it lives; it is replaced by who writes it again."""
+
+    def _connect(self) -> None:
+        with extra("datasets"):
+            from fsspec.core import url_to_fs
+        try:
+            self._system, self._root = url_to_fs(self._url, **self._options)
+        except (ImportError, ValueError) as error:
+            raise InvalidRequest(f"{self._url} cannot be reached: {error}") from error
+        protocols = self._system.protocol
+        self._puts = bool(STORES & {protocols} if isinstance(protocols, str) else STORES & set(protocols))
+
+    def _written(self, scratch: str, target: str, chunks: Iterable[Buffer]) -> FileReceipt:
+        if not self._puts:
+            self._system.makedirs(target.rpartition("/")[0], exist_ok=True)
+        with self._system.open(scratch, "wb") as file:
+            receipt = copied(chunks, file)
+        if scratch != target:
+            self._system.mv(scratch, target)
+        return receipt
+
+    def _asked(self, name: str, what: Callable[[], Found]) -> Found:
+        try:
+            return what()
+        except OSError as error:
+            raise unreadable(self.path(name), error) from error
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}".rstrip("/")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For workers of a DataLoader, which connect by themselves."""
+        return {"_url": self._url, "_options": self._options, "_cache": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._connect()
+
+
+def storage_of(where: str | Path | Storage, **options: Any) -> Storage:
+    """The storage that a path or a URL names.
+
+    Args:
+        where: a folder, or a URL with "://".
+        options: of the URL's file system.
+
+    Raises:
+        InvalidRequest: no file system of that kind, or options of a local folder.
+    """
+    if isinstance(where, Storage):
+        return where
+    if isinstance(where, str) and "://" in where:
+        return RemoteFolder(where, **options)
+    if options:
+        raise InvalidRequest(f"{where} is a local folder, which has no options {', '.join(options)}; leave them out")
+    return LocalFolder(where)
+
+
+def _digest_of(file: Any) -> str:
+    digest = hashlib.sha256()
+    while part := file.read(CHUNK):
+        digest.update(part)
+    return digest.hexdigest()

@@ -1,0 +1,182 @@
+"""Where a data set lies: a local folder, or a folder of an fsspec file system (`datasets/remote.py`).
+
+Nothing else opens its files. Each appears whole or not at all: locally under its name once its bytes are on the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeAlias
+
+import msgspec
+
+from steercap.errors import InvalidFile
+from steercap.files.base import sweep, write_whole
+
+#: Bytes read at once of a file that is hashed or copied.
+CHUNK: Final = 4 << 20
+#: What is written: bytes, or an array of them.
+Buffer: TypeAlias = "bytes | memoryview"
+
+
+class FileReceipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is known of a file that was written: its bytes, and their SHA-256 in hexadecimal."""
+
+    bytes: int
+    sha256: str
+
+
+class _Writable(Protocol):
+    def write(self, data: Any, /) -> Any: ...
+
+
+class Storage(ABC):
+    """A folder of files by name, such as "shards/000000.json". Methods may be called from any thread."""
+
+    @abstractmethod
+    def path(self, name: str) -> str:
+        """A file's full name, for messages."""
+
+    @abstractmethod
+    def write(self, name: str, chunks: Iterable[Buffer]) -> FileReceipt:
+        """Write a file, whole and durable, or not at all; one of that name is replaced.
+
+        Raises:
+            OSError: it cannot be written, such as on a full disk.
+        """
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """What a file holds.
+
+        Raises:
+            InvalidFile: it is missing, or cannot be read.
+        """
+
+    @abstractmethod
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        """The files of a folder by name, those in folders below aside, with their bytes; none if it is not there."""
+
+    @abstractmethod
+    def sha256(self, name: str) -> str:
+        """SHA-256 of a file, in hexadecimal.
+
+        Raises:
+            InvalidFile: it is missing, or cannot be read.
+        """
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+
+    @abstractmethod
+    def fetched(self, name: str) -> Path:
+        """A path on this machine at which a file can be mapped into memory; it may be gone after `release`.
+
+        Raises:
+            InvalidFile: it is missing, or cannot be fetched.
+        """
+
+    @abstractmethod
+    def release(self, name: str) -> None:
+        """Say that a file that was fetched is not mapped any more."""
+
+    @abstractmethod
+    def sweep(self) -> None:
+        """Remove what killed processes had begun to write."""
+
+    def __str__(self) -> str:
+        return self.path("").rstrip("/")
+
+
+class LocalFolder(Storage):
+    """A folder of this machine; it is made when something is written.
+
+    Args:
+        folder: its path.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+
+    def path(self, name: str) -> str:
+        return str(self._folder / name)
+
+    def write(self, name: str, chunks: Iterable[Buffer]) -> FileReceipt:
+        target = self._folder / name
+        with write_whole(target) as scratch, scratch.open("wb", buffering=0) as file:
+            receipt = copied(chunks, file)
+            os.fsync(file.fileno())
+        _sync_folder(target.parent)
+        return receipt
+
+    def read(self, name: str) -> bytes:
+        try:
+            return (self._folder / name).read_bytes()
+        except OSError as error:
+            raise unreadable(self.path(name), error) from error
+
+    def sizes(self, folder: str = "") -> dict[str, int]:
+        try:
+            with os.scandir(self._folder / folder) as found:
+                return {entry.name: entry.stat().st_size for entry in found if entry.is_file()}
+        except FileNotFoundError:
+            return {}
+
+    def sha256(self, name: str) -> str:
+        try:
+            with (self._folder / name).open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise unreadable(self.path(name), error) from error
+
+    def remove(self, name: str) -> None:
+        (self._folder / name).unlink(missing_ok=True)
+
+    def fetched(self, name: str) -> Path:
+        return self._folder / name
+
+    def release(self, name: str) -> None:
+        pass
+
+    def sweep(self) -> None:
+        sweep(self._folder)
+
+
+def unreadable(path: str, error: OSError) -> InvalidFile:
+    """The error for a file that cannot be read."""
+    return InvalidFile(
+        f"{path} cannot be read: {error.strerror or error}; copy the data set again, or collect it again"
+    )
+
+
+def copied(chunks: Iterable[Buffer], file: _Writable) -> FileReceipt:
+    """Write chunks one after another; what they are hashed by lets other threads run."""
+    digest, size = hashlib.sha256(), 0
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B")
+        for start in range(0, len(view), CHUNK):
+            part = view[start : start + CHUNK]
+            digest.update(part)
+            _write_all(file, part)
+        size += len(view)
+    return FileReceipt(size, digest.hexdigest())
+
+
+def _write_all(file: _Writable, part: memoryview) -> None:
+    while len(part):
+        written = file.write(part)
+        part = part[len(part) if written is None else written :]
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

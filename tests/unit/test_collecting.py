@@ -1,0 +1,444 @@
+"""Corpora of every kind, windows of their documents, and which tokens are kept."""
+
+import gzip
+import itertools
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from steercap.collecting import ByPredicate, ByProbe, OneIn, open_source
+from steercap.collecting.documents import Document, NotDocument, content_of
+from steercap.collecting.feeding import feed
+from steercap.collecting.samples import Selected, described, sample_of, seed_of
+from steercap.collecting.windows import Cutting, Window
+from steercap.core.spec import Point
+from steercap.core.tokens import selected
+from steercap.errors import InvalidFile, InvalidPrompt, InvalidRequest, InvalidSetting, InvalidSpec
+from steercap.requests.captures import Captures
+from steercap.testing.tiny import tokenizer
+from steercap.vectors.layers import LayerVectors
+
+TEXTS = ["one\u2028two", "", "drei — três", "four " * 50]
+CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+
+
+def contents(source):
+    return [one.content if isinstance(one.content, (str, list)) else one.content.tolist() for one in source]
+
+
+def write_jsonl(path: Path, records=None, opened=open):
+    with opened(path, "wb") as file:
+        for record in [{"text": text} for text in TEXTS] if records is None else records:
+            file.write(json.dumps(record).encode() + b"\n")
+    return path
+
+
+def write_parquet(path: Path, **columns):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pa.table(columns or {"text": TEXTS, "more": list(range(len(TEXTS)))}), path, row_group_size=3)
+    return path
+
+
+def write_arrow(path: Path, kind=pa.ipc.new_stream):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.table({"label": [0] * len(TEXTS), "text": TEXTS})
+    with kind(str(path), table.schema) as writer:
+        for batch in table.to_batches(max_chunksize=3):
+            writer.write_batch(batch)
+    return path
+
+
+def zstd(path: Path, data: bytes):
+    with pa.CompressedOutputStream(str(path), "zstd") as stream:
+        stream.write(data)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gz", "zst", "parquet", "arrow", "arrow listed", "iterator"])
+def test_every_kind_of_corpus_gives_the_same_documents(tmp_path, kind):
+    """The same texts, in their order, empty ones and odd characters included."""
+    match kind:
+        case "jsonl":
+            corpus = write_jsonl(tmp_path / "a.jsonl")
+        case "gz":
+            corpus = write_jsonl(tmp_path / "a.jsonl.gz", opened=gzip.open)
+        case "zst":
+            corpus = zstd(tmp_path / "a.jsonl.zst", write_jsonl(tmp_path / "a.jsonl").read_bytes())
+        case "parquet":
+            corpus = write_parquet(tmp_path / "a.parquet")
+        case "arrow":
+            corpus = write_arrow(tmp_path / "a.arrow")
+        case "arrow listed":
+            corpus = write_arrow(tmp_path / "a.arrow", pa.ipc.new_file)
+        case "iterator":
+            corpus = (text for text in TEXTS)
+    source = open_source(corpus)
+    documents = list(source)
+    assert [one.content for one in documents] == TEXTS
+    assert [one.number for one in documents] == list(range(len(TEXTS)))
+    if kind != "iterator":
+        assert all(str(corpus) in one.where for one in documents)
+        assert source.bytes == corpus.stat().st_size
+        assert source.bytes - 8 <= documents[-1].bytes <= source.bytes  # an Arrow stream has an end of 8 bytes
+        assert list(source) == documents, "a file is read again from its beginning"
+
+
+def test_a_number_of_documents_is_known_where_files_say_it(tmp_path):
+    """Of tables, and of lists; JSON lines would have to be read for it."""
+    assert open_source(write_parquet(tmp_path / "a.parquet")).count == len(TEXTS)
+    assert open_source(write_jsonl(tmp_path / "a.jsonl")).count is None
+    assert open_source(TEXTS).count == len(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("unit", "wanted"),
+    [("line", ["a", "b ", "c"]), ("paragraph", ["a\nb ", "c"]), ("file", ["a\nb \n\n \nc\n"])],
+)
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_a_text_file_is_cut_as_asked(tmp_path, unit, wanted, ending):
+    """By lines, paragraphs or not at all."""
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"a\nb \n\n \nc\n".replace(b"\n", ending.encode()))
+    found = contents(open_source(path, unit=unit))
+    assert [text.replace(ending, "\n") for text in found if text.strip()] == wanted
+
+
+def test_data_sets_of_hugging_face_are_read_by_pyarrow_alone(tmp_path):
+    """`save_to_disk` of one data set and of several splits, and the folder of a snapshot of the hub."""
+    for split in ("train", "test"):
+        write_arrow(tmp_path / "saved" / split / "data-00000-of-00001.arrow")
+        state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_split": split}
+        (tmp_path / "saved" / split / "state.json").write_text(json.dumps(state))
+    (tmp_path / "saved" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+    assert contents(open_source(tmp_path / "saved" / "train")) == TEXTS
+    assert contents(open_source(tmp_path / "saved", split="test")) == TEXTS
+    with pytest.raises(InvalidFile, match="'train', 'test'"):
+        open_source(tmp_path / "saved")
+    hub = tmp_path / "hub"
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "validation-00000-of-00001"):
+        write_parquet(hub / "data" / f"{name}.parquet")
+    (hub / "README.md").write_text("# A data set")
+    assert contents(open_source(str(hub), split="train")) == TEXTS * 2
+    with pytest.raises(InvalidFile, match="train, validation"):
+        open_source(hub)
+    with pytest.raises(InvalidFile, match="no file of split='dev'"):
+        open_source(hub, split="dev")
+
+
+def test_patterns_and_several_paths_keep_their_order(tmp_path):
+    """A pattern's files by name, paths as they were given."""
+    for name in "ba":
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"text": name}])
+    assert contents(open_source(f"{tmp_path}/*.jsonl")) == ["a", "b"]
+    assert contents(open_source([tmp_path / "b.jsonl", tmp_path / "a.jsonl"])) == ["b", "a"]
+    write_parquet(tmp_path / "c.parquet")
+    with pytest.raises(InvalidFile, match="several kinds"):
+        open_source(tmp_path)
+    with pytest.raises(InvalidFile, match="no such file"):
+        open_source(tmp_path / "d.jsonl")
+    with pytest.raises(InvalidFile, match="does not say what it is"):
+        open_source(Path(__file__))
+
+
+@pytest.mark.parametrize(
+    ("item", "wanted"),
+    [
+        ("text", "text"),
+        ([1, 2], [1, 2]),
+        (np.array([3, 4], dtype=np.uint16), [3, 4]),
+        (torch.tensor([5]), [5]),
+        (CHAT, CHAT),
+        ({"text": "t", "id": 7}, "t"),
+        ({"messages": CHAT}, CHAT),
+        ({"tokens": [1]}, [1]),
+        ({"tokens": []}, []),
+    ],
+)
+def test_items_are_documents(item, wanted):
+    """Text, token ids of any library, messages, and records of these."""
+    found = content_of(item)
+    assert (found if isinstance(found, (str, list)) else found.tolist()) == wanted
+
+
+@pytest.mark.parametrize(
+    "item", [None, 3, 1.5, b"text", [1, "a"], [1.0], [True], [-1], [[1]], {"other": "t"}, {"text": None}, [{"role": 1}]]
+)
+def test_anything_else_is_no_document(item):
+    """And the error says what it is."""
+    with pytest.raises(NotDocument):
+        content_of(item)
+
+
+def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path):
+    """By file and line; nothing is left out in silence."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\nno json\n{"other": 1}\n\xff\n"b"\n')
+    with pytest.raises(InvalidFile, match=r"a\.jsonl, line 2: no JSON"):
+        list(open_source(path))
+    source = open_source(path, bad="skip")
+    assert contents(source) == ["a", "b"]
+    assert source.skipped == 3
+    assert [complaint.split(": ")[0] for complaint in source.complaints] == [f"{path}, line {n}" for n in (2, 3, 4)]
+    with pytest.raises(InvalidRequest, match="document 1"):
+        list(open_source(["a", 3]))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow"])
+@settings(max_examples=25, deadline=None)
+@given(share=st.floats(0, 0.99))
+def test_a_truncated_file_is_an_error_that_names_it(tmp_path_factory, name, share):
+    """Never fewer documents, whatever is skipped."""
+    path = tmp_path_factory.mktemp("cut") / name
+    match name.rpartition(".")[2]:
+        case "gz":
+            write_jsonl(path, opened=gzip.open)
+        case "zst":
+            zstd(path, write_jsonl(path.with_name("b")).read_bytes())
+        case "parquet":
+            write_parquet(path)
+        case _:
+            write_arrow(path)
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(InvalidFile, match=name):
+        assert contents(open_source(path, bad="skip")) != TEXTS
+
+
+def test_memory_is_that_of_a_few_documents(tmp_path):
+    """A corpus of 40 MB is gone through in less than a quarter of it."""
+    import tracemalloc
+
+    path = tmp_path / "a.jsonl"
+    with path.open("w") as file:
+        for number in range(2000):
+            file.write(json.dumps({"text": f"{number} " * 4000}) + "\n")
+    tracemalloc.start()
+    assert sum(1 for _ in open_source(path)) == 2000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert path.stat().st_size > 30 << 20
+    assert peak < 8 << 20
+
+
+# Windows
+
+
+def cutting(context=8, **how):
+    return Cutting(tokenizer(), context, **how)
+
+
+def windows_of(cut, *contents):
+    return list(cut.windows([Document(n, content_of(one), f"document {n}") for n, one in enumerate(contents)]))
+
+
+@pytest.mark.parametrize("bos", ["document", "window", "none"])
+@settings(max_examples=50, deadline=None)
+@given(ids=st.lists(st.integers(0, 255), max_size=40), context=st.integers(2, 12))
+def test_windows_hold_every_token_once(ids, context, bos):
+    """In order, none longer than the context, and with the beginning where it was asked for."""
+    (found,) = windows_of(cutting(context, bos=bos), ids)
+    begun = [256] if bos == "window" else []
+    tokens = [window.token_ids.tolist() for window in found]
+    assert all(one[: len(begun)] == begun and len(begun) < len(one) <= context for one in tokens)
+    assert list(itertools.chain.from_iterable(one[len(begun) :] for one in tokens)) == ids
+    assert [window.number for window in found] == list(range(len(found)))
+
+
+def test_a_beginning_that_is_there_is_not_doubled():
+    """Text that the tokenizer begins itself, and token ids that bring theirs."""
+    (found,) = windows_of(cutting(4, bos="window"), [256, 1, 2, 3, 4])
+    assert [window.token_ids.tolist() for window in found] == [[256, 1, 2, 3], [256, 4]]
+
+
+def test_long_documents_are_cut_off_or_refused_as_asked():
+    """And the error names the document."""
+    (found,) = windows_of(cutting(3, long="cut"), "abcdef")
+    assert [window.token_ids.tolist() for window in found] == [tokenizer().encode("abc")]
+    with pytest.raises(InvalidPrompt, match="document 1 has 6 tokens"):
+        windows_of(cutting(3, long="refuse"), "abc", "abcdef")
+
+
+def test_texts_are_tokenised_as_one_by_one():
+    """Many at once give what each gives alone."""
+    own = tokenizer()
+    found = windows_of(cutting(1000), *TEXTS, [1, 2])
+    assert [[w.token_ids.tolist() for w in one] for one in found] == [
+        *([own.encode(text)] if text else [] for text in TEXTS),
+        [[1, 2]],
+    ]
+
+
+@pytest.mark.parametrize("how", [{"context": 0}, {"context": 1, "bos": "window"}, {"long": "wrap"}, {"bos": "every"}])
+def test_settings_of_windows_are_checked(how):
+    """Before anything is read."""
+    with pytest.raises(InvalidSetting):
+        cutting(**how)
+
+
+# Samples
+
+
+def window(tokens=200, document=0, number=0):
+    return Window(document, number, np.arange(tokens), "document")
+
+
+def drawn(sample, one, limit=None):
+    limit = limit or len(one.token_ids)
+    found = sample.asked(one, limit)
+    return np.zeros(limit, bool) if found is None else selected(found.ranges(len(one.token_ids), limit), limit)
+
+
+def test_one_in_k_depends_on_the_place_alone():
+    """Not on what was read before; a generated token does not change those of the prompt, nor their number."""
+    sample = OneIn(8, seed=3)
+    masks = [drawn(sample, window(document=n)) for n in range(200)]
+    again = [drawn(sample, window(document=n)) for n in reversed(range(200))][::-1]
+    assert all(np.array_equal(one, other) for one, other in zip(masks, again, strict=True))
+    assert np.array_equal(drawn(sample, window(), limit=240)[:200], masks[0])
+    share = np.mean(masks)
+    assert abs(share - 1 / 8) < 4 * (1 / 8 * 7 / 8 / 40000) ** 0.5
+    # Neither documents, windows nor seeds draw the same places: about one in 64 of them is in both.
+    for other in (drawn(OneIn(8, seed=4), window()), drawn(sample, window(number=1)), masks[1]):
+        assert (masks[0] & other).sum() < 12
+    columns = np.mean(masks, axis=0)
+    assert columns.min() > 0.02, "no position is preferred"
+    assert columns.max() < 0.3
+
+
+def test_one_in_k_draws_from_a_selection():
+    """A window of which nothing is selected, or drawn, is not read at all."""
+    sample = OneIn(2, of=slice(100, None))
+    assert not drawn(sample, window())[:100].any()
+    assert drawn(sample, window())[100:].any()
+    assert sample.asked(window(50), 50) is None
+    assert sample_of(slice(1, None)).asked(window(1), 1) is None
+
+
+def test_a_predicate_sees_the_tokens():
+    """Those of the prompt before it is read; with what is generated, behind it."""
+    even = ByPredicate(lambda _, ids: ids % 2 == 0, name="even")
+    assert drawn(even, window(6)).tolist() == [True, False] * 3
+    whole = even.asked(window(6), 8)
+    assert str(whole) == "'all'"
+    kept = even.kept(window(6), np.arange(8), np.array([0, 1, 2, 3, 4, 5, 9, 8]), None)
+    assert kept.tolist() == [True, False] * 3 + [False, True]
+    with pytest.raises(InvalidSpec, match="6 truth values"):
+        drawn(ByPredicate(lambda *_: [1], name="wrong"), window(6))
+    with pytest.raises(InvalidSpec, match="name="):
+        ByPredicate(lambda _, ids: ids > 0)
+
+
+def test_a_probe_keeps_what_lies_far_along_it():
+    """By the product with the direction as it is."""
+    rows = torch.tensor([[1.0, 0.0], [0.0, 5.0], [3.0, 1.0]])
+    captures = Captures({Point(1, "resid_post"): rows}, 4)
+    probe = LayerVectors({1: torch.tensor([2.0, 0.0])})
+    kept = ByProbe(probe, 1, above=2.0).kept(window(3), np.arange(3), np.arange(3), captures)
+    assert kept.tolist() == [True, False, True]
+    between = ByProbe(probe, 1, above=2.0, below=5.0)
+    assert between.kept(window(3), np.arange(3), np.arange(3), captures).tolist() == [True, False, False]
+    with pytest.raises(InvalidSpec, match="threshold"):
+        ByProbe(probe, 1)
+    with pytest.raises(InvalidSpec, match="layer 2"):
+        ByProbe(probe, 2, above=0.0)
+
+
+def test_samples_say_what_they_depend_on():
+    """No two that keep other tokens say the same."""
+    probe = LayerVectors({1: torch.tensor([2.0, 0.0])})
+    samples = [
+        Selected("all"),
+        Selected(slice(1, None)),
+        OneIn(2),
+        OneIn(2, seed=1),
+        OneIn(3),
+        OneIn(2, of="prompt"),
+        ByPredicate(lambda _, i: i > 0, name="a"),
+        ByPredicate(lambda _, i: i > 0, name="b"),
+        ByProbe(probe, 1, above=1.0),
+        ByProbe(probe, 1, below=1.0),
+        ByProbe(LayerVectors({1: torch.tensor([2.0, 0.5])}), 1, above=1.0),
+    ]
+    assert len({json.dumps(described(one), sort_keys=True) for one in samples}) == len(samples)
+
+
+def test_seeds_of_documents_are_all_different():
+    """And such as vLLM takes."""
+    found = {seed_of(seed, number) for seed in (0, 1) for number in range(5000)}
+    assert len(found) == 10_000
+    assert min(found) >= 0
+    assert max(found) < 1 << 63
+
+
+# Feeding
+
+
+class Asking:
+    def __init__(self, **how):
+        self.cutting = cutting(**how)
+
+    def asked(self, window):
+        return sample_of("all").asked(window, len(window.token_ids))
+
+
+async def fed(source, wanted=lambda _: True):
+    return [one async for batch in feed(source, Asking(), wanted) for one in batch]
+
+
+async def test_documents_are_fed_in_order_and_hashed(tmp_path):
+    """Also those that are not wanted, which are not cut into windows; and from an async iterator."""
+
+    async def later():
+        for text in TEXTS:
+            yield text
+
+    found = await fed(open_source(write_jsonl(tmp_path / "a.jsonl")))
+    assert [one.number for one in found] == [0, 1, 2, 3]
+    assert [sum(len(window.token_ids) for window, _ in one.windows) for one in found] == [
+        len(text.encode()) for text in TEXTS
+    ]
+    assert len({one.digest for one in found}) == 4
+    skipping = await fed(open_source(later()), lambda number: number != 2)
+    assert [one.digest for one in skipping] == [one.digest for one in found]
+    assert [one.windows is None for one in skipping] == [False, False, True, False]
+
+
+async def test_an_error_comes_where_its_document_is():
+    """Those before it are fed first."""
+    source, found = open_source([*["text"] * 100, 3]), []
+
+    async def take():
+        async for batch in feed(source, Asking()):
+            found.extend(batch)
+
+    with pytest.raises(InvalidRequest, match="document 100"):
+        await take()
+    assert len(found) == 64  # what was in its batch comes with it or not at all
+
+
+async def test_feeding_ends_with_who_takes_it():
+    """The thread that reads stops, however long the corpus is, and does not run ahead."""
+    read = 0
+
+    def endless():
+        nonlocal read
+        while True:
+            read += 1
+            yield "text"
+
+    found = feed(open_source(endless()), Asking())
+    await anext(found)
+    await found.aclose()
+    for thread in threading.enumerate():
+        if thread.name == "steercap feeder":
+            thread.join(5)
+            assert not thread.is_alive()
+    assert read <= 64 * 5

@@ -1,0 +1,352 @@
+"""A data set on disk is what was written, for our own reader and for other tools, or an error that names the file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load, load_file
+from shards import MODEL, POINTS, definition_of, folder_of, shard_of
+
+from steercap.core.coding import RAW, Coding
+from steercap.core.schema import PointSchema
+from steercap.core.spec import Point
+from steercap.datasets import DatasetFolder, Index, Shard, define, verify
+from steercap.datasets.definition import PointFormat
+from steercap.datasets.shards import name_of
+from steercap.datasets.statistics import SMALL, no_rows, statistics_of
+from steercap.datasets.tensors import encoded
+from steercap.encodings.coded import CodedRows, end_of, parts_of
+from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, RunDiffers
+
+CODINGS = [
+    RAW,
+    Coding("full8"),
+    Coding("fp8"),
+    Coding("int4"),
+    Coding("topk8", 3),
+    Coding("rp8", 8, 5),
+    Coding("calibrated8"),
+]
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("coding", CODINGS, ids=str)
+def test_a_shard_comes_back_bit_for_bit(coding, tmp_path) -> None:
+    """Rows or codes, labels and constants, read by safetensors and pyarrow alone."""
+    definition = definition_of(coding)
+    folder_of(tmp_path, definition)
+    assert verify(tmp_path).rows == sum(len(shard_of(definition, n, 2 if n == 2 else 4).index) for n in range(3))
+    for number in range(3):
+        shard = shard_of(definition, number, 2 if number == 2 else 4)
+        tensors = load_file(tmp_path / name_of(number, ".safetensors"))
+        wanted = {
+            f"{part}{end_of(point)}": tensor
+            for point, rows in shard.rows.items()
+            for part, tensor in {**parts_of(rows), **(rows.constants if isinstance(rows, CodedRows) else {})}.items()
+        }
+        assert tensors.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert tensors[name].dtype == tensor.dtype
+            assert torch.equal(tensors[name].view(torch.uint8), tensor.contiguous().view(torch.uint8))
+        table = pq.read_table(tmp_path / name_of(number, ".parquet")).to_pydict()
+        assert table["document"] == shard.index.document.tolist()
+        assert table["position"] == shard.index.position.tolist()
+        assert table["token"] == shard.index.token.tolist()
+        assert table["offset"] == list(range(len(shard.index)))
+
+
+def test_other_tools_open_it_without_steercap(tmp_path) -> None:
+    """points.parquet names each tensor; NumPy, pyarrow and safetensors find the row of a token with it."""
+    folder_of(tmp_path, definition_of(Coding("full8")))
+    script = f"""
+import sys, json
+import pyarrow.parquet as pq
+from safetensors.numpy import load_file
+points = pq.read_table({str(tmp_path / "points.parquet")!r}).to_pylist()
+names = {{one["tensor"] for one in points}}
+tensors = load_file({str(tmp_path / "shards/000001.safetensors")!r})
+assert names == set(tensors), names
+index = pq.read_table({str(tmp_path / "shards/000001.parquet")!r}, filters=[("document", "=", 6)]).to_pylist()
+one = {{point["part"]: tensors[point["tensor"]] for point in points if point["site"] == "z"}}
+row = index[0]["offset"]
+print(json.dumps((one["zero"][row] + one["scale"][row] * one["q"][row].astype("float32")).tolist()))
+assert "steercap" not in sys.modules and "torch" not in sys.modules
+"""
+    said = json.loads(subprocess.check_output([sys.executable, "-c", script], text=True))
+    shard = shard_of(definition_of(Coding("full8")), 1)
+    row = int(np.argmax(shard.index.document == 6))
+    assert torch.allclose(torch.tensor(said).view(2, 4), shard.rows[Point(2, "z")].decoded()[row])
+
+
+def test_pieces_write_what_the_whole_writes_by_whatever_thread(tmp_path) -> None:
+    """Rows that came in pieces, shards in any order and twice: the files are the same, byte for byte."""
+    definition = definition_of(Coding("full8"), every=3)
+    folder_of(tmp_path / "a", definition)
+    folder = DatasetFolder.begin(tmp_path / "b", definition)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda n: folder.write(shard_of(definition, n, 2 if n == 2 else 4, pieces=3)), [2, 0, 1, 0]))
+    folder.complete()
+    assert everything(tmp_path / "a") == everything(tmp_path / "b")
+
+
+def test_safetensors_reads_what_was_written_in_pieces() -> None:
+    """Of tensors of several dtypes, an empty one, and one in pieces."""
+    tensors = {
+        "b": torch.arange(6, dtype=torch.int32).view(3, 2),
+        "a": torch.randn(5, 3),
+        "c": torch.randn(4, 3).bfloat16(),
+        "d": torch.empty(0, 7),
+        "e": torch.tensor([True, False, True]),
+    }
+    ours = b"".join(encoded({name: list(tensor.split(2)) or [tensor] for name, tensor in tensors.items()}, {"x": "y"}))
+    found = load(ours)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    assert (8 + int.from_bytes(ours[:8], "little")) % 8 == 0
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_a_url_holds_what_a_folder_holds(scheme, tmp_path) -> None:
+    """An object store and another file system, through fsspec: the same files, and the same checks."""
+    url = f"memory://{tmp_path.name}" if scheme == "memory" else f"file://{tmp_path}/url"
+    definition = definition_of()
+    folder_of(tmp_path / "local", definition)
+    folder = folder_of(url, definition)
+    for name, content in everything(tmp_path / "local").items():
+        assert folder.storage.read(name) == content
+    assert verify(url) == verify(tmp_path / "local")
+    folder.storage.write("shards/000001.parquet", [b"torn"])
+    with pytest.raises(InvalidFile, match=rf"{scheme}://.*000001\.parquet has 4 bytes, and its receipt says"):
+        verify(url)
+
+
+# What is wrong with a folder
+
+
+def test_a_shard_without_a_receipt_is_not_there(tmp_path) -> None:
+    """Its files are debris: they are not listed, nothing can be completed with them, and they are replaced."""
+    definition = definition_of()
+    folder = folder_of(tmp_path, definition, complete=False)
+    (tmp_path / name_of(1, ".json")).unlink()
+    (tmp_path / name_of(1, ".safetensors")).write_bytes(b"half")
+    assert list(folder.sound()) == [0, 2]
+    with pytest.raises(InvalidRequest, match="lacks shard 1; collect it"):
+        folder.complete()
+    folder.write(shard_of(definition, 1))
+    folder.complete()
+    folder_of(tmp_path / "again", definition)
+    assert {n: c for n, c in everything(tmp_path).items() if not n.startswith("again")} == everything(
+        tmp_path / "again"
+    )
+
+
+@pytest.mark.parametrize("end", [".safetensors", ".parquet", ".statistics.safetensors"])
+def test_a_torn_missing_or_changed_file_is_named(end, tmp_path) -> None:
+    """By its size always, by its SHA-256 on request; the shard is known, and can be discarded and written again."""
+    definition = definition_of()
+    folder = folder_of(tmp_path, definition)
+    path = tmp_path / name_of(1, end)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(InvalidFile, match=rf"000001{end} has {len(whole) - 1:,} bytes"):
+        folder.sound()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert set(folder.sound()) == {0, 1, 2}
+    with pytest.raises(InvalidFile, match=rf"000001{end} has SHA-256"):
+        verify(tmp_path)
+    path.unlink()
+    with pytest.raises(InvalidFile, match=rf"000001{end} is missing"):
+        verify(tmp_path, content=False)
+    assert list(folder.wrong(folder.receipts().values())) == [1]
+    folder.discard(1)
+    assert set(folder.sound()) == {0, 2}
+    assert folder.totals() is None
+    folder.write(shard_of(definition, 1))
+    folder.complete()
+    assert path.read_bytes() == whole
+
+
+def test_a_full_disk_leaves_no_shard(tmp_path) -> None:
+    """The error is the system's, and neither a receipt nor a scratch file stays behind."""
+    definition = definition_of()
+    folder = DatasetFolder.begin(tmp_path, definition)
+    script = f"""
+import resource, signal, sys
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+from shards import definition_of, shard_of
+from steercap.datasets import DatasetFolder
+folder = DatasetFolder.begin({str(tmp_path)!r}, definition_of())
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
+try:
+    folder.write(shard_of(definition_of(), 0))
+except OSError as error:
+    print(error.errno)
+"""
+    assert subprocess.check_output([sys.executable, "-c", script], text=True).strip() == "27"  # EFBIG
+    assert folder.receipts() == {}
+    assert [path for path in tmp_path.rglob("*") if path.name.startswith(".")] == []
+
+
+def test_another_data_set_is_refused_with_what_differs(tmp_path) -> None:
+    """Of another model, of other points or codecs, asked otherwise; and a folder of something else."""
+    folder_of(tmp_path, definition_of(), complete=False)
+    with pytest.raises(RunDiffers, match=r"another data set of activations: points is .* as raw.* not .* as full8"):
+        DatasetFolder.begin(tmp_path, definition_of(Coding("full8")))
+    asked = msgspec.structs.replace(definition_of(), asked={"context": 16}, model={**MODEL, "weights": "1"})
+    with pytest.raises(RunDiffers, match=r"model weights is .*; context is 8, not 16"):
+        DatasetFolder.begin(tmp_path, asked)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").touch()
+    with pytest.raises(RunDiffers, match=r"holds 'thesis\.tex', and is no data set"):
+        DatasetFolder.begin(tmp_path / "other", definition_of())
+    with pytest.raises(InvalidFile, match=r"definition\.json cannot be read"):
+        DatasetFolder.open(tmp_path / "other")
+
+
+def test_a_newer_version_is_refused(tmp_path) -> None:
+    """Of the definition, of a receipt, of the totals: the message says which version it is."""
+    folder = folder_of(tmp_path, definition_of())
+    for name in ("dataset.json", "shards/000001.json", "definition.json"):
+        path = tmp_path / name
+        path.write_text(path.read_text().replace('"version": 1', '"version": 2', 1))
+        with pytest.raises(InvalidFile, match=rf"{name} is of format version 2; this steercap reads version 1"):
+            verify(tmp_path)
+    with pytest.raises(InvalidFile, match="version 2"):
+        folder.receipts()
+    (tmp_path / "definition.json").write_text('{"kind": "captures", "version": 1}')
+    with pytest.raises(InvalidFile, match="is not the definition of a data set of activations"):
+        verify(tmp_path)
+
+
+def test_a_receipt_of_another_data_set_is_refused(tmp_path) -> None:
+    """Shards that were copied in from a folder with other settings."""
+    folder_of(tmp_path / "a", definition_of())
+    folder_of(tmp_path / "b", definition_of(documents=4, every=2))
+    (tmp_path / "a/shards/000001.json").write_bytes((tmp_path / "b/shards/000001.json").read_bytes())
+    with pytest.raises(InvalidFile, match=r"000001\.json is the receipt of another data set"):
+        verify(tmp_path / "a")
+
+
+def test_rows_that_do_not_fit_are_not_written(tmp_path) -> None:
+    """Of another dtype or codec, of documents of other shards, out of order, or fewer than labels."""
+    definition = definition_of()
+    folder = DatasetFolder.begin(tmp_path, definition)
+    good = shard_of(definition, 1)
+
+    def changed(**what) -> Shard:
+        return Shard(**{**{name: getattr(good, name) for name in good.__dataclass_fields__}, **what})
+
+    point = Point(1, "resid_post")
+    with pytest.raises(InvalidRequest, match=r"resid_post\[1\] came as raw.*float32.*says raw.*bfloat16"):
+        folder.write(changed(rows={**good.rows, point: good.rows[point].float()}))
+    with pytest.raises(InvalidRequest, match="came as full8"):
+        folder.write(changed(rows=shard_of(definition_of(Coding("full8")), 1).rows))
+    with pytest.raises(InvalidRequest, match="documents that are not its own"):
+        folder.write(changed(number=2))
+    with pytest.raises(InvalidRequest, match="row 1 of shard 1 is not behind"):
+        folder.write(changed(index=good.index[::-1]))
+    with pytest.raises(InvalidRequest, match="the definition has"):
+        folder.write(changed(rows={point: good.rows[point]}))
+    with pytest.raises(InvalidRequest, match=r"rows of resid_post\[1\], and"):
+        changed(rows={**good.rows, point: good.rows[point][1:]})
+    with pytest.raises(InvalidRequest, match="shard 1 of 5 documents"):
+        folder.write(changed(documents=5))
+    assert folder.receipts() == {}
+    with pytest.raises(InvalidSetting, match="cannot be kept as full9"):
+        define(MODEL, POINTS, coding=Coding("full9"), documents_per_shard=1)
+
+
+def test_a_shard_of_documents_without_rows_is_a_shard(tmp_path) -> None:
+    """A token sample may keep nothing of them."""
+    definition = definition_of()
+    folder = DatasetFolder.begin(tmp_path, definition)
+    empty = {known.point: known.whole(known.nothing(), {}) for known in definition.points}
+    folder.write(Shard(0, 4, "0" * 64, 20, Index(*[np.zeros(0)] * 4), empty))
+    folder.write(Shard(1, 4, "0" * 64, 20, Index(*[np.zeros(0)] * 4), {point: [] for point in empty}))
+    folder.write(shard_of(definition, 2))
+    assert folder.complete().rows == len(shard_of(definition, 2).index)
+    assert int(folder.statistics(Point(2, "z")).count) == len(shard_of(definition, 2).index)
+
+
+# Statistics
+
+
+def test_statistics_are_those_of_all_rows(tmp_path) -> None:
+    """Merged over shards, against float64 over the rows put together."""
+    definition = definition_of()
+    folder = folder_of(tmp_path, definition)
+    shards = [shard_of(definition, number, 2 if number == 2 else 4) for number in range(3)]
+    for known in definition.points:
+        rows = torch.cat([shard.rows[known.point] for shard in shards]).double().flatten(1)
+        found = folder.statistics(known.point)
+        norms = rows.norm(dim=1)
+        assert int(found.count) == len(rows)
+        assert torch.allclose(found.mean, rows.mean(0), rtol=1e-6)
+        assert torch.allclose(found.variance, rows.var(0, unbiased=False), rtol=1e-6)
+        assert torch.allclose(found.norm_mean, norms.mean(), rtol=1e-9)
+        assert (float(found.norm_min), float(found.norm_max)) == (float(norms.min()), float(norms.max()))
+        for share in (0.05, 0.5, 0.95):
+            exact = float(norms.sort().values[max(0, int(np.ceil(share * len(norms))) - 1)])
+            assert exact <= found.norm_quantile(share) * (1 + 1e-12) <= exact * 2**0.126
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 700), min_size=1, max_size=4), st.integers(1, 5), st.integers(0, 3))
+def test_statistics_do_not_depend_on_how_rows_came(lengths, every, far) -> None:
+    """In pieces or whole, far from the origin or near, of every k-th row: the same bits, and right."""
+    rows = torch.randn(sum(lengths), 3, generator=torch.Generator().manual_seed(len(lengths))) + 10.0**far
+    found = statistics_of(rows.split(lengths), 3, every)
+    assert all(torch.equal(getattr(found, n), getattr(statistics_of([rows], 3, every), n)) for n in vars(found))
+    chosen = rows[::every].double()
+    assert int(found.count) == len(chosen)
+    if len(chosen):
+        assert torch.allclose(found.mean, chosen.mean(0), rtol=1e-12)
+        assert torch.allclose(found.variance, chosen.var(0, unbiased=False), rtol=1e-5)
+
+
+def test_statistics_count_zeros_small_elements_and_rows_that_are_not_finite() -> None:
+    """A row with NaN counts as that, and nowhere else."""
+    rows = torch.ones(8, 100)
+    rows[0, :10] = 0
+    rows[1, :20] = SMALL / 2
+    rows[2, 5] = torch.nan
+    rows[3, 5] = torch.inf
+    found = statistics_of([rows], 100)
+    assert (int(found.count), int(found.nonfinite)) == (6, 2)
+    assert float(found.zeros) == pytest.approx(10 / 600)
+    assert float(found.small) == pytest.approx(30 / 600)
+    assert found.mean.isfinite().all()
+    assert int(statistics_of([rows[2:4]], 100).nonfinite) == 2
+    assert no_rows(3).merged(no_rows(3)).variance.tolist() == [0, 0, 0]
+
+
+def test_statistics_can_be_left_out(tmp_path) -> None:
+    """Then there is no file of them, and whoever asks is told."""
+    folder = folder_of(tmp_path, definition_of(every=0))
+    assert not list(tmp_path.rglob("*statistics*"))
+    with pytest.raises(InvalidRequest, match="collected without statistics"):
+        folder.statistics(Point(2, "z"))
+
+
+def test_rows_that_are_split_over_ranks_keep_their_axis() -> None:
+    """Codes of a point that two tensor-parallel ranks had are [rows, 2, ...], as captures keep them."""
+    known = PointFormat(0, "z", PointSchema((4, 8), "bfloat16", shards=2), Coding("full8"))
+    assert known.tensors["q"][0][:1] == (2,)
+    assert known.shape == (4, 8)
