@@ -33,6 +33,7 @@ class Serving:
         cut: whether `max_model_len` may be cut down to what the model can do: it is a preset's, not the user's.
 
     Attributes:
+        cut: as given.
         engine: the engine, while it runs.
         running: what runs on it; cancelled when it is closed.
         idiom: how messages show code.
@@ -47,7 +48,7 @@ class Serving:
         self.running: set[asyncio.Task[Any]] = set()
         self.idiom = AWAITED
         self.proof: tuple[Claim, ...] = ()
-        self._cut = cut
+        self.cut = cut
         self._closed = False
         self._home: Home | None = None
         self._life = asyncio.Lock()
@@ -82,7 +83,7 @@ class Serving:
             require_there(self.model)  # before vLLM is imported, which takes long
             await asyncio.to_thread(require_reachable, self.model)
         arguments = dict(self.engine_args)
-        if "max_model_len" in arguments and self._cut and (context := look_up(self.model).context):
+        if "max_model_len" in arguments and self.cut and (context := look_up(self.model).context):
             arguments["max_model_len"] = min(arguments["max_model_len"], context)
         for candidate in count():
             self._launch = Launch()
