@@ -9,6 +9,7 @@ import typer
 from steercap.cli import (
     analyse,
     capture,
+    collect,
     demo,
     evaluate,
     explore,
@@ -34,6 +35,7 @@ for part in (
     demo,
     generate,
     capture,
+    collect,
     serve,
     explore,
     vectors,

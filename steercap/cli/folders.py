@@ -1,4 +1,4 @@
-"""What a folder is: a run of personas, a sweep, captures, or a model; by what is in it."""
+"""What a folder is: a run of personas, a sweep, captures, a data set, or a model; by what is in it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from steercap.cli.contents import kind_of
+from steercap.cli.datasets import inspected_dataset
 from steercap.cli.tables import facts, span
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
@@ -32,8 +33,8 @@ def inspected_folder(path: Path, *, verify: bool = False) -> Found:
     """What a folder is: as a document, and as tables.
 
     Args:
-        path: a run of `steercap persona run`, of `steercap sweep`, of `steercap evaluate`, of `steercap capture`, a
-            model, or a folder with other files that steercap knows.
+        path: a run of `steercap persona run`, of `steercap sweep`, of `steercap evaluate`, of `steercap capture`,
+            of `steercap collect`, a model, or a folder with other files that steercap knows.
         verify: whether to read the files that a manifest lists; otherwise their sizes alone are compared.
 
     Raises:
@@ -44,6 +45,7 @@ def inspected_folder(path: Path, *, verify: bool = False) -> Found:
         ("sweep.json", _sweep),
         ("evaluation.json", _evaluation),
         ("manifest.json", partial(_run, verify=verify)),
+        ("definition.json", partial(inspected_dataset, verify=verify)),
         ("config.json", _model),
     )
     how = next((how for name, how in known if (path / name).is_file()), _files)
@@ -164,8 +166,8 @@ def _files(path: Path) -> Found:
     kinds = {file: kind for file in files if (kind := _kind(file))}
     if not kinds:
         raise InvalidFile(
-            f"{path} has no file in it that steercap knows; it knows runs of personas, sweeps, captures and models, "
-            "and .safetensors, .gguf, .pt and .parquet files"
+            f"{path} has no file in it that steercap knows; it knows runs of personas, sweeps, captures, data sets "
+            "and models, and .safetensors, .gguf, .pt and .parquet files"
         )
     captures = [file for file, kind in kinds.items() if kind == "captures"]
     if len(captures) == len(kinds):

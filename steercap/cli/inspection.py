@@ -31,13 +31,13 @@ def inspected(path: Path, *, verify: bool = False) -> tuple[dict[str, Any], list
     Args:
         path: captures, steering, vectors, directions, a Parquet table, a GGUF control vector, or a `.pt`; or a folder,
             see `inspected_folder`.
-        verify: whether to read the files that a manifest lists.
+        verify: whether to read the files that a manifest lists, or a data set consists of.
 
     Raises:
         InvalidFile: it cannot be read, is none of these, or has no manifest to verify it by.
     """
-    if verify and not (path / "manifest.json").is_file():
-        raise InvalidFile(f"{path} has no manifest.json, so there is nothing to verify its files by")
+    if verify and not any((path / name).is_file() for name in ("manifest.json", "definition.json")):
+        raise InvalidFile(f"{path} has no manifest.json and is no data set, so there is nothing to verify its files by")
     if path.is_dir():
         return inspected_folder(path, verify=verify)
     how = {"parquet": _parquet, "gguf": _gguf, "pt": _pt, "safetensors": _safetensors}[kind_of(path)]
@@ -225,13 +225,13 @@ def register(app: typer.Typer) -> None:
         file: Annotated[Path, typer.Argument(exists=True, metavar="PATH", help="The file or folder.")],
         terminal: Terminal,
         verify: Annotated[
-            bool, typer.Option("--verify", help="Read the files of a run of captures, and compare their SHA-256.")
+            bool, typer.Option("--verify", help="Read files of captures or data sets; compare SHA-256.")
         ] = False,
     ) -> None:
         """Say what a file or folder is: captures, steering, vectors, directions or a sketch of steercap, a Parquet
-        table of a pipeline or a sweep, a GGUF control vector, a .pt; the folder of a run of personas, a sweep, captures
-        or a model. Shapes, layers, texts and where it comes from; of captures no row is read, but with --verify. Exit
-        code 1 says that files of a run of captures are not as its manifest lists them.
+        table of a pipeline or a sweep, a GGUF control vector, a .pt; the folder of a run of personas, a sweep,
+        captures, a data set of activations or a model. Shapes, layers, texts and where it comes from; of captures and
+        data sets no row is read, but with --verify. Exit code 1 says that their files are not as they are listed.
         """
         document, tables = inspected(file, verify=verify)
         terminal.show(document, *tables)

@@ -87,6 +87,7 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
     encode = calling(Calls[CaptureHandle].encode)
     stream = iterating(_model.SteerModel.stream)
     calibrate = blocking(_model.SteerModel.calibrate)
+    collect = blocking(_model.SteerModel.collect)
     fetch_captures_batch = blocking(_model.SteerModel.fetch_captures_batch)
     unembed = blocking(_model.SteerModel.unembed)
     stats: Callable[[SteerModel], Stats] = blocking(_model.SteerModel.stats)

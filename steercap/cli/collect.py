@@ -1,0 +1,269 @@
+"""`steercap collect`: a corpus into a data set of activations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from steercap.cli.capture import RowOptions
+from steercap.cli.command import command
+from steercap.cli.contents import directions_in, load
+from steercap.cli.destinations import folder_ready
+from steercap.cli.engines import ModelOptions, opened
+from steercap.cli.foreseen import check_sampling, foreseen
+from steercap.cli.selections import layers_of, names_of, tokens_of
+from steercap.cli.steering import SteerOptions, sites_of
+from steercap.cli.tables import facts
+from steercap.cli.terminal import Terminal
+from steercap.runs.heartbeat import heartbeat
+
+if TYPE_CHECKING:
+    from steercap.collecting import Source
+    from steercap.collecting.collect import Collected
+    from steercap.collecting.collect import Progress as Reached
+    from steercap.collecting.samples import TokenSample
+
+CORPUS: Final = "Corpus"
+SAMPLE: Final = "Tokens"
+
+
+@dataclass(frozen=True)
+class CorpusOptions:
+    """How a corpus is read."""
+
+    format: Annotated[
+        str | None,
+        typer.Option(help="jsonl, parquet, arrow or text; as the name says if left out.", rich_help_panel=CORPUS),
+    ] = None
+    split: Annotated[str | None, typer.Option(help="Of a folder with several.", rich_help_panel=CORPUS)] = None
+    column: Annotated[
+        str | None,
+        typer.Option(help="What holds documents; text, messages or tokens if left out.", rich_help_panel=CORPUS),
+    ] = None
+    unit: Annotated[
+        str, typer.Option(help="A document of a text file: line, paragraph or file.", rich_help_panel=CORPUS)
+    ] = "line"
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out what is no document, and count it.", rich_help_panel=CORPUS)
+    ] = False
+    context: Annotated[
+        int | None, typer.Option(help="Most tokens of a window; the engine's if left out.", rich_help_panel=CORPUS)
+    ] = None
+    long: Annotated[
+        str | None, typer.Option(help="A longer document: split, cut or refuse.", rich_help_panel=CORPUS)
+    ] = None
+    bos: Annotated[str, typer.Option(help="Begin each document, each window, or none.", rich_help_panel=CORPUS)] = (
+        "document"
+    )
+
+    def source(self, corpus: str) -> Source:
+        """The corpus, open.
+
+        Raises:
+            InvalidFile, InvalidSetting, UnknownName: see `open_source`.
+        """
+        from steercap.collecting import open_source
+
+        bad: Any = "skip" if self.skip_bad else "error"
+        unit: Any = self.unit
+        return open_source(corpus, format=self.format, split=self.split, column=self.column, unit=unit, bad=bad)
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """Which tokens are kept."""
+
+    tokens: Annotated[
+        str, typer.Option(help="all, last_prompt, positions, slices, or several.", rich_help_panel=SAMPLE)
+    ] = "all"
+    one_in: Annotated[int | None, typer.Option(help="Of these, one in so many, at random.", rich_help_panel=SAMPLE)] = (
+        None
+    )
+    sample_seed: Annotated[int, typer.Option(help="Of --one-in.", rich_help_panel=SAMPLE)] = 0
+    probe: Annotated[
+        Path | None, typer.Option(help="Of these, those along the direction of this file.", rich_help_panel=SAMPLE)
+    ] = None
+    probe_layer: Annotated[int | None, typer.Option(help="Whose rows decide.", rich_help_panel=SAMPLE)] = None
+    above: Annotated[float | None, typer.Option(help="Least projection that is kept.", rich_help_panel=SAMPLE)] = None
+    below: Annotated[float | None, typer.Option(help="Greatest that is.", rich_help_panel=SAMPLE)] = None
+
+    def sample(self) -> TokenSample:
+        """The sample asked for.
+
+        Raises:
+            typer.BadParameter: --one-in and --probe, or a probe of several directions, or without a layer.
+            InvalidSpec, InvalidSelection: see `steercap.collecting.samples`.
+        """
+        from steercap.collecting import ByProbe, OneIn
+        from steercap.collecting.samples import Selected
+
+        tokens = tokens_of(self.tokens)
+        if self.one_in is not None and self.probe is not None:
+            raise typer.BadParameter("give --one-in or --probe, not both", param_hint="--probe")
+        if self.one_in is not None:
+            return OneIn(self.one_in, self.sample_seed, tokens)
+        if self.probe is None:
+            return Selected(tokens)
+        found = directions_in(load(self.probe), self.probe)
+        if len(found) != 1 or self.probe_layer is None:
+            raise typer.BadParameter(
+                f"give --probe-layer, and a file of one direction; {self.probe} has {len(found)}", param_hint="--probe"
+            )
+        (vectors,) = found.values()
+        return ByProbe(vectors, self.probe_layer, self.above, self.below, tokens)
+
+
+@contextmanager
+def bar_of(terminal: Terminal) -> Iterator[Callable[[Reached], None]]:
+    """A bar on stderr with tokens and bytes a second, and the time that is left where that is known; off a terminal a
+    line now and then.
+
+    Yields:
+        What to call with how far it is.
+    """
+    bar = Progress(
+        SpinnerColumn(finished_text="[green]✓"),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=terminal.err,
+        disable=not terminal.err.is_terminal,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    task = bar.add_task("collecting", total=None)
+
+    def tell(reached: Reached) -> None:
+        share = reached.share
+        bar.update(
+            task,
+            description=words_of(reached),
+            total=None if share is None else 100.0,
+            completed=0.0 if share is None else 100 * share,
+        )
+
+    with bar, heartbeat(bar, terminal.err):
+        yield tell
+
+
+def words_of(reached: Reached) -> str:
+    """How far it is, in words."""
+    seconds = max(reached.seconds, 1e-9)
+    return (
+        f"{reached.tokens:,} tokens, {reached.tokens / seconds:,.0f}/s, {reached.bytes / 1e9:.2f} GB, "
+        f"{reached.bytes / seconds / 1e9:.2f} GB/s"
+    )
+
+
+def told(found: Collected) -> dict[str, Any]:
+    """What was collected, in words."""
+    totals = found.totals
+    return {
+        "documents": f"{totals.documents:,}",
+        "tokens": f"{totals.tokens:,}, of which {totals.rows:,} were kept",
+        "shards": f"{totals.shards:,}, {totals.bytes / 1e9:,.2f} GB",
+        "there before": f"{found.resumed} shards" if found.resumed else "",
+        "mended": f"{found.mended} shards" if found.mended else "",
+        "skipped": f"{found.skipped:,}: {'; '.join(found.complaints)}" if found.skipped else "",
+        "this call": f"{found.tokens:,} tokens in {found.seconds:,.0f} s, {found.tokens / found.seconds:,.0f} a second",
+        "sha256": totals.sha256,
+    }
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+
+    @command(
+        app,
+        "collect",
+        examples=[
+            "steercap collect corpus.jsonl out/rows --layers 8,16 --context 512",
+            "steercap collect data/wiki out/sample --split train --layers 12 --one-in 8 --codec full8",
+            "steercap collect corpus.jsonl out/answers --layers 12 --tokens generated --max-tokens 64",
+            "steercap inspect out/rows --verify",
+        ],
+    )
+    async def collect(
+        corpus: Annotated[str, typer.Argument(metavar="CORPUS", help="A file, a folder or a pattern.")],
+        folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Where the data set goes; or a URL.")],
+        how: CorpusOptions,
+        chosen: SampleOptions,
+        steer: SteerOptions,
+        stored: RowOptions,
+        model: ModelOptions,
+        terminal: Terminal,
+        layers: Annotated[str, typer.Option(help="all, 8, 8,16,-1 or 4:20:2.")] = "all",
+        sites: Annotated[
+            str, typer.Option(help="resid_pre, resid_post, attn_out, mlp_out, or several.")
+        ] = "resid_post",
+        max_tokens: Annotated[
+            int | None, typer.Option(min=1, help="Go on with each document for so many tokens, and keep them too.")
+        ] = None,
+        temperature: Annotated[float, typer.Option(help="Of --max-tokens; 0 is greedy.")] = 1.0,
+        seed: Annotated[int, typer.Option(help="Of --max-tokens; each document gets one of its own from it.")] = 0,
+        shard_mb: Annotated[int, typer.Option(min=1, help="Rows of a shard, in MiB.")] = 256,
+        documents_per_shard: Annotated[
+            int | None, typer.Option(min=1, help="By default as many as come to --shard-mb.")
+        ] = None,
+        statistics_every: Annotated[int, typer.Option(min=0, help="Look at one row in so many; 0 for none.")] = 8,
+        concurrency: Annotated[
+            int | None,
+            typer.Option(min=1, help="Windows at once; 1 gives the same bits each time."),
+        ] = None,
+        verify: Annotated[
+            bool, typer.Option("--verify", help="Compare shards that are there by SHA-256, and mend what is damaged.")
+        ] = False,
+    ) -> None:
+        """Read a corpus, and keep its activations as a data set: shards of safetensors with a Parquet index, which
+        steercap.datasets and other tools open. Interrupted, even killed, the same call goes on; every document is in it
+        once. Documents come from JSON lines, Parquet, text, or folders of these and of Hugging Face data sets.
+        """
+        from steercap.core.spec import CaptureSpec
+
+        model.require_there()
+        if "://" not in folder:
+            folder_ready(Path(folder), "FOLDER")
+        source, sample, spec = how.source(corpus), chosen.sample(), steer.spec()
+        check_sampling(temperature=temperature, seed=seed, max_tokens=max_tokens or 1)
+        wanted = CaptureSpec(
+            layers=layers_of(layers),
+            sites=names_of(sites),
+            codec=stored.codec,
+            k=stored.codec_k,
+            seed=stored.codec_seed,
+        )
+        armed = tuple(dict.fromkeys((*names_of(sites), *sites_of(spec))))
+        planned = foreseen(model, sites=armed, **stored.settings())
+        planned.check_capture(wanted)
+        planned.check_steering(spec)
+        long: Any = how.long
+        bos: Any = how.bos
+        async with opened(model, terminal, sites=armed, **stored.settings()) as open_model:
+            with bar_of(terminal) as tell:
+                found = await open_model.collect(
+                    source,
+                    folder,
+                    capture=wanted,
+                    tokens=sample,
+                    context=how.context,
+                    long=long,
+                    bos=bos,
+                    params=None if max_tokens is None else {"max_tokens": max_tokens, "temperature": temperature},
+                    seed=seed,
+                    steering=spec,
+                    shard_bytes=shard_mb << 20,
+                    documents_per_shard=documents_per_shard,
+                    statistics_every=statistics_every,
+                    concurrency=concurrency,
+                    verify=verify,
+                    progress=tell,
+                )
+            terminal.show(found, facts(found.folder, told(found)))

@@ -1,0 +1,87 @@
+"""What a data set of activations is, for `steercap inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from steercap.cli.tables import facts, span
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from steercap.datasets import DatasetFolder, Receipt
+
+
+def inspected_dataset(path: Path, *, verify: bool) -> tuple[dict[str, Any], list[RenderableType]]:
+    """What a data set is: as a document, and as tables.
+
+    Args:
+        path: its folder.
+        verify: whether to compare the SHA-256 of its files; otherwise their sizes alone are.
+
+    Raises:
+        InvalidFile: it cannot be read.
+    """
+    from steercap.datasets import DatasetFolder
+
+    folder = DatasetFolder.open(path)
+    receipts = folder.receipts()
+    wrong = folder.wrong(receipts.values(), content=verify)
+    totals, definition = folder.totals(), folder.definition
+    sites: dict[str, list[int]] = {}
+    for point in definition.points:
+        sites.setdefault(point.site, []).append(point.layer)
+    known = {
+        "kind": "data set of activations",
+        "model": definition.model.get("name", ""),
+        "layers": "; ".join(f"{site}: {span(layers)}" for site, layers in sites.items()),
+        "codec": ", ".join(dict.fromkeys(str(point.coding) for point in definition.points)),
+        "row": f"{definition.row_bytes:,} bytes at all points",
+        **{name: _said(value) for name, value in definition.asked.items()},
+        **_counted(receipts),
+        "complete": "yes" if totals is not None else "no; the call that began it goes on",
+        "files": "; ".join(wrong.values())
+        or ("as their receipts say, by SHA-256" if verify else "as their receipts say, by size; --verify reads them"),
+        "sha256": "" if totals is None else totals.sha256,
+    }
+    document = {
+        **known,
+        "wrong": {str(number): why for number, why in wrong.items()},
+        "definition": msgspec.to_builtins(definition),
+        "totals": None if totals is None else msgspec.to_builtins(totals),
+    }
+    return document, [facts(str(path), known), *_norms(folder, complete=totals is not None and not wrong)]
+
+
+def _counted(receipts: dict[int, Receipt]) -> dict[str, str]:
+    found = list(receipts.values())
+    return {
+        "shards": f"{len(found):,}, {sum(receipt.bytes for receipt in found) / 1e9:,.2f} GB",
+        "documents": f"{sum(receipt.stop - receipt.first for receipt in found):,}",
+        "tokens": f"{sum(receipt.tokens for receipt in found):,} read, {sum(receipt.rows for receipt in found):,} kept",
+    }
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {said}" for name, said in value.items() if said not in (None, {}, ""))
+    return "" if value in (None, False) else str(value)
+
+
+def _norms(folder: DatasetFolder, *, complete: bool) -> list[RenderableType]:
+    """Norms of the rows of each point."""
+    from rich.table import Table
+
+    if not complete or not folder.definition.statistics_every:
+        return []
+    table = Table(title="norms", title_justify="left")
+    for name in ("point", "looked at", "mean", "least", "greatest", "zeros"):
+        table.add_column(name, justify="left" if name == "point" else "right")
+    for point in folder.definition.points:
+        found = folder.statistics(point.point)
+        numbers = (f"{float(one):.4g}" for one in (found.norm_mean, found.norm_min, found.norm_max))
+        table.add_row(str(point.point), f"{int(found.count):,}", *numbers, f"{float(found.zeros):.2%}")
+    return [table]

@@ -1,0 +1,388 @@
+"""`model.collect`: what is in a data set is what `model.read` gives, once each, whatever happens on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+from safetensors.torch import load_file
+
+from steercap import Add, CaptureSpec, Point
+from steercap.collecting import ByPredicate, ByProbe, OneIn, open_source
+from steercap.collecting.samples import seed_of
+from steercap.datasets import DatasetFolder, verify
+from steercap.datasets.storage import LocalFolder
+from steercap.errors import (
+    CollectionStopped,
+    InvalidFile,
+    InvalidRequest,
+    InvalidSetting,
+    InvalidSpec,
+    RunDiffers,
+)
+from steercap.testing import compare_rows
+from steercap.testing.rows import MAX_ERROR, MIN_COSINE, random_prompt
+from steercap.vectors import LayerVectors
+
+#: Documents of several windows, of one, of none, and of a single token.
+DOCUMENTS = [random_prompt(length, seed) for seed, length in enumerate([30, 75, 0, 1, 40, 12, 33])]
+CONTEXT = 32
+
+
+def read(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
+    """A data set as other tools read it: pyarrow and safetensors, and nothing of ours."""
+    indices, tensors = [], []
+    for path in sorted((folder / "shards").glob("[0-9]*.parquet")):
+        indices.append(parquet.read_table(path))
+        tensors.append(load_file(path.with_suffix(".safetensors")))
+    index = pa.concat_tables(indices)
+    columns = {name: index[name].to_numpy() for name in ("document", "window", "position", "token")}
+    names = tensors[0].keys() if tensors else ()
+    return columns, {name: torch.cat([one[name] for one in tensors]) for name in names}
+
+
+def windows(document: int) -> list[list[int]]:
+    ids = DOCUMENTS[document]
+    return [ids[start : start + CONTEXT] for start in range(0, len(ids), CONTEXT)]
+
+
+def files_of(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and not path.name.startswith(".")
+    }
+
+
+async def test_rows_are_those_of_read_and_of_transformers(tiny, tiny_reference, tmp_path) -> None:
+    """Every token of every document once, in order, under its labels, whatever is under way at once."""
+    found = await tiny.collect(
+        DOCUMENTS, tmp_path, layers=[0, -1], sites=["resid_post", "mlp_out"], context=CONTEXT, documents_per_shard=3
+    )
+    index, tensors = read(tmp_path)
+    every = [(d, w, ids) for d in range(len(DOCUMENTS)) for w, ids in enumerate(windows(d))]
+    assert index["token"].tolist() == [token for _, _, ids in every for token in ids]
+    assert index["document"].tolist() == [d for d, _, ids in every for _ in ids]
+    assert index["window"].tolist() == [w for _, w, ids in every for _ in ids]
+    assert index["position"].tolist() == [at for _, _, ids in every for at in range(len(ids))]
+    assert found.totals.rows == found.totals.tokens == sum(map(len, DOCUMENTS))
+    assert (found.totals.documents, found.totals.shards) == (len(DOCUMENTS), 3)
+    at = 0
+    for _, _, ids in every:
+        handle = await tiny.read(ids, capture=CaptureSpec(layers=[0, -1], sites=["resid_post", "mlp_out"]))
+        points = handle.points
+        reference = tiny_reference.rows(ids, points)
+        async with handle:
+            for point in points:
+                rows = tensors[f"rows.{point.site}.{point.layer}"][at : at + len(ids)]
+                # Another batch may round otherwise: what `read` gives is as near as transformers' is.
+                for other in (handle.captures[point], reference[point].flatten(1)):
+                    same = compare_rows(rows, other)
+                    assert same.cosine > MIN_COSINE
+                    assert same.error < MAX_ERROR
+        at += len(ids)
+    assert verify(tmp_path) == found.totals
+
+
+async def test_one_at_a_time_gives_the_same_bits_wherever_it_is_broken_off(tiny, tmp_path) -> None:
+    """With `concurrency=1`, and shards made in two calls."""
+    asked = {"layers": [1], "context": CONTEXT, "documents_per_shard": 2, "concurrency": 1}
+    whole = await tiny.collect(DOCUMENTS, tmp_path / "whole", **asked)
+
+    def broken_off():
+        yield from DOCUMENTS[:5]
+        raise KeyError("the corpus breaks off")
+
+    with pytest.raises(KeyError, match="breaks off"):
+        await tiny.collect(broken_off(), tmp_path / "parts", **asked)
+    assert not (tmp_path / "parts" / "dataset.json").exists()
+    there = DatasetFolder.open(tmp_path / "parts").receipts()
+    rest = await tiny.collect(DOCUMENTS, tmp_path / "parts", **asked)
+    assert rest.resumed == len(there)
+    assert rest.totals == whole.totals
+    assert files_of(tmp_path / "parts") == files_of(tmp_path / "whole")
+    again = await tiny.collect(DOCUMENTS, tmp_path / "parts", **asked)
+    assert (again.tokens, again.totals) == (0, whole.totals), "nothing is read twice"
+
+
+async def test_another_corpus_or_another_question_is_refused(tiny, tmp_path) -> None:
+    """By the digests of its documents, and by what was asked."""
+    asked = {"layers": [1], "context": CONTEXT, "documents_per_shard": 2}
+    await tiny.collect(DOCUMENTS, tmp_path, **asked)
+    changed = [*DOCUMENTS[:3], DOCUMENTS[3] + [7], *DOCUMENTS[4:]]
+    for corpus in (changed, DOCUMENTS[:2], [*DOCUMENTS, [1]]):
+        with pytest.raises(RunDiffers):
+            await tiny.collect(corpus, tmp_path, **asked)
+    for other in ({"layers": [2]}, {"context": 16}, {"tokens": OneIn(2)}, {"codec": "full8"}, {"bos": "window"}):
+        with pytest.raises(RunDiffers, match="another data set"):
+            await tiny.collect(DOCUMENTS, tmp_path, **{**asked, **other})
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").touch()
+    with pytest.raises(RunDiffers, match=r"notes\.txt"):
+        await tiny.collect(DOCUMENTS, tmp_path / "other", **asked)
+
+
+async def test_samples_keep_the_rows_they_name(tiny, tmp_path) -> None:
+    """One in k, by predicate, by probe and by selection: subsets of all rows, with the labels of these."""
+    asked = {"layers": [1], "context": CONTEXT}
+    await tiny.collect(DOCUMENTS, tmp_path / "all", **asked)
+    index, tensors = read(tmp_path / "all")
+    rows = tensors["rows.resid_post.1"]
+    probe = LayerVectors({1: torch.randn(128, generator=torch.Generator().manual_seed(0))})
+    products = rows.float() @ probe[1]
+    threshold = float(products.median())
+    clear = (products - threshold).abs() > 1e-3  # nearer to it another batch may round otherwise
+    samples = {
+        "one_in": (OneIn(3, seed=1), None),
+        "predicate": (ByPredicate(lambda _, ids: ids % 2 == 0, name="even"), index["token"] % 2 == 0),
+        "probe": (ByProbe(probe, 1, above=threshold), (products >= threshold).numpy()),
+        "selection": (slice(1, None), index["position"] > 0),
+    }
+    for name, (sample, wanted) in samples.items():
+        found = await tiny.collect(DOCUMENTS, tmp_path / name, tokens=sample, **asked)
+        part, own = read(tmp_path / name)
+        keys = list(zip(index["document"], index["window"], index["position"], strict=True))
+        kept = {key: at for at, key in enumerate(zip(part["document"], part["window"], part["position"], strict=True))}
+        mask = np.array([key in kept for key in keys])
+        assert len(kept) == mask.sum() == found.totals.rows > 0
+        if wanted is not None:
+            assert np.array_equal(
+                mask[clear] if name == "probe" else mask, wanted[clear] if name == "probe" else wanted
+            )
+        assert np.array_equal(index["token"][mask], part["token"])
+        assert compare_rows(own["rows.resid_post.1"], rows[torch.from_numpy(mask)]).error < MAX_ERROR
+
+
+async def test_codecs_keep_what_a_handle_keeps(tiny, tmp_path) -> None:
+    """Codes and scales, as `CodedRows` of `read` have them."""
+    for codec, k in (("full8", None), ("rp8", 16), ("topk8", 8)):
+        folder = tmp_path / codec
+        await tiny.collect(DOCUMENTS[:1], folder, layers=[1], codec=codec, k=k, concurrency=1)
+        _, tensors = read(folder)
+        async with await tiny.read(DOCUMENTS[0], capture=CaptureSpec(layers=[1], codec=codec, k=k)) as handle:
+            for name, part in handle.coded[1].parts.items():
+                assert torch.equal(tensors[f"{name}.resid_post.1"], part), (codec, name)
+
+
+async def test_what_is_generated_is_collected_with_seeds_of_its_own(tiny, tmp_path) -> None:
+    """Rows of prompt and answer; a document's answer depends on its number, and on nothing that runs beside it."""
+    params = {"max_tokens": 6, "temperature": 1.0, "ignore_eos": True}
+    documents = [random_prompt(10, 3)] * 4
+    await tiny.collect(documents, tmp_path, layers=[1], params=params, seed=5)
+    index, tensors = read(tmp_path)
+    answers = []
+    for number, prompt in enumerate(documents):
+        own = {**params, "seed": seed_of(5, number)}
+        _, handle = await tiny.generate(prompt, own, capture=CaptureSpec(layers=[1]))
+        mine = index["document"] == number
+        async with handle:
+            assert index["token"][mine].tolist() == handle.token_ids.tolist()
+            assert (
+                compare_rows(tensors["rows.resid_post.1"][torch.from_numpy(mine)], handle.captures[1]).error < MAX_ERROR
+            )
+        answers.append(tuple(handle.output_token_ids))
+    assert len(set(answers)) > 1
+    with pytest.raises(InvalidSetting, match="seed"):
+        await tiny.collect(documents, tmp_path / "b", params={"seed": 1})
+    with pytest.raises(InvalidSetting, match="split"):
+        await tiny.collect(documents, tmp_path / "b", params=params, long="split")
+
+
+async def test_steering_changes_what_is_collected_and_what_it_is(tiny, tmp_path) -> None:
+    """Given, or in force around the call; another one is another data set."""
+    spec = Add(torch.ones(128), 3.0, layer=0)
+    await tiny.collect(DOCUMENTS[:1], tmp_path / "plain", layers=[1])
+    await tiny.collect(DOCUMENTS[:1], tmp_path / "given", layers=[1], steering=spec)
+    async with tiny.steered(spec):
+        await tiny.collect(DOCUMENTS[:1], tmp_path / "inside", layers=[1])
+    plain, given, inside = (read(tmp_path / name)[1]["rows.resid_post.1"] for name in ("plain", "given", "inside"))
+    assert (plain - given).abs().max() > 0.1
+    assert compare_rows(given, inside).error < MAX_ERROR
+    with pytest.raises(RunDiffers, match="steering"):
+        await tiny.collect(DOCUMENTS[:1], tmp_path / "given", layers=[1])
+
+
+async def test_texts_chats_and_files_are_read_as_the_tokenizer_reads_them(tiny, tmp_path) -> None:
+    """From JSON lines with bad ones among them, which are counted."""
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"text": "Hello"}\nnothing\n{"tokens": [1, 2, 3]}\n"World"\n')
+    source = open_source(path, bad="skip")
+    seen = []
+    found = await tiny.collect(source, tmp_path / "a", layers=[1], progress=seen.append)
+    assert (found.skipped, found.totals.documents) == (1, 3)
+    assert read(tmp_path / "a")[0]["token"].tolist() == [
+        *tiny.tokenizer.encode("Hello"),
+        *[1, 2, 3],
+        *tiny.tokenizer.encode("World"),
+    ]
+    assert seen[-1].share == 1.0
+    assert seen[-1].tokens == found.totals.tokens == found.tokens
+    with pytest.raises(InvalidFile, match="line 2"):
+        await tiny.collect(path, tmp_path / "b", layers=[1])
+    with pytest.raises(InvalidRequest, match="chat template"):
+        await tiny.collect([chat], tmp_path / "c", layers=[1])
+    with pytest.raises(InvalidRequest, match="document 1"):
+        await tiny.collect([[1], [10**9]], tmp_path / "d", layers=[1])
+
+
+async def test_what_does_not_fit_is_told_before_anything_is_read(tiny, tmp_path) -> None:
+    """And nothing is written."""
+    corpus = iter(DOCUMENTS)
+    wrong = [
+        ({"context": 10_000}, InvalidSetting),
+        ({"concurrency": 0}, InvalidSetting),
+        ({"shard_bytes": 0}, InvalidSetting),
+        ({"capture": CaptureSpec(reduce="mean")}, InvalidSpec),
+        ({"capture": CaptureSpec(), "layers": [1]}, InvalidSpec),
+        ({"layers": [99]}, InvalidSpec),
+        ({"layers": [1], "tokens": ByProbe(LayerVectors({2: torch.ones(128)}), 2, above=0.0)}, InvalidSpec),
+    ]
+    for asked, error in wrong:
+        with pytest.raises(error):
+            await tiny.collect(corpus, tmp_path / "folder", **asked)
+    assert not (tmp_path / "folder").exists()
+    assert next(corpus) is DOCUMENTS[0]
+
+
+async def test_a_second_writer_is_refused(tiny, tmp_path) -> None:
+    """While the first writes; afterwards it may."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def slow():
+        yield DOCUMENTS[0]
+        began.set()
+        go_on.wait(60)
+
+    first = asyncio.ensure_future(tiny.collect(slow(), tmp_path, layers=[1]))
+    await asyncio.to_thread(began.wait, 60)
+    with pytest.raises(InvalidRequest, match="another collection"):
+        await tiny.collect(DOCUMENTS[:1], tmp_path, layers=[1])
+    go_on.set()
+    await first
+    assert (await tiny.collect(DOCUMENTS[:1], tmp_path, layers=[1])).tokens == 0
+
+
+async def test_a_cancelled_call_stops_cleanly_and_the_next_goes_on(tiny, tmp_path) -> None:
+    """At any moment; the model holds nothing of it afterwards."""
+    asked = {"layers": "all", "context": CONTEXT, "documents_per_shard": 2}
+    for steps in (1, 5, 20, 60):
+        task = asyncio.ensure_future(tiny.collect(DOCUMENTS * 6, tmp_path, **asked))
+        for _ in range(steps):
+            await asyncio.sleep(0.005)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    found = await tiny.collect(DOCUMENTS * 6, tmp_path, **asked)
+    assert found.totals.rows == 6 * sum(map(len, DOCUMENTS))
+    assert verify(tmp_path) == found.totals
+    for _ in range(200):
+        stats = await tiny.stats()
+        if not stats.handles_held and not stats.capture_bytes_claimed:
+            break
+        await asyncio.sleep(0.05)
+    assert not stats.handles_held
+    assert not stats.capture_bytes_claimed
+
+
+async def test_a_full_disk_is_a_clean_stop(tiny, tmp_path, monkeypatch) -> None:
+    """The error says how far it is; with room again the same call goes on."""
+    asked = {"layers": [1], "context": CONTEXT, "documents_per_shard": 2}
+    write, written = LocalFolder.write, []
+
+    def full(self, name, chunks):
+        if name.startswith("shards/000002"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(name)
+        return write(self, name, chunks)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalFolder, "write", full)
+        with pytest.raises(CollectionStopped, match=r"No space left.*\d shards are there.*the same call goes on"):
+            await tiny.collect(DOCUMENTS, tmp_path, **asked)
+    assert "shards/000000.json" in written
+    found = await tiny.collect(DOCUMENTS, tmp_path, **asked)
+    assert found.resumed >= 1
+    assert verify(tmp_path) == found.totals
+
+
+async def test_a_damaged_shard_is_mended(tiny, tmp_path) -> None:
+    """One that is cut short always, one whose bytes were changed if hashes are compared."""
+    asked = {"layers": [1], "context": CONTEXT, "documents_per_shard": 2, "concurrency": 1}
+    whole = await tiny.collect(DOCUMENTS, tmp_path, **asked)
+    files = files_of(tmp_path)
+    cut, changed = tmp_path / "shards" / "000001.safetensors", tmp_path / "shards" / "000002.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-1])
+    data = bytearray(changed.read_bytes())
+    data[-1] ^= 1
+    changed.write_bytes(data)
+    first = await tiny.collect(DOCUMENTS, tmp_path, **asked)
+    assert first.mended == 1
+    with pytest.raises(InvalidFile, match="000002"):
+        verify(tmp_path)
+    second = await tiny.collect(DOCUMENTS, tmp_path, verify=True, **asked)
+    assert (second.mended, second.totals) == (1, whole.totals)
+    assert files_of(tmp_path) == files
+
+
+async def test_a_slow_disk_slows_the_model_and_fills_no_memory(tiny, tmp_path, monkeypatch) -> None:
+    """No more is read ahead than is said to be, however far the corpus goes."""
+    taken, held = 0, asyncio.Event()
+    loop, hold = asyncio.get_running_loop(), threading.Event()
+    write = LocalFolder.write
+
+    def endless():
+        nonlocal taken
+        for number in range(2000):
+            taken += 1
+            yield random_prompt(20, number)
+
+    def slow(self, name, chunks):
+        if name.startswith("shards/"):
+            loop.call_soon_threadsafe(held.set)
+            hold.wait(60)
+        return write(self, name, chunks)
+
+    monkeypatch.setattr(LocalFolder, "write", slow)
+    task = asyncio.ensure_future(tiny.collect(endless(), tmp_path, layers=[1], documents_per_shard=10, concurrency=16))
+    await held.wait()
+    before = -1
+    while before != taken:  # until nothing moves any more
+        before = taken
+        await asyncio.sleep(0.5)
+    assert taken < 700
+    hold.set()
+    found = await task
+    assert found.totals.documents == 2000
+
+
+@pytest.mark.slow
+@pytest.mark.extended
+def test_ten_kills_leave_the_data_set_of_a_run_without(tmp_path) -> None:
+    """Bit for bit, at random moments and before random operations on files."""
+    script = Path(__file__).parent.parent / "run_collect_kills.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "kills"), "7", "10"],
+        capture_output=True,
+        text=True,
+        timeout=1500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout)["kills"] == 10
+
+
+def test_points_are_named_as_everywhere() -> None:
+    """What names of tensors above rely on."""
+    assert str(Point(1, "resid_post")) == "resid_post[1]"
