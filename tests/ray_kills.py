@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,13 @@ from steercap.testing import tiny_checkpoint
 from steercap.testing.rows import TINY_ENGINE
 
 #: One window at a time: the setting in which rows do not depend on what else is in their batch.
-ASKED: dict[str, Any] = {"layers": [1, 3], "documents_per_shard": 8, "concurrency": 1}
+ASKED: dict[str, Any] = {"layers": [1, 3], "documents_per_shard": 4, "concurrency": 1}
 ACTORS: dict[str, Any] = {"num_cpus": 1, "max_task_retries": -1}
 #: Of Ray where it starts here: little memory, no pages; it counts cores and does not bind them.
 RAY: dict[str, Any] = {"address": "local", "num_cpus": 4, "object_store_memory": 80 << 20, "include_dashboard": False}
 
 
-def corpus(documents: int = 320) -> list[str]:
+def corpus(documents: int = 480) -> list[str]:
     """Texts of all lengths."""
     rng = random.Random(7)
     return ["".join(rng.choices("abcdefgh ", k=rng.randrange(1, 240))) for _ in range(documents)]
@@ -53,17 +54,24 @@ def actors() -> list[psutil.Process]:
     return [process for process in running if "ray::CollectingActor" in " ".join(process.info["cmdline"] or [])]
 
 
-async def killed(kills: int, seed: int, longest: float) -> None:
-    """Kill actors, again and again."""
-    rng = random.Random(seed)
+async def killed(folder: Path, kills: int, seed: int) -> None:
+    """Kill an actor a random moment after each time that shards have come, whether it is the one that made them or is
+    starting again.
+    """
+    rng, before = random.Random(seed), 0
     for number in range(kills):
-        while True:
-            await asyncio.sleep(rng.uniform(1, longest))
-            if found := actors():
-                break
-        victim = rng.choice(found)
-        victim.kill()
-        print(f"kill {number + 1} of {kills}: actor {victim.pid}, {len(found)} were alive", flush=True)
+        while not (found := actors()) or shards(folder) <= before:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(rng.uniform(0, 1))
+        before, victim = shards(folder), rng.choice(found)
+        with suppress(psutil.NoSuchProcess):
+            victim.kill()
+        print(f"kill {number + 1} of {kills}: actor {victim.pid} of {len(found)}, {before} shards", flush=True)
+
+
+def shards(folder: Path) -> int:
+    """How many there are."""
+    return len(list(folder.glob("shards/*.json")))
 
 
 def said(progress: Progress) -> None:
@@ -71,12 +79,13 @@ def said(progress: Progress) -> None:
     print(f"{progress.seconds:.0f} s: {progress.shards} shards, {progress.tokens} tokens", flush=True)
 
 
-async def on_ray(folder: Path, kills: int, seed: int, longest: float = 25.0) -> Collected:
+async def on_ray(folder: Path, kills: int, seed: int) -> Collected:
     """Collect by two actors, with kills."""
-    killing = asyncio.create_task(killed(kills, seed, longest))
+    killing = asyncio.create_task(killed(folder, kills, seed))
     try:
         return await a_model().collect(corpus(), folder, ray=RayActors(2, **ACTORS), progress=said, **ASKED)
     finally:
+        assert killing.done() or not kills, "the corpus ended before the last kill"
         killing.cancel()
 
 
