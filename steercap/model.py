@@ -6,17 +6,20 @@ import os
 import warnings
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from steercap import environment
 from steercap.collecting.collect import EVERY, SHARD_BYTES, Asked, Collected, Progress, collect
+from steercap.collecting.many import RayActors, collect_on_actors
 from steercap.collecting.samples import TokenSample
 from steercap.collecting.sources import Corpus, open_source
 from steercap.collecting.streaming import ActivationStream, Streaming
 from steercap.collecting.windows import Bos, Long
-from steercap.config import Overflow, Preset, Transport, with_preset
+from steercap.config import Overflow, Preset, Settings, Transport, with_preset
 from steercap.core.ownership import Unshared
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
@@ -343,6 +346,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         verify: bool = False,
         progress: Callable[[Progress], object] | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        ray: RayActors | None = None,
     ) -> Collected:
         """Read a corpus into a data set of activations on disk, which `steercap.datasets` and other tools open.
 
@@ -378,18 +382,20 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
                 what is damaged is collected again.
             progress: called with a `Progress` now and then.
             storage_options: of the URL's file system.
+            ray: over which actors of Ray's the corpus is spread. Each starts an engine of this model's arguments; this
+                one need not be started. Shards are the same, whoever makes them; the folder is one that all machines
+                reach. `concurrency` is of each engine.
 
         Returns:
             What the data set holds.
 
         Raises:
             RunDiffers: the folder holds another data set, or one of another corpus.
-            CollectionStopped: it cannot be written to, such as on a full disk.
+            CollectionStopped: it cannot be written to, such as on a full disk, or actors were lost too often.
             InvalidFile: a file of the corpus cannot be read, or holds something that is no document.
             InvalidRequest: something is asked for that does not fit, or another process writes to the folder.
             The errors of `generate`.
         """
-        engine = self.serving.here()
         asked = Asked(
             capture=self._collected(capture, layers=layers, sites=sites, codec=codec, k=k),
             tokens=tokens,
@@ -408,6 +414,9 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             progress=progress,
             storage_options=storage_options or {},
         )
+        if ray is not None:
+            return await collect_on_actors(self._another, corpus, os.fspath(folder), asked, ray)
+        engine = self.serving.here()
         return await self.serving.run(lambda: collect(self, engine, corpus, os.fspath(folder), asked))
 
     def activations(
@@ -498,6 +507,13 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             raise InvalidSpec(f"capture= beside {', '.join(given)}; give one of them")
         return CaptureSpec(**given) if capture is None else capture
 
+    @property
+    def _another(self) -> partial[SteerModel]:
+        """Makes a model of the same arguments, on any machine."""
+        serving = self.serving
+        model = str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
+        return partial(_alike, model, self.settings, serving.engine_args, serving.cut)
+
     async def stats(self) -> Stats:
         """What the model holds now, and its limits."""
         return await self.serving.surviving(lambda engine: stats_of(engine, self.serving.restarts))
@@ -546,3 +562,12 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
     def points(self) -> Mapping[Point, PointSchema]:
         """Points that have a tap, layer by layer, and what the tensor at each of them is."""
         return self.serving.opened().schemas
+
+
+def _alike(model: str, settings: Settings, engine_args: Mapping[str, Any], cut: bool) -> SteerModel:
+    """A model that is not started, with settings that another one has."""
+    found = SteerModel(model)
+    found.settings = settings
+    found.serving = Serving(model, settings, engine_args, cut=cut)
+    found._answers = Answers(found.serving)  # noqa: SLF001 -- of this class
+    return found

@@ -20,6 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from steercap.adapters import detokenizer
 from steercap.adapters.arguments import check_heads, check_supported, read_arguments
+from steercap.adapters.cluster import tell_workers
 from steercap.adapters.connection import Connection
 from steercap.adapters.lora import Adapters
 from steercap.adapters.pooling import read_pooling, tasks_of
@@ -139,6 +140,7 @@ class VllmEngine:
         )
         check_heads(config, points)
         config.additional_config[CONFIG_KEY] = worker_config(points, settings, candidate)
+        tell_workers(config, launch.reaper.environment)
         launch.require_wanted()
         try:
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=args.disable_log_stats)

@@ -22,6 +22,7 @@ from steercap.adapters.refusal import FOLDER, left_behind
 from steercap.adapters.releases import require
 
 #: Settings of vLLM's log; a user who has set one gets what vLLM makes of it.
+STREAM: Final = "VLLM_LOGGING_STREAM"
 CHOICES: Final = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
 #: Loggers that say of a machine without CUDA that it cannot run Triton, which steercap does not need there.
 _TRITON: Final = ("vllm.triton_utils.importing", "vllm.platforms.cpu", "vllm.config.vllm")
@@ -43,7 +44,7 @@ def quieten(*, log: bool) -> None:
     Args:
         log: whether its level is ours to choose: warnings and errors, without those about Triton.
     """
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault(STREAM, "ext://sys.stderr")
     # vLLM's own look at every attribute of torch.distributed finds one that is deprecated.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.reduce_op.*", category=FutureWarning)
     if log:
@@ -96,6 +97,10 @@ class Entry:
             # Its workers meet at a file, which they remove only if they end in order; this folder is removed in any
             # case.
             tempfile.tempdir = os.environ.get(FOLDER)
+            if "vllm_config" in kwargs and kwargs["vllm_config"].parallel_config.use_ray:
+                from steercap.adapters.losing import hook_executor
+
+                hook_executor()
         if self._target == WORKER:  # which logs what its start fails of, and ends as if nothing were the matter
             worker = getattr(import_module(module), owner)
             worker.__init__ = left_behind()(worker.__init__)

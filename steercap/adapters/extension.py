@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from steercap.adapters import death, hook_runners, load_adapter, runtime_of
+from steercap.adapters.cluster import find_folder
 from steercap.core.messages import Unhooked, encode
 from steercap.errors import UnsupportedRunner
 
+find_folder()
 hook_runners()
 
 

@@ -26,10 +26,17 @@ def left_behind() -> Iterator[None]:
     """Leave word of an error that ends what runs within."""
     try:
         yield
-    except Exception as error:
+    except Exception as raised:
+        error = _within(raised)
         with contextlib.suppress(OSError), (Path(os.environ.get(FOLDER, os.devnull)) / NAME).open("x") as file:
             json.dump([type(error).__name__, str(error)], file)
         raise
+
+
+def _within(error: Exception) -> Exception:
+    """What a worker raised, where Ray has made a `RayTaskError(...)` of it; any other error as it is."""
+    cause = getattr(error, "cause", None)
+    return cause if type(error).__name__.startswith("RayTaskError") and isinstance(cause, Exception) else error
 
 
 def refusal(folder: Path, start: str) -> errors.SteercapError | None:

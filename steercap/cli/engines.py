@@ -143,6 +143,19 @@ def located(model: str) -> Path | str:
     return smollm2()
 
 
+async def unopened(options: ModelOptions, terminal: Terminal, **settings: Any) -> SteerModel:
+    """The model, not started; arguments as for `opened`.
+
+    Raises:
+        The errors of `SteerModel`.
+    """
+    with terminal.status(f"loading {options.model}"):
+        from steercap.model import SteerModel
+
+        path = await asyncio.to_thread(located, options.model)
+        return SteerModel(str(path), **{**settings, **options.arguments()})
+
+
 @asynccontextmanager
 async def opened(options: ModelOptions, terminal: Terminal, **settings: Any) -> AsyncIterator[SteerModel]:
     """The model, open, with the terminal to ourselves.
@@ -155,13 +168,8 @@ async def opened(options: ModelOptions, terminal: Terminal, **settings: Any) -> 
     Raises:
         The errors of `SteerModel` and its `start`.
     """
-    arguments = {**settings, **options.arguments()}
     with terminal.alone():
-        with terminal.status(f"loading {options.model}"):
-            from steercap.model import SteerModel
-
-            path = await asyncio.to_thread(located, options.model)
-            model = SteerModel(str(path), **arguments)
+        model = await unopened(options, terminal, **settings)
         try:
             with terminal.status(f"starting vLLM with {options.model}, probing every tap"):
                 await model.start()

@@ -43,6 +43,7 @@ class Serving:
         cut: whether `max_model_len` may be cut down to what the model can do: it is a preset's, not the user's.
 
     Attributes:
+        cut: as given.
         engine: the engine, while it runs.
         running: what runs on it; cancelled when it is closed.
         idiom: how messages show code.
@@ -59,7 +60,7 @@ class Serving:
         self.idiom = AWAITED
         self.proof: tuple[Claim, ...] = ()
         self.restarts = 0
-        self._cut = cut
+        self.cut = cut
         self._given_up: EngineDied | None = None
         self._closed = False
         self._home: Home | None = None
@@ -95,7 +96,7 @@ class Serving:
             require_there(self.model)  # before vLLM is imported, which takes long
             await asyncio.to_thread(require_reachable, self.model)
         arguments = dict(self.engine_args)
-        if "max_model_len" in arguments and self._cut and (context := look_up(self.model).context):
+        if "max_model_len" in arguments and self.cut and (context := look_up(self.model).context):
             arguments["max_model_len"] = min(arguments["max_model_len"], context)
         for candidate in count():
             self._launch = Launch()

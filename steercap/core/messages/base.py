@@ -66,11 +66,11 @@ class TableBytes(msgspec.Struct, frozen=True, array_like=True):
         pinned: memory of the host that is locked in place for the device, that of the arena not included.
     """
 
-    ring: int = 0
-    ring_in_use: int = 0
-    bank: int = 0
-    accumulators: int = 0
-    pinned: int = 0
+    ring: Large = 0
+    ring_in_use: Large = 0
+    bank: Large = 0
+    accumulators: Large = 0
+    pinned: Large = 0
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True):
