@@ -21,23 +21,17 @@ _REMEDY: Final = (
 )
 _SPILL: Final = "; with overflow='spill', rows of finished requests go to disk"
 _MORE: Final = ", or spill_bytes="
-#: Seconds until patience that ends while rows are being moved is looked at again.
-SOON: Final = 0.1
 
 
 class Relief(Protocol):
     """What can make room where there is none."""
 
-    def begin(self) -> bool:
-        """Begin, if that helps; returns whether room is being made."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether room is being made."""
+    def begin(self) -> None:
+        """Begin, if that helps and is not under way."""
 
     @property
     def situation(self) -> str:
-        """Why no more can be made, for messages."""
+        """Why there is none yet, for messages."""
 
 
 class Admission:
@@ -122,7 +116,8 @@ class Admission:
     def _settle(self, admitted: Iterable[Ticket]) -> None:
         """Wake those admitted, fail those that can never be, and watch for a stall."""
         self._wake(admitted)
-        relieved = self.relief is not None and self.relief.begin()
+        if self.relief is not None:
+            self.relief.begin()
         while self.relief is None and (ticket := self.budget.hopeless()) is not None:
             self._refuse(
                 ticket, "what is in the way are handles of the same call, which nobody can release before it ends"
@@ -130,11 +125,9 @@ class Admission:
         if not self.budget.stalled and self._watch:
             self._watch.cancel()
             self._watch = None
-        elif self.budget.stalled and self._watch is None and not relieved:
-            self._wait(self._settings.overflow_timeout)
-
-    def _wait(self, seconds: float) -> None:
-        self._watch = asyncio.get_running_loop().call_later(seconds, self._refuse_all)
+        elif self.budget.stalled and self._watch is None:
+            loop = asyncio.get_running_loop()
+            self._watch = loop.call_later(self._settings.overflow_timeout, self._refuse_all)
 
     def _wake(self, admitted: Iterable[Ticket]) -> None:
         for ticket in admitted:
@@ -144,9 +137,6 @@ class Admission:
 
     def _refuse_all(self) -> None:
         self._watch = None
-        if self.relief is not None and self.relief.busy:
-            self._wait(SOON)
-            return
         why = f"no handle was released for {self._settings.overflow_timeout} s"
         while self.budget.stalled and (ticket := self.budget.head) is not None:
             self._refuse(ticket, why if self.relief is None else f"{why}, {self.relief.situation}")

@@ -7,6 +7,7 @@ rows, checked, written on a thread of its own, and only then given back. What ca
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -106,24 +107,20 @@ class Spilling:
         self._known[ticket] = rows
         self._settle()
 
-    @property
-    def busy(self) -> bool:
-        """Whether rows are being moved, or what was dropped is given back."""
-        return self._task is not None or self._sweeping is not None
-
-    def begin(self) -> bool:
-        """Begin to move rows if that makes room for the queue; returns whether room is being made."""
+    def begin(self) -> None:
+        """Begin to move rows if that makes room for the queue."""
         if self._task is None and not self._closed and self._retry is None and self._next():
             self._task = self._home.loop.create_task(self._run(), name="steercap spilling")
             self._task.add_done_callback(self._ended)
-        return self.busy
 
     @property
     def situation(self) -> str:
-        """Why nothing more can be moved, for messages."""
+        """Why there is no room yet, for messages."""
         file = self.file
         if self._failure is not None:
             return f"and rows cannot be moved to {file.folder}: {self._failure}"
+        if self._task is not None:
+            return f"and moving rows to {file.folder} takes longer than that"
         return (
             f"and of spill_bytes={file.most_bytes:,} in {file.folder} {file.bytes_in_use:,} are in use, "
             f"by {file.stored} handles"
@@ -212,8 +209,9 @@ class Spilling:
         """Something has left the file: its space is given back, and others may have room."""
         if self._closed or self._sweeping is not None:
             return
-        self._sweeping = self._home.loop.run_in_executor(self._writer, self.file.sweep)
-        self._sweeping.add_done_callback(self._swept)
+        with contextlib.suppress(RuntimeError):  # the pool has ended
+            self._sweeping = self._home.loop.run_in_executor(self._writer, self.file.sweep)
+            self._sweeping.add_done_callback(self._swept)
 
     def _swept(self, sweeping: asyncio.Future[None]) -> None:
         self._sweeping = None
