@@ -186,8 +186,8 @@ def packed(rows: torch.Tensor) -> torch.Tensor:
     import numpy as np
     import torch
 
-    if rows.device.type != "cpu":
-        return rows.contiguous().clone()
+    if rows.device.type != "cpu" or not rows.numel():  # NumPy's empty arrays have no strides
+        return rows.clone(memory_format=torch.contiguous_format)
     return torch.from_numpy(np.array(rows.numpy(), order="C", copy=True))
 
 
