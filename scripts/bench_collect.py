@@ -250,7 +250,7 @@ def arguments() -> argparse.Namespace:
     add("--seconds", type=float, default=float("inf"), help="no round begins that would end later than this")
     add("--folder", default=None, help="where data sets are written; the temporary folder by default")
     add("--shard-mb", type=int, default=256)
-    add("--statistics-every", type=int, default=8)
+    add("--statistics-every", type=int, default=None)
     add("--capture-gib", type=float, default=None, help="capture_bytes; steercap's default if left out")
     add("--kv-tokens", type=int, default=100_000, help="that the KV cache of each engine holds")
     add("--gpu-memory-utilization", type=float, default=0.42, help="share of each engine")

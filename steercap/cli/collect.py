@@ -259,7 +259,10 @@ def register(app: typer.Typer) -> None:
         documents_per_shard: Annotated[
             int | None, typer.Option(min=1, help="By default as many as come to --shard-mb.")
         ] = None,
-        statistics_every: Annotated[int, typer.Option(min=0, help="Look at one row in so many; 0 for none.")] = 8,
+        statistics_every: Annotated[
+            int | None,
+            typer.Option(min=0, help="Look at one row in so many; 0 for none; 8 for each point if left out."),
+        ] = None,
         concurrency: Annotated[
             int | None,
             typer.Option(min=1, help="Windows at once; 1 gives the same bits each time."),

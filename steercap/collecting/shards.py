@@ -68,7 +68,7 @@ class Sharder:
         first: int = 0,
     ) -> None:
         self._folder, self._points, self._receipts = folder, tuple(points), dict(receipts)
-        self._most_bytes = MOST_TIMES * shard_bytes
+        self._most_bytes, self._row_bytes = MOST_TIMES * shard_bytes, folder.definition.row_bytes
         self._filling = _Filling(first)
         self._writing: list[Future[Receipt]] = []
         self.bytes, self.written = 0, len(receipts)
@@ -109,7 +109,7 @@ class Sharder:
         for point in self._points:
             pieces = block.rows[point] if whole else _cut(block.rows[point], first, stop)
             filling.rows.setdefault(point, []).extend(pieces)
-        filling.bytes += (stop - first) * self._folder.definition.row_bytes
+        filling.bytes += (stop - first) * self._row_bytes
         if filling.bytes > self._most_bytes:
             raise InvalidRequest(
                 f"shard {filling.number} has come to {filling.bytes:,} bytes, {MOST_TIMES} times what it should: these "
