@@ -374,7 +374,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             params: sampling parameters, if the model is to go on with each document; its rows are collected too.
             seed: of all sampling: each document has a seed of its own, made of this one and its number.
             steering: what is changed, as for `generate`.
-            shard_bytes: of rows that a shard should have; three shards are in memory at most.
+            shard_bytes: of rows that a shard should have; three to seven shards are in memory, by the number of cores.
             documents_per_shard: by default as many of the first few documents as come to `shard_bytes`.
             statistics_every: of so many rows one is looked at for statistics; 0 for none. By default 8 for each point:
                 many points are looked at in no more time than one.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -20,8 +21,8 @@ from steercap.datasets import DatasetFolder, Index, Receipt, Shard
 from steercap.encodings.coded import Whole
 from steercap.errors import CollectionStopped, InvalidRequest, RunDiffers
 
-#: Shards that are written at once; the one that is filled is in memory beside them.
-WRITERS: Final = 2
+#: Shards that are written at once, each hashed and synced by itself; the one that is filled is in memory beside them.
+WRITERS: Final = max(2, min(6, len(os.sched_getaffinity(0)) // 3))
 #: How much larger than it should be a shard may get, where documents are longer than the first few.
 MOST_TIMES: Final = 16
 
