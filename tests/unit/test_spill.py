@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -451,6 +452,30 @@ async def test_who_waits_already_gets_the_room_of_who_ends(arena) -> None:
     call = object()
     handles = await asyncio.gather(*(engine.handle(call) for _ in range(20)))
     assert [one.stage for one in handles] == [Stage.SPILLED] * 19 + [Stage.KEPT]
+
+
+async def test_nothing_waits_to_be_collected_as_garbage(arena) -> None:
+    """What leaves the file makes room at once, and rows that came back go with their handle, also where Python's collector is off."""
+    engine = await arena(pages=1)
+    file = engine.spilling.file
+    gc.collect()
+    gc.disable()
+    try:
+        handles = [await engine.handle() for _ in range(5)]
+        assert file.stored == 4
+        handles.pop(0).release()
+        del handles[0]
+        await asyncio.sleep(0.01)
+        assert file.stored == 2
+        await fetch_all(handles[:1])
+        await asyncio.sleep(0.01)
+        assert file.stored == 1
+        rows = weakref.ref(handles[0].require_here().captures[0])
+        assert rows() is not None
+        handles[0].release()
+        assert rows() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_full_quota_waits_and_its_error_says_so(arena) -> None:
