@@ -179,8 +179,8 @@ def in_a_row(times: int) -> list[float]:
     import asyncio
 
     from steercap.testing import Reference, tiny_checkpoint
-    from steercap.testing.deaths import killed_in_a_row
     from steercap.testing.faults.base import opened
+    from steercap.testing.faults.deaths import killed_in_a_row
 
     async def run() -> list[float]:
         async with opened(restart=True) as model:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from steercap.testing.deaths import CROWDED, TOLD, deaths
 from steercap.testing.faults.base import Fault, Outcome, opened
+from steercap.testing.faults.deaths import CROWDED, TOLD, deaths
 
 
 async def inject(_folder: Path) -> list[Outcome]:

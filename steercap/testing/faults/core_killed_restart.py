@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from steercap.testing.deaths import SURVIVED, survived
 from steercap.testing.faults.base import Fault, Outcome, opened
+from steercap.testing.faults.deaths import SURVIVED, survived
 from steercap.testing.reference import Reference
 from steercap.testing.tiny import tiny_checkpoint
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from steercap.testing.deaths import SURVIVED, survived
 from steercap.testing.faults.base import Fault, Outcome, opened
+from steercap.testing.faults.deaths import SURVIVED, survived
 from steercap.testing.reference import Reference
 from steercap.testing.tiny import tiny_checkpoint
 
