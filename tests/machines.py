@@ -99,6 +99,7 @@ RAY_ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_enable_metrics_collection": "0",
+    "RAY_worker_niceness": "0",
     "RAY_num_prestart_python_workers": "0",
     "RAY_worker_register_timeout_seconds": "180",
 }
