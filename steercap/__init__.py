@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     # The packages of _PACKAGES, for type checkers.
     from steercap import analysis as analysis
     from steercap import client as client
+    from steercap import datasets as datasets
     from steercap import edits as edits
     from steercap import errors as errors
     from steercap import experiments as experiments
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from steercap.core.receipt import Receipt, SteeringReceipt
     from steercap.core.rows import latest_per_position
     from steercap.core.spec import CaptureSpec, Point
+    from steercap.datasets.dataset import ActivationDataset
     from steercap.edits.ablate import Ablate
     from steercap.edits.add import Add
     from steercap.edits.add_if import AddIf
@@ -57,6 +59,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Ablate": "steercap.edits.ablate",
+    "ActivationDataset": "steercap.datasets.dataset",
     "Add": "steercap.edits.add",
     "AddIf": "steercap.edits.add_if",
     "Cap": "steercap.edits.cap",
@@ -96,6 +99,7 @@ _PACKAGES = frozenset(
     {
         "analysis",
         "client",
+        "datasets",
         "edits",
         "errors",
         "experiments",
@@ -114,6 +118,7 @@ _PACKAGES = frozenset(
 __all__ = [
     "SAE",
     "Ablate",
+    "ActivationDataset",
     "Add",
     "AddIf",
     "AttentionSummary",

@@ -10,17 +10,23 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from steercap import environment
 from steercap.collecting.collect import EVERY, SHARD_BYTES, Asked, Collected, Progress, collect
 from steercap.collecting.many import RayActors, collect_on_actors
 from steercap.collecting.samples import TokenSample
-from steercap.collecting.sources import Corpus
+from steercap.collecting.sources import Corpus, open_source
+from steercap.collecting.streaming import ActivationStream, Streaming
 from steercap.collecting.windows import Bos, Long
 from steercap.config import Overflow, Preset, Settings, Transport, with_preset
 from steercap.core.ownership import Unshared
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.core.tokens import Tokens, TokenSelection
+from steercap.datasets.choosing import Join
+from steercap.datasets.normalising import Normalise
+from steercap.datasets.statistics import PointStatistics
 from steercap.engine.stats import Stats, stats_of
 from steercap.errors import InvalidSpec
 from steercap.requests.answers import Answers
@@ -37,8 +43,6 @@ from steercap.vectors.calibration import Calibration, calibrate
 from steercap.vectors.extraction import BUT_THE_FIRST, Text
 
 if TYPE_CHECKING:
-    import torch
-
     from steercap.adapters.types import AsyncLLM
     from steercap.client import RemoteModel
     from steercap.edits.base import Edit
@@ -381,12 +385,8 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             InvalidRequest: something is asked for that does not fit, or another process writes to the folder.
             The errors of `generate`.
         """
-        shorthand = {"layers": layers, "sites": sites, "codec": codec, "k": k}
-        given: dict[str, Any] = {name: value for name, value in shorthand.items() if value is not None}
-        if capture is not None and given:
-            raise InvalidSpec(f"capture= beside {', '.join(given)}; give one of them")
         asked = Asked(
-            capture=CaptureSpec(**given) if capture is None else capture,
+            capture=self._collected(capture, layers=layers, sites=sites, codec=codec, k=k),
             tokens=tokens,
             context=context,
             long=long,
@@ -414,6 +414,94 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         serving = self.serving
         model = str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
         return partial(_alike, model, self.settings, serving.engine_args, serving.cut)
+
+    def activations(
+        self,
+        corpus: Corpus,
+        *,
+        layers: Layers | None = None,
+        sites: str | Sequence[str] | None = None,
+        codec: str | None = None,
+        k: int | None = None,
+        capture: CaptureSpec | None = None,
+        tokens: Tokens | TokenSelection | TokenSample = "all",
+        context: int | None = None,
+        long: Long | None = None,
+        bos: Bos = "document",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        params: Mapping[str, Any] | None = None,
+        steering: SteeringSpec | Edit | LogitBias | FromContext | None = FROM_CONTEXT,
+        concurrency: int | None = None,
+        batch_size: int = 4096,
+        buffer: int = 1 << 16,
+        seed: int = 0,
+        join: Join = "dict",
+        normalise: Normalise = "none",
+        statistics: Mapping[str, PointStatistics] | None = None,
+        dtype: torch.dtype | None = torch.float32,
+        labels: bool = False,
+        drop_last: bool = False,
+    ) -> ActivationStream:
+        """Rows of a corpus in shuffled batches, straight from the engine into a training, without a disk.
+
+        What it gives is an iterator, and a context manager that closes it: `async with model.activations(...) as rows`.
+        The engine works ahead while the training computes, as far as `buffer` allows. Each row comes once; a corpus is
+        read once, and to read it again is another stream. Closing the stream ends what runs.
+
+        Args:
+            corpus: as for `collect`.
+            layers, sites, codec, k, capture, tokens: which rows, and how they come from the engine; as for `collect`.
+            context, long, bos, chat_template_kwargs, params, steering, concurrency: as for `collect`.
+            batch_size: rows of a batch.
+            buffer: rows that a batch is drawn from; at least `batch_size`. A quarter more may wait before it.
+            seed: of the draws, and of sampling with `params`.
+            join: of several points: "dict", by name; "concatenate", [n, sum of widths]; "mix", each row of each point
+                by itself.
+            normalise: "none", "mean", "standard" or "norm", as for `ActivationDataset`.
+            statistics: of each point by its name, such as those of a data set; by default of the rows in the first
+                full buffer. `normalisations` of the stream says what was found.
+            dtype: of the rows; None for that of the model, and of decoded codecs float32.
+            labels: whether batches come as `steercap.datasets.Labelled`.
+            drop_last: leave out the last batch if it is short.
+
+        Returns:
+            An asynchronous iterator of rows [batch, *shape of the point], or dicts of them by the points' names.
+
+        Raises:
+            InvalidRequest: something is asked for that does not fit.
+        """
+        asked = Asked(
+            capture=self._collected(capture, layers=layers, sites=sites, codec=codec, k=k),
+            tokens=tokens,
+            context=context,
+            long=long,
+            bos=bos,
+            template=chat_template_kwargs or {},
+            params=params,
+            seed=seed,
+            steering=by_word_or_context(self, steering),
+            concurrency=concurrency,
+        )
+        how = Streaming(
+            batch_size=batch_size,
+            buffer=buffer,
+            seed=seed,
+            join=join,
+            normalise=normalise,
+            statistics=statistics,
+            dtype=dtype,
+            labels=labels,
+            drop_last=drop_last,
+        )
+        return ActivationStream(self, asked.reading(self, self.serving.here()), open_source(corpus), how)
+
+    @staticmethod
+    def _collected(capture: CaptureSpec | None, **shorthand: Any) -> CaptureSpec:
+        """What is kept, in full or by the shorthand for it."""
+        given = {name: value for name, value in shorthand.items() if value is not None}
+        if capture is not None and given:
+            raise InvalidSpec(f"capture= beside {', '.join(given)}; give one of them")
+        return CaptureSpec(**given) if capture is None else capture
 
     async def stats(self) -> Stats:
         """What the model holds now, and its limits."""

@@ -101,7 +101,7 @@ def main() -> None:
 
     folder, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "RAY_USAGE_STATS_ENABLED": "0"}
-    os.environ["RAY_worker_niceness"] = "0"  # or they stand behind whatever else runs on the machine
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 -- its name; or they stand behind whatever else runs on the machine
     ray.init(log_to_driver=False, **RAY)
     began = time.monotonic()
     done = asyncio.run(on_ray(folder / "ray", kills, seed))

@@ -10,19 +10,27 @@ folder/
   statistics.safetensors, dataset.json   when it is complete
 """
 
+from steercap.datasets.batches import ActivationBatches
+from steercap.datasets.dataset import ActivationDataset
 from steercap.datasets.definition import Definition, PointFormat, define
 from steercap.datasets.folder import DatasetFolder, Totals, verify
+from steercap.datasets.normalising import Normalisation
 from steercap.datasets.remote import RemoteFolder, storage_of
+from steercap.datasets.rows import Labelled
 from steercap.datasets.shards import Receipt, Shard, write_shard
 from steercap.datasets.statistics import PointStatistics
 from steercap.datasets.storage import LocalFolder, Storage
 from steercap.datasets.tables import Index
 
 __all__ = [
+    "ActivationBatches",
+    "ActivationDataset",
     "DatasetFolder",
     "Definition",
     "Index",
+    "Labelled",
     "LocalFolder",
+    "Normalisation",
     "PointFormat",
     "PointStatistics",
     "Receipt",

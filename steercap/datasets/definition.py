@@ -148,6 +148,7 @@ class Definition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         asked: what else decides which rows are kept, by name, as JSON can hold it: token sample, context, windows,
             generation.
         statistics_every: of so many rows one is looked at for statistics; 0 for none.
+        num_layers: of the model; 0 where that is not known, and layers cannot be counted from the last.
 
     Raises:
         ValueError: of another version, without points, or with impossible numbers.
@@ -160,6 +161,7 @@ class Definition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     documents_per_shard: int
     asked: dict[str, Any] = {}
     statistics_every: int = EVERY
+    num_layers: int = 0
 
     def __post_init__(self) -> None:  # msgspec's decoder makes a complaint about the file of it
         names = [point.point for point in self.points]
@@ -195,6 +197,7 @@ def define(
     documents_per_shard: int,
     asked: Mapping[str, Any] | None = None,
     statistics_every: int = EVERY,
+    num_layers: int = 0,
 ) -> Definition:
     """A definition of this version, all points in one codec.
 
@@ -205,14 +208,23 @@ def define(
         documents_per_shard: at least 1.
         asked: what else decides which rows are kept.
         statistics_every: of so many rows one is looked at; 0 for none.
+        num_layers: of the model; 0 if unknown.
 
     Raises:
         InvalidSetting: it cannot be so.
     """
     try:
         formats = tuple(PointFormat(*point, schema, coding) for point, schema in points.items())
-        kept = dict(asked or {})
-        return Definition(VERSION, "activations", dict(model), formats, documents_per_shard, kept, statistics_every)
+        return Definition(
+            VERSION,
+            "activations",
+            dict(model),
+            formats,
+            documents_per_shard,
+            dict(asked or {}),
+            statistics_every,
+            num_layers,
+        )
     except ValueError as error:
         raise InvalidSetting(f"no data set can be like that: {error}") from error
 

@@ -1,6 +1,7 @@
 """What is known of the rows of a point without reading them all: moments of each element, norms, sparsity.
 
-Per shard in float64, merged in the order of the shards, so that the same shards give the same bits.
+Per shard, merged in the order of the shards in float64, so that the same shards give the same bits. Deviations of
+elements are rounded to float32 before they are added.
 Shape legend: `rows` = rows that were looked at, `width` = elements of a row.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Final
 
 import torch
@@ -16,8 +17,9 @@ from jaxtyping import Float, Integer
 
 from steercap.encodings.coded import CodedRows, Whole
 
-#: Rows that are looked at together.
-BLOCK: Final = 512
+#: Elements that are looked at together, which torch does in one thread and a core's cache holds; and how many rows at
+#: least, however wide they are.
+BLOCK_ELEMENTS, LEAST_BLOCK = 1 << 15, 8
 #: An element is small if it is below this part of its row's root mean square.
 SMALL: Final = 0.01
 #: Norms are counted in classes of 2^(1/8), 9 % wide, from 2^-32 up to 2^32; what lies outside is in the outermost.
@@ -108,10 +110,10 @@ def statistics_of(pieces: Iterable[Whole], width: int, every: int = 1) -> PointS
         width: elements of a row.
         every: 1 for all rows.
     """
-    found = no_rows(width)
-    for block in _blocks(pieces, every):
-        found = found.merged(_of_block(block))
-    return found
+    running = _Running(width)
+    for block in _blocks(pieces, max(LEAST_BLOCK, BLOCK_ELEMENTS // width), every):
+        running.add(block)
+    return running.statistics()
 
 
 def no_rows(width: int) -> PointStatistics:
@@ -122,20 +124,20 @@ def no_rows(width: int) -> PointStatistics:
     return PointStatistics(none, none, line, line, zero, zero + math.inf, zero, counts, zero, zero)
 
 
-def _blocks(pieces: Iterable[Whole], every: int) -> Iterator[Float[torch.Tensor, "rows width"]]:
-    """Blocks of BLOCK rows in float32, the last with what is left: they do not depend on how rows came in pieces."""
+def _blocks(pieces: Iterable[Whole], size: int, every: int) -> Iterator[Float[torch.Tensor, "rows width"]]:
+    """Blocks of so many rows in float32, the last with what is left: they do not depend on how rows came in pieces."""
     waiting: list[torch.Tensor] = []
     held = skip = 0
     for piece in pieces:
         chosen = piece[skip::every]
         skip = (skip - len(piece)) % every
-        for start in range(0, len(chosen), BLOCK):
-            waiting.append(_plain(chosen[start : start + BLOCK]))
+        for start in range(0, len(chosen), size):
+            waiting.append(_plain(chosen[start : start + size]))
             held += len(waiting[-1])
-            if held >= BLOCK:
+            if held >= size:
                 together = waiting[0] if len(waiting) == 1 else torch.cat(waiting)
-                yield together[:BLOCK]
-                waiting, held = [together[BLOCK:]], held - BLOCK
+                yield together[:size]
+                waiting, held = [together[size:]], held - size
     if held:
         yield torch.cat(waiting)
 
@@ -145,34 +147,71 @@ def _plain(rows: Whole) -> Float[torch.Tensor, "rows width"]:
     return whole.flatten(1).float()
 
 
-def _of_block(rows: Float[torch.Tensor, "rows width"]) -> PointStatistics:
-    finite = rows.isfinite().all(dim=1) if not bool(rows.sum().isfinite()) else None
-    total = len(rows)
-    rows = rows if finite is None else rows[finite]
-    if not len(rows):
-        nothing = no_rows(rows.shape[1])
-        return PointStatistics(**{**_tensors(nothing), "nonfinite": torch.tensor(total)})
-    count, width = rows.shape
-    mean = rows.mean(0, dtype=torch.float64)
-    # Deviations from the rounded mean, corrected for the rounding: exact where rows are far from the origin.
-    centre = mean.float()
-    squares = (rows - centre).square_().sum(0, dtype=torch.float64)
-    variance = (squares / count - (mean - centre).square()).clamp_(min=0)
-    norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-    classes = (norms.log2() + OCTAVES / 2).mul(CLASSES_AN_OCTAVE).floor().clamp(0, OCTAVES * CLASSES_AN_OCTAVE - 1)
-    small = rows.abs() < (norms * (SMALL / math.sqrt(width))).float()[:, None]
-    return PointStatistics(
-        torch.tensor(count),
-        torch.tensor(total - count),
-        mean,
-        variance,
-        norms.mean(),
-        norms.min(),
-        norms.max(),
-        torch.bincount(classes.long(), minlength=OCTAVES * CLASSES_AN_OCTAVE),
-        (rows == 0).sum() / torch.tensor(count * width, dtype=torch.float64),
-        (small | (rows == 0)).sum() / torch.tensor(count * width, dtype=torch.float64),
-    )
+class _Running:
+    """Sums over blocks. Elements are summed as they lie about the mean of the first block, so that rows far from the
+    origin keep their variance.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.count = self.nonfinite = self.zeros = self.small = 0
+        self.about: torch.Tensor | None = None
+        self.sums = torch.zeros(2, width, dtype=torch.float64)
+        self.norms, self.least, self.greatest = 0.0, math.inf, 0.0
+        self.classes = torch.zeros(CLASSES_AN_OCTAVE * OCTAVES, dtype=torch.int64)
+
+    def add(self, rows: Float[torch.Tensor, "rows width"]) -> None:
+        """Take in rows, float32."""
+        norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+        if not math.isfinite(float(norms.sum())):
+            good = rows.isfinite().all(dim=1)
+            self.nonfinite += len(rows) - int(good.sum())
+            rows, norms = rows[good], norms[good]
+        if len(rows):
+            self.count += len(rows)
+            self._add_elements(rows)
+            self._add_norms(norms)
+            limits = (norms * (SMALL / math.sqrt(self.width))).float()[:, None]
+            zeros = rows.numel() - int(rows.count_nonzero())
+            self.zeros += zeros
+            self.small += int((rows.abs() < limits).sum()) + int((limits == 0).sum()) * self.width
+
+    def statistics(self) -> PointStatistics:
+        """Of all rows so far."""
+        if not self.count:
+            return replace(no_rows(self.width), nonfinite=torch.tensor(self.nonfinite))
+        assert self.about is not None
+        apart, squares = self.sums / self.count
+        elements = self.count * self.width
+        return PointStatistics(
+            torch.tensor(self.count),
+            torch.tensor(self.nonfinite),
+            self.about + apart,
+            (squares - apart.square()).clamp_(min=0),
+            _number(self.norms / self.count),
+            _number(self.least),
+            _number(self.greatest),
+            self.classes,
+            _number(self.zeros / elements),
+            _number(self.small / elements),
+        )
+
+    def _add_elements(self, rows: Float[torch.Tensor, "rows width"]) -> None:
+        if self.about is None:
+            self.about = rows.mean(0).double()
+        apart = rows - self.about.float()
+        self.sums[0] += apart.sum(0, dtype=torch.float64)
+        self.sums[1] += apart.square_().sum(0, dtype=torch.float64)
+
+    def _add_norms(self, norms: Float[torch.Tensor, " rows"]) -> None:
+        self.norms += float(norms.sum())
+        self.least, self.greatest = min(self.least, float(norms.min())), max(self.greatest, float(norms.max()))
+        numbers = (norms.log2() + OCTAVES / 2).mul(CLASSES_AN_OCTAVE).floor().clamp(0, len(self.classes) - 1)
+        self.classes += torch.bincount(numbers.long(), minlength=len(self.classes))
+
+
+def _number(value: float) -> Float[torch.Tensor, ""]:
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def named_tensors(end: str, found: PointStatistics) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from steercap.sync import analysis, evaluation, experiments, patching, persona, roles, vectors
+    from steercap.sync.activations import ActivationStream
     from steercap.sync.analysis import layer_sweep, position_sweep
     from steercap.sync.evaluation import evaluate, shuffled
     from steercap.sync.experiments import run_sweep
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from steercap.sync.vectors import calibrate, extract, mean_rows
 
 __all__ = [
+    "ActivationStream",
     "CaptureHandle",
     "RemoteModel",
     "RunningSketch",
@@ -69,6 +71,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ActivationStream": "activations",
     "CaptureHandle": "handle",
     "RemoteModel": "remote",
     "RunningSketch": "sketch",

@@ -25,6 +25,7 @@ from steercap.requests.proof import Claim
 from steercap.requests.serving import Serving
 from steercap.requests.sketching import begun
 from steercap.steering.spec import SteeringSpec
+from steercap.sync.activations import ActivationStream
 from steercap.sync.bridge import Bridge
 from steercap.sync.handle import CaptureHandle
 from steercap.sync.remote import RemoteModel
@@ -91,6 +92,12 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
     fetch_captures_batch = blocking(_model.SteerModel.fetch_captures_batch)
     unembed = blocking(_model.SteerModel.unembed)
     stats: Callable[[SteerModel], Stats] = blocking(_model.SteerModel.stats)
+
+    @functools.wraps(_model.SteerModel.activations)
+    def activations(self, *args: Any, **kwargs: Any) -> ActivationStream:
+        """See `steercap.SteerModel.activations`; what it gives is an ordinary iterator, and a data set for torch."""
+        model = self.bridge.model
+        return ActivationStream(self.bridge.run(_call(lambda: model.activations(*args, **kwargs))), self.bridge.run)
 
     @contextmanager
     def steered(self, steering: SteeringSpec | Edit | LogitBias) -> Iterator[SteeringSpec]:

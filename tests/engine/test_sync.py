@@ -7,12 +7,35 @@ import threading
 import pytest
 import torch
 from conftest import Leftovers
+from torch.utils.data import DataLoader
 
 from steercap import Add, errors, stack
 from steercap.experiments import Sweep
 from steercap.sync import SteerModel, extract, mean_rows, run_sweep
 from steercap.testing import tiny_checkpoint
 from steercap.testing.rows import GREEDY, TINY_ENGINE, parity, random_prompt
+
+DOCUMENTS = [random_prompt(length, seed) for seed, length in enumerate([30, 75, 0, 1, 40, 12, 33])]
+
+
+def labels(batches) -> list[tuple[int, ...]]:
+    """Document, window, position, token and point of rows, as they came."""
+    return [line for batch in batches for line in zip(*(column.tolist() for column in batch[1:]), strict=True)]
+
+
+def reading_without_await(model) -> None:
+    """A stream of activations is an iterator, a data set for torch, and closed by the end of a loop."""
+    ask = {"layers": 1, "context": 32, "batch_size": 50, "buffer": 130, "labels": True}
+    with model.activations(DOCUMENTS, **ask) as stream:
+        first = list(stream)
+    assert len(labels(first)) == sum(map(len, DOCUMENTS)) == stream.rows == stream.tokens
+    assert labels(DataLoader(model.activations(DOCUMENTS, **ask), batch_size=None)) == labels(first)
+    for _ in model.activations(DOCUMENTS, **ask):
+        break
+    workers = DataLoader(model.activations(DOCUMENTS, **ask), None, num_workers=1, multiprocessing_context="spawn")
+    with pytest.raises(errors.InvalidRequest, match="num_workers=0"):
+        iter(workers)
+    assert model.stats().handles_held == 0
 
 
 def test_sync_gives_what_async_gives(tiny_reference, tmp_path) -> None:
@@ -54,6 +77,7 @@ def test_sync_gives_what_async_gives(tiny_reference, tmp_path) -> None:
         with pytest.raises(errors.SketchClosed):
             sketch.fetch()
         assert model.stats().sketches == 0
+        reading_without_await(model)
         sweep = Sweep(
             vectors=found,
             layers=[1],

@@ -16,6 +16,7 @@ import steercap
 from steercap import (
     SteerModel,
     analysis,
+    datasets,
     errors,
     evaluation,
     experiments,
@@ -75,7 +76,20 @@ def test_the_tree_of_errors_is_the_one_drawn() -> None:
 
 PUBLIC = [
     getattr(module, name)
-    for module in (steercap, analysis, evaluation, experiments, formats, persona, roles, training, vectors, views, sync)
+    for module in (
+        steercap,
+        analysis,
+        datasets,
+        evaluation,
+        experiments,
+        formats,
+        persona,
+        roles,
+        training,
+        vectors,
+        views,
+        sync,
+    )
     for name in module.__all__
     if callable(getattr(module, name))
 ]
