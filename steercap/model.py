@@ -68,8 +68,11 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         codec_k, codec_seed: its `k` and `seed`, for codecs that have them, where a `CaptureSpec` does not say.
         capture_bytes: most shared memory that captured rows may take on each capturing worker, in bytes; taken when
             it is used, on CUDA pinned at the start.
-        overflow: what a request does when it finds no room, or no slot: "wait" for its turn, or "error".
+        overflow: what a request does when it finds no room, or no slot: "wait" for its turn, or "error"; with "spill"
+            it waits while rows that nobody has fetched yet go to disk, from where `fetch` brings them back.
         overflow_timeout: seconds that requests wait while no request runs that could make room.
+        spill_folder: folder on disk that rows spill to; `TMPDIR` or /var/tmp by default. No file can be left there.
+        spill_bytes: most bytes that may be there.
         transport: how rows reach this process: "auto", "shared" or "wire".
         steering_slots: different steering configurations in use at once; a request that brings one more waits.
         vector_bytes: memory for the vectors of all configurations on each worker, in bytes, float32.
@@ -80,6 +83,8 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             in bytes; see `Settings`.
         sketch_bytes: most device memory on each capturing worker for sketches, in bytes; see `Settings`.
         sae_bytes: most device memory on each capturing worker for SAEs, in bytes; see `Settings`.
+        restart: whether an engine that has died is started again, and what was not handed over runs again; see
+            `Settings`.
         **engine_args: vLLM's `AsyncEngineArgs`.
 
     Raises:
@@ -102,6 +107,8 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         capture_bytes: int | None = None,
         overflow: Overflow | None = None,
         overflow_timeout: float | None = None,
+        spill_folder: str | os.PathLike[str] | None = None,
+        spill_bytes: int | None = None,
         transport: Transport | None = None,
         steering_slots: int | None = None,
         vector_bytes: int | None = None,
@@ -110,6 +117,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         reduce_bytes: int | None = None,
         sketch_bytes: int | None = None,
         sae_bytes: int | None = None,
+        restart: bool | None = None,
         **engine_args: Any,
     ) -> None:
         self.model = str(model)
@@ -122,6 +130,8 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             capture_bytes=capture_bytes,
             overflow=overflow,
             overflow_timeout=overflow_timeout,
+            spill_folder=spill_folder,
+            spill_bytes=spill_bytes,
             transport=transport,
             steering_slots=steering_slots,
             vector_bytes=vector_bytes,
@@ -130,6 +140,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             reduce_bytes=reduce_bytes,
             sketch_bytes=sketch_bytes,
             sae_bytes=sae_bytes,
+            restart=restart,
         )
         arguments, own = with_preset(preset, engine_args), "max_model_len" in engine_args
         self.serving = Serving(self.model, self.settings, arguments, cut=not own)
@@ -252,7 +263,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             SketchMemoryFull: there is no room for it.
         """
         spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, codec="raw", before_edits=before_edits)
-        running = await begun(self.serving.here(), kind, size, spec)
+        running = await self.serving.surviving(lambda engine: begun(engine, kind, size, spec))
         try:
             with joining(self, running):
                 yield running
@@ -298,8 +309,8 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             InvalidRequest: something that is not such rows, numbers or tokens, or logits beyond `max_bytes`.
             EngineFailure: the engine has died or was closed.
         """
-        engine = self.serving.here()
-        return await unembed(engine, rows, normed=normed, top=top, ids=ids, full=full, max_bytes=max_bytes)
+        asked: Any = {"normed": normed, "top": top, "ids": ids, "full": full, "max_bytes": max_bytes}
+        return await self.serving.surviving(lambda engine: unembed(engine, rows, **asked))
 
     async def fetch_captures_batch(self, handles: Sequence[Any]) -> None:
         """Fetch many handles with one RPC. Nested lists and None are allowed; handles already fetched are left alone.
@@ -408,13 +419,6 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         engine = self.serving.here()
         return await self.serving.run(lambda: collect(self, engine, corpus, os.fspath(folder), asked))
 
-    @property
-    def _another(self) -> partial[SteerModel]:
-        """Makes a model of the same arguments, on any machine."""
-        serving = self.serving
-        model = str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
-        return partial(_alike, model, self.settings, serving.engine_args, serving.cut)
-
     def activations(
         self,
         corpus: Corpus,
@@ -503,9 +507,16 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             raise InvalidSpec(f"capture= beside {', '.join(given)}; give one of them")
         return CaptureSpec(**given) if capture is None else capture
 
+    @property
+    def _another(self) -> partial[SteerModel]:
+        """Makes a model of the same arguments, on any machine."""
+        serving = self.serving
+        model = str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
+        return partial(_alike, model, self.settings, serving.engine_args, serving.cut)
+
     async def stats(self) -> Stats:
         """What the model holds now, and its limits."""
-        return await stats_of(self.serving.here())
+        return await self.serving.surviving(lambda engine: stats_of(engine, self.serving.restarts))
 
     # What is reachable
 

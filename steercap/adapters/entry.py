@@ -17,6 +17,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Final
 
+from steercap.adapters.death import leave_word_of
 from steercap.adapters.refusal import FOLDER, left_behind
 from steercap.adapters.releases import require
 
@@ -29,6 +30,7 @@ _TRITON: Final = ("vllm.triton_utils.importing", "vllm.platforms.cpu", "vllm.con
 ENGINE_CORE: Final = ("vllm.v1.engine.core", "EngineCoreProc", "run_engine_core")
 COORDINATOR: Final = ("vllm.v1.engine.coordinator", "DPCoordinatorProc", "run_coordinator")
 WORKER: Final = ("vllm.v1.executor.multiproc_executor", "WorkerProc", "worker_main")
+EXECUTOR: Final = "MultiprocExecutor"
 
 
 def wants_quiet() -> bool:
@@ -87,8 +89,10 @@ class Entry:
         function = self._function or getattr(getattr(import_module(module), owner), name)
         if self._target == ENGINE_CORE:
             module, owner, name = WORKER
-            worker = getattr(import_module(module), owner)
+            worker, executor = (getattr(import_module(module), one) for one in (owner, EXECUTOR))
             require(owner, worker)
+            require(EXECUTOR, executor)
+            leave_word_of(executor)
             setattr(worker, name, Entry(WORKER, getattr(worker, name), log=self._log))
             # Its workers meet at a file, which they remove only if they end in order; this folder is removed in any
             # case.

@@ -90,6 +90,7 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     "EngineCoreProc": ("run_engine_core",),
     "DPCoordinatorProc": ("run_coordinator",),
     "WorkerProc": ("worker_main",),
+    "MultiprocExecutor": ("shutdown",),
     "FastIncrementalDetokenizer": ("__init__(tokenizer, request)",),
     "IncrementalDetokenizer": (
         "from_new_request(tokenizer, request)",

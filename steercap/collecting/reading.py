@@ -30,7 +30,7 @@ class CollectingModel(OpenModel, Protocol):
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Decoder layers of the model."""
 
     async def read(self, prompts: Any, *, capture: Any, steering: Any) -> Any:
         """See `SteerModel.read`."""

@@ -35,8 +35,12 @@ class SharedSegment:
     def create(cls, size: int) -> SharedSegment:
         """Make a segment; nothing of it is resident until touched."""
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        os.ftruncate(fd, HEADER_BYTES + size)
-        memory = mmap.mmap(fd, HEADER_BYTES + size)
+        try:
+            os.ftruncate(fd, HEADER_BYTES + size)
+            memory = mmap.mmap(fd, HEADER_BYTES + size)
+        except BaseException:
+            os.close(fd)
+            raise
         nonce = secrets.token_bytes(NONCE_BYTES)
         memory[:NONCE_BYTES] = nonce
         return cls(memory, f"/proc/{os.getpid()}/fd/{fd}", nonce, fd)
