@@ -171,6 +171,8 @@ class Sharder:
         """See what has been written; wait for one at least if asked to."""
         if least:
             waiting = [asyncio.wrap_future(future) for future in self._writing]
+            for one in waiting:
+                one.add_done_callback(_seen)
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         done = [future for future in self._writing if future.done()]
         self._writing = [future for future in self._writing if future not in done]
@@ -179,6 +181,12 @@ class Sharder:
                 receipt = future.result()
             self.bytes += receipt.bytes
             self.written += 1
+
+
+def _seen(future: asyncio.Future[Receipt]) -> None:
+    """Retrieve an error that is raised elsewhere, of which asyncio would complain."""
+    if not future.cancelled():
+        future.exception()
 
 
 @contextmanager
