@@ -212,6 +212,8 @@ async def main(args: argparse.Namespace) -> None:
     rounds: list[list[dict[str, Any]]] = []
     began = time.monotonic()
     async with engines(folder, own, common, common, in_turn=args.in_turn) as (plain, model, _):
+        gc.collect()
+        gc.freeze()  # what imports and engines hold is not to be gone through again and again
         for number in range(args.rounds + 1):  # the first warms up
             took = time.monotonic() - began
             if number > 1 and took + took / number > args.seconds:
