@@ -256,7 +256,7 @@ class _Collection:
             documents_per_shard=per_shard if given is None else given,
             asked=msgspec.json.decode(msgspec.json.encode(reading.described())),
             statistics_every=self._asked.statistics_every,
-            num_layers=self._model.num_layers,
+            num_layers=reading.engine.vllm.num_layers,
         )
 
     def _sound(self, folder: DatasetFolder) -> dict[int, Any]:

@@ -116,7 +116,7 @@ async def test_a_slow_reader_slows_the_engine_down(tiny) -> None:
 
 async def test_what_is_wrong_with_a_corpus_ends_the_stream(tiny) -> None:
     """The error says which document it was; arguments are refused at once."""
-    with pytest.raises(errors.InvalidRequest, match="document 21: 3.5"):
+    with pytest.raises(errors.InvalidRequest, match=r"document 21: 3\.5"):
         await taken(tiny.activations([*DOCUMENTS, 3.5], layers=1, batch_size=16, buffer=16))
     for wrong in ({"buffer": 8}, {"join": "sum"}, {"normalise": "max"}, {"seed": -1}):
         with pytest.raises(errors.InvalidSetting):
