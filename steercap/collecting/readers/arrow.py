@@ -14,6 +14,9 @@ from steercap.errors import InvalidFile
 
 #: How the files begin that have their batches listed at the end; the others are streams.
 _LISTED: Final = b"ARROW1"
+#: How a stream ends that is whole (https://arrow.apache.org/docs/format/Columnar.html#ipc-streaming-format). A reader
+#: takes the end of the file for it too, wherever between two batches that is.
+_END: Final = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class Arrow(Reader):
@@ -40,18 +43,30 @@ class Arrow(Reader):
 
 @contextmanager
 def _opened(path: Path, mapped: Any) -> Iterator[tuple[Any, Iterator[tuple[Any, int]]]]:
-    """The schema, and each batch with the bytes of the file up to its end."""
-    import pyarrow as pa
+    """The schema, and each batch with the bytes of the file up to its end.
 
-    with path.open("rb") as file:
-        listed = file.read(len(_LISTED)) == _LISTED
-    if listed:
+    Raises:
+        OSError: a stream that was cut short.
+    """
+    with extra("datasets"):
+        import pyarrow as pa
+    if _is_listed(path):
         with pa.ipc.open_file(mapped) as found:
             count, size = found.num_record_batches, path.stat().st_size
             yield found.schema, ((found.get_batch(one), size * (one + 1) // count) for one in range(count))
     else:
         with pa.ipc.open_stream(mapped) as stream:
             yield stream.schema, ((batch, mapped.tell()) for batch in stream)
+
+
+def _is_listed(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.read(len(_LISTED)) == _LISTED:
+            return True
+        file.seek(max(0, path.stat().st_size - len(_END)))
+        if file.read() != _END:
+            raise OSError("it does not end as a stream of Arrow does: it is truncated")
+        return False
 
 
 MEMBER = Arrow()
