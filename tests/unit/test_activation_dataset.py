@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -363,14 +365,28 @@ def test_a_truncated_or_missing_file_is_named(end, tmp_path) -> None:
 def test_rows_behind_a_url_are_those_of_a_folder(folder, tmp_path) -> None:
     """They are fetched shard by shard, and nothing of them stays on this disk."""
     url = f"memory://{tmp_path.name}"
+    before = set(Path(tempfile.gettempdir()).glob("steercap-*"))
     folder_of(url, definition_of(), SHARDS, LAST)
     near, far = ActivationDataset(folder, at=POST), ActivationDataset(url, at=POST)
     assert torch.equal(near[:], far[:])
     seen = torch.cat(list(far.batches(16, buffer=40, seed=2)))
     assert torch.equal(seen.sort(dim=0).values, near[:].sort(dim=0).values)
-    assert list(far.folder.storage.fetched("dataset.json").parent.iterdir()) == [
-        far.folder.storage.fetched("dataset.json")
-    ]
+    assert [path for path in Path(tempfile.gettempdir()).glob("steercap-*") if path not in before] == []
+    loader = DataLoader(far.batches(16, seed=2), batch_size=None, num_workers=2, multiprocessing_context="fork")
+    assert torch.equal(torch.cat(list(loader)), torch.cat(list(far.batches(16, seed=2))))
+
+
+def test_shards_behind_a_url_are_fetched_once_an_epoch(tmp_path, monkeypatch) -> None:
+    """However small they are, and however many a window holds."""
+    url = f"memory://{tmp_path.name}"
+    folder_of(url, definition_of(), SHARDS, LAST)
+    data = ActivationDataset(url, at=POST)
+    fetched = []
+    opened = data._opened
+    monkeypatch.setattr(data, "_opened", lambda number: fetched.append(number) or opened(number))
+    data._prepare()
+    assert sum(map(len, data.batches(8, buffer=60))) == len(data)
+    assert sorted(fetched) == list(range(SHARDS))
 
 
 def test_what_is_read_can_be_changed(folder) -> None:
