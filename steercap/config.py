@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,7 +25,7 @@ from steercap.errors import InvalidSetting, UnsupportedModel
 from steercap.families.derived import SITES as DERIVED_SITES
 from steercap.sites import SITES, placed
 
-Overflow = Literal["wait", "error"]
+Overflow = Literal["wait", "error", "spill"]
 Transport = Literal["auto", "shared", "wire"]
 Preset = Literal["cpu"]
 
@@ -40,6 +41,9 @@ MOST: Final = 1 << 60
 
 #: Rows of 113,000 tokens of an 8B model at one layer, or of 3,800 at all 36; resident only when used.
 DEFAULT_CAPTURE_BYTES: Final = 4 << 30
+
+#: Eight times as many on disk; taken when rows go there.
+DEFAULT_SPILL_BYTES: Final = 32 << 30
 
 #: Enough for 900 requests of an 8B model that reduce at all layers; less is taken where fewer can run at once.
 DEFAULT_REDUCE_BYTES: Final = 1 << 30
@@ -94,8 +98,12 @@ class Settings:
         codec_k, codec_seed: its `k` and `seed`, for codecs that have them, where a `CaptureSpec` does not say; None for
             those of the codec.
         capture_bytes: most shared memory that rows may take on each capturing worker, in bytes.
-        overflow: what a request does when it finds no room: "wait" for its turn, or "error" (`CaptureMemoryFull`).
+        overflow: what a request does when it finds no room: "wait" for its turn, or "error" (`CaptureMemoryFull`); or
+            it waits while rows of finished requests that nobody has fetched "spill" to disk, the oldest first.
         overflow_timeout: seconds that requests wait while no request runs that could make room; then they fail.
+        spill_folder: where the file is made that rows spill to; None for `TMPDIR`, or /var/tmp. The file has no name,
+            and goes with this process.
+        spill_bytes: most bytes on disk that rows may spill to, of all workers together.
         transport: how rows reach the client: "shared" memory, the "wire" (bytes over RPC), or "auto", which
             shares where it can.
         steering_slots: different steering configurations that can be in use at once; requests beyond wait.
@@ -110,6 +118,9 @@ class Settings:
         sketch_bytes: most memory on each capturing worker's device for sketches, in bytes. 0: there can be none.
         sae_bytes: most memory on each capturing worker's device for SAEs that read rows, in bytes. 0: there can be
             none.
+        restart: whether an engine that has died is started again when it is next needed. Requests whose texts nobody
+            has run anew; rows that nobody has are computed again from their tokens, and their receipt says so; a stream
+            that has begun, and a sketch, end with the error that every caller gets without it.
 
     Raises:
         InvalidSetting, InvalidSpec: a value that does not fit, or is of another type.
@@ -124,6 +135,8 @@ class Settings:
     capture_bytes: int = DEFAULT_CAPTURE_BYTES
     overflow: Overflow = "wait"
     overflow_timeout: float = 60.0
+    spill_folder: str | os.PathLike[str] | None = None
+    spill_bytes: int = DEFAULT_SPILL_BYTES
     transport: Transport = "auto"
     steering_slots: int = 256
     vector_bytes: int = DEFAULT_VECTOR_BYTES
@@ -132,6 +145,7 @@ class Settings:
     reduce_bytes: int = DEFAULT_REDUCE_BYTES
     sketch_bytes: int = DEFAULT_SKETCH_BYTES
     sae_bytes: int = DEFAULT_SAE_BYTES
+    restart: bool = False
 
     def __post_init__(self) -> None:
         keep = object.__setattr__
@@ -149,16 +163,16 @@ class Settings:
             value = getattr(self, name)
             if not (isinstance(value, str) and value in allowed):
                 raise InvalidSetting(f"{name}={shown(value)}; use one of {', '.join(map(repr, allowed))}")
-        for name in ("capture_bytes", "steering_slots", "vector_bytes", "edits_per_point"):
+        keep(self, "spill_folder", _path("spill_folder", self.spill_folder))
+        for name in ("capture_bytes", "spill_bytes", "steering_slots", "vector_bytes", "edits_per_point"):
             keep(self, name, _whole(name, getattr(self, name), least=1))
         for name in ("reduce_bytes", "sketch_bytes", "sae_bytes"):
             keep(self, name, _whole(name, getattr(self, name), least=0))
         if self.arena_bytes is not None:
             keep(self, "arena_bytes", _whole("arena_bytes", self.arena_bytes, least=1, otherwise=", or None"))
-        seconds = number_of(self.overflow_timeout)
-        if seconds is None or not seconds > 0:
-            raise InvalidSetting(f"overflow_timeout={shown(self.overflow_timeout)}; give seconds above 0")
-        keep(self, "overflow_timeout", seconds)
+        keep(self, "overflow_timeout", _seconds("overflow_timeout", self.overflow_timeout))
+        if not isinstance(self.restart, bool):
+            raise InvalidSetting(f"restart={shown(self.restart)}; give True or False")
 
     @property
     def every_site(self) -> bool:
@@ -225,6 +239,32 @@ def with_preset(preset: str | None, engine_args: Mapping[str, Any]) -> dict[str,
     if preset is not None and not (isinstance(preset, str) and preset in PRESETS):
         raise InvalidSetting(f"preset={shown(preset)}; use one of {', '.join(map(repr, PRESETS))}, or leave it out")
     return {**PRESETS.get(preset or "", {}), **engine_args}
+
+
+def _seconds(name: str, value: object) -> float:
+    """A setting that is seconds.
+
+    Raises:
+        InvalidSetting: it is not, or none.
+    """
+    seconds = number_of(value)
+    if seconds is None or not seconds > 0:
+        raise InvalidSetting(f"{name}={shown(value)}; give seconds above 0")
+    return seconds
+
+
+def _path(name: str, value: object) -> str | None:
+    """A setting that is a path, or None.
+
+    Raises:
+        InvalidSetting: it is something else, or empty.
+    """
+    if value is None:
+        return None
+    found = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(found, str) or not found or "\0" in found:
+        raise InvalidSetting(f"{name}={shown(value)}; give the path of a folder, or None")
+    return found
 
 
 def _whole(name: str, value: object, *, least: int, most: int = MOST - 1, otherwise: str = "") -> int:

@@ -68,12 +68,15 @@ SETTINGS: Final[Mapping[str, Variable]] = {
     "reduce_bytes": Variable("most device memory of running reductions, bytes a worker", int, flag=True),
     "sketch_bytes": Variable("most memory of sketches, bytes a worker", int),
     "sae_bytes": Variable("most memory of SAEs, bytes a worker", int),
-    "overflow": Variable("what a request without room does: `wait` or `error`", str, flag=True),
+    "overflow": Variable("what a request without room does: `wait`, `error` or `spill`", str, flag=True),
     "overflow_timeout": Variable("seconds that it waits while nothing runs", float, flag=True),
+    "spill_folder": Variable("folder of the file that rows spill to", str, flag=True, default="`TMPDIR`, or /var/tmp"),
+    "spill_bytes": Variable("most bytes that rows spill to disk", int, flag=True),
     "transport": Variable("how rows reach the client: `auto`, `shared` or `wire`", str, flag=True),
     "steering_slots": Variable("steering configurations in use at once", int),
     "vector_bytes": Variable("memory of all vectors, bytes a worker", int),
     "edits_per_point": Variable("rank-one edits of one spec at one point", int),
+    "restart": Variable("whether an engine that has died is started again", bool, flag=True),
 }
 #: Variables that are no field of `Settings`.
 OTHERS: Final[Mapping[str, Variable]] = {

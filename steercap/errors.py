@@ -16,6 +16,7 @@ SteercapError
 │   ├── PointNotArmed               a site or layer without a tap in this engine
 │   └── RunDiffers                  a run folder that holds a run of other settings
 ├── EngineFailure (RuntimeError)    the engine is missing or unusable
+│   ├── EngineDied                  a process of the engine has ended, or a thread in it
 │   ├── ModelNotLoaded              vLLM could not load the model
 │   ├── UnsupportedModel            a model whose layers steercap cannot read
 │   │   └── ModelNotProved          rows that are not what their names say
@@ -26,6 +27,7 @@ SteercapError
 │   ├── WrongEventLoop              a model used in another event loop than the one it was started in
 │   ├── MemoryNotShared             transport="shared", or an SAE, but a worker is on another machine
 │   ├── WorkerFailure               a worker answered a call with an error
+│   ├── InvalidFrame                what came from another process is no message of this version, or damaged
 │   └── ServerFailure               a server cannot be reached, or answers otherwise than it should
 ├── CaptureError (RuntimeError)     rows that were asked for cannot be returned
 │   ├── CaptureIncomplete           rows are missing or carry another token's label
@@ -120,6 +122,10 @@ class EngineFailure(SteercapError, RuntimeError):
     """The engine is missing or unusable."""
 
 
+class EngineDied(EngineFailure):
+    """A process of the engine has ended, or a thread in it; the message says which, of what, and where the log is."""
+
+
 class ModelNotLoaded(EngineFailure):
     """vLLM could not load the model; the cause is chained."""
 
@@ -158,6 +164,10 @@ class MemoryNotShared(EngineFailure):
 
 class WorkerFailure(EngineFailure):
     """A worker process answered a call with an error."""
+
+
+class InvalidFrame(EngineFailure):
+    """What came from another process is no message of this version of steercap, damaged, or out of bounds."""
 
 
 class ServerFailure(EngineFailure):

@@ -6,17 +6,20 @@ import os
 import warnings
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from steercap import environment
 from steercap.collecting.collect import EVERY, SHARD_BYTES, Asked, Collected, Progress, collect
+from steercap.collecting.many import RayActors, collect_on_actors
 from steercap.collecting.samples import TokenSample
 from steercap.collecting.sources import Corpus, open_source
 from steercap.collecting.streaming import ActivationStream, Streaming
 from steercap.collecting.windows import Bos, Long
-from steercap.config import Overflow, Preset, Transport, with_preset
+from steercap.config import Overflow, Preset, Settings, Transport, with_preset
 from steercap.core.ownership import Unshared
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
@@ -65,8 +68,11 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         codec_k, codec_seed: its `k` and `seed`, for codecs that have them, where a `CaptureSpec` does not say.
         capture_bytes: most shared memory that captured rows may take on each capturing worker, in bytes; taken when
             it is used, on CUDA pinned at the start.
-        overflow: what a request does when it finds no room, or no slot: "wait" for its turn, or "error".
+        overflow: what a request does when it finds no room, or no slot: "wait" for its turn, or "error"; with "spill"
+            it waits while rows that nobody has fetched yet go to disk, from where `fetch` brings them back.
         overflow_timeout: seconds that requests wait while no request runs that could make room.
+        spill_folder: folder on disk that rows spill to; `TMPDIR` or /var/tmp by default. No file can be left there.
+        spill_bytes: most bytes that may be there.
         transport: how rows reach this process: "auto", "shared" or "wire".
         steering_slots: different steering configurations in use at once; a request that brings one more waits.
         vector_bytes: memory for the vectors of all configurations on each worker, in bytes, float32.
@@ -77,6 +83,8 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             in bytes; see `Settings`.
         sketch_bytes: most device memory on each capturing worker for sketches, in bytes; see `Settings`.
         sae_bytes: most device memory on each capturing worker for SAEs, in bytes; see `Settings`.
+        restart: whether an engine that has died is started again, and what was not handed over runs again; see
+            `Settings`.
         **engine_args: vLLM's `AsyncEngineArgs`.
 
     Raises:
@@ -99,6 +107,8 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         capture_bytes: int | None = None,
         overflow: Overflow | None = None,
         overflow_timeout: float | None = None,
+        spill_folder: str | os.PathLike[str] | None = None,
+        spill_bytes: int | None = None,
         transport: Transport | None = None,
         steering_slots: int | None = None,
         vector_bytes: int | None = None,
@@ -107,6 +117,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         reduce_bytes: int | None = None,
         sketch_bytes: int | None = None,
         sae_bytes: int | None = None,
+        restart: bool | None = None,
         **engine_args: Any,
     ) -> None:
         self.model = str(model)
@@ -119,6 +130,8 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             capture_bytes=capture_bytes,
             overflow=overflow,
             overflow_timeout=overflow_timeout,
+            spill_folder=spill_folder,
+            spill_bytes=spill_bytes,
             transport=transport,
             steering_slots=steering_slots,
             vector_bytes=vector_bytes,
@@ -127,6 +140,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             reduce_bytes=reduce_bytes,
             sketch_bytes=sketch_bytes,
             sae_bytes=sae_bytes,
+            restart=restart,
         )
         arguments, own = with_preset(preset, engine_args), "max_model_len" in engine_args
         self.serving = Serving(self.model, self.settings, arguments, cut=not own)
@@ -249,7 +263,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             SketchMemoryFull: there is no room for it.
         """
         spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, codec="raw", before_edits=before_edits)
-        running = await begun(self.serving.here(), kind, size, spec)
+        running = await self.serving.surviving(lambda engine: begun(engine, kind, size, spec))
         try:
             with joining(self, running):
                 yield running
@@ -295,8 +309,8 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             InvalidRequest: something that is not such rows, numbers or tokens, or logits beyond `max_bytes`.
             EngineFailure: the engine has died or was closed.
         """
-        engine = self.serving.here()
-        return await unembed(engine, rows, normed=normed, top=top, ids=ids, full=full, max_bytes=max_bytes)
+        asked: Any = {"normed": normed, "top": top, "ids": ids, "full": full, "max_bytes": max_bytes}
+        return await self.serving.surviving(lambda engine: unembed(engine, rows, **asked))
 
     async def fetch_captures_batch(self, handles: Sequence[Any]) -> None:
         """Fetch many handles with one RPC. Nested lists and None are allowed; handles already fetched are left alone.
@@ -332,6 +346,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         verify: bool = False,
         progress: Callable[[Progress], object] | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        ray: RayActors | None = None,
     ) -> Collected:
         """Read a corpus into a data set of activations on disk, which `steercap.datasets` and other tools open.
 
@@ -367,18 +382,20 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
                 what is damaged is collected again.
             progress: called with a `Progress` now and then.
             storage_options: of the URL's file system.
+            ray: over which actors of Ray's the corpus is spread. Each starts an engine of this model's arguments; this
+                one need not be started. Shards are the same, whoever makes them; the folder is one that all machines
+                reach. `concurrency` is of each engine.
 
         Returns:
             What the data set holds.
 
         Raises:
             RunDiffers: the folder holds another data set, or one of another corpus.
-            CollectionStopped: it cannot be written to, such as on a full disk.
+            CollectionStopped: it cannot be written to, such as on a full disk, or actors were lost too often.
             InvalidFile: a file of the corpus cannot be read, or holds something that is no document.
             InvalidRequest: something is asked for that does not fit, or another process writes to the folder.
             The errors of `generate`.
         """
-        engine = self.serving.here()
         asked = Asked(
             capture=self._collected(capture, layers=layers, sites=sites, codec=codec, k=k),
             tokens=tokens,
@@ -397,6 +414,9 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             progress=progress,
             storage_options=storage_options or {},
         )
+        if ray is not None:
+            return await collect_on_actors(self._another, corpus, os.fspath(folder), asked, ray)
+        engine = self.serving.here()
         return await self.serving.run(lambda: collect(self, engine, corpus, os.fspath(folder), asked))
 
     def activations(
@@ -487,9 +507,16 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             raise InvalidSpec(f"capture= beside {', '.join(given)}; give one of them")
         return CaptureSpec(**given) if capture is None else capture
 
+    @property
+    def _another(self) -> partial[SteerModel]:
+        """Makes a model of the same arguments, on any machine."""
+        serving = self.serving
+        model = str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
+        return partial(_alike, model, self.settings, serving.engine_args, serving.cut)
+
     async def stats(self) -> Stats:
         """What the model holds now, and its limits."""
-        return await stats_of(self.serving.here())
+        return await self.serving.surviving(lambda engine: stats_of(engine, self.serving.restarts))
 
     # What is reachable
 
@@ -535,3 +562,12 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
     def points(self) -> Mapping[Point, PointSchema]:
         """Points that have a tap, layer by layer, and what the tensor at each of them is."""
         return self.serving.opened().schemas
+
+
+def _alike(model: str, settings: Settings, engine_args: Mapping[str, Any], cut: bool) -> SteerModel:
+    """A model that is not started, with settings that another one has."""
+    found = SteerModel(model)
+    found.settings = settings
+    found.serving = Serving(model, settings, engine_args, cut=cut)
+    found._answers = Answers(found.serving)  # noqa: SLF001 -- of this class
+    return found

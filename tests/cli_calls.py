@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from steercap.cli.app import app
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
-from steercap.requests.captures import Captures
+from steercap.requests.captures import Captures, Found
 from steercap.requests.handle import CaptureHandle
-from steercap.requests.lifecycle import Found, Lifecycle
+from steercap.requests.lifecycle import Lifecycle
 from steercap.vectors import DirectionSet, LayerVectors, Provenance
 
 

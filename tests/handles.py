@@ -7,8 +7,8 @@ import torch
 from steercap import CaptureHandle
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
-from steercap.requests.captures import Captures
-from steercap.requests.lifecycle import Found, Lifecycle
+from steercap.requests.captures import Captures, Found
+from steercap.requests.lifecycle import Lifecycle
 
 
 def a_handle(

@@ -30,7 +30,7 @@ from steercap.testing import tiny_checkpoint
 from steercap.testing.rows import TINY_ENGINE
 
 #: Documents of the corpus, and of a shard.
-DOCUMENTS, EACH = 240, 6
+DOCUMENTS, EACH = 160, 6
 #: Operations that Python tells of; writes to an open file are none of them.
 EVENTS = frozenset({"open", "os.rename", "os.remove", "os.mkdir", "os.scandir", "fcntl.flock"})
 

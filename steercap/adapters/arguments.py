@@ -63,6 +63,11 @@ def check_supported(config: Any) -> None:
         raise UnsupportedRunner(
             "KV transfer, micro-batches and prefill context parallelism move rows past the taps; switch them off"
         )
+    if parallel.data_parallel_backend == "ray":
+        raise UnsupportedRunner(
+            "engines that Ray starts would outlive their SteerModel; leave data_parallel_backend out, or have Ray "
+            "start actors with a SteerModel each"
+        )
     if parallel.use_sequence_parallel_moe:
         raise UnsupportedRunner(
             "sequence-parallel experts give the router of each rank other tokens than the batch's; switch "

@@ -9,17 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from steercap.adapters.death import Processes
 from steercap.adapters.watch import Watch
-from steercap.errors import EngineFailure, ModelClosed, SteercapError, WorkerFailure
+from steercap.errors import EngineDied, EngineFailure, ModelClosed, SteercapError, WorkerFailure
 
 #: Seconds between looks at whether the engine that owes an answer still lives.
-LIVENESS_SECONDS: Final = 1.0
-_DIED: Final = "the vLLM engine has died; its log says why"
+LIVENESS_SECONDS: Final = 0.1
+#: Seconds after which it is clear that a call did not fail because the engine died.
+DYING_SECONDS: Final = 0.5
+#: What is asked of every worker when an engine is up.
+_PLACE: Final = "steercap_place"
 
 
 class Connection:
@@ -27,10 +32,15 @@ class Connection:
 
     Args:
         llm: the engine.
+        folder: of its processes.
     """
 
-    def __init__(self, llm: AsyncLLM) -> None:
-        self.watch: Final = Watch(llm)
+    def __init__(self, llm: AsyncLLM, folder: Path) -> None:
+        #: What to call when the engine has died, with the error.
+        self.told: Callable[[EngineDied], object] | None = None
+        self._processes = Processes(folder)
+        self.watch: Final = Watch(llm, self._processes, self._tell)
+        self._dead = False
         self._llm: AsyncLLM | None = llm
         self._closing = False
 
@@ -44,6 +54,10 @@ class Connection:
         if self._llm is None:
             raise ModelClosed("the engine was shut down with its SteerModel")
         return self._llm
+
+    async def watch_workers(self) -> None:
+        """Watch the processes of all workers from now on, as far as they are on this machine."""
+        self._processes.watch(place for engine in await self.call_workers(_PLACE) for place in engine)
 
     async def call_workers(self, method: str, *args: Any, engine: int | None = None) -> list[list[Any]]:
         """Have every worker run a method of its extension, or those of one engine.
@@ -68,16 +82,29 @@ class Connection:
                 self.require_alive()
             found: list[list[Any]] = answers.result()
         except EngineDeadError as error:
-            raise self.ended() from error
+            raise await self.ended() from error
         except SteercapError:
             raise
         except Exception as error:
             if self._llm is None:
                 raise ModelClosed("the model was closed while the workers were asked") from error
+            await self._require_not_dying()
             raise WorkerFailure(f"a call to the workers failed: {error}") from error
         finally:
             answers.cancel()
         return found
+
+    async def _require_not_dying(self) -> None:
+        """Check that a call did not fail because a worker was just about to end, which may show a moment later.
+
+        Raises:
+            EngineFailure: it did.
+        """
+        clock = asyncio.get_running_loop().time
+        until = clock() + DYING_SECONDS
+        while clock() < until:
+            self.require_alive()
+            await asyncio.sleep(LIVENESS_SECONDS)
 
     def require_alive(self) -> None:
         """Check that the engine lives.
@@ -85,14 +112,35 @@ class Connection:
         Raises:
             EngineFailure, ModelClosed: it has died, or was closed.
         """
-        if self.watch.look() or self.llm.errored:
-            raise self.ended()
+        if self._llm is None:
+            raise ModelClosed("the engine was shut down with its SteerModel")
+        if said := self.watch.look():
+            raise EngineDied(said)
 
-    def ended(self) -> EngineFailure:
-        """Why the engine is not there: it was closed, or it has died."""
-        if self._closing or self._llm is None:
-            return ModelClosed("the model was closed meanwhile")
-        return EngineFailure(self.watch.found or _DIED)
+    async def ended(self) -> EngineFailure:
+        """Why the engine is not there: it was closed, or it has died, of what may be known a moment later."""
+        clock = asyncio.get_running_loop().time
+        until = clock() + DYING_SECONDS
+        while not self._closing and self._llm is not None:
+            if said := self.watch.look():
+                return EngineDied(said)
+            if clock() > until:
+                return EngineDied("the vLLM engine has died")
+            await asyncio.sleep(LIVENESS_SECONDS / 5)
+        return ModelClosed("the model was closed meanwhile")
+
+    @property
+    def died(self) -> bool:
+        """Whether the engine has died, before it was closed."""
+        if not self._dead and not self._closing and self._llm is not None:
+            self.watch.look()
+        return self._dead
+
+    def _tell(self) -> None:
+        if not self._closing:
+            self._dead = True
+            if self.told is not None:
+                self.told(EngineDied(self.watch.found))
 
     async def quiesce(self) -> None:
         """Stop listening to the engine, or its end would be reported as a crash; in its event loop."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from typing import Any, Final, Protocol
 
 from vllm.exceptions import VLLMClientError, VLLMError
@@ -20,6 +20,7 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from steercap.adapters import detokenizer
 from steercap.adapters.arguments import check_heads, check_supported, read_arguments
+from steercap.adapters.cluster import tell_workers
 from steercap.adapters.connection import Connection
 from steercap.adapters.lora import Adapters
 from steercap.adapters.pooling import read_pooling, tasks_of
@@ -33,11 +34,13 @@ from steercap.adapters.wire import Wire
 from steercap.config import LAYER_END, Settings
 from steercap.core.plan import EXTRA_ARGS_KEY, Plan
 from steercap.core.spec import Point
-from steercap.errors import EngineFailure, InvalidRequest, ModelNotLoaded, SteercapError
+from steercap.errors import EngineDied, EngineFailure, InvalidRequest, ModelNotLoaded, SteercapError
 from steercap.kernels.finite import overflows_later
 from steercap.sites import SITES
 
 RPC: Final = "steercap_answer"
+#: Where Linux keeps shared memory that has a name.
+_SHARED: Final = "/dev/shm"  # noqa: S108
 
 
 class Starting(Protocol):
@@ -68,7 +71,7 @@ class VllmEngine:
         self, llm: AsyncLLM, points: tuple[Point, ...], exists: Callable[[Point], bool], launch: Starting
     ) -> None:
         require("a running AsyncLLM", llm)
-        self._connection = Connection(llm)
+        self._connection = Connection(llm, launch.reaper.folder)
         self._wire = Wire(llm)
         self._adapters = Adapters(llm.vllm_config, self._load_adapter)
         self.launch = launch
@@ -111,6 +114,7 @@ class VllmEngine:
         # A forked child of a process with threads can deadlock; vLLM's own server spawns too.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         require("AsyncLLM", AsyncLLM)
+        _require_shared_memory()
         detokenizer.mend()
         args = read_arguments(model, engine_args)
         try:
@@ -136,6 +140,7 @@ class VllmEngine:
         )
         check_heads(config, points)
         config.additional_config[CONFIG_KEY] = worker_config(points, settings, candidate)
+        tell_workers(config, launch.reaper.environment)
         launch.require_wanted()
         try:
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
@@ -274,7 +279,7 @@ class VllmEngine:
         except (VLLMClientError, ValueError) as error:
             raise InvalidRequest(f"vLLM refuses request {request_id}: {error}") from error
         except EngineDeadError as error:
-            raise self._connection.ended() from error
+            raise await self._connection.ended() from error
         except EngineGenerateError as error:
             raise InvalidRequest(f"vLLM could not run request {request_id}: {error.__cause__!r}") from error
         except VLLMError as error:  # nothing is wrong with the request: its queue is full, or the engine pauses
@@ -306,6 +311,29 @@ class VllmEngine:
         """The text of generated tokens, where it ends with the last of them."""
         return detokenizer.text_of(self.tokenizer, params, prompt.token_ids, tokens)
 
+    @property
+    def died(self) -> bool:
+        """Whether the engine has died, before it was closed."""
+        return self._connection.died
+
+    async def watch(self, told: Callable[[EngineDied], object]) -> None:
+        """Watch the engine's processes from now on.
+
+        Args:
+            told: what to call, in this event loop, when it has died.
+        """
+        self._connection.told = told
+        await self._connection.watch_workers()
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """While somebody waits for the engine without a request that runs, look whether it lives.
+
+        Raises:
+            EngineFailure: it does not.
+        """
+        self._connection.require_alive()
+        return self._connection.watch.over()
+
     async def quiesce(self) -> None:
         """Stop listening to the engine, or its end would be reported as a crash; in its event loop."""
         await self._connection.quiesce()
@@ -317,6 +345,18 @@ class VllmEngine:
     def let_go(self) -> None:
         """Let go of vLLM's side of the engine, and kill its processes; from any thread. Idempotent."""
         self._connection.let_go(self.launch.reaper.end)
+
+
+def _require_shared_memory() -> None:
+    """Check that vLLM's processes can talk to each other; half a minute later its own error would not say where.
+
+    Raises:
+        ModelNotLoaded: they cannot.
+    """
+    if not os.path.isdir(_SHARED):  # noqa: PTH112
+        raise ModelNotLoaded(
+            f"there is no {_SHARED}, through which vLLM's processes talk to each other; mount a tmpfs of 1 GiB there"
+        )
 
 
 def _carry(plan: Plan, params: SamplingParams | PoolingParams) -> None:

@@ -17,10 +17,12 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Final
 
+from steercap.adapters.death import leave_word_of
 from steercap.adapters.refusal import FOLDER, left_behind
 from steercap.adapters.releases import require
 
 #: Settings of vLLM's log; a user who has set one gets what vLLM makes of it.
+STREAM: Final = "VLLM_LOGGING_STREAM"
 CHOICES: Final = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
 #: Loggers that say of a machine without CUDA that it cannot run Triton, which steercap does not need there.
 _TRITON: Final = ("vllm.triton_utils.importing", "vllm.platforms.cpu", "vllm.config.vllm")
@@ -28,6 +30,7 @@ _TRITON: Final = ("vllm.triton_utils.importing", "vllm.platforms.cpu", "vllm.con
 ENGINE_CORE: Final = ("vllm.v1.engine.core", "EngineCoreProc", "run_engine_core")
 COORDINATOR: Final = ("vllm.v1.engine.coordinator", "DPCoordinatorProc", "run_coordinator")
 WORKER: Final = ("vllm.v1.executor.multiproc_executor", "WorkerProc", "worker_main")
+EXECUTOR: Final = "MultiprocExecutor"
 
 
 def wants_quiet() -> bool:
@@ -41,7 +44,7 @@ def quieten(*, log: bool) -> None:
     Args:
         log: whether its level is ours to choose: warnings and errors, without those about Triton.
     """
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault(STREAM, "ext://sys.stderr")
     # vLLM's own look at every attribute of torch.distributed finds one that is deprecated.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.reduce_op.*", category=FutureWarning)
     if log:
@@ -86,12 +89,18 @@ class Entry:
         function = self._function or getattr(getattr(import_module(module), owner), name)
         if self._target == ENGINE_CORE:
             module, owner, name = WORKER
-            worker = getattr(import_module(module), owner)
+            worker, executor = (getattr(import_module(module), one) for one in (owner, EXECUTOR))
             require(owner, worker)
+            require(EXECUTOR, executor)
+            leave_word_of(executor)
             setattr(worker, name, Entry(WORKER, getattr(worker, name), log=self._log))
             # Its workers meet at a file, which they remove only if they end in order; this folder is removed in any
             # case.
             tempfile.tempdir = os.environ.get(FOLDER)
+            if "vllm_config" in kwargs and kwargs["vllm_config"].parallel_config.use_ray:
+                from steercap.adapters.losing import hook_executor
+
+                hook_executor()
         if self._target == WORKER:  # which logs what its start fails of, and ends as if nothing were the matter
             worker = getattr(import_module(module), owner)
             worker.__init__ = left_behind()(worker.__init__)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from steercap.adapters import hook_runners, load_adapter, runtime_of
+from steercap.adapters import death, hook_runners, load_adapter, runtime_of
+from steercap.adapters.cluster import find_folder
 from steercap.core.messages import Unhooked, encode
 from steercap.errors import UnsupportedRunner
 
+find_folder()
 hook_runners()
 
 
@@ -27,6 +29,10 @@ class WorkerExtension:
         except UnsupportedRunner as error:
             return encode(Unhooked(str(error)))
         return runtime.answer(frame)
+
+    def steercap_place(self) -> str:
+        """Where this worker is, see `adapters.death`."""
+        return death.place()
 
     def steercap_load_adapter(self, name: str, number: int, path: str) -> str:
         """Load a LoRA adapter; never raises. Says why it cannot be used, or ""."""

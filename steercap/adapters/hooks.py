@@ -145,6 +145,7 @@ def attach(runner: Any) -> None:
         choose=choose,
         attention=rules,
         samples=last,
+        longest=model_config.max_model_len,
     )
     setattr(runner, RUNTIME_ATTRIBUTE, runtime)
     bind(taps)

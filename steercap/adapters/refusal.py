@@ -17,7 +17,8 @@ from steercap import errors
 
 #: vLLM's own variable, which says where the folder is.
 FOLDER: Final = "VLLM_RPC_BASE_PATH"
-_NAME: Final = "refusal.json"
+#: The file with the word.
+NAME: Final = "refusal.json"
 
 
 @contextlib.contextmanager
@@ -25,10 +26,17 @@ def left_behind() -> Iterator[None]:
     """Leave word of an error that ends what runs within."""
     try:
         yield
-    except Exception as error:
-        with contextlib.suppress(OSError), (Path(os.environ.get(FOLDER, os.devnull)) / _NAME).open("x") as file:
+    except Exception as raised:
+        error = _within(raised)
+        with contextlib.suppress(OSError), (Path(os.environ.get(FOLDER, os.devnull)) / NAME).open("x") as file:
             json.dump([type(error).__name__, str(error)], file)
         raise
+
+
+def _within(error: Exception) -> Exception:
+    """What a worker raised, where Ray has made a `RayTaskError(...)` of it; any other error as it is."""
+    cause = getattr(error, "cause", None)
+    return cause if type(error).__name__.startswith("RayTaskError") and isinstance(cause, Exception) else error
 
 
 def refusal(folder: Path, start: str) -> errors.SteercapError | None:
@@ -40,7 +48,7 @@ def refusal(folder: Path, start: str) -> errors.SteercapError | None:
         start: what did not come about, in words.
     """
     try:
-        name, says = json.loads((folder / _NAME).read_text())
+        name, says = json.loads((folder / NAME).read_text())
     except (OSError, ValueError):
         return None
     ours = getattr(errors, name, None)

@@ -75,7 +75,9 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
         "model_config.rswa_window",
         "model_config.runner_type",
         "model_config.using_transformers_backend",
+        "parallel_config.data_parallel_backend",
         "parallel_config.prefill_context_parallel_size",
+        "parallel_config.use_ray",
         "parallel_config.use_sequence_parallel_moe",
         "parallel_config.use_ubatching",
         "scheduler_config.async_scheduling",
@@ -88,6 +90,7 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     "EngineCoreProc": ("run_engine_core",),
     "DPCoordinatorProc": ("run_coordinator",),
     "WorkerProc": ("worker_main",),
+    "MultiprocExecutor": ("shutdown",),
     "FastIncrementalDetokenizer": ("__init__(tokenizer, request)",),
     "IncrementalDetokenizer": (
         "from_new_request(tokenizer, request)",

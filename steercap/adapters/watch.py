@@ -1,15 +1,16 @@
-"""Whether the engine still listens and answers, which a living process need not do.
+"""Whether the engine still lives, listens and answers, which a living process need not do.
 
-vLLM looks at processes. In the engine's process a thread reads requests and another writes outputs; when an
-exception ends one of them, its sockets are closed, the process lives, `errored` stays False, and requests wait for
-ever. libzmq reports the closed connection. What it relies on: `engine_core.resources`, its sockets and `engine_dead`,
-and `output_processor.propagate_error`. It can go when vLLM watches these threads.
+Processes are watched by `adapters.death`. In the engine's process a thread reads requests and another writes outputs;
+when an exception ends one of them, its sockets are closed, the process lives, `errored` stays False, and requests wait
+for ever. libzmq reports the closed connection. What it relies on: `engine_core.resources`, its sockets and
+`engine_dead`, and `output_processor.propagate_error`. It can go when vLLM watches these threads.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 from uuid import uuid4
@@ -18,12 +19,15 @@ import zmq
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-#: Seconds between looks while requests run: a look is two reads that find nothing.
-LOOK_SECONDS: Final = 1.0
+from steercap.adapters.death import WORD_SECONDS, Processes
+
+#: Seconds between looks while requests run or wait: a look is two reads and a poll that find nothing, some 20 us.
+LOOK_SECONDS: Final = 0.1
+_LOG: Final = "its log, on this process's stderr, says more"
 #: What stops when the connection of each socket is closed.
 _THREADS: Final = {
-    "input_socket": "the vLLM engine has died, or its thread that reads requests has; its log says why",
-    "output_socket": "the vLLM engine has died, or its thread that sends outputs has; its log says why",
+    "input_socket": "its thread that reads requests has ended",
+    "output_socket": "its thread that sends outputs has ended",
 }
 
 
@@ -32,31 +36,50 @@ class Watch:
 
     Args:
         llm: the engine.
+        processes: its processes.
+        told: what to call when something has died.
     """
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, processes: Processes, told: Callable[[], object]) -> None:
         self._llm = llm
-        self._monitors = [(_monitor(llm, name), reason) for name, reason in _THREADS.items()]
+        self._processes = processes
+        self._told = told
+        self._monitors = [(_monitor(llm, name), thread) for name, thread in _THREADS.items()]
         self._running = 0
+        self._since = 0.0
+        self._thread = ""
         self._looking: asyncio.Task[None] | None = None
         #: What has died, or None.
         self.found: str | None = None
 
     def look(self) -> str | None:
         """What has died, if anything has; then every request that runs ends with EngineDeadError."""
-        for monitor, reason in self._monitors:
-            if self.found is None and _tells(monitor):
-                self._end(reason)
+        if self.found is None and self._is_wrong():
+            manager = self._llm.engine_core.resources.engine_manager
+            how = self._processes.how(manager.finished_procs() if hasattr(manager, "finished_procs") else {})
+            if how or time.monotonic() > self._since + WORD_SECONDS:
+                self._end(how or self._processes.which or self._thread)
         return self.found
 
-    def _end(self, reason: str) -> None:
-        self.found = reason
+    def _is_wrong(self) -> bool:
+        """Whether anything looks as if something had died; what it was may show a moment later."""
+        for monitor, thread in self._monitors:
+            if not self._thread and _tells(monitor):
+                self._thread = thread
+        if not (self._thread or self._processes.ended() or self._llm.errored):
+            return False
+        self._since = self._since or time.monotonic()
+        return True
+
+    def _end(self, what: str) -> None:
+        self.found = f"the vLLM engine has died{f': {what}' if what else ''}; {_LOG}"
         self._llm.engine_core.resources.engine_dead = True
         self._llm.output_processor.propagate_error(EngineDeadError())
+        self._told()
 
     @contextmanager
     def over(self) -> Iterator[None]:
-        """Look from time to time while a request runs."""
+        """Look from time to time while a request runs, or waits."""
         self._running += 1
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._keep_looking(), name="steercap watch")
@@ -77,6 +100,7 @@ class Watch:
         for monitor, _ in self._monitors:
             monitor.close(linger=0)
         self._monitors = []
+        self._processes.close()
         if self._looking is not None:
             self._looking.cancel()
 

@@ -57,10 +57,16 @@ class RowOptions:
         int | None, typer.Option(help="Most device memory of running reductions, in bytes.", rich_help_panel=PANEL)
     ] = None
     overflow: Annotated[
-        str | None, typer.Option(help="What a request without room does: wait or error.", rich_help_panel=PANEL)
+        str | None, typer.Option(help="What a request without room does: wait, error or spill.", rich_help_panel=PANEL)
     ] = None
     overflow_timeout: Annotated[
         float | None, typer.Option(help="Seconds that it waits while nothing runs.", rich_help_panel=PANEL)
+    ] = None
+    spill_folder: Annotated[
+        str | None, typer.Option(help="Folder of the file that rows spill to.", rich_help_panel=PANEL)
+    ] = None
+    spill_bytes: Annotated[
+        int | None, typer.Option(help="Most bytes that rows spill to disk.", rich_help_panel=PANEL)
     ] = None
     transport: Annotated[
         str | None, typer.Option(help="How rows reach us: auto, shared or wire.", rich_help_panel=PANEL)

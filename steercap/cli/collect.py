@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -15,7 +15,7 @@ from steercap.cli.capture import RowOptions
 from steercap.cli.command import command
 from steercap.cli.contents import directions_in, load
 from steercap.cli.destinations import folder_ready
-from steercap.cli.engines import ModelOptions, opened
+from steercap.cli.engines import ModelOptions, opened, unopened
 from steercap.cli.foreseen import check_sampling, foreseen
 from steercap.cli.selections import layers_of, names_of, tokens_of
 from steercap.cli.steering import SteerOptions, sites_of
@@ -24,13 +24,15 @@ from steercap.cli.terminal import Terminal
 from steercap.runs.heartbeat import heartbeat
 
 if TYPE_CHECKING:
-    from steercap.collecting import Source
+    from steercap.collecting import RayActors, Source
     from steercap.collecting.collect import Collected
     from steercap.collecting.collect import Progress as Reached
     from steercap.collecting.samples import TokenSample
+    from steercap.model import SteerModel
 
 CORPUS: Final = "Corpus"
 SAMPLE: Final = "Tokens"
+RAY: Final = "Many machines"
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,41 @@ class SampleOptions:
         return ByProbe(vectors, self.probe_layer, self.above, self.below, tokens)
 
 
+@dataclass(frozen=True)
+class RayOptions:
+    """Over which actors of Ray's it is spread."""
+
+    ray: Annotated[
+        int | None, typer.Option(min=1, help="Spread over so many actors, an engine each.", rich_help_panel=RAY)
+    ] = None
+    ray_address: Annotated[
+        str | None, typer.Option(help="Of the cluster; one on this machine if there is none.", rich_help_panel=RAY)
+    ] = None
+    ray_gpus: Annotated[float, typer.Option(min=0, help="GPUs of each actor.", rich_help_panel=RAY)] = 0
+    ray_cpus: Annotated[float, typer.Option(min=0, help="Cores of each actor.", rich_help_panel=RAY)] = 1
+    ray_restarts: Annotated[
+        int, typer.Option(min=-1, help="How often a lost actor is started again; -1 always.", rich_help_panel=RAY)
+    ] = -1
+    ray_retries: Annotated[
+        int, typer.Option(min=-1, help="How often a lost shard is begun again; -1 always.", rich_help_panel=RAY)
+    ] = 3
+
+    def actors(self) -> RayActors | None:
+        """The actors asked for."""
+        from steercap.collecting import RayActors
+
+        if self.ray is None:
+            return None
+        return RayActors(
+            self.ray,
+            num_gpus=self.ray_gpus,
+            num_cpus=self.ray_cpus,
+            address=self.ray_address,
+            max_restarts=self.ray_restarts,
+            max_task_retries=self.ray_retries,
+        )
+
+
 @contextmanager
 def bar_of(terminal: Terminal) -> Iterator[Callable[[Reached], None]]:
     """A bar on stderr with tokens and bytes a second, and the time that is left where that is known; off a terminal a
@@ -152,6 +189,13 @@ def bar_of(terminal: Terminal) -> Iterator[Callable[[Reached], None]]:
 
     with bar, heartbeat(bar, terminal.err):
         yield tell
+
+
+@asynccontextmanager
+async def not_opened(options: ModelOptions, terminal: Terminal, **settings: Any) -> AsyncIterator[SteerModel]:
+    """The model, for actors to open."""
+    with terminal.alone():
+        yield await unopened(options, terminal, **settings)
 
 
 def words_of(reached: Reached) -> str:
@@ -188,6 +232,7 @@ def register(app: typer.Typer) -> None:
             "steercap collect corpus.jsonl out/rows --layers 8,16 --context 512",
             "steercap collect data/wiki out/sample --split train --layers 12 --one-in 8 --codec full8",
             "steercap collect corpus.jsonl out/answers --layers 12 --tokens generated --max-tokens 64",
+            "steercap collect corpus.jsonl s3://bucket/rows --layers 12 --ray 8 --ray-gpus 1 --ray-address auto",
             "steercap inspect out/rows --verify",
         ],
     )
@@ -198,6 +243,7 @@ def register(app: typer.Typer) -> None:
         chosen: SampleOptions,
         steer: SteerOptions,
         stored: RowOptions,
+        spread: RayOptions,
         model: ModelOptions,
         terminal: Terminal,
         layers: Annotated[str, typer.Option(help="all, 8, 8,16,-1 or 4:20:2.")] = "all",
@@ -246,7 +292,9 @@ def register(app: typer.Typer) -> None:
         planned.check_steering(spec)
         long: Any = how.long
         bos: Any = how.bos
-        async with opened(model, terminal, sites=armed, **stored.settings()) as open_model:
+        actors = spread.actors()
+        opening = opened if actors is None else not_opened
+        async with opening(model, terminal, sites=armed, **stored.settings()) as open_model:
             with bar_of(terminal) as tell:
                 found = await open_model.collect(
                     source,
@@ -265,5 +313,6 @@ def register(app: typer.Typer) -> None:
                     concurrency=concurrency,
                     verify=verify,
                     progress=tell,
+                    ray=actors,
                 )
             terminal.show(found, facts(found.folder, told(found)))

@@ -46,6 +46,14 @@ class ModelOptions:
         bool | None,
         typer.Option("--eager/--no-eager", help="Without or with compilation and CUDA graphs.", rich_help_panel=PANEL),
     ] = None
+    restart: Annotated[
+        bool | None,
+        typer.Option(
+            "--restart/--no-restart",
+            help="Start an engine that has died again, and run what it had not answered again.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
     engine_arg: Annotated[
         list[str] | None,
         typer.Option(
@@ -62,6 +70,7 @@ class ModelOptions:
         for name, value in (("--dtype", self.dtype), ("--max-model-len", self.max_model_len)):
             found += [] if value is None else [name, str(value)]
         found += [] if self.eager is None else ["--eager" if self.eager else "--no-eager"]
+        found += [] if self.restart is None else ["--restart" if self.restart else "--no-restart"]
         return found + [word for argument in self.engine_arg or () for word in ("--engine-arg", argument)]
 
     def require_there(self) -> None:
@@ -99,6 +108,7 @@ class ModelOptions:
         found: dict[str, Any] = {"use_tqdm_on_load": False}
         found |= CPU if self.model == SMOLLM2 else {}
         said = {"dtype": self.dtype, "max_model_len": self.max_model_len, "enforce_eager": self.eager}
+        said["restart"] = self.restart
         found |= {name: value for name, value in said.items() if value is not None}
         found |= dict(pairs_of(self.engine_arg or (), "--engine-arg"))
         return with_preset(found.pop("preset", None), found)
@@ -133,6 +143,19 @@ def located(model: str) -> Path | str:
     return smollm2()
 
 
+async def unopened(options: ModelOptions, terminal: Terminal, **settings: Any) -> SteerModel:
+    """The model, not started; arguments as for `opened`.
+
+    Raises:
+        The errors of `SteerModel`.
+    """
+    with terminal.status(f"loading {options.model}"):
+        from steercap.model import SteerModel
+
+        path = await asyncio.to_thread(located, options.model)
+        return SteerModel(str(path), **{**settings, **options.arguments()})
+
+
 @asynccontextmanager
 async def opened(options: ModelOptions, terminal: Terminal, **settings: Any) -> AsyncIterator[SteerModel]:
     """The model, open, with the terminal to ourselves.
@@ -145,13 +168,8 @@ async def opened(options: ModelOptions, terminal: Terminal, **settings: Any) -> 
     Raises:
         The errors of `SteerModel` and its `start`.
     """
-    arguments = {**settings, **options.arguments()}
     with terminal.alone():
-        with terminal.status(f"loading {options.model}"):
-            from steercap.model import SteerModel
-
-            path = await asyncio.to_thread(located, options.model)
-            model = SteerModel(str(path), **arguments)
+        model = await unopened(options, terminal, **settings)
         try:
             with terminal.status(f"starting vLLM with {options.model}, probing every tap"):
                 await model.start()

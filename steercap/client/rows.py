@@ -13,8 +13,8 @@ from steercap.client.connection import Connection
 from steercap.concurrency.bounded import each_of
 from steercap.core.spec import Point
 from steercap.errors import CaptureIncomplete, CaptureReleased, InvalidRequest, SteercapError
+from steercap.requests.captures import Found
 from steercap.requests.handle import CaptureHandle
-from steercap.requests.lifecycle import Found
 
 #: Files that come at once.
 _AT_ONCE: Final = 8
@@ -43,6 +43,10 @@ class Waiting:
     @property
     def place(self) -> object:
         return self.connection
+
+    @property
+    def again(self) -> None:
+        return None
 
     def require_open(self) -> None:
         self.connection.here()

@@ -23,8 +23,9 @@ from steercap.collecting.windows import Bos, Cutting, Long
 from steercap.core.spec import CaptureSpec
 from steercap.core.tokens import Tokens, TokenSelection, selected
 from steercap.core.values import index_of, shown
-from steercap.datasets import DatasetFolder, Definition, Totals, define, storage_of
+from steercap.datasets import DatasetFolder, Definition, Receipt, Totals, define, storage_of
 from steercap.datasets import definition as definitions
+from steercap.datasets.storage import Storage
 from steercap.errors import InvalidSetting
 from steercap.runs.fingerprint import identity, tokenizer_of
 
@@ -157,13 +158,13 @@ class _Collection:
 
     async def run(self) -> Collected:
         """To the end, or to an error that says how far it came."""
-        there = await asyncio.to_thread(self._definition_there)
-        if there is None:
+        known = await asyncio.to_thread(there, self._storage)
+        if known is None:
             batches, per_shard = await self._looked_at()
             async with aclosing(batches):
                 folder = await self._begun(per_shard)
                 return await self._collected(folder, batches)
-        folder = await self._begun(there.documents_per_shard)
+        folder = await self._begun(known.documents_per_shard)
         return await self._collected(folder, None)
 
     async def _begun(self, per_shard: int) -> DatasetFolder:
@@ -171,7 +172,7 @@ class _Collection:
             return await asyncio.to_thread(DatasetFolder.begin, self._storage, self._define(per_shard))
 
     async def _collected(self, folder: DatasetFolder, batches: Batches | None) -> Collected:
-        receipts = await asyncio.to_thread(self._sound, folder)
+        receipts, self._resumed, self._mended = await asyncio.to_thread(sound_shards, folder, self._asked)
         sharder = Sharder(folder, self._reading.points, receipts, self._asked.shard_bytes)
         each = folder.definition.documents_per_shard
         if batches is None:
@@ -216,11 +217,6 @@ class _Collection:
             Progress(self._documents, self._tokens, self._rows, sharder.bytes, sharder.written, share, seconds)
         )
 
-    def _definition_there(self) -> Definition | None:
-        if definitions.FILE not in self._storage.sizes():
-            return None
-        return definitions.decode(self._storage.read(definitions.FILE), self._storage.path(definitions.FILE))
-
     async def _looked_at(self) -> tuple[Batches, int]:
         """All documents, of which the first few were looked at, and how many of them make a shard."""
         batches = feed(self._source, self._reading)
@@ -259,16 +255,6 @@ class _Collection:
             num_layers=reading.engine.vllm.num_layers,
         )
 
-    def _sound(self, folder: DatasetFolder) -> dict[int, Any]:
-        """The shards that are there and whole; others are taken away."""
-        receipts = folder.receipts()
-        self._resumed = len(receipts)
-        for number in folder.wrong(receipts.values(), content=self._asked.verify):
-            folder.discard(number)
-            del receipts[number]
-            self._mended += 1
-        return receipts
-
 
 async def _chained(first: list[list[Fed]], rest: Batches) -> Batches:
     async with aclosing(rest) as left:
@@ -276,3 +262,31 @@ async def _chained(first: list[list[Fed]], rest: Batches) -> Batches:
             yield batch
         async for batch in left:
             yield batch
+
+
+async def definition_of(model: CollectingModel, engine: Engine, source: Source, asked: Asked) -> Definition:
+    """What a data set of some documents would say of itself."""
+    collection = _Collection(model, asked.reading(model, engine), source, None, asked)
+    batches, per_shard = await collection._looked_at()  # noqa: SLF001 -- of this module
+    async with aclosing(batches):
+        return collection._define(per_shard)  # noqa: SLF001
+
+
+def there(storage: Storage) -> Definition | None:
+    """The definition of the data set that is there, if one is.
+
+    Raises:
+        InvalidFile: it cannot be read.
+    """
+    if definitions.FILE not in storage.sizes():
+        return None
+    return definitions.decode(storage.read(definitions.FILE), storage.path(definitions.FILE))
+
+
+def sound_shards(folder: DatasetFolder, asked: Asked) -> tuple[dict[int, Receipt], int, int]:
+    """The shards that are there and whole; others are taken away. And how many there were, and were taken away."""
+    receipts = folder.receipts()
+    wrong = folder.wrong(receipts.values(), content=asked.verify)
+    for number in wrong:
+        folder.discard(number)
+    return {number: one for number, one in receipts.items() if number not in wrong}, len(receipts), len(wrong)

@@ -69,6 +69,16 @@ def content_of(item: Any, column: str | None = None) -> Content:
     return _tokens(item)
 
 
+def digests(documents: Sequence[Document]) -> str:
+    """SHA-256 over the SHA-256 of each document, in hexadecimal: that of a shard's receipt."""
+    found = hashlib.sha256()
+    for document in documents:
+        each = hashlib.sha256()
+        document.enter(each)
+        found.update(each.digest())
+    return found.hexdigest()
+
+
 def digest_of(documents: Sequence[Document]) -> str:
     """SHA-256 over documents, in hexadecimal."""
     found = hashlib.sha256()

@@ -28,6 +28,10 @@ UNDER_WAY_BYTES: Final = 2 << 30
 class CollectingModel(OpenModel, Protocol):
     """An open model whose rows are collected."""
 
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of the model."""
+
     async def read(self, prompts: Any, *, capture: Any, steering: Any) -> Any:
         """See `SteerModel.read`."""
 

@@ -52,6 +52,7 @@ class Sharder:
         points: what its rows are of.
         receipts: the shards that are there.
         shard_bytes: that a shard should have.
+        first: number of the shard that the first document is of.
 
     Attributes:
         bytes: written.
@@ -59,11 +60,16 @@ class Sharder:
     """
 
     def __init__(
-        self, folder: DatasetFolder, points: Sequence[Point], receipts: Mapping[int, Receipt], shard_bytes: int
+        self,
+        folder: DatasetFolder,
+        points: Sequence[Point],
+        receipts: Mapping[int, Receipt],
+        shard_bytes: int,
+        first: int = 0,
     ) -> None:
         self._folder, self._points, self._receipts = folder, tuple(points), dict(receipts)
         self._most_bytes = MOST_TIMES * shard_bytes
-        self._filling = _Filling(0)
+        self._filling = _Filling(first)
         self._writing: list[Future[Receipt]] = []
         self.bytes, self.written = 0, len(receipts)
 

@@ -42,6 +42,7 @@ class Source:
         bad: what becomes of an item that is no document.
         bytes: of the whole corpus on disk, None where nobody knows.
         count: of its documents, None where nobody knows.
+        first: number of the first document.
 
     Attributes:
         skipped: items that were skipped.
@@ -54,6 +55,7 @@ class Source:
     bad: OnBad = "error"
     bytes: int | None = None
     count: int | None = None
+    first: int = 0
     skipped: int = 0
     complaints: list[str] = field(default_factory=list)
 
@@ -62,7 +64,7 @@ class Source:
 
     def begin(self) -> Iterator[Any] | AsyncIterator[Any]:
         """The items from the first on; `document` makes documents of them."""
-        self._number, self.skipped, self.complaints = 0, 0, []
+        self._number, self.skipped, self.complaints = self.first, 0, []
         return self.items()
 
     def __iter__(self) -> Iterator[Document]:

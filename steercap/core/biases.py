@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from steercap.core.framing import Data, Whole
 from steercap.core.tokens import Range, selected
 
 #: Most entries of all biases of a configuration together: 8 MiB of a frame.
@@ -32,10 +33,10 @@ class Bias(msgspec.Struct, frozen=True, array_like=True):
         values: what is added to the logit of each: float32, little-endian.
     """
 
-    edit: int
-    scope: int
-    ids: bytes
-    values: bytes
+    edit: Whole
+    scope: Whole
+    ids: Data
+    values: Data
 
     @staticmethod
     def of(edit: int, scope: int, ids: Sequence[int], values: Sequence[float]) -> Bias:

@@ -12,7 +12,7 @@ engine, and N arenas would hold no more than one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,6 +73,10 @@ class Budget:
     def free(self, engine: int | None = None) -> int:
         """Pages that nobody claims: of one engine, or of the emptiest."""
         return self.pages - (min(self._reserved) if engine is None else self._reserved[engine])
+
+    def holds(self, ticket: Ticket) -> bool:
+        """Whether a ticket has its pages."""
+        return ticket in self._held
 
     @property
     def wanted(self) -> int:
@@ -149,6 +153,39 @@ class Budget:
             for engine in wanted
             if ticket.pages <= self.free(engine) and ticket.reductions <= self.reductions - self._reducing[engine]
         ]
+
+    def movable(self, may: Callable[[Ticket], bool], most: int) -> list[Ticket]:
+        """Finished requests whose rows are to be moved elsewhere so that the queue gets on, the oldest first.
+
+        They are all of one engine: of those that may run the head of the queue, one where that makes room for it, and
+        of several such the one where least has to move. Where nothing makes enough room, what can be moved helps
+        those requests that still run to make it.
+
+        Args:
+            may: whether those of a ticket can be moved now.
+            most: pages to move at once, unless the head needs more.
+        """
+        head = self.head
+        if head is None:
+            return []
+        engines = range(len(self._reserved)) if head.engine is None else (head.engine,)
+        found: list[tuple[bool, int, list[Ticket]]] = []
+        for engine in engines:
+            lacking = head.pages - self.free(engine)
+            if lacking > 0 and (tickets := self._oldest(engine, max(lacking, min(self.wanted, most)), may)):
+                found.append((sum(ticket.pages for ticket in tickets) < lacking, lacking, tickets))
+        return min(found, key=lambda one: one[:2])[2] if found else []
+
+    def _oldest(self, engine: int, pages: int, may: Callable[[Ticket], bool]) -> list[Ticket]:
+        """Finished tickets of an engine that may be moved, until they have so many pages together."""
+        tickets: list[Ticket] = []
+        for ticket in self._held:
+            if pages <= 0:
+                break
+            if ticket.engine == engine and ticket.phase == "finished" and ticket.pages and may(ticket):
+                tickets.append(ticket)
+                pages -= ticket.pages
+        return tickets
 
     def hopeless(self) -> Ticket | None:
         """The head of the queue, if it can never be admitted: what its own call holds is in the way and will stay.

@@ -6,6 +6,8 @@ from typing import Final
 
 import msgspec
 
+from steercap.core.framing import Label, Numbers, Seed
+
 
 class Coding(msgspec.Struct, frozen=True, array_like=True):
     """An encoding with its parameters.
@@ -16,9 +18,9 @@ class Coding(msgspec.Struct, frozen=True, array_like=True):
         seed: of the matrix that rows are projected with, where there is one; 0 elsewhere.
     """
 
-    encoding: str = "raw"
-    k: int = 0
-    seed: int = 0
+    encoding: Label = "raw"
+    k: Numbers = 0
+    seed: Seed = 0
 
     def __str__(self) -> str:
         named = [f"{name}={value}" for name, value in (("k", self.k), ("seed", self.seed)) if value]

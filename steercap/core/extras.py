@@ -30,6 +30,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "plots": ("matplotlib",),
     "probes": ("sklearn",),
     "quantisation": ("faiss",),
+    "ray": ("ray",),
 }
 
 

@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 
 from steercap.core.coding import Coding
+from steercap.core.framing import Digest, Label, Whole, framed, read
 from steercap.core.program import SteeringPlan
 from steercap.core.spec import CaptureSpec, Reduction
 from steercap.core.tokens import Range
@@ -27,8 +28,8 @@ class InSlot(msgspec.Struct, frozen=True, array_like=True):
         configuration: digest of what must be there.
     """
 
-    slot: int
-    configuration: bytes
+    slot: Whole
+    configuration: Digest
 
 
 class CapturePlan(msgspec.Struct, frozen=True):
@@ -48,7 +49,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
         saes: digests of the encoders that read the rows of each point, or ().
     """
 
-    points: tuple[int, ...]
+    points: tuple[Whole, ...]
     ranges: tuple[Range, ...]
     reduce: Reduction | None
     coding: Coding
@@ -57,7 +58,7 @@ class CapturePlan(msgspec.Struct, frozen=True):
     vectors: InSlot | None = None
     allow_nonfinite: bool = False
     gather: bool = True
-    saes: tuple[bytes, ...] = ()
+    saes: tuple[Digest, ...] = ()
 
     def placed(self, slots: Mapping[bytes, int]) -> CapturePlan:
         """The plan with the slot of its vectors, if it has some.
@@ -83,10 +84,10 @@ class Plan(msgspec.Struct, frozen=True):
         steering: what is changed, or None.
     """
 
-    key: str
-    prompt_len: int
-    limit: int
-    samples: int = 1
+    key: Label
+    prompt_len: Whole
+    limit: Whole
+    samples: Whole = 1
     capture: CapturePlan | None = None
     steering: SteeringPlan | None = None
 
@@ -100,12 +101,17 @@ class Plan(msgspec.Struct, frozen=True):
 
     def encode(self) -> bytes:
         """The plan as bytes."""
-        return _ENCODER.encode(self)
+        return framed(_ENCODER.encode(self))
 
     @staticmethod
     def decode(data: bytes) -> Plan:
-        """The plan from bytes."""
-        return _DECODER.decode(data)
+        """The plan from bytes.
+
+        Raises:
+            InvalidFrame: they are no plan of this version, damaged, or out of bounds.
+        """
+        found: Plan = read(_DECODER, data, "a plan")
+        return found
 
 
 def compile_capture(

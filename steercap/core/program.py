@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from steercap.core.biases import Bias
+from steercap.core.framing import Digest, Whole, WholeOrNone
 from steercap.core.tokens import Range, selected
 
 #: A read, a write or a replacement that an entry does not have.
@@ -72,15 +73,15 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
             point and restored after the last; NONE where the norm may change.
     """
 
-    edit: int
-    points: tuple[int, ...]
-    scope: int
-    write: int
-    read: int = NONE
+    edit: Whole
+    points: tuple[Whole, ...]
+    scope: Whole
+    write: Whole
+    read: WholeOrNone = NONE
     response: Response = Response()
     joined: bool = False
-    replacement: int = NONE
-    norm: int = NONE
+    replacement: WholeOrNone = NONE
+    norm: WholeOrNone = NONE
 
 
 class Blob(msgspec.Struct, frozen=True, array_like=True):
@@ -91,8 +92,8 @@ class Blob(msgspec.Struct, frozen=True, array_like=True):
         rows: how many.
     """
 
-    digest: bytes
-    rows: int
+    digest: Digest
+    rows: Whole
 
 
 def blob_digest(data: bytes, rows: int) -> bytes:
@@ -118,9 +119,9 @@ class Configuration(msgspec.Struct, frozen=True):
 
     entries: tuple[Entry, ...]
     blobs: tuple[Blob, ...]
-    scopes: int
-    replacements: int
-    reads: tuple[int, ...] = ()
+    scopes: Whole
+    replacements: Whole
+    reads: tuple[Whole, ...] = ()
     biases: tuple[Bias, ...] = ()
 
     @property
@@ -162,11 +163,11 @@ class SteeringPlan(msgspec.Struct, frozen=True):
         held: whether nothing is edited until the client says so, see `messages.Engage`.
     """
 
-    slot: int
-    configuration: bytes
-    identity: bytes
+    slot: Whole
+    configuration: Digest
+    identity: Digest
     scopes: tuple[tuple[Range, ...], ...]
-    replaced: tuple[tuple[int, ...], ...]
+    replaced: tuple[tuple[Whole, ...], ...]
     biased: tuple[tuple[Range, ...], ...] = ()
     held: bool = False
 

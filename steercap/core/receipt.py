@@ -54,6 +54,8 @@ class Receipt:
         steering: what was edited, or None where nothing was to be.
         verified: whether rows of layers of just this code were compared with transformers' (see `steercap models`);
             if not, the proof at start is what stands for them. None in files of older versions.
+        recomputed: whether the rows were computed again, by reading the sequence, since the engine that had them died;
+            see `SteerModel(restart=)`.
     """
 
     points: tuple[Point, ...]
@@ -63,6 +65,7 @@ class Receipt:
     reduce: Reduction | None
     steering: SteeringReceipt | None = None
     verified: bool | None = None
+    recomputed: bool = False
 
     @property
     def rows(self) -> int:
@@ -156,11 +159,14 @@ def check_edits(
         known.append(record)
     if total > plan.limit:
         raise SteeringNotApplied(f"{request}: {total} tokens were inputs, more than the {plan.limit} it can have")
+    if any(len(one.computed) != -(-total // 8) for one in known):
+        raise SteeringNotApplied(f"{request}: its workers speak of other tokens than its {total}; {_WITHHELD}")
     computed = np.unpackbits(np.frombuffer(known[0].computed, dtype=np.uint8))[:total].astype(np.bool_)
     masks = scope_masks(plan.steering.scopes, plan.limit)[:total][computed]
     everywhere = {point for entry in configuration.entries for point in entry.points}
     expected = rows_touched(configuration, everywhere, masks)
-    touched = tuple(sum(rows) for rows in zip(*(record.rows for record in known if record.primary), strict=True))
+    counted = [record.rows for record in known if record.primary]
+    touched = tuple(map(sum, zip(*counted, strict=True))) if len({len(rows) for rows in counted}) == 1 else ()
     if touched != expected or len({record.computed for record in known}) > 1:
         raise SteeringNotApplied(
             f"{request}: the edits should have touched {expected} rows, the workers touched {touched}; {_WITHHELD}"

@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from steercap.core.framing import Label, Step, Whole
+
 
 class PointSchema(msgspec.Struct, frozen=True, array_like=True):
     """One point's tensor.
@@ -20,9 +22,9 @@ class PointSchema(msgspec.Struct, frozen=True, array_like=True):
         tokens: which computed tokens have a row: "all", or those "sampled" from.
     """
 
-    shape: tuple[int, ...]
-    dtype: str
-    shards: int = 1
+    shape: tuple[Whole, ...]
+    dtype: Label
+    shards: Step = 1
     writable: bool = True
     changes_kv: bool = True
     tokens: Literal["all", "sampled"] = "all"

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from steercap.core.framing import Step, Whole
 from steercap.core.values import FAR, Mask, index_of, mask_of, parts_of, plain, shown
 from steercap.errors import EmptySelection, InvalidSelection
 
@@ -30,9 +31,9 @@ DEEPEST: Final = 8
 class Range(msgspec.Struct, frozen=True, array_like=True):
     """Positions start, start + step, ... below stop; `stop` None runs to the end of the sequence."""
 
-    start: int
-    stop: int | None
-    step: int = 1
+    start: Whole
+    stop: Whole | None
+    step: Step = 1
 
 
 @dataclass(frozen=True)

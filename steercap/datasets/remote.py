@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from steercap.core.extras import extra
 from steercap.datasets.storage import CHUNK, Buffer, FileReceipt, LocalFolder, Storage, copied, unreadable
-from steercap.errors import InvalidRequest
+from steercap.errors import InvalidRequest, SteercapError
 
 #: Object stores, where a put is whole or nothing, by the names fsspec has for them.
 STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "memory"})
@@ -43,7 +43,8 @@ class RemoteFolder(Storage):
         target = self._at(name)
         scratch = target if self._puts else f"{target}.{os.getpid():x}.scratch"
         try:
-            return self._written(scratch, target, chunks)
+            with _as_os_error():
+                return self._written(scratch, target, chunks)
         except BaseException:
             if not self._puts and self._system.exists(scratch):
                 self._system.rm_file(scratch)
@@ -55,7 +56,8 @@ class RemoteFolder(Storage):
     def sizes(self, folder: str = "") -> dict[str, int]:
         self._system.invalidate_cache()
         try:
-            found = self._system.ls(self._at(folder), detail=True)
+            with _as_os_error():
+                found = self._system.ls(self._at(folder), detail=True)
         except FileNotFoundError:
             return {}
         return {one["name"].rpartition("/")[2]: int(one["size"]) for one in found if one["type"] == "file"}
@@ -68,8 +70,9 @@ class RemoteFolder(Storage):
         return self._asked(name, hashed)
 
     def remove(self, name: str) -> None:
-        if self._system.exists(self._at(name)):
-            self._system.rm_file(self._at(name))
+        with _as_os_error():
+            if self._system.exists(self._at(name)):
+                self._system.rm_file(self._at(name))
 
     @contextmanager
     def fetched(self, name: str) -> Iterator[Path]:
@@ -109,7 +112,8 @@ class RemoteFolder(Storage):
 
     def _asked(self, name: str, what: Callable[[], Found]) -> Found:
         try:
-            return what()
+            with _as_os_error():
+                return what()
         except OSError as error:
             raise unreadable(self.path(name), error) from error
 
@@ -123,6 +127,17 @@ class RemoteFolder(Storage):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._connect()
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """Have what a file system's library raises, such as that no server answers, be an OSError as of any disk."""
+    try:
+        yield
+    except (OSError, SteercapError):
+        raise
+    except Exception as error:  # the libraries' own
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def storage_of(where: str | Path | Storage, **options: Any) -> Storage:

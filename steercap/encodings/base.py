@@ -96,6 +96,15 @@ class Encoding(ABC):
             [rows, *shard shape], or [rows, k].
         """
 
+    def takes(self, coding: Coding) -> bool:
+        """Whether rows can be stored with these parameters."""
+        return bool(coding.k) == bool(self.default_k)
+
+    def vectors(self, coding: Coding) -> int:
+        """How many vectors of each point it needs of the client; see `Configuration.reads`."""
+        del coding
+        return 0
+
     def matrix(self, width: int, coding: Coding) -> torch.Tensor | None:
         """The vectors that the encoding makes by itself, for whole rows of so many elements: float32 [k, width]."""
         del width, coding
@@ -140,7 +149,7 @@ class Codec(Encoding):
         """What was stored, by name: `q` are codes, `scale` their step, `zero` what the code 0 stands for.
 
         Args:
-            stored: uint8 [rows, row bytes], contiguous.
+            stored: uint8 [rows, row bytes]; each row's bytes lie together.
             schema: the point's.
             coding: the codec's parameters.
 
@@ -166,6 +175,20 @@ class Codec(Encoding):
 
     def decode(self, stored: torch.Tensor, schema: PointSchema, coding: Coding) -> torch.Tensor:
         return self.decoded(self.parts(stored, schema, coding), schema, coding)
+
+
+def packed(rows: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of bytes, made in this thread.
+
+    torch would share it among all cores, with every thread that copies: on 16 cores the threads of a client then wait
+    for each other far longer than they copy.
+    """
+    import numpy as np
+    import torch
+
+    if rows.device.type != "cpu" or not rows.numel():  # NumPy's empty arrays have no strides
+        return rows.clone(memory_format=torch.contiguous_format)
+    return torch.from_numpy(np.array(rows.numpy(), order="C", copy=True))
 
 
 def added(shards: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -33,6 +33,9 @@ class Calibrated8(Full8):
     is_codec: ClassVar[bool] = False
     constants: ClassVar[tuple[str, ...]] = ("centre", "reach")
 
+    def vectors(self, coding: Coding) -> int:
+        return len(self.constants)
+
     def encode(
         self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
     ) -> torch.Tensor:

@@ -25,6 +25,12 @@ class Projected(Encoding):
     def row_bytes(self, schema: PointSchema, coding: Coding) -> int:
         return coding.k * _FLOAT
 
+    def takes(self, coding: Coding) -> bool:
+        return coding.k > 0
+
+    def vectors(self, coding: Coding) -> int:
+        return coding.k
+
     def encode(
         self, rows: torch.Tensor, schema: PointSchema, coding: Coding, vectors: torch.Tensor | None
     ) -> torch.Tensor:

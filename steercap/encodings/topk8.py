@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from steercap.encodings.base import Alike, Codec, dtype_of
+from steercap.encodings.base import Alike, Codec, dtype_of, packed
 from steercap.kernels.bits import FULL8_STEPS, TOPK8_HEAD
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ class TopK8(Codec):
 
         kept = self._kept(schema, coding)
         scale, zero, rest = columns_of(floats(stored, 0, 3))
-        indices = stored[:, TOPK8_HEAD : TOPK8_HEAD + 2 * kept].flatten().clone().view(torch.uint16).view(-1, kept)
+        indices = packed(stored[:, TOPK8_HEAD : TOPK8_HEAD + 2 * kept]).view(torch.uint16)
         return {
-            "q": stored[:, TOPK8_HEAD + 2 * kept :].contiguous(),
+            "q": packed(stored[:, TOPK8_HEAD + 2 * kept :]),
             "indices": indices,
             "scale": scale,
             "zero": zero,

@@ -6,6 +6,8 @@ from typing import Final
 
 import torch
 
+from steercap.encodings.base import packed
+
 #: Elements that are decoded at a time: in float64, so that an element is rounded once.
 PART_ELEMENTS: Final = 1 << 20
 
@@ -99,7 +101,7 @@ def heads(*columns: torch.Tensor) -> torch.Tensor:
 
 def floats(stored: torch.Tensor, first: int, count: int) -> torch.Tensor:
     """`count` float32 numbers from byte `first` of each row on: [rows, count]; a copy, for rows need not be aligned."""
-    return stored[:, first : first + 4 * count].flatten().clone().view(torch.float32).view(-1, count)
+    return packed(stored[:, first : first + 4 * count]).view(torch.float32)
 
 
 def columns_of(numbers: torch.Tensor) -> list[torch.Tensor]:

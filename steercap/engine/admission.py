@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from steercap.core.budget import Budget, Ticket
-from steercap.errors import CaptureMemoryFull, ModelClosed
+from steercap.errors import CaptureMemoryFull, EngineFailure, ModelClosed
 
 if TYPE_CHECKING:
     from steercap.config import Settings
@@ -19,6 +19,19 @@ _REMEDY: Final = (
     "fetch or release handles as they come, capture fewer layers or tokens, lower max_tokens, use reduce=, "
     "or raise SteerModel(..., capture_bytes=)"
 )
+_SPILL: Final = "; with overflow='spill', rows of finished requests go to disk"
+_MORE: Final = ", or spill_bytes="
+
+
+class Relief(Protocol):
+    """What can make room where there is none."""
+
+    def begin(self) -> None:
+        """Begin, if that helps and is not under way."""
+
+    @property
+    def situation(self) -> str:
+        """Why there is none yet, for messages."""
 
 
 class Admission:
@@ -38,6 +51,8 @@ class Admission:
         self._settings = settings
         self._waiting: dict[Ticket, asyncio.Future[None]] = {}
         self._watch: asyncio.TimerHandle | None = None
+        #: What makes room with overflow="spill".
+        self.relief: Relief | None = None
 
     async def claim(self, pages: int, call: object, engine: int | None = None, reductions: int = 0) -> Ticket:
         """Reserve pages, in order of arrival; the ticket says on which engine.
@@ -82,18 +97,28 @@ class Admission:
             self._watch = None
         self._settle(self.budget.release(ticket))
 
+    def look_again(self) -> None:
+        """Something has changed beside the budget that may make room."""
+        self._settle(self.budget.admit())
+
     def close(self) -> None:
+        """Fail whoever waits, as the model is closed."""
+        self.fail(ModelClosed("the model was closed while this request waited for capture memory"))
+
+    def fail(self, error: EngineFailure) -> None:
         """Fail whoever waits."""
         if self._watch:
             self._watch.cancel()
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(ModelClosed("the model was closed while this request waited for capture memory"))
+                future.set_exception(type(error)(str(error)))
 
     def _settle(self, admitted: Iterable[Ticket]) -> None:
         """Wake those admitted, fail those that can never be, and watch for a stall."""
         self._wake(admitted)
-        while (ticket := self.budget.hopeless()) is not None:
+        if self.relief is not None:
+            self.relief.begin()
+        while self.relief is None and (ticket := self.budget.hopeless()) is not None:
             self._refuse(
                 ticket, "what is in the way are handles of the same call, which nobody can release before it ends"
             )
@@ -112,11 +137,13 @@ class Admission:
 
     def _refuse_all(self) -> None:
         self._watch = None
+        why = f"no handle was released for {self._settings.overflow_timeout} s"
         while self.budget.stalled and (ticket := self.budget.head) is not None:
-            self._refuse(ticket, f"no handle was released for {self._settings.overflow_timeout} s")
+            self._refuse(ticket, why if self.relief is None else f"{why}, {self.relief.situation}")
 
     def _refuse(self, ticket: Ticket, why: str) -> None:
-        error = CaptureMemoryFull(f"{self._situation(ticket)}: {why}; {_REMEDY}")
+        remedy = _REMEDY + (_SPILL if self.relief is None else _MORE)
+        error = CaptureMemoryFull(f"{self._situation(ticket)}: {why}; {remedy}")
         self._wake(self.budget.release(ticket))
         future = self._waiting.get(ticket)
         if future is not None and not future.done():

@@ -14,7 +14,7 @@ from steercap.core.messages import Configure, Configured, Placed, Vectors
 from steercap.core.program import Configuration
 from steercap.core.slots import Grant, Slots
 from steercap.engine.batching import Batcher
-from steercap.errors import ModelClosed, SteeringSlotsFull, TooManyEdits, WorkerFailure
+from steercap.errors import EngineFailure, ModelClosed, SteeringSlotsFull, TooManyEdits, WorkerFailure
 
 if TYPE_CHECKING:
     from steercap.config import Settings
@@ -90,10 +90,14 @@ class Configurations:
     async def aclose(self) -> None:
         """Fail whoever waits. Idempotent."""
         self._closed = True
+        self.fail(ModelClosed("the model was closed while this request waited for a slot"))
+        await self._loads.aclose()
+
+    def fail(self, error: EngineFailure) -> None:
+        """Fail whoever waits."""
         for granted in self._queue:
             if not granted.done():
-                granted.set_exception(ModelClosed("the model was closed while this request waited for a slot"))
-        await self._loads.aclose()
+                granted.set_exception(type(error)(str(error)))
 
     async def _claim(self, wanted: Needed) -> list[Grant]:
         if self._closed:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from uuid import uuid4
 
 from steercap.concurrency.loops import finished, on_thread, over
@@ -27,8 +27,9 @@ from steercap.engine.fetching import Delivery, Fetcher
 from steercap.engine.ranks import Rank, Ranks, attention_of, loaded_of
 from steercap.engine.saes import Dictionaries
 from steercap.engine.sketching import Sketching
+from steercap.engine.spilling import Spillable, Spilling, require_place
 from steercap.engine.workers import Records, Workers
-from steercap.errors import UnsupportedModel
+from steercap.errors import EngineDied, UnsupportedModel
 from steercap.families import FAMILIES
 from steercap.families.base import Family
 from steercap.families.proved import verified
@@ -37,6 +38,7 @@ from steercap.steering.calibration import Calibrated
 from steercap.steering.lowering import Lowered
 from steercap.steering.monitor import Monitor
 from steercap.steering.projection import Projected
+from steercap.transport.reader import LineReader
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from steercap.adapters.launch import Launch
     from steercap.adapters.prompts import Rendered
     from steercap.adapters.types import PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
+
+Value = TypeVar("Value")
 
 #: Seconds that the end waits for what has nothing left to do: a start given up, tasks of a loop that may be blocked.
 GIVE_UP_SECONDS: Final = 0.5
@@ -71,6 +75,7 @@ class Engine:
         attention: how layers weigh keys, of those whose queries and keys are armed.
         home: the event loop that the engine belongs to.
         admission: who may capture.
+        spilling: what makes room with overflow="spill", else None.
         configurations: what the slots hold.
         sketching: the statistics that workers hold.
         saes: the SAEs that workers hold.
@@ -113,8 +118,11 @@ class Engine:
         self.sketching: Final = Sketching(workers, ranks, settings.sketch_bytes)
         self.saes: Final = Dictionaries(workers, settings.sae_bytes)
         self._fetcher = Fetcher()
+        self.spilling = self._spills() if settings.overflow == "spill" else None
+        self.admission.relief = self.spilling
         self._ending: Future[None] | None = None
         self._one_ends: Final = threading.Lock()
+        self._death = ""
 
     @classmethod
     async def start(
@@ -132,6 +140,7 @@ class Engine:
         Raises:
             InvalidSetting, ModelNotLoaded, UnsupportedModel, UnsupportedRunner: see `VllmEngine.start`.
         """
+        require_place(settings)
         starting = launch.begin(model, settings, engine_args, candidate)
         try:
             vllm = await asyncio.wrap_future(starting)
@@ -147,7 +156,8 @@ class Engine:
         """An engine that is up, once its workers have memory for rows; if that fails, it is stopped."""
         workers = Workers(vllm)
         try:
-            return cls(vllm, settings, workers, await workers.attach(settings))
+            engine = cls(vllm, settings, workers, await workers.attach(settings))
+            await vllm.watch(engine._lose)
         except BaseException:
             try:
                 await workers.aclose()
@@ -155,6 +165,24 @@ class Engine:
             finally:
                 await finished(on_thread(vllm.end, "steercap end"))
             raise
+        return engine
+
+    @property
+    def died(self) -> bool:
+        """Whether it has died, before it was closed."""
+        return self.vllm.died
+
+    @property
+    def death(self) -> str:
+        """What it died of, "" if it lives."""
+        return self._death
+
+    def _lose(self, death: EngineDied) -> None:
+        """It has died: nothing that anybody waits for will come, and what was kept is gone."""
+        self._death = str(death)
+        self.admission.fail(death)
+        self.configurations.fail(death)
+        self.sketching.lose(str(death))
 
     async def aclose(self) -> None:
         """Stop the engine; waiting requests fail. From any event loop, or after its own has ended. Idempotent."""
@@ -173,6 +201,8 @@ class Engine:
     async def _wind_up(self) -> None:
         """What belongs to the event loop of the engine."""
         self.admission.close()
+        if self.spilling is not None:
+            await self.spilling.aclose()
         await self.configurations.aclose()
         await self.sketching.aclose()
         await self.saes.aclose()
@@ -182,6 +212,8 @@ class Engine:
     def _end(self) -> None:
         """What any thread can do, and must."""
         try:
+            if self.spilling is not None:
+                self.spilling.end()
             self._fetcher.close()
             for rank in self._all_ranks:
                 rank.reader.close()
@@ -274,9 +306,11 @@ class Engine:
 
         Raises:
             CaptureMemoryFull: there can be no room, or none came in time, or waiting is not wanted.
+            EngineFailure: the engine has died.
         """
         self.require_open()
-        return await self.admission.claim(pages, call, engine, reductions)
+        with self.vllm.waiting():
+            return await self.admission.claim(pages, call, engine, reductions)
 
     def finish(self, ticket: Ticket, parts: Sequence[int]) -> list[Ticket]:
         """A request ended: its claim becomes one ticket per handle, of so many pages each."""
@@ -310,6 +344,27 @@ class Engine:
             self.home.call(partial(self.give_back, owner, ticket))
 
     # Rows
+
+    def offer(self, ticket: Ticket, rows: Spillable) -> None:
+        """A handle's rows may be moved to disk, as long as somebody holds it, if others need the room."""
+        if self.spilling is not None:
+            self.spilling.offer(ticket, rows)
+
+    async def read_spilled(self, work: Callable[[], Value]) -> Value:
+        """Read rows that were moved to disk, on a thread.
+
+        Raises:
+            CaptureIncomplete: the file does not hold what was written.
+            ModelClosed: the model was closed meanwhile.
+        """
+        assert self.spilling is not None, "somebody has moved them there"
+        return await self.spilling.read(work)
+
+    def _spills(self) -> Spilling:
+        workers, admission = self._workers, self.admission
+        return Spilling(
+            self.settings, admission.budget, admission.page_bytes, self.collect, workers.census, admission.look_again
+        )
 
     async def collect(self, wanted: Sequence[Wanted], *, growing: bool = False) -> list[Delivery]:
         """Fetch requests' rows: one RPC for all, then the rows out of each arena.
@@ -422,6 +477,11 @@ class Engine:
                 f"steercap knows no {', '.join(sorted(missing))} in layers of {', '.join(self.loaded.code)}{derived}; "
                 "leave it out of SteerModel(..., sites=)"
             )
+
+    @property
+    def line_readers(self) -> list[LineReader]:
+        """What reads the lines of each worker that captures."""
+        return [rank.reader for rank in self._all_ranks]
 
     @property
     def _all_ranks(self) -> list[Rank]:

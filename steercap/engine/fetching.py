@@ -128,21 +128,22 @@ class Fetcher:
         self._closed = True
         self._pool.shutdown(cancel_futures=True)
 
-    async def _deliver(self, load: Sequence[_Order]) -> list[Delivery]:
-        await self._gather(load)
-        return [order.delivery() for order in load]
-
-    async def _gather(self, orders: Sequence[_Order]) -> None:
+    async def _deliver(self, orders: Sequence[_Order]) -> list[Delivery]:
         sources = [[await rank.reader.read(parcel.lines) for rank, parcel in order.gathered] for order in orders]
+        made: list[Delivery] = []
 
         def begin() -> None:
             for order, readable in zip(orders, sources, strict=True):
                 _begin(order, readable)
 
+        def end() -> None:
+            made.extend(order.delivery() for order in orders)
+
         if sum(order.size for order in orders) < THREAD_BYTES:
             begin()
+            end()
             await asyncio.sleep(0)
-            return
+            return made
         await self._all([begin])
         await self._all(
             [
@@ -153,6 +154,8 @@ class Fetcher:
                 for part in assembly.parts
             ]
         )
+        await self._all([end])  # codes of a codec are taken apart, which copies them
+        return made
 
     async def _all(self, calls: Sequence[Callable[[], None]]) -> None:
         """Run calls on the threads. A cancelled caller leaves nothing in the queue."""
@@ -201,6 +204,8 @@ def _order(ranks: Ranks, found: Found) -> _Order:
     if failure:
         return _Order([], failure)
     (engine,) = knowing(found)
+    if damage := next(filter(None, map(Rank.damage, ranks[engine], parcels)), None):
+        return _Order([], damage)
     gathered = [(rank, parcel) for rank, parcel in zip(ranks[engine], parcels, strict=True) if parcel.points]
     return _Order(gathered, None)
 

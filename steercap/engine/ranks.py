@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from steercap.core.attention import AttentionRule, joined
 from steercap.core.messages import Attached, Loaded, Parcel
 from steercap.core.plan import CapturePlan
 from steercap.core.rows import PageShape
 from steercap.core.schema import PointSchema
-from steercap.encodings import record_of
+from steercap.encodings import ENCODINGS, record_of
 from steercap.encodings.reduced import accumulator_records
 from steercap.errors import WorkerFailure
 from steercap.families.code import same_code
 from steercap.transport.reader import LineReader
+
+#: Of a position or a token.
+_LABEL_BYTES: Final = 8
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,23 @@ class Rank:
     def of(self, parcel: Parcel) -> list[PointSchema]:
         """Schemas of the points of a parcel."""
         return [self.schemas[point] for point in parcel.points]
+
+    def damage(self, parcel: Parcel) -> str | None:
+        """Why a parcel cannot be one of this worker's; None if it can. Nothing is allocated by what it says before.
+
+        Its labels are compared with those of the request by whoever takes the rows.
+        """
+        if unknown := [point for point in parcel.points if point not in self.schemas]:
+            return f"rows came of points {unknown}, which the worker does not keep"
+        encoding = ENCODINGS.get(parcel.coding.encoding)
+        if encoding is None or not encoding.takes(parcel.coding):
+            return f"rows came as {parcel.coding!r}, which is no encoding"
+        if len(parcel.positions) != len(parcel.token_ids) or len(parcel.positions) % _LABEL_BYTES:
+            return f"rows came with {len(parcel.positions)} bytes of positions, {len(parcel.token_ids)} of tokens"
+        lines = self.attached.pages * self.attached.page_lines
+        if (parcel.points and parcel.stored_rows > lines) or sum(one.count for one in parcel.lines) > lines:
+            return f"the worker names more lines than the {lines:,} of its arena"
+        return None
 
     def kept(self, points: Sequence[int]) -> list[PointSchema]:
         """Schemas of those of the points that it keeps."""

@@ -92,11 +92,17 @@ class Sketching:
         self._weighing: Batcher[Joining, Found] = Batcher(self._weigh)
         self._folding: Batcher[tuple[Joining, tuple[Book, ...]], int] = Batcher(self._fold)
         self._turn = asyncio.Lock()  # whoever reads sees no request half entered
+        self._books: list[Book] = []
 
     async def aclose(self) -> None:
         """Fail whoever waits. Idempotent."""
         await self._weighing.aclose()
         await self._folding.aclose()
+
+    def lose(self, why: str) -> None:
+        """The workers have died: what is in the sketches is gone."""
+        for book in self._books:
+            book.broken = book.broken or why
 
     async def open(self, book: Book) -> None:
         """Make room for a sketch on every worker.
@@ -115,6 +121,7 @@ class Sketching:
                     )
         indices = tuple(sorted(book.points.values()))
         asked = OpenSketch(book.name, book.kind, book.size, indices, self._most_bytes)
+        self._books.append(book)
         try:
             engines = await self._workers.ask(asked, SketchOpened)
         except BaseException:
@@ -132,6 +139,7 @@ class Sketching:
         """Free a sketch, unless the model is closed, which frees everything. Idempotent."""
         if not book.closed:
             book.closed = True
+            self._books = [one for one in self._books if one is not book]
             if not self._workers.closed:
                 await self._workers.ask(CloseSketch(book.name), SketchOpened)
 
@@ -218,7 +226,14 @@ class Sketching:
 
 
 def _restored(kind: Kind, width: int, size: int, parts: Sequence[SketchPart]) -> State:
-    """A state out of what a worker sent of it."""
+    """A state out of what a worker sent of it.
+
+    Raises:
+        SketchIncomplete: it is not as long as such a state is.
+    """
+    sent = sum(len(part.data) for part in parts)
+    if sent != kind.nbytes(width, size):
+        raise SketchIncomplete(f"a worker sent {sent:,} bytes of a state that has {kind.nbytes(width, size):,}")
     stored = torch.frombuffer(bytearray(b"".join(part.data for part in parts)), dtype=torch.uint8)
     tensors, before = {}, 0
     for name, (shape, dtype) in kind.shapes(width, size).items():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from steercap.core.messages import Counted
+
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine
 
@@ -17,6 +19,17 @@ class Stats:
         capture_bytes: most memory that rows may take on each capturing worker.
         capture_bytes_claimed: of that, claimed by running requests and unfetched handles, on the fullest engine.
         capture_bytes_in_use: of that, filled with rows, on the fullest worker.
+        capture_bytes_resident: shared memory that the system has set aside for it, on the fullest worker.
+        spill_bytes: most bytes on disk that rows may take; 0 unless `overflow` is "spill".
+        spill_bytes_in_use: of that, taken by handles that nobody has fetched.
+        spill_bytes_written: bytes written to disk since the start.
+        handles_spilled: handles whose rows are on disk.
+        arena_bytes: device memory of rows on their way to shared memory, on the worker with most; 0 on CPU.
+        arena_bytes_in_use: of that, rows of passes that are not copied yet, on the fullest worker.
+        reduce_bytes: device memory of reductions that run along, on the worker with most.
+        pinned_bytes: memory of the host that is locked for a device, on the worker with most: 0 on CPU.
+        wire_bytes: most bytes of rows that are sent over RPC at once, all workers together; 0 where memory is shared.
+        wire_bytes_in_flight: of that, asked for now.
         reductions: reductions that can run along with their requests at once, in each engine.
         reductions_running: of these, running, in the fullest engine.
         requests_waiting: requests that wait for capture memory, for a reduction, or for a steering slot.
@@ -34,11 +47,23 @@ class Stats:
         saes: SAEs that the workers hold.
         sae_bytes: most memory that SAEs may take on each capturing worker.
         sae_bytes_in_use: of that, taken, on the fullest worker.
+        restarts: how often an engine that had died was started again; what counts "since the start" begins anew then.
     """
 
     capture_bytes: int
     capture_bytes_claimed: int
     capture_bytes_in_use: int
+    capture_bytes_resident: int
+    spill_bytes: int
+    spill_bytes_in_use: int
+    spill_bytes_written: int
+    handles_spilled: int
+    arena_bytes: int
+    arena_bytes_in_use: int
+    reduce_bytes: int
+    pinned_bytes: int
+    wire_bytes: int
+    wire_bytes_in_flight: int
     reductions: int
     reductions_running: int
     requests_waiting: int
@@ -56,18 +81,36 @@ class Stats:
     saes: int
     sae_bytes: int
     sae_bytes_in_use: int
+    restarts: int = 0
 
 
-async def stats_of(engine: Engine) -> Stats:
-    """What the engine and its workers hold now."""
+async def stats_of(engine: Engine, restarts: int = 0) -> Stats:
+    """What the engine and its workers hold now.
+
+    Args:
+        engine: the engine.
+        restarts: how often it was started again.
+    """
     engines = await engine.census()
     counts = [count for workers in engines for count in workers]
     budget, page_bytes = engine.admission.budget, engine.admission.page_bytes
     slots, row_bytes = engine.configurations.slots, engine.bank_row_bytes
+    file = None if engine.spilling is None else engine.spilling.file
     return Stats(
         capture_bytes=budget.pages * page_bytes,
         capture_bytes_claimed=budget.reserved * page_bytes,
         capture_bytes_in_use=max(count.pages_in_use * count.page_bytes for count in counts),
+        capture_bytes_resident=max(_resident(count) for count in counts),
+        spill_bytes=0 if file is None else file.most_bytes,
+        spill_bytes_in_use=0 if file is None else file.bytes_in_use,
+        spill_bytes_written=0 if file is None else file.bytes_written,
+        handles_spilled=0 if file is None else file.stored,
+        arena_bytes=max(count.tables.ring for count in counts),
+        arena_bytes_in_use=max(count.tables.ring_in_use for count in counts),
+        reduce_bytes=max(count.tables.accumulators for count in counts),
+        pinned_bytes=max(count.tables.pinned + count.arena_pinned * _resident(count) for count in counts),
+        wire_bytes=sum(reader.wire_bytes for reader in engine.line_readers),
+        wire_bytes_in_flight=sum(reader.wire_bytes_in_flight for reader in engine.line_readers),
         reductions=budget.reductions,
         reductions_running=budget.reducing,
         requests_waiting=budget.waiting + engine.configurations.waiting,
@@ -85,4 +128,10 @@ async def stats_of(engine: Engine) -> Stats:
         saes=max(count.saes for count in counts),
         sae_bytes=engine.settings.sae_bytes,
         sae_bytes_in_use=max(count.sae_bytes for count in counts),
+        restarts=restarts,
     )
+
+
+def _resident(count: Counted) -> int:
+    """Bytes of an arena that the system has set aside: all of one that is pinned."""
+    return (count.pages if count.arena_pinned else count.pages_touched) * count.page_bytes

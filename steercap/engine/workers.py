@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 
 #: Seconds that rows given back may wait for company before an RPC of their own.
 RELEASE_DELAY: Final = 0.05
+_FLOAT_BYTES: Final = 4
+_INT_BYTES: Final = 8
 
 Kind = TypeVar("Kind", bound=Answer)
 #: What the workers did to one sample: engine by engine, what each of them says.
@@ -196,7 +198,12 @@ class Workers:
         answers = (await self.ask(Unembed(*_sent(rows), **asked), Unembedded))[engine]
         if not answers:
             raise WorkerFailure(f"no worker of engine {engine} has the end of the model")
-        return answers[0]
+        found = answers[0]
+        for data, item in ((found.logits, _FLOAT_BYTES), (found.top, _INT_BYTES), (found.best, _FLOAT_BYTES)):
+            _require_rows(data, len(rows), item)
+        if any(len(edge) != len(rows) for edge in (found.least, found.most, found.spread, found.total)):
+            raise WorkerFailure(f"a worker unembedded other than the {len(rows)} rows that it was asked for")
+        return found
 
     async def project(self, layer: int, site: str, rows: torch.Tensor, engine: int) -> torch.Tensor:
         """What a block makes of what its last projection reads, as an engine's model computes it."""
@@ -204,6 +211,7 @@ class Workers:
         answers = (await self.ask(asked, Projected))[engine]
         if not answers:
             raise WorkerFailure(f"no worker of engine {engine} has layer {layer}")
+        _require_rows(answers[0].rows, len(rows), _FLOAT_BYTES)
         return torch.frombuffer(bytearray(answers[0].rows), dtype=torch.float32).view(len(rows), -1)
 
     async def choose(self, layer: int, rows: torch.Tensor, engine: int) -> Chosen:
@@ -211,6 +219,9 @@ class Workers:
         answers = (await self.ask(Choose(layer, *_sent(rows)), Chosen))[engine]
         if not answers:
             raise WorkerFailure(f"no worker of engine {engine} has layer {layer}")
+        if not answers[0].refused:
+            _require_rows(answers[0].ids, len(rows), _INT_BYTES)
+            _require_rows(answers[0].weights, len(rows), _FLOAT_BYTES)
         return answers[0]
 
     async def census(self) -> list[list[Counted]]:
@@ -282,6 +293,16 @@ def _sent(rows: torch.Tensor) -> tuple[bytes, int, str]:
     """Rows as questions carry them: their bytes, how many they are, and their dtype."""
     flat = rows.flatten(1).contiguous()
     return flat.view(torch.uint8).numpy().tobytes(), len(rows), str(rows.dtype).removeprefix("torch.")
+
+
+def _require_rows(data: bytes, rows: int, item: int) -> None:
+    """Check that bytes can be so many rows of items of so many bytes.
+
+    Raises:
+        WorkerFailure: they cannot.
+    """
+    if len(data) % (rows * item):
+        raise WorkerFailure(f"a worker answered {len(data):,} bytes for {rows} rows")
 
 
 def _answers(engines: Sequence[Sequence[bytes]], kind: type[Kind]) -> list[list[Kind]]:

@@ -22,10 +22,10 @@ from steercap.core.prompts import (
 from steercap.core.receipt import SteeringReceipt
 from steercap.core.spec import CaptureSpec
 from steercap.errors import InvalidRequest
+from steercap.requests.again import Recipe
 from steercap.requests.job import Job
 from steercap.requests.monitoring import MonitorReport
 from steercap.requests.pooled import Encoded, require_kind
-from steercap.requests.preparing import prepare
 from steercap.requests.running import Done, run_all
 from steercap.requests.serving import Serving
 from steercap.requests.stream import Chunk, stream
@@ -96,16 +96,25 @@ class Answers:
         serving = self.serving
         engine = serving.here()
         require_kind(engine, "stream", pools=False)
-        given, spec = one_to_stream(prompt, call), call.spec
-        asked = call.sampling_params, spec, call.steering
+        given = one_to_stream(prompt, call)
+        asked = {"params": call.sampling_params, "spec": call.spec, "steering": call.steering}
         own = {"options": call.options, "sketches": call.sketches, "monitors": call.monitors}
-        job = await prepare(engine, given, *asked, **own)
+        recipe = Recipe(serving=serving, prompt=given, **asked, **own)
+        job = await recipe.job()
         params: Any = job.params
         require_one_sample(params.n)
         chunks = stream(job)
+
+        async def first(made: Job) -> Chunk | None:
+            nonlocal chunks
+            chunks = chunks if made is job else stream(made)
+            return await serving.run(lambda: anext(chunks, None))
+
         try:
-            while (chunk := await serving.run(lambda: anext(chunks, None))) is not None:
+            chunk = await recipe.surviving(first, job)  # once something was handed over, there is no other beginning
+            while chunk is not None:
                 yield chunk
+                chunk = await serving.run(lambda: anext(chunks, None))
         finally:
             if engine.home.is_here:
                 with suppress(RuntimeError):  # a loop that ends closes all generators at once, this one too
@@ -156,25 +165,27 @@ async def _answered(
     serving: Serving, prompts: Sequence[tuple[Any, list[MessageSpan]]], call: CallArguments, *, many: bool
 ) -> Any:
     """Run prompts, with the spans of their messages, and give back what the user gets."""
-    engine, captured, raw = serving.here(), call.spec is not None, flag_asked("raw_output", call.raw_output)
+    captured, raw = call.spec is not None, flag_asked("raw_output", call.raw_output)
     require_raw(call.monitors, raw=raw)
     params = each(call.sampling_params, len(prompts), "pooling" if call.encoding else "sampling_params")
     specs = each(call.spec, len(prompts), "capture")
     edits = each(call.steering, len(prompts), "steering")
 
     async def jobs() -> AsyncIterator[Job]:
-        for (prompt, spans), *asked in zip(prompts, params, specs, edits, strict=True):
-            yield await prepare(
-                engine,
-                prompt,
-                *asked,
+        for (prompt, spans), param, spec, steering in zip(prompts, params, specs, edits, strict=True):
+            yield await Recipe(
+                serving=serving,
+                prompt=prompt,
+                params=param,
+                spec=spec,
+                steering=steering,
                 options=call.options,
                 spans=spans,
                 reading=call.reading,
                 sketches=call.sketches,
                 encoding=call.encoding,
                 monitors=call.monitors,
-            )
+            ).job()
 
     done = await run_all(jobs(), serving.running)
     texts = [_given(one, raw=raw) for one in done]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from steercap.core.names import read_name
+from steercap.core.receipt import Receipt
 from steercap.core.spec import Point, name_of_site
 from steercap.core.values import index_of, shown
 from steercap.encodings.coded import CodedRows, Whole
@@ -112,6 +114,10 @@ class Captures(Mapping[Point, torch.Tensor]):
         """
         return self._rows[self._point(key)]
 
+    def changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Captures:
+        """The same with each tensor changed, in one order: rows, or the codes of a codec."""
+        return Captures({point: mapped(rows, change) for point, rows in self._rows.items()}, self._num_layers)
+
     def _point(self, key: Key) -> Point:
         given, site = self._named(key) if isinstance(key, str) else (key, None)
         if isinstance(key, tuple) and len(key) == 2:
@@ -170,6 +176,26 @@ class Captures(Mapping[Point, torch.Tensor]):
         if len(self._sites) != 1:
             raise InvalidSpec(f"sites {', '.join(self._sites)} were captured; say which: captures[layer, site]")
         return self._sites[0]
+
+
+class Found(NamedTuple):
+    """Rows that are here, and what the workers recorded of them."""
+
+    captures: Captures
+    receipt: Receipt
+
+
+def mapped(rows: Rows, change: Callable[[torch.Tensor], torch.Tensor]) -> Rows:
+    """Rows of a point as they are kept, with each of their tensors changed, in one order."""
+    if isinstance(rows, tuple):
+        return tuple(_mapped(shard, change) for shard in rows)
+    return _mapped(rows, change)
+
+
+def _mapped(rows: Whole, change: Callable[[torch.Tensor], torch.Tensor]) -> Whole:
+    if isinstance(rows, CodedRows):
+        return replace(rows, parts={name: change(part) for name, part in rows.parts.items()})
+    return change(rows)
 
 
 class Coded(Mapping[Point, CodedRows]):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from steercap.core.coding import REDUCED
 from steercap.core.messages import Parcel
 from steercap.core.plan import Plan
 from steercap.core.receipt import Receipt, SteeringReceipt, check_labels, check_points
@@ -92,15 +93,22 @@ def _completed(rows: torch.Tensor | CodedRows, expected: Expected, point: Point)
 
 
 def check_labelled(expected: Expected, parcels: Sequence[Parcel]) -> Ints:
-    """Check the labels of every worker's rows; returns the positions of the rows, int64 [rows].
+    """Check whose rows every worker has, how they are stored, and their labels; returns their positions, int64 [rows].
 
     Raises:
-        CaptureIncomplete: a row is missing, or belongs to another position or token.
+        CaptureIncomplete: a row is missing, or belongs to another request, position or token, or is stored otherwise.
     """
     capture = expected.plan.capture
     assert capture is not None
     known = rows_selected(capture.ranges, expected.plan.limit, len(expected.tokens) - 1)[expected.first :]
+    coding, stored = (REDUCED, min(len(known), 1)) if capture.reduce else (capture.coding, len(known))
     for parcel in parcels:
+        if parcel.owner.key != expected.plan.key:
+            raise CaptureIncomplete(f"{expected.name}: rows of {parcel.owner.key!r} came, which is another request")
+        if parcel.points and (parcel.coding, parcel.stored_rows) != (coding, stored):
+            raise CaptureIncomplete(
+                f"{expected.name}: {parcel.stored_rows} rows came as {parcel.coding}, and must be {stored} as {coding}"
+            )
         positions = np.frombuffer(parcel.positions, dtype=np.int64)
         token_ids = np.frombuffer(parcel.token_ids, dtype=np.int64)
         check_labels(expected.name, known, expected.tokens, positions, token_ids)
@@ -124,6 +132,8 @@ def check_finite(
     found = [parcel.nonfinite for parcel in delivery.parcels if parcel.nonfinite]
     if found:
         position, point = min(found)
+        if point >= len(armed):
+            raise CaptureIncomplete(f"{expected.name}: a worker speaks of point {point} of {len(armed)}")
         raise CaptureNotFinite(
             f"{expected.name}: the row of position {position} at {armed[point]} holds NaN or infinity; {remedy}"
         )

@@ -58,6 +58,7 @@ class Header(msgspec.Struct, frozen=True):
     attention_rules: dict[int, AttentionRule] = {}
     shards: tuple[int, ...] = ()
     media: tuple[MediaSpan, ...] = ()
+    recomputed: bool = False
 
     def __post_init__(self) -> None:  # msgspec's decoder makes a complaint about the file of it
         known = {point for point in self.points if 0 <= point.layer < self.num_layers}

@@ -26,11 +26,11 @@ from steercap.encodings.coded import CodedRows
 from steercap.errors import InvalidRequest, InvalidSelection, InvalidSpec
 from steercap.requests import files, npz
 from steercap.requests.attention import Attending, AttentionSummary, pattern, summarised
-from steercap.requests.captures import Captures, Coded, Featured
+from steercap.requests.captures import Captures, Coded, Featured, Found
 from steercap.requests.experts import Experts, experts, logits_of
 from steercap.requests.fetching import fetch_all
 from steercap.requests.lens import BEHIND, MOST_BYTES, Lens, point_of, unembed
-from steercap.requests.lifecycle import Found, Lifecycle, Source, Stage
+from steercap.requests.lifecycle import Lifecycle, Source, Stage
 
 if TYPE_CHECKING:
     from steercap.formats.tuned_lens import TunedLens
@@ -44,15 +44,23 @@ DEEPEST: Final = 8
 #: Most that a whole pattern of attention takes, unless said otherwise: 32 heads and 1,400 tokens.
 PATTERN_BYTES: Final = 256 << 20
 #: A stage in one word; the two others are "released".
-_STATES: Final = {Stage.KEPT: "not fetched", Stage.COMING: "not fetched", Stage.HERE: "fetched"}
+_STATES: Final = {
+    Stage.KEPT: "not fetched",
+    Stage.SPILLING: "not fetched",
+    Stage.SPILLED: "on disk",
+    Stage.COMING: "not fetched",
+    Stage.RETURNING: "on disk",
+    Stage.HERE: "fetched",
+}
 
 
 class CaptureHandle(Unshared, instead=INSTEAD):
     """One finished request's activations, fetched when you ask for them.
 
-    The rows stay in the worker until `fetch()`, `release()`, the end of `async with handle:` or garbage collection
-    frees them. Made by `SteerModel.generate`, `chat` and `read`, or read from a file by `load`. It cannot be copied or
-    pickled: its rows have one owner; `save` and `load` take it to another process.
+    The rows stay in the worker, or go to disk with overflow="spill", until `fetch()`, `release()`, the end of
+    `async with handle:` or garbage collection frees them. Made by `SteerModel.generate`, `chat` and `read`, or read
+    from a file by `load`. It cannot be copied or pickled: its rows have one owner; `save` and `load` take it to another
+    process.
 
     Attributes:
         request_id: steercap's name of the request.
@@ -106,7 +114,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
             This handle, its `captures`, `positions`, `token_ids`, `token_types` and `receipt` readable.
 
         Raises:
-            CaptureIncomplete: rows are missing or belong to another token.
+            CaptureIncomplete: rows are missing or belong to another token, or what was spilled has changed on disk.
             CaptureNotFinite: rows hold NaN or infinity, and `allow_nonfinite` was not asked for.
             CaptureReleased: the handle was released before.
             EngineFailure: the engine has died or was closed.
@@ -318,9 +326,8 @@ class CaptureHandle(Unshared, instead=INSTEAD):
                     f"{self.num_layers}; load that of this model"
                 )
             rows = translator.translate(rows, point)
-        found = await unembed(
-            source.engine, rows, normed=point.site == BEHIND, top=top, ids=ids, full=full, max_bytes=max_bytes
-        )
+        asked: Any = {"normed": point.site == BEHIND, "top": top, "ids": ids, "full": full, "max_bytes": max_bytes}
+        found = await source.surviving(lambda engine: unembed(engine, rows, **asked))
         return replace(found, positions=self.positions[at])
 
     async def experts(self, layer: int, *, tokens: Tokens | TokenSelection | None = None) -> Experts:
@@ -348,7 +355,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
             )
         index, rows = logits_of(source, self.captures, layer, self.num_layers)
         at = slice(None) if tokens is None else self._rows_at(tokens)
-        return await experts(source.engine, index, rows[at], self.positions[at])
+        return await source.surviving(lambda engine: experts(engine, index, rows[at], self.positions[at]))
 
     def _require_rows(self, wanted: str) -> None:
         """Check that the handle holds a row for each token."""
@@ -410,6 +417,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
             writes=receipt.writes,
             steering=receipt.steering,
             verified=receipt.verified,
+            recomputed=receipt.recomputed,
             directions=self.directions,
             marks=self.marks,
             coding=coded[0].coding if coded else RAW,
@@ -430,7 +438,15 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         """
         header, rows, positions, token_ids, prompt_token_ids, output_token_ids = files.read(Path(path))
         labels = positions.numpy(), token_ids.numpy()
-        receipt = Receipt(header.points, *labels, header.writes, header.reduce, header.steering, header.verified)
+        receipt = Receipt(
+            header.points,
+            *labels,
+            header.writes,
+            header.reduce,
+            header.steering,
+            header.verified,
+            header.recomputed,
+        )
         return CaptureHandle(
             request_id=header.request_id,
             model=header.model,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -23,7 +23,7 @@ from steercap.requests.arriving import Arrived, arrived
 from steercap.requests.change import Change, Planned
 from steercap.requests.checks import Expected
 from steercap.requests.handle import CaptureHandle
-from steercap.requests.lifecycle import Lifecycle, Source
+from steercap.requests.lifecycle import Lifecycle, Lost, Source
 from steercap.requests.monitoring import Watch
 from steercap.requests.sketching import RunningSketch, enter
 from steercap.saes.compiling import Readers
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from steercap.adapters.types import PoolingParams, PoolingRequestOutput, RequestOutput, SamplingParams
     from steercap.core.budget import Ticket
     from steercap.engine.engine import Engine
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,16 @@ class Sample:
     index: int = 0
     text: str = ""
     token_ids: Sequence[int] = (-1,)
+
+
+class Recipe(Protocol):
+    """How a request is made again, for an engine that takes the place of one that has died."""
+
+    async def surviving(self, work: Callable[[Job], Awaitable[Value]], job: Job | None = None) -> Value:
+        """Do something with the request, with the next engine if one dies meanwhile; see `requests.again`."""
+
+    def lost(self, job: Job, sample: Sample) -> Lost | None:
+        """What computes rows of a finished sample again, or None."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,7 @@ class Job:
         sketches: what its rows enter when it has ended.
         hands_over: whether the user gets its rows; else they are for sketches or monitors alone, if there are any.
         watch: its monitors, None if there are none.
+        recipe: how it is made again, or None.
     """
 
     engine: Engine
@@ -96,6 +109,7 @@ class Job:
     sketches: tuple[RunningSketch, ...] = ()
     hands_over: bool = True
     watch: Watch | None = None
+    recipe: Recipe | None = None
 
     def samples_of(self, output: Any) -> Sequence[Sample]:
         """What was generated, as vLLM gives it."""
@@ -295,15 +309,22 @@ def handles_of(
             output_token_ids=() if job.reading else sample.token_ids,
             points=job.points,
             num_layers=engine.vllm.num_layers,
-            lifecycle=Lifecycle(expected.name, source=Source(engine, Owner(plan.key, sample.index), own, expected)),
+            lifecycle=Lifecycle(expected.name, source=_source(job, plan, sample, own, expected)),
             messages=job.spans + reply,
             media=job.prompt.media,
             directions=job.projected.names if job.projected else (),
             marks=job.projected.marks if job.projected else {},
             attention_rules=_rules_of(job),
         )
+        engine.offer(own, handle.lifecycle)
         handles.append(handle)
     return handles
+
+
+def _source(job: Job, plan: Plan, sample: Sample, ticket: Ticket, expected: Expected) -> Source:
+    """Where the rows of a sample are."""
+    lost = None if job.recipe is None else job.recipe.lost(job, sample)
+    return Source(job.engine, Owner(plan.key, sample.index), ticket, expected, lost)
 
 
 def _rules_of(job: Job) -> Mapping[int, AttentionRule]:

@@ -1,7 +1,7 @@
-"""The life of one handle's rows: in the worker, on their way, here, gone.
+"""The life of one handle's rows: in the worker, on disk, on their way, here, gone.
 
-`NEXT` is the whole of it. Whoever fetches holds the rows' turn, so that a second fetch waits for the first; a release
-waits for nobody.
+`NEXT` is the whole of it. Whoever fetches holds the rows' turn, so that a second fetch waits for the first, and waits
+for rows that are on their way to disk; a release waits for nobody.
 """
 
 from __future__ import annotations
@@ -9,29 +9,36 @@ from __future__ import annotations
 import asyncio
 import enum
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from steercap.core.idiom import AWAITED
 from steercap.core.messages import Owner, Wanted
 from steercap.core.ownership import Unshared
-from steercap.core.receipt import Receipt
-from steercap.errors import CaptureNotFetched, CaptureReleased
-from steercap.requests.captures import Captures
+from steercap.errors import CaptureError, CaptureIncomplete, CaptureNotFetched, CaptureNotFinite, CaptureReleased
+from steercap.requests.captures import Captures, Found
 from steercap.requests.checks import Expected, received
+from steercap.requests.spilled import Spilled
 
 if TYPE_CHECKING:
     from steercap.core.budget import Ticket
     from steercap.engine.engine import Engine
+    from steercap.files.spill import SpillFile
+
+
+Value = TypeVar("Value")
 
 
 class Stage(enum.Enum):
     """Where rows are."""
 
     KEPT = "in the worker"
+    SPILLING = "on their way to disk"
+    SPILLED = "on disk"
     COMING = "on their way"
+    RETURNING = "on their way from disk"
     HERE = "here"
     LEAVING = "on their way, and released meanwhile"
     GONE = "released"
@@ -40,17 +47,28 @@ class Stage(enum.Enum):
 class Event(enum.Enum):
     """What happens to rows."""
 
+    SPILL = "there is no room for others"
+    STORE = "they are on disk, and right"
     FETCH = "they are asked for"
     ARRIVE = "they came, and are right"
-    FAIL = "they did not come, or are wrong"
+    FAIL = "they did not get there, or are wrong"
     RELEASE = "nobody wants them"
 
 
 #: Which stage follows which event. Other events cannot happen at a stage.
 NEXT: Final[Mapping[tuple[Stage, Event], Stage]] = MappingProxyType(
     {
+        (Stage.KEPT, Event.SPILL): Stage.SPILLING,
         (Stage.KEPT, Event.FETCH): Stage.COMING,
         (Stage.KEPT, Event.RELEASE): Stage.GONE,
+        (Stage.SPILLING, Event.STORE): Stage.SPILLED,
+        (Stage.SPILLING, Event.FAIL): Stage.KEPT,
+        (Stage.SPILLING, Event.RELEASE): Stage.LEAVING,
+        (Stage.SPILLED, Event.FETCH): Stage.RETURNING,
+        (Stage.SPILLED, Event.RELEASE): Stage.GONE,
+        (Stage.RETURNING, Event.ARRIVE): Stage.HERE,
+        (Stage.RETURNING, Event.FAIL): Stage.SPILLED,
+        (Stage.RETURNING, Event.RELEASE): Stage.LEAVING,
         (Stage.COMING, Event.ARRIVE): Stage.HERE,
         (Stage.COMING, Event.FAIL): Stage.KEPT,
         (Stage.COMING, Event.RELEASE): Stage.LEAVING,
@@ -61,14 +79,26 @@ NEXT: Final[Mapping[tuple[Stage, Event], Stage]] = MappingProxyType(
     }
 )
 #: Stages at which the worker no longer holds rows.
-_FREED: Final = frozenset({Stage.HERE, Stage.GONE})
+_FREED: Final = frozenset({Stage.SPILLED, Stage.RETURNING, Stage.HERE, Stage.GONE})
+#: Stages at which the rows on disk, if any, are no longer needed.
+_DROPPED: Final = frozenset({Stage.HERE, Stage.GONE})
 
 
-class Found(NamedTuple):
-    """Rows that are here, and what the workers recorded of them."""
+class Lost(Protocol):
+    """Rows that may be lost with the engine that has them; see `requests.again`."""
 
-    captures: Captures
-    receipt: Receipt
+    @property
+    def place(self) -> object:
+        """See `Origin.place`."""
+
+    def is_so(self) -> bool:
+        """Whether they are, and another engine is to compute them."""
+
+    async def surviving(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
+        """Await something of the engine that lives."""
+
+    async def rows(self) -> Found:
+        """The rows, computed again by it."""
 
 
 class Origin(Protocol):
@@ -77,6 +107,10 @@ class Origin(Protocol):
     @property
     def place(self) -> object:
         """Rows of one place are fetched together."""
+
+    @property
+    def again(self) -> Lost | None:
+        """What computes the rows again, if they are lost and that can be tried."""
 
     def require_open(self) -> None:
         """Check that it can be asked.
@@ -111,12 +145,14 @@ class Source:
         owner: whose they are there.
         ticket: the memory they take.
         expected: what must come; its last token has no row, since it was never an input.
+        lost: what computes them again if the engine has died, or None.
     """
 
     engine: Engine
     owner: Owner
     ticket: Ticket
     expected: Expected
+    lost: Lost | None = None
 
     @property
     def wanted(self) -> Wanted:
@@ -125,10 +161,26 @@ class Source:
 
     @property
     def place(self) -> object:
-        return self.engine
+        return self.engine if self.lost is None else self.lost.place
+
+    @property
+    def again(self) -> Lost | None:
+        return self.lost if self.lost is not None and self.lost.is_so() else None
+
+    async def surviving(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
+        """Await something of the engine, or of the one that took its place.
+
+        Raises:
+            EngineFailure: none lives.
+            Whatever `work` raises.
+        """
+        return await (work(self.engine) if self.lost is None else self.lost.surviving(work))
 
     def require_open(self) -> None:
-        self.engine.require_open()
+        if self.again is None:
+            self.engine.require_open()
+        else:
+            self.engine.home.require()
 
     async def collect(self, origins: Sequence[Source]) -> Sequence[Any]:
         return await self.engine.collect([origin.wanted for origin in origins])
@@ -158,6 +210,7 @@ class Lifecycle(Unshared, instead="its rows have one owner"):
     Attributes:
         stage: where they are now.
         turn: held by whoever fetches.
+        spilled: the rows, if they are on disk; or what was found wrong with them on the way there.
         idiom: how messages show code.
     """
 
@@ -167,6 +220,9 @@ class Lifecycle(Unshared, instead="its rows have one owner"):
         self.found = found
         self.stage = Stage.KEPT if found is None else Stage.HERE
         self.turn = asyncio.Lock()
+        self.spilled: Spilled | CaptureError | None = None
+        self._rested = asyncio.Event()  # they are not, or no longer, on their way to disk
+        self._rested.set()
         self.idiom = AWAITED
         self._finalizer: weakref.finalize[..., Lifecycle] | None = None
         if source is not None:
@@ -207,16 +263,91 @@ class Lifecycle(Unshared, instead="its rows have one owner"):
         Raises:
             CaptureIncomplete, CaptureNotFinite, CaptureReleased: see `Origin.found`; they stay where they are.
         """
-        if self.stage is not Stage.COMING:
-            return
-        assert self.source is not None
-        self.found = self.source.found(delivery)
-        self._advance(Event.ARRIVE)
+        if self.stage is Stage.COMING and self.source is not None:
+            self.take(self.source.found(delivery))
+
+    def take(self, found: Found) -> None:
+        """Take rows that are right; those released meanwhile are dropped."""
+        if self.stage in {Stage.COMING, Stage.RETURNING}:
+            self.found = found
+            self._advance(Event.ARRIVE)
+
+    async def come_back(self) -> None:
+        """Read the rows that are on disk, and take them; what is released meanwhile is dropped.
+
+        Raises:
+            CaptureIncomplete: the file does not hold what was written; or what was found wrong with them before.
+            CaptureNotFinite: likewise.
+            ModelClosed: the model was closed meanwhile.
+        """
+        if isinstance(self.spilled, CaptureError):
+            raise type(self.spilled)(str(self.spilled))
+        assert self.spilled is not None
+        assert isinstance(self.source, Source)
+        self.take(await self.source.engine.read_spilled(self.spilled.read))
 
     def end_fetch(self) -> None:
-        """The fetch is over: what did not come stays with the worker, or is freed there if it was released."""
-        if self.stage in {Stage.COMING, Stage.LEAVING}:
+        """The fetch is over: what did not come stays where it was, or is freed there if it was released."""
+        if self.stage in {Stage.COMING, Stage.RETURNING, Stage.LEAVING}:
             self._advance(Event.FAIL)
+
+    @property
+    def again(self) -> Lost | None:
+        """What computes the rows again, if they died with their engine."""
+        return None if self.source is None else self.source.again
+
+    # On the way to disk, for whoever makes room
+
+    @property
+    def movable(self) -> bool:
+        """Whether the rows can be moved to disk now: they lie in the worker, and nobody fetches them."""
+        return self.stage is Stage.KEPT
+
+    @property
+    def wanted(self) -> Wanted:
+        """What to ask the workers for."""
+        assert isinstance(self.source, Source)
+        return self.source.wanted
+
+    def spill(self) -> None:
+        """They are to be moved; a fetch waits until they are, or stay."""
+        self._advance(Event.SPILL)
+        self._rested.clear()
+
+    def write(self, delivery: Any, file: SpillFile, dropped: Callable[[], object]) -> Spilled | CaptureError:
+        """Check what came against what must be, and write it; on a thread.
+
+        Returns:
+            The rows on disk; or why they are no rows, which is all that is left of them to say.
+
+        Raises:
+            CaptureMemoryFull, ModelClosed, OSError: see `SpillFile.put`; they stay in the worker.
+        """
+        assert self.source is not None
+        try:
+            found = self.source.found(delivery)
+        except (CaptureIncomplete, CaptureNotFinite) as error:
+            return error
+        return Spilled.write(found, file, dropped)
+
+    def stored(self, spilled: Spilled | CaptureError) -> None:
+        """They are on disk; what was released meanwhile is dropped."""
+        if self.stage is Stage.SPILLING:
+            self.spilled = spilled
+            self._advance(Event.STORE)
+        self.end_spill()
+
+    def end_spill(self) -> None:
+        """The move is over: what did not get there stays with the worker, or is freed there if it was released."""
+        if not self._rested.is_set():
+            self._rested.set()
+            if self.stage in {Stage.SPILLING, Stage.LEAVING}:
+                self._advance(Event.FAIL)
+
+    async def rested(self) -> None:
+        """Wait until they are not on their way to disk."""
+        while self.stage is Stage.SPILLING:
+            await self._rested.wait()
 
     def release(self) -> None:
         """They are no longer wanted; a fetch under way still reads them, and frees them when it is done."""
@@ -225,6 +356,8 @@ class Lifecycle(Unshared, instead="its rows have one owner"):
 
     def _advance(self, event: Event) -> None:
         self.stage = NEXT[self.stage, event]
+        if self.stage in _DROPPED:
+            self.spilled = None
         if self.stage in _FREED and self._finalizer is not None and self.source is not None:
             self._finalizer.detach()
             self._finalizer = None

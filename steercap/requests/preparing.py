@@ -37,6 +37,18 @@ class _Asked(NamedTuple):
     task: str | None
 
 
+class Known(NamedTuple):
+    """What a prompt that ends in generated tokens was when they were not there yet.
+
+    Args:
+        prompt_len: its tokens.
+        limit: positions that could be inputs of the model.
+    """
+
+    prompt_len: int
+    limit: int
+
+
 async def _asked(engine: Engine, params: Any, *, encoding: bool) -> _Asked:
     """Parameters as vLLM's own.
 
@@ -63,8 +75,18 @@ async def prepare(
     sketches: Sequence[RunningSketch] = (),
     encoding: bool = False,
     monitors: Any = None,
+    known: Known | None = None,
 ) -> Job:
     """Check one request and compile its plan, before the engine hears of it.
+
+    Args:
+        engine: where it is to run.
+        prompt, params, spec, steering: as the user gave them.
+        options: further arguments of vLLM's `generate` or `encode`.
+        spans, reading, sketches: see `Job`.
+        encoding: whether the model pools.
+        monitors: what watches it.
+        known: what token selections go by, where the prompt holds generated tokens; else the prompt itself.
 
     Raises:
         InvalidRequest: of the kind that says what is wrong.
@@ -82,14 +104,15 @@ async def prepare(
     rendered = await vllm.render(prompt)
     options = await vllm.checked(rendered, asked.params, options)
     prompt_len = len(rendered.token_ids)
-    limit = vllm.limit(prompt_len, asked.params)
+    known = known or Known(prompt_len, vllm.limit(prompt_len, asked.params))
+    limit = known.limit
     capture, needed = None, kept.projected or kept.calibrated
     if kept.spec is not None:
         capture = compile_capture(
             kept.spec,
             kept.indices,
             kept.coding,
-            prompt_len=prompt_len,
+            prompt_len=known.prompt_len,
             limit=limit,
             # Past a stop string the workers may go on any way; else as far as vLLM runs ahead, which they leave out.
             accumulates=not stops and asked.samples <= engine.reductions,
@@ -97,7 +120,7 @@ async def prepare(
         )
     change = None
     if lowered is not None:
-        change = Change(lowered, *scopes_of(lowered, prompt_len, limit), biased_by(lowered, prompt_len, limit))
+        change = Change(lowered, *scopes_of(lowered, *known), biased_by(lowered, *known))
         _check_biases(asked, change, prompt_len)
     plan = None
     if capture is not None or change is not None:

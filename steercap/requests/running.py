@@ -46,7 +46,7 @@ async def run_all(jobs: AsyncIterable[Job], running: set[asyncio.Task[Any]]) -> 
     try:
         async with asyncio.TaskGroup() as group:
             async for job in jobs:
-                task = group.create_task(_run(job, call))
+                task = group.create_task(run_one(job, call))
                 tasks.append(task)
                 running.add(task)
                 task.add_done_callback(running.discard)
@@ -58,6 +58,18 @@ async def run_all(jobs: AsyncIterable[Job], running: set[asyncio.Task[Any]]) -> 
         _release_done(tasks)
         raise ModelClosed("the model was closed while this request ran")
     return [task.result() for task in tasks]
+
+
+async def run_one(job: Job, call: object) -> Done:
+    """Run one job; if its engine dies meanwhile, with the one that takes its place, where there is to be one.
+
+    Args:
+        job: what to run.
+        call: the call that it is part of.
+    """
+    if job.recipe is None:
+        return await _run(job, call)
+    return await job.recipe.surviving(lambda job: _run(job, call), job)
 
 
 async def _run(job: Job, call: object) -> Done:

@@ -1,11 +1,15 @@
-"""One model's engine from its start to its end, and the calls that run on it."""
+"""One model's engine from its start to its end, and the calls that run on it.
+
+An engine that has died is started again if that was asked for, when it is next needed; see "Life of an engine" in
+docs/architecture.md.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from steercap.concurrency.loops import Home, finished, on_thread, within
 from steercap.config import Settings
@@ -13,7 +17,7 @@ from steercap.core.idiom import AWAITED
 from steercap.engine.checkpoint import look_up, require_reachable, require_there
 from steercap.engine.engine import Engine
 from steercap.engine.guard import require_main_guard
-from steercap.errors import ModelClosed, ModelNotProved
+from steercap.errors import EngineDied, EngineFailure, ModelClosed, ModelNotProved
 from steercap.requests.probe import probe
 from steercap.requests.proof import Claim
 
@@ -22,9 +26,15 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
+#: Seconds before each try to start an engine that has died: its memory, on a device above all, may take a moment to be
+#: free, and what killed it may still be at it.
+BACKOFF: Final = (0.0, 2.0, 10.0)
+#: Engines that one piece of work may run on. One that kills each of them must not go on for ever.
+LIVES: Final = 3
+
 
 class Serving:
-    """An engine that is started once and closed once, in one event loop.
+    """An engine that is started once, again if it dies and that was asked for, and closed once, in one event loop.
 
     Args:
         model: path or name of the model.
@@ -33,10 +43,12 @@ class Serving:
         cut: whether `max_model_len` may be cut down to what the model can do: it is a preset's, not the user's.
 
     Attributes:
+        cut: as given.
         engine: the engine, while it runs.
         running: what runs on it; cancelled when it is closed.
         idiom: how messages show code.
         proof: what was proved of the engine when it started.
+        restarts: how often it was started again.
     """
 
     def __init__(self, model: str, settings: Settings, engine_args: Mapping[str, Any], *, cut: bool) -> None:
@@ -47,7 +59,9 @@ class Serving:
         self.running: set[asyncio.Task[Any]] = set()
         self.idiom = AWAITED
         self.proof: tuple[Claim, ...] = ()
-        self._cut = cut
+        self.restarts = 0
+        self.cut = cut
+        self._given_up: EngineDied | None = None
         self._closed = False
         self._home: Home | None = None
         self._life = asyncio.Lock()
@@ -82,7 +96,7 @@ class Serving:
             require_there(self.model)  # before vLLM is imported, which takes long
             await asyncio.to_thread(require_reachable, self.model)
         arguments = dict(self.engine_args)
-        if "max_model_len" in arguments and self._cut and (context := look_up(self.model).context):
+        if "max_model_len" in arguments and self.cut and (context := look_up(self.model).context):
             arguments["max_model_len"] = min(arguments["max_model_len"], context)
         for candidate in count():
             self._launch = Launch()
@@ -97,6 +111,75 @@ class Serving:
                 break
         return engine
 
+    async def alive(self) -> Engine:
+        """The engine. One that has died is started again, if that was asked for; all who ask wait for the same start.
+
+        Raises:
+            EngineDied: it cannot be started again.
+            ModelClosed: the model was closed, before or meanwhile.
+            WrongEventLoop: it was started in another event loop.
+        """
+        while self.outlives(engine := self.here()):
+            if self._given_up is not None:
+                raise EngineDied(str(self._given_up)) from self._given_up.__cause__
+            if self._starting is None or self._starting.done():
+                self._starting = asyncio.ensure_future(self._start_again(engine))
+                self._starting.add_done_callback(_retrieve)
+            try:
+                await asyncio.shield(self._starting)
+            except asyncio.CancelledError:
+                if self._closed and (task := asyncio.current_task()) and not task.cancelling():
+                    self._require_not_closed()
+                raise
+        return engine
+
+    async def surviving(self, work: Callable[[Engine], Awaitable[Value]], engine: Engine | None = None) -> Value:
+        """Await something of the engine; if that dies meanwhile, and is to be started again, the same of the next one.
+
+        Args:
+            work: what to await; it leaves nothing behind if it fails.
+            engine: the first that it is asked of, if not the one that lives.
+
+        Raises:
+            EngineDied: the engine has died, and is not to be started again or cannot be, or this is the third that
+                died under it.
+            Whatever `work` raises.
+        """
+        for lives in reversed(range(LIVES)):
+            asked = engine or await self.alive()
+            try:
+                return await work(asked)
+            except EngineFailure as error:
+                if not self.outlives(asked):
+                    raise
+                if not lives:
+                    raise EngineDied(f"{error}; {LIVES} engines have died under this") from error
+            engine = None
+        raise AssertionError
+
+    def outlives(self, engine: Engine) -> bool:
+        """Whether an engine has died, and another is there or is to be started."""
+        return self.settings.restart and not self._closed and engine.died
+
+    async def _start_again(self, dead: Engine) -> Engine:
+        """Put another engine in the place of one that has died; a few tries."""
+        async with self._life:
+            await dead.aclose()
+            for tries, seconds in enumerate(BACKOFF, 1):
+                await asyncio.sleep(seconds)
+                self._require_not_closed()
+                try:
+                    self.engine = await self._start()
+                except (EngineFailure, OSError) as error:
+                    if tries == len(BACKOFF):
+                        self._given_up = EngineDied(f"{dead.death}; it was started again {tries} times: {error}")
+                        self._given_up.__cause__ = error
+                        raise self._given_up from error
+                else:
+                    self.restarts += 1
+                    return self.engine
+        raise AssertionError
+
     async def aclose(self) -> None:
         """Cancel what runs or starts, free what is held, stop the engine; see `SteerModel.aclose`."""
         self._closed = True
@@ -107,7 +190,7 @@ class Serving:
                 pass
         elif home is not None:
             home.call(self._cancel_all)
-            if self.engine is None and launch is not None:
+            if launch is not None and self._starting is not None and not self._starting.done():
                 await finished(on_thread(launch.give_up, "steercap end"))
         if self.engine is not None:
             await self.engine.aclose()
@@ -163,3 +246,9 @@ class Serving:
             raise ModelClosed(
                 f"this SteerModel is closed; use it inside `{self.idiom.manager} SteerModel(...) as model:`"
             )
+
+
+def _retrieve(starting: asyncio.Task[Any]) -> None:
+    """Retrieve how a start ended, in case all who waited for it have left."""
+    if not starting.cancelled():
+        starting.exception()

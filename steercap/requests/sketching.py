@@ -112,6 +112,7 @@ class RunningSketch(Unshared, instead=INSTEAD):
 
     async def _fetch(self, points: Sequence[Point]) -> Sketch:
         engine = self._engine
+        self.book.require()
         engine.require_open()
         states, requests = await engine.sketching.states(self.book, points)
         return Sketch(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from steercap.adapters.releases import importing
 from steercap.core.extras import extra
-from steercap.errors import InvalidSpec
+from steercap.errors import InvalidSetting, InvalidSpec
 from steercap.model import SteerModel
 from steercap.serve.asks import steering_of
 from steercap.serve.captures import MOST_BYTES, MOST_BYTES_OF_A_KEY, TIME_TO_LIVE, Captures
@@ -70,7 +70,13 @@ async def application(
         InvalidSpec: a preset that means nothing, or an SAE of rows that this model does not have.
         InvalidFile: a file of vectors, or of an SAE, that cannot be used.
         UnsupportedRunner: vLLM's server is not what is known of it.
+        InvalidSetting: the model's engine is to be started again if it dies.
     """
+    if model.settings.restart:
+        raise InvalidSetting(
+            "restart=True: vLLM's server ends with its engine; leave it out, and have what watches over the server "
+            "start that again"
+        )
     with extra("cuda", "cpu"), importing():
         from steercap.adapters import server
         from steercap.serve import explorer

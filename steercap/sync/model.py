@@ -145,7 +145,7 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
             The errors of `steercap.SteerModel.sketch`.
         """
         spec = CaptureSpec(layers=layers, sites=sites, tokens=tokens, codec="raw", before_edits=before_edits)
-        running = self.bridge.run(begun(self.serving.opened(), kind, size, spec))
+        running = self.bridge.run(self.serving.surviving(lambda engine: begun(engine, kind, size, spec)))
         try:
             with joining(self.bridge.model, running):
                 yield RunningSketch(running, self.bridge.run)

@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -22,10 +23,18 @@ from typing import Final
 from uuid import uuid4
 
 #: What a client says when it begins with something, and the seconds that this takes at most on an idle machine.
-PHASES: Final = {"imports": 2.0, "starts": 20.0, "generates": 4.0, "fetches": 1.0, "closes": 0.5, "closed": 0.5}
+PHASES: Final = {
+    "imports": 2.0,
+    "starts": 20.0,
+    "generates": 4.0,
+    "fetches": 1.0,
+    "saves": 0.5,
+    "closes": 0.5,
+    "closed": 0.5,
+}
 #: Seconds until a client that was interrupted has ended, and all that belongs to it, on a machine that is not busy.
 BOUND: Final = 3.0
-_MARK: Final = "STEERCAP_KILLS"
+MARK: Final = "STEERCAP_KILLS"
 _ENGINE: Final = ("--dtype", "float32", "--eager", "--max-model-len", "256", "--engine-arg")
 _SHARED: Final = Path("/dev/shm")  # noqa: S108
 #: Lines of a log, or a traceback, that another process than the client wrote.
@@ -128,7 +137,7 @@ def end_one(kill: Kill, report: Report, *, bound: float = BOUND) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, _MARK: mark, "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, MARK: mark, "HF_HUB_OFFLINE": "1"},
     )
     said: list[str] = []
     reached = threading.Event()
@@ -169,7 +178,7 @@ def end_one(kill: Kill, report: Report, *, bound: float = BOUND) -> None:
         report.slowest = max(report.slowest, took)
         report.ends[f"{kill.signals[0].name} {'command' if kill.command else kill.phase}"] += 1
     finally:
-        for pid in _marked(mark):
+        for pid in marked(mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         client.wait()
@@ -185,18 +194,18 @@ def _left(client: subprocess.Popen[str], mark: str, before: set[Path]) -> str:
     """What there still is of a client, in words; empty if nothing."""
     if client.poll() is None:
         return "the client itself"
-    if found := _marked(mark):
+    if found := marked(mark):
         return f"processes {[_shown(pid) for pid in found]}"
-    if files := {path for path in _SHARED.iterdir() if path not in before} - _in_use():
+    if files := {path for path in _SHARED.iterdir() if path not in before} - in_use():
         return f"shared memory {sorted(map(str, files))}"
     return ""
 
 
-def _marked(mark: str) -> list[int]:
+def marked(mark: str) -> list[int]:
     """Processes that carry the mark, zombies aside."""
     from steercap.adapters.reaper import pids
 
-    needle, found = f"{_MARK}={mark}".encode(), []
+    needle, found = f"{MARK}={mark}".encode(), []
     for pid in pids():
         with contextlib.suppress(OSError):
             if needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
@@ -204,7 +213,7 @@ def _marked(mark: str) -> list[int]:
     return found
 
 
-def _in_use() -> set[Path]:
+def in_use() -> set[Path]:
     """Files of shared memory that some process maps, or is named in: other programs run beside this one."""
     from steercap.adapters.reaper import mapped, named, pids
 
@@ -227,6 +236,7 @@ def _command() -> list[str]:
 async def _live() -> None:
     """A client's life, said aloud."""
     from steercap.model import SteerModel
+    from steercap.requests.saving import save_run
     from steercap.testing.rows import TINY_ENGINE, random_prompt
     from steercap.testing.tiny import tiny_checkpoint
 
@@ -238,6 +248,9 @@ async def _live() -> None:
         _, handles = await model.generate(prompts, params, capture_layers="all")
         print("fetches", flush=True)  # noqa: T201
         await model.fetch_captures_batch(handles)
+        print("saves", flush=True)  # noqa: T201
+        with tempfile.TemporaryDirectory() as folder:
+            save_run(folder, handles)
         print("closes", flush=True)  # noqa: T201
     print("closed", flush=True)  # noqa: T201
 

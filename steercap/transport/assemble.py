@@ -23,7 +23,7 @@ from steercap.core.records import LINE_BYTES
 from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
 from steercap.encodings import ENCODINGS, record_of
-from steercap.encodings.base import Codec
+from steercap.encodings.base import Codec, packed
 from steercap.encodings.coded import CodedRows
 from steercap.errors import CaptureIncomplete
 from steercap.transport.reader import Readable
@@ -103,7 +103,7 @@ class Assembly:
             else:
                 stored = flat[first : first + rows * padded].view(rows, padded)[:, :size]
                 first += rows * padded
-            found.append(self._kept(stored.contiguous(), schema))
+            found.append(self._kept(stored, schema))
         return found
 
     def _kept(self, stored: torch.Tensor, schema: PointSchema) -> torch.Tensor | CodedRows:
@@ -112,7 +112,7 @@ class Assembly:
         if isinstance(self._encoding, Codec):
             shard = self._shard if schema.shards > 1 else None
             return CodedRows(coding, schema, self._encoding.parts(stored, schema, coding), shard)
-        return self._encoding.decode(stored, schema, coding)
+        return self._encoding.decode(stored if stored.is_contiguous() else packed(stored), schema, coding)
 
 
 def parcel_bytes(parcel: Parcel, schemas: Sequence[PointSchema]) -> int:

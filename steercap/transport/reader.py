@@ -13,7 +13,7 @@ import torch
 
 from steercap.core.messages import Attached, LineRange
 from steercap.core.records import LINE_BYTES
-from steercap.errors import MemoryNotShared, ModelClosed
+from steercap.errors import MemoryNotShared, ModelClosed, WorkerFailure
 from steercap.transport.shared import HEADER_BYTES, SharedSegment
 
 #: Most bytes asked for in one RPC: vLLM's message queue copies larger ones over a socket.
@@ -34,7 +34,15 @@ class Readable:
 
 
 class LineReader(ABC):
-    """Reads lines of one worker's arena as bytes."""
+    """Reads lines of one worker's arena as bytes.
+
+    Attributes:
+        wire_bytes: most bytes that are sent for it at once: one RPC, 0 where nothing is sent.
+        wire_bytes_in_flight: of these, asked for now.
+    """
+
+    wire_bytes: int = 0
+    wire_bytes_in_flight: int = 0
 
     @abstractmethod
     async def read(self, ranges: Sequence[LineRange]) -> Readable:
@@ -68,15 +76,19 @@ class SharedReader(LineReader):
 
 
 class WireReader(LineReader):
-    """Has the lines sent, in RPCs of bounded size, one after the other.
+    """Has the lines sent, in RPCs of `WIRE_BYTES` at most, one after the other, whoever asks.
 
     Args:
         ask: sends ranges to the worker and returns their bytes.
+
+    Raises:
+        WorkerFailure: by `read`, other bytes came than those that were asked for.
     """
 
     def __init__(self, ask: Callable[[tuple[LineRange, ...]], Awaitable[bytes]]) -> None:
         self._ask = ask
         self._turn = asyncio.Lock()
+        self.wire_bytes = WIRE_BYTES
 
     async def read(self, ranges: Sequence[LineRange]) -> Readable:
         async with self._turn:  # or what many requests have sent would lie here at once, waiting to be gathered
@@ -84,10 +96,20 @@ class WireReader(LineReader):
             lines = torch.empty((count, LINE_BYTES), dtype=torch.uint8)
             first = 0
             for group in _grouped(ranges, max(1, WIRE_BYTES // LINE_BYTES)):
-                sent = np.frombuffer(await self._ask(group), dtype=np.uint8).reshape(-1, LINE_BYTES)
+                sent = np.frombuffer(await self._sent(group), dtype=np.uint8).reshape(-1, LINE_BYTES)
                 lines[first : first + len(sent)].numpy()[:] = sent
                 first += len(sent)
         return Readable(lines[:first], (LineRange(0, count),))
+
+    async def _sent(self, ranges: tuple[LineRange, ...]) -> bytes:
+        wanted = self.wire_bytes_in_flight = sum(item.count for item in ranges) * LINE_BYTES
+        try:
+            data = await self._ask(ranges)
+            if len(data) != wanted:
+                raise WorkerFailure(f"{len(data):,} bytes of rows came where {wanted:,} were asked for")
+            return data
+        finally:
+            self.wire_bytes_in_flight = 0
 
     def close(self) -> None:
         return None

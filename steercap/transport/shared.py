@@ -19,6 +19,7 @@ from steercap.errors import MemoryNotShared
 #: The first page holds the nonce; rows begin behind it.
 HEADER_BYTES: Final = mmap.PAGESIZE
 NONCE_BYTES: Final = 16
+_NAME: Final = "steercap"
 
 
 class SharedSegment:
@@ -33,9 +34,13 @@ class SharedSegment:
     @classmethod
     def create(cls, size: int) -> SharedSegment:
         """Make a segment; nothing of it is resident until touched."""
-        fd = os.memfd_create("steercap", os.MFD_CLOEXEC)
-        os.ftruncate(fd, HEADER_BYTES + size)
-        memory = mmap.mmap(fd, HEADER_BYTES + size)
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, HEADER_BYTES + size)
+            memory = mmap.mmap(fd, HEADER_BYTES + size)
+        except BaseException:
+            os.close(fd)
+            raise
         nonce = secrets.token_bytes(NONCE_BYTES)
         memory[:NONCE_BYTES] = nonce
         return cls(memory, f"/proc/{os.getpid()}/fd/{fd}", nonce, fd)
@@ -48,6 +53,10 @@ class SharedSegment:
             MemoryNotShared: it cannot be opened here, or is another one.
         """
         try:
+            # The number of a process on another machine may be that of any process here, whose files are not to be
+            # opened: some, like terminals and devices, do something then.
+            if not os.readlink(path).startswith(f"/memfd:{_NAME} "):  # noqa: PTH115
+                raise MemoryNotShared(f"{path} is not the segment that was announced")
             fd = os.open(path, os.O_RDWR)
         except OSError as error:
             raise MemoryNotShared(f"cannot open {path}: {error}") from error

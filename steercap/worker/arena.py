@@ -43,12 +43,12 @@ class Arena:
         pages = capture_bytes // shape.page_bytes
         if not pages:
             raise WorkerFailure(f"capture_bytes={capture_bytes} holds no page of rows; {shape.page_bytes:,} at least")
-        self.segment = SharedSegment.create(pages * shape.page_bytes)
         self.pages = PageAllocator(pages)
+        self.segment = SharedSegment.create(pages * shape.page_bytes)
         #: All of it: uint8 [lines, LINE_BYTES].
         self.lines = line_view(self.segment)
-        self._pinned = device.type == "cuda"
-        if self._pinned:
+        self.pinned: Final = device.type == "cuda"
+        if self.pinned:
             _pin(self.lines)
             weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self.lines.data_ptr())
 
@@ -59,7 +59,7 @@ class Arena:
     def free(self, pages: Ints) -> None:
         """Take pages back; once nothing is in use, memory above the warm part goes back to the system, if it can."""
         self.pages.free(pages)
-        if self._pinned:
+        if self.pinned:
             return
         warm = WARM_BYTES // self.shape.page_bytes
         touched = self.pages.forget_untouched(warm)
@@ -69,12 +69,12 @@ class Arena:
     @property
     def block_bytes(self) -> int:
         """Bytes to reduce at a time: few enough for a CPU's cache, or enough to fill a bus."""
-        return BUS_BYTES if self._pinned else self.shape.page_bytes
+        return BUS_BYTES if self.pinned else self.shape.page_bytes
 
     def read(self, first: int, records: int, lines: int) -> torch.Tensor:
         """Records of so many lines, on the device that reduces them: uint8 [records, bytes]."""
         found = self.lines[first : first + records * lines].view(records, lines * LINE_BYTES)
-        return found.to(self.device, non_blocking=True) if self._pinned else found
+        return found.to(self.device, non_blocking=True) if self.pinned else found
 
     def write(self, first: int, stored: torch.Tensor, offset: int = 0) -> None:
         """Put bytes, uint8 [bytes], `offset` bytes behind the start of a line."""

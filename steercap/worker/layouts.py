@@ -121,7 +121,8 @@ class Layouts:
         if key not in self._known:
             if not self._free:
                 return None
-            self._known[key] = self._write(self._free.pop(), *key)
+            self._known[key] = self._write(self._free[-1], *key)
+            self._free.pop()  # once it is written: what is no record takes no number
         layout = self._known[key]
         self._users[layout.number] = self._users.get(layout.number, 0) + 1
         return layout

@@ -51,9 +51,13 @@ class Outbox(ABC):
         self._points = layouts.points(capture.points)
         self._schemas = layouts.schemas(self._points)
         self._layout = layouts.acquire(capture.points, _form(capture, reads)) if self._points else None
-        self._uses_layout = self._layout is not None
         if self._points and self._layout is None:
             self.fail("too many requests keep different points at once")
+        elif self._layout is not None and not 0 < self._layout.stored.lines <= arena.shape.lines:
+            layouts.release(self._layout)
+            self._layout = None
+            self.fail("a token's rows have no bytes, or more than a page of the arena")
+        self._uses_layout = self._layout is not None
         self.token_ids: npt.NDArray[np.int32] = np.full(plan.limit, NONE, dtype=np.int32)
         self._ranks = ranks(capture.ranges, plan.limit)
         self._stops, self._shifts = runs(capture.ranges, plan.limit)

@@ -6,7 +6,7 @@ A runner adapter drives it; it knows nothing of vLLM.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -55,14 +55,17 @@ from steercap.core.messages import (
 )
 from steercap.core.plan import CapturePlan, Plan
 from steercap.core.program import NONE
+from steercap.core.records import LINE_BYTES
 from steercap.core.rows import Ints, page_shape
 from steercap.encodings import record_of
 from steercap.encodings.base import dtype_of
-from steercap.errors import SteercapError, WorkerFailure
+from steercap.errors import InvalidFrame, SteercapError, WorkerFailure
 from steercap.kernels.finite import edited_most
+from steercap.transport.reader import WIRE_BYTES
 from steercap.worker.arena import Arena
 from steercap.worker.batch import BatchRows
 from steercap.worker.biasing import Biasing
+from steercap.worker.bounds import check_plan, check_vectors
 from steercap.worker.choice import Choosing, chosen
 from steercap.worker.ledger import Ledger, Tracked
 from steercap.worker.outbox import Outbox, RowsOutbox
@@ -76,6 +79,8 @@ from steercap.worker.taps.base import Taps
 from steercap.worker.unembedding import Unembedding, unembedded
 
 _LOG: Final = logging.getLogger(__name__)
+#: Tokens that a sequence can have where nobody says how many.
+LONGEST: Final = 1 << 22
 
 
 class Runtime:
@@ -91,6 +96,7 @@ class Runtime:
         choose: which experts its layers' routers choose.
         attention: how the layers whose queries and keys are armed weigh keys.
         samples: whether logits are made here: on the last pipeline stage.
+        longest: tokens that a sequence can have.
     """
 
     def __init__(
@@ -105,8 +111,10 @@ class Runtime:
         choose: Choosing | None = None,
         attention: Mapping[int, AttentionRule] = MappingProxyType({}),
         samples: bool = True,
+        longest: int = LONGEST,
     ) -> None:
         self.taps = taps
+        self._longest = longest
         self._loaded = loaded
         self._unembed = unembed
         self._project = project
@@ -138,16 +146,34 @@ class Runtime:
             return
         try:
             plan = Plan.decode(plan_bytes)
-        except msgspec.DecodeError:  # to raise would end the engine for all; this client is told of no rows
+        except InvalidFrame as error:  # to raise would end the engine for all; this client is told of no rows
+            _LOG.error("steercap leaves a request alone: %s", error)
             return
         owner = Owner(plan.key, sample)
+        known = owner in self._kept or self._steering.record(owner) is not None
+        try:
+            check_plan(plan, self._longest)
+            self._enter(request_id, owner, plan)
+        except Exception as error:  # noqa: BLE001 -- for the same reason
+            _LOG.exception("steercap leaves a request alone")
+            self.forget([request_id])
+            if not known:
+                self._release([owner])
+            if plan.steering is not None:
+                self._steering.taint(plan.steering, f"its plan cannot be followed: {error}")
+
+    def _enter(self, request_id: str, owner: Owner, plan: Plan) -> None:
+        """Follow a request."""
         outbox = steered = held = None
         if plan.steering is not None:
             steered = self._steering.register(owner, plan, plan.steering)
         if plan.capture is not None and self._arena is not None and owner not in self._kept:
+            vectors = plan.capture.vectors
+            slot = None if vectors is None else self._steering.slot(vectors.slot, vectors.configuration)
+            if slot is not None:
+                check_vectors(slot.configuration, plan.capture.coding)
             outbox = self._outbox_for(owner, plan, plan.capture, self._arena)
-            if (vectors := plan.capture.vectors) is not None:
-                slot = self._steering.slot(vectors.slot, vectors.configuration)
+            if vectors is not None:
                 held = None if slot is None else (vectors.slot, slot)
                 if slot is None:
                     outbox.fail(f"slot {vectors.slot} does not hold the vectors that this request's rows need")
@@ -380,8 +406,10 @@ class Runtime:
             self._rows_written += outbox.writes
             outbox.free()
 
-    def _read(self, ranges: Iterable[LineRange]) -> bytes:
-        arena = self._attached()
+    def _read(self, ranges: Sequence[LineRange]) -> bytes:
+        arena, lines = self._attached(), sum(item.count for item in ranges)
+        if lines * LINE_BYTES > WIRE_BYTES or any(item.start + item.count > len(arena.lines) for item in ranges):
+            raise WorkerFailure(f"{lines:,} lines are asked for, more than go in a frame, or outside of the arena")
         return b"".join(arena.lines[item.start : item.start + item.count].numpy().tobytes() for item in ranges)
 
     def _count(self) -> Counted:
@@ -402,6 +430,8 @@ class Runtime:
             sketch_bytes=self._sketches.nbytes,
             saes=len(self._saes),
             sae_bytes=self._saes.nbytes,
+            tables=self.taps.table_bytes,
+            arena_pinned=arena.pinned,
         )
 
     def _attached(self) -> Arena:

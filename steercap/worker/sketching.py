@@ -165,7 +165,7 @@ class Sketches:
         """Take rows in that were weighed, unless they are in; returns how many, or -1 if they were not weighed."""
         owner = joining.wanted.owner
         sketches = [held for name in joining.sketches if (held := self._held.get(name)) and held.knows(owner)]
-        if len(sketches) != len(joining.sketches):
+        if not sketches or len(sketches) != len(joining.sketches):
             return -1
         waiting = [held for held in sketches if owner in held.weighed]
         if waiting:

@@ -25,6 +25,7 @@ from steercap.core.plan import Plan
 from steercap.core.program import NONE, Configuration, SteeringPlan, blob_digest, rows_touched, scope_masks
 from steercap.core.rows import Ints, ends_of_runs
 from steercap.errors import WorkerFailure
+from steercap.worker.bounds import check_configure
 from steercap.worker.taps.base import Taps
 
 #: How many failed identities are remembered; once there are as many, nothing is trusted any more.
@@ -195,8 +196,9 @@ class Steering:
             held: the slots that requests that run use, and what each holds.
 
         Raises:
-            WorkerFailure: a vector is not what its digest says.
+            WorkerFailure: a vector is not what its digest says, or something does not fit the tables.
         """
+        check_configure(question, self.taps.sizes, self.taps.installed.bank_width)
         used = {row for slot in held.values() for blob in slot.bank_rows for row in blob}
         for vectors in question.vectors:
             if not self._holds(vectors.digest, vectors.bank_rows) and not used.intersection(vectors.bank_rows):
@@ -210,6 +212,7 @@ class Steering:
             if placed.slot in held or not all(self._holds(blob.digest, rows) for blob, rows in blobs):
                 refused.append(slot.digest)
                 continue
+            self._slots.pop(placed.slot, None)  # until it is written as a whole
             self.taps.configure(placed.slot, placed.configuration, placed.bank_rows)
             self._slots[placed.slot] = slot
         return Configured(tuple(refused))
@@ -231,18 +234,20 @@ class Steering:
 
     def settle(self, question: Settle) -> Settled:
         """Say what was done to requests, and forget those that have ended."""
+        if len(question.wanted) != len(question.ended):
+            raise WorkerFailure(f"{len(question.wanted)} requests are to be settled, {len(question.ended)} ends known")
         records: list[SteeringRecord | Unknown] = []
         for item, ended in zip(question.wanted, question.ended, strict=True):
             steered = self._records.pop(item.owner, None) if ended else self._records.get(item.owner)
             if steered is None:
                 records.append(Unknown(item.owner))
                 continue
-            if reason := self._taint(steered.steering.identity):
+            if reason := self._tainting(steered.steering.identity):
                 steered.fail(reason)
             records.append(steered.seal(item.total, self.points, primary=self.primary, samples=self.samples))
         return Settled(tuple(records))
 
-    def _taint(self, identity: bytes) -> str | None:
+    def _tainting(self, identity: bytes) -> str | None:
         """Why what was written under an identity cannot be trusted."""
         if len(self._tainted) >= TAINTS:
             return f"edits failed for {TAINTS} requests or more; start the engine anew"
@@ -280,8 +285,12 @@ class Steering:
     def fail(self, steered: Steered, reason: str) -> None:
         """Edits were not made: what the request wrote is never to be read."""
         steered.fail(reason)
-        if steered.steering.scopes and len(self._tainted) < TAINTS:  # biases of logits write nothing
-            self._tainted.setdefault(steered.steering.identity, reason)
+        self.taint(steered.steering, reason)
+
+    def taint(self, steering: SteeringPlan, reason: str) -> None:
+        """What is written under the identity of this steering is never to be read."""
+        if steering.scopes and len(self._tainted) < TAINTS:  # biases of logits write nothing
+            self._tainted.setdefault(steering.identity, reason)
 
 
 def _replacements(slot: Slot, steering: SteeringPlan) -> dict[int, Ints]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 from conftest import opened
+from vllm import SamplingParams
 
 from steercap import CaptureSpec, SteerModel, errors
+from steercap.core.framing import HEADER
+from steercap.core.plan import EXTRA_ARGS_KEY
 from steercap.testing import tiny_checkpoint
 from steercap.testing.agreement import bad_requests_fail_alone, fails
 from steercap.testing.bad import BAD_REQUESTS, PROMPT, SIX
@@ -47,6 +50,17 @@ async def test_the_engine_outlives_a_request_that_vllm_refuses(tiny) -> None:
     texts, handles = await tiny.generate([PROMPT], SIX, capture_layers="all")
     await handles[0].fetch()
     assert len(texts) == 1
+
+
+async def test_the_engine_outlives_what_is_no_plan(tiny) -> None:
+    """What somebody puts under steercap's key by vLLM's own calls is left alone, and the worker goes on."""
+    for number, plan in enumerate(("text", 7, b"", b"junk", [1, 2], HEADER + b"\xdd\xff\xff\xff\xff")):
+        params = SamplingParams(max_tokens=2, temperature=0, extra_args={EXTRA_ARGS_KEY: plan})
+        async for output in tiny.engine.generate({"prompt_token_ids": PROMPT}, params, f"no-plan-{number}"):
+            last = output
+        assert len(last.outputs[0].token_ids) == 2
+    _, handle = await tiny.generate(PROMPT, SIX, capture_layers="all")
+    await handle.fetch()
 
 
 async def test_a_full_queue_is_no_fault_of_the_request(tiny, monkeypatch) -> None:

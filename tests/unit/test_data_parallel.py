@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +58,14 @@ class Cluster:
         self.asked.append((decode_call(frame).question, engine))
         chosen = self.workers if engine is None else [self.workers[engine]]
         return [[worker.answer(frame) for worker in workers] for workers in chosen]
+
+    died = False
+
+    async def watch(self, _told: Any) -> None:
+        pass
+
+    def waiting(self) -> Any:
+        return nullcontext()
 
     async def quiesce(self) -> None:
         pass

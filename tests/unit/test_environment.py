@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -31,14 +32,24 @@ VALUES = {
     "sae_bytes": ("0", 0),
     "overflow": ("error", "error"),
     "overflow_timeout": ("0.5", 0.5),
+    "spill_folder": ("/tmp", "/tmp"),
+    "spill_bytes": ("1048576", 1 << 20),
     "transport": ("wire", "wire"),
     "steering_slots": ("3", 3),
     "vector_bytes": ("4096", 4096),
     "edits_per_point": ("2", 2),
+    "restart": ("true", True),
 }
 #: Of each setting another one.
 GIVEN = {
-    name: {"codec": "raw", "overflow": "wait", "transport": "shared", "overflow_timeout": 9.0}.get(name, 77)
+    name: {
+        "codec": "raw",
+        "overflow": "wait",
+        "transport": "shared",
+        "overflow_timeout": 9.0,
+        "spill_folder": "/",
+        "restart": False,
+    }.get(name, 77)
     for name in SETTINGS
 }
 
@@ -51,7 +62,7 @@ def test_code_comes_before_the_environment_and_that_before_the_default(name, mon
     assert value != default
     assert getattr(SteerModel("m").settings, name) == default
     monkeypatch.setenv(variable_of(name), text)
-    options, flag = ModelOptions(), ModelOptions(engine_arg=[f"{name}={GIVEN[name]}"])
+    options, flag = ModelOptions(), ModelOptions(engine_arg=[f"{name}={json.dumps(GIVEN[name])}"])
     assert getattr(SteerModel("m").settings, name) == getattr(foreseen(options).settings, name) == value
     assert getattr(SteerModel("m", **{name: GIVEN[name]}).settings, name) == GIVEN[name]
     assert getattr(foreseen(flag).settings, name) == getattr(foreseen(options, **{name: GIVEN[name]}).settings, name)

@@ -27,8 +27,8 @@ from steercap.experiments.plots import _figure
 from steercap.experiments.results import mean_of
 from steercap.experiments.running import measures_of
 from steercap.experiments.store import Folder, Record, Value
-from steercap.requests.captures import Captures
-from steercap.requests.lifecycle import Found, Lifecycle
+from steercap.requests.captures import Captures, Found
+from steercap.requests.lifecycle import Lifecycle
 from steercap.vectors import DirectionSet, LayerVectors
 from steercap.vectors.directions import alike, marks_of
 from steercap.views import TokenHeatmap, heatmap_of, heatmap_of_layers

@@ -273,6 +273,7 @@ async def test_the_wire_gives_the_same_rows_one_call_at_a_time(monkeypatch) -> N
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
+        assert 0 < wire.wire_bytes_in_flight == sum(item.count for item in ranges) * LINE_BYTES <= wire.wire_bytes
         await asyncio.sleep(0)
         under_way -= 1
         sent = torch.cat([ARENA[item.start : item.start + item.count] for item in ranges])
@@ -282,7 +283,9 @@ async def test_the_wire_gives_the_same_rows_one_call_at_a_time(monkeypatch) -> N
     asked = [paged(f"r{seed}", 1 + seed % 5, 300, seed) for seed in range(8)]
     asked.append(parcel("of one range", 3, [(5, 750)], 250))
     async with fetcher() as made:
-        deliveries = await made.deliver([[rank(of=WireReader(ask))]], [[[one]] for one in asked])
+        wire = WireReader(ask)
+        deliveries = await made.deliver([[rank(of=wire)]], [[[one]] for one in asked])
     assert most == 1
+    assert wire.wire_bytes_in_flight == 0
     for one, delivery in zip(asked, deliveries, strict=True):
         assert torch.equal(stacked(delivery).view(torch.uint8), by_hand(one))

@@ -53,9 +53,9 @@ from steercap.persona import PersonaSettings
 from steercap.persona.scores import make_scorer
 from steercap.persona.scores.judge import Judge
 from steercap.persona.scores.keywords import Keywords
-from steercap.requests.captures import Captures
+from steercap.requests.captures import Captures, Found
 from steercap.requests.handle import flat
-from steercap.requests.lifecycle import Found, Lifecycle
+from steercap.requests.lifecycle import Lifecycle
 from steercap.sites import SITES
 from steercap.steering.lowering import lower, scopes_of
 from steercap.steering.projection import compile_projection
@@ -284,6 +284,7 @@ def sites() -> Iterator[Site]:
         "sites": "site sites",
         "layers": "layers",
         "capture_bytes": "whole",
+        "spill_bytes": "whole",
         "steering_slots": "whole",
         "vector_bytes": "whole",
         "edits_per_point": "whole",

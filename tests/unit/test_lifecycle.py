@@ -3,60 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
+from keepers import Keeper, delivery, kept
 
-from steercap.core.coding import RAW
-from steercap.core.messages import Owner, Parcel
-from steercap.core.plan import CapturePlan, Plan
-from steercap.core.spec import Point
-from steercap.core.tokens import Range
-from steercap.engine.fetching import Delivery
+from steercap.core.messages import Owner
 from steercap.errors import CaptureIncomplete, CaptureReleased
-from steercap.requests.checks import Expected
-from steercap.requests.lifecycle import NEXT, Event, Lifecycle, Source, Stage
-
-POINT = Point(0, "resid_post")
-PLAN = Plan("r", 2, 3, capture=CapturePlan((0,), (Range(0, None),), None, RAW))
-TOKENS = (5, 6, 7)
-
-
-class Keeper:
-    """The end of an engine that rows are given back to."""
-
-    def __init__(self, *, here: bool = True) -> None:
-        self.freed: list[tuple[str, Owner]] = []
-        self.home = SimpleNamespace(is_here=here)
-        self.vllm = SimpleNamespace(points=(POINT,), num_layers=1)
-
-    def give_back(self, owner: Owner, _ticket: Any) -> None:
-        self.freed.append(("here", owner))
-
-    def give_back_from_any_thread(self, owner: Owner, _ticket: Any) -> None:
-        self.freed.append(("elsewhere", owner))
-
-
-def kept(keeper: Keeper) -> Lifecycle:
-    return Lifecycle("r", source=Source(keeper, Owner("r", 0), None, Expected("r", PLAN, (POINT,), TOKENS)))
-
-
-def delivery(token_ids=TOKENS[:2]) -> Delivery:
-    parcel = Parcel(
-        owner=Owner("r", 0),
-        coding=RAW,
-        points=(0,),
-        lines=(),
-        stored_rows=2,
-        positions=np.arange(2).tobytes(),
-        token_ids=np.array(token_ids).tobytes(),
-        writes=2,
-        failure=None,
-    )
-    return Delivery((parcel,), {0: (torch.ones(2, 4),)}, None)
+from steercap.requests.lifecycle import NEXT, Event, Stage
 
 
 def test_released_rows_stay_released() -> None:
@@ -65,6 +18,7 @@ def test_released_rows_stay_released() -> None:
         after = NEXT[stage, Event.RELEASE]
         assert after is Stage.GONE or NEXT[after, Event.FAIL] is Stage.GONE
     assert {event for stage, event in NEXT if stage is Stage.GONE} == {Event.RELEASE}
+    assert {event for stage, event in NEXT if stage is Stage.HERE} == {Event.RELEASE}
     assert {stage for stage, _ in NEXT} == set(Stage)
 
 
@@ -100,3 +54,35 @@ def test_rows_are_given_back_on_the_loop_of_the_engine(here) -> None:
     dropped = kept(keeper)
     del life, dropped
     assert keeper.freed == [("here" if here else "elsewhere", Owner("r", 0)), ("elsewhere", Owner("r", 0))]
+
+
+def test_rows_leave_the_worker_for_disk_once_and_come_back_from_there_alone() -> None:
+    """Whatever way leads to disk ends there, or back where it began; from disk a way leads here, or back to disk."""
+    assert {stage for (_, event), stage in NEXT.items() if event is Event.STORE} == {Stage.SPILLED}
+    assert [stage for stage, event in NEXT if event is Event.SPILL] == [Stage.KEPT]
+    assert NEXT[Stage.SPILLING, Event.FAIL] is Stage.KEPT
+    assert NEXT[Stage.RETURNING, Event.FAIL] is Stage.SPILLED
+    assert (Stage.SPILLING, Event.FETCH) not in NEXT
+    before = {stage for (stage, _), after in NEXT.items() if after is Stage.KEPT}
+    assert before == {Stage.SPILLING, Stage.COMING}
+
+
+@pytest.mark.parametrize("events", itertools.product(["stored", "failed", "release"], repeat=3))
+def test_rows_on_disk_are_freed_in_the_worker_once_too(events) -> None:
+    """A move, and a release, its end and its failure in any order: freed once exactly when they are on disk or gone."""
+    keeper = Keeper()
+    life = kept(keeper)
+    life.spill()
+    for event in events:
+        if event == "release":
+            life.release()
+        elif event == "stored":
+            life.stored(CaptureIncomplete("what was found"))
+        else:
+            life.end_spill()
+        assert len(keeper.freed) == (life.stage in {Stage.SPILLED, Stage.GONE})
+        assert (life.spilled is not None) == (life.stage is Stage.SPILLED)
+    life.end_spill()
+    first = events[0] if events[0] != "release" else "release"
+    wanted = {"stored": Stage.SPILLED, "failed": Stage.KEPT, "release": Stage.GONE}[first]
+    assert life.stage is (Stage.GONE if "release" in events else wanted)

@@ -30,8 +30,8 @@ from steercap.encodings.base import Codec
 from steercap.encodings.coded import CodedRows
 from steercap.errors import CaptureNotFetched, InvalidFile, InvalidRequest, InvalidSpec, RunDiffers
 from steercap.files.base import sweep
-from steercap.requests.captures import Captures
-from steercap.requests.lifecycle import Found, Lifecycle
+from steercap.requests.captures import Captures, Found
+from steercap.requests.lifecycle import Lifecycle
 from steercap.requests.manifest import JOURNAL, TensorLayout, versions
 from steercap.requests.npz import FORMULAS
 from steercap.requests.saving import forget_run

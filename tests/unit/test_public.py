@@ -40,6 +40,7 @@ from steercap.persona.scores import SCORERS
 from steercap.requests.handle import CaptureHandle
 from steercap.sites import SITES
 from steercap.sketches import SKETCHES
+from steercap.testing.faults import FAULTS
 from steercap.training import OBJECTIVES
 from steercap.vectors import METHODS
 from steercap.weights.layouts import LAYOUTS
@@ -193,6 +194,7 @@ def test_every_module_is_on_the_map() -> None:
             ("evaluation/tasks", TASKS),
             ("persona/scores", SCORERS),
             ("weights/layouts", LAYOUTS),
+            ("testing/faults", FAULTS),
         )
         for name in found
     }

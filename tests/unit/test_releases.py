@@ -167,6 +167,7 @@ def test_every_need_is_looked_for() -> None:
     source = "".join(path.read_text() for path in (ROOT / "steercap" / "adapters").glob("*.py"))
     asked = {*re.findall(r'require\("([^"]+)"', source)}
     by_name = {"CoreEngineProcManager", "DPCoordinator", "EngineCoreProc", "DPCoordinatorProc", "WorkerProc"}
+    by_name |= {"MultiprocExecutor"}
     assert asked | by_name == {*releases.NEEDS}
 
 

@@ -8,7 +8,8 @@ from handles import a_handle
 
 from steercap import errors, stack
 from steercap.core.receipt import Receipt
-from steercap.requests.lifecycle import Found, Lifecycle
+from steercap.requests.captures import Found
+from steercap.requests.lifecycle import Lifecycle
 
 
 def test_the_last_prompt_token_is_the_default() -> None:

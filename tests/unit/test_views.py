@@ -15,8 +15,7 @@ from transformers import AutoTokenizer
 from steercap import errors
 from steercap.core.spec import Point
 from steercap.core.texts import drawn, shortened, visible
-from steercap.requests.captures import Captures
-from steercap.requests.lifecycle import Found
+from steercap.requests.captures import Captures, Found
 from steercap.testing import Reference, tiny_checkpoint
 from steercap.views import LogitLens, TokenHeatmap, Unembedding, logit_lens
 

@@ -400,13 +400,15 @@ async def test_rows_given_back_are_gone_and_their_memory_free() -> None:
     assert bench.ask(Collect((Wanted(Owner("r1", 0), 50),))).parcels == (Unknown(Owner("r1", 0)),)
 
 
-async def test_errors_are_answers(kind, caplog) -> None:
+async def test_errors_are_answers(kind, caplog, monkeypatch) -> None:
     """Bytes that are no frame, and questions before the arena is there, come back as Failed, never as an exception."""
     runtime = some_runtime(kind)
     assert isinstance(decode_answer(runtime.answer(b"\xc1 no frame")), Failed)
     assert isinstance(decode_answer(runtime.answer(encode(Call((), Census())))), Failed)
+    monkeypatch.delattr(type(runtime), "_attach")
+    assert isinstance(decode_answer(runtime.answer(encode(Call((), Attach(1 << 20))))), Failed)
     told = [record for record in caplog.records if record.name == "steercap.worker.runtime"]
-    assert [record.exc_info[0].__name__ for record in told] == ["DecodeError"], "what nobody foresaw, with its place"
+    assert [record.exc_info[0].__name__ for record in told] == ["AttributeError"], "what nobody foresaw, with its place"
 
 
 async def test_lines_can_be_sent_as_bytes() -> None:
@@ -854,3 +856,19 @@ async def test_a_rank_without_rows_steers_all_the_same(kind) -> None:
     record = settled(bench, "r1", 4)
     assert (record.failure, record.primary, record.rows) == (None, False, (8,))
     assert isinstance(bench.ask(Census()), NotCapturing)
+
+
+def test_what_tables_take_is_said(kind) -> None:
+    """Bank and accumulators everywhere; a ring, what of it is not copied yet, and pinned memory on a device alone."""
+    bench = Bench(arena_bytes=1 << 20)
+    tables = bench.ask(Census()).tables
+    assert tables.bank == bench.runtime.taps._bank.nbytes == bench.attached.bank_rows * bench.attached.bank_width * 4
+    assert tables.accumulators >= bench.attached.reductions * POINTS * WIDTH * 4
+    if kind == "host":
+        assert (tables.ring, tables.ring_in_use, tables.pinned) == (0, 0, 0)
+        return
+    assert tables.ring == 1 << 20
+    assert tables.ring_in_use == 0 < tables.pinned
+    bench.plan("r1")
+    bench.step(("r1", 0, 10))
+    assert 0 < bench.runtime.taps.table_bytes.ring_in_use <= tables.ring

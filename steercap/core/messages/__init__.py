@@ -1,7 +1,7 @@
 """All messages between client and workers: a closed, tagged set of msgspec frames.
 
 Arrays travel as raw little-endian bytes, rows as line numbers of shared memory, or as bytes where memory cannot be
-shared. Nothing is pickled.
+shared. Nothing is pickled. `core.framing` says what each begins with, and how large its fields may be.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from steercap.core.framing import framed, read
 from steercap.core.messages.answers import (
     Answer,
     Attached,
@@ -41,6 +42,7 @@ from steercap.core.messages.base import (
     Message,
     Owner,
     Placed,
+    TableBytes,
     Vectors,
     Wanted,
 )
@@ -109,6 +111,7 @@ __all__ = [
     "SketchOpened",
     "SketchPart",
     "SteeringRecord",
+    "TableBytes",
     "Unembed",
     "Unembedded",
     "Unhooked",
@@ -128,22 +131,24 @@ _ANSWERS: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answe
 
 def encode(message: Message) -> bytes:
     """A frame as bytes."""
-    return _ENCODER.encode(message)
+    return framed(_ENCODER.encode(message))
 
 
 def decode_call(frame: bytes) -> Call:
     """The client's frame.
 
     Raises:
-        msgspec.MsgspecError: bytes that are not a frame.
+        InvalidFrame: it is none of this version, damaged, or out of bounds.
     """
-    return _CALLS.decode(frame)
+    found: Call = read(_CALLS, frame, "a question of the client")
+    return found
 
 
 def decode_answer(frame: bytes) -> Answer:
     """A worker's frame.
 
     Raises:
-        msgspec.MsgspecError: bytes that are not a frame.
+        InvalidFrame: it is none of this version, damaged, or out of bounds.
     """
-    return _ANSWERS.decode(frame)
+    found: Answer = read(_ANSWERS, frame, "an answer of a worker")
+    return found

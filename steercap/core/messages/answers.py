@@ -8,7 +8,8 @@ import msgspec
 
 from steercap.core.attention import AttentionRule
 from steercap.core.coding import Coding
-from steercap.core.messages.base import LineRange, Loaded, Message, Owner
+from steercap.core.framing import Data, Digest, Large, Told, Whole, WholeOrNone
+from steercap.core.messages.base import LineRange, Loaded, Message, Owner, TableBytes
 from steercap.core.schema import PointSchema
 
 
@@ -35,19 +36,19 @@ class Attached(Message, frozen=True):
         attention: of each layer whose queries and keys are armed here, how its heads on this rank weigh keys.
     """
 
-    points: tuple[int, ...]
+    points: tuple[Whole, ...]
     schemas: tuple[PointSchema, ...]
-    shard: int
-    page_lines: int
-    pages: int
-    bank_rows: int
-    bank_width: int
-    reductions: int
-    held: int
-    path: str
-    nonce: bytes
+    shard: Whole
+    page_lines: Whole
+    pages: Large
+    bank_rows: Whole
+    bank_width: Whole
+    reductions: Whole
+    held: Whole
+    path: Told
+    nonce: Data
     loaded: Loaded = Loaded()
-    attention: dict[int, AttentionRule] = msgspec.field(default_factory=dict)
+    attention: dict[Whole, AttentionRule] = msgspec.field(default_factory=dict)
 
 
 class Unembedded(Message, frozen=True):
@@ -63,19 +64,19 @@ class Unembedded(Message, frozen=True):
         best: their logits, float32 [n, top], as bytes.
     """
 
-    logits: bytes
+    logits: Data
     least: tuple[float, ...]
     most: tuple[float, ...]
     spread: tuple[float, ...]
     total: tuple[float, ...]
-    top: bytes
-    best: bytes
+    top: Data
+    best: Data
 
 
 class Projected(Message, frozen=True):
     """Answer to Project: the bytes of [n, hidden], float32."""
 
-    rows: bytes
+    rows: Data
 
 
 class Chosen(Message, frozen=True):
@@ -87,9 +88,9 @@ class Chosen(Message, frozen=True):
         refused: why logits alone do not say which experts the layer chooses, or "".
     """
 
-    ids: bytes = b""
-    weights: bytes = b""
-    refused: str = ""
+    ids: Data = b""
+    weights: Data = b""
+    refused: Told = ""
 
 
 class Parcel(Message, frozen=True):
@@ -110,14 +111,14 @@ class Parcel(Message, frozen=True):
 
     owner: Owner
     coding: Coding
-    points: tuple[int, ...]
+    points: tuple[Whole, ...]
     lines: tuple[LineRange, ...]
-    stored_rows: int
-    positions: bytes
-    token_ids: bytes
-    writes: int
-    failure: str | None
-    nonfinite: tuple[int, int] | None = None
+    stored_rows: Whole
+    positions: Data
+    token_ids: Data
+    writes: Large
+    failure: Told | None
+    nonfinite: tuple[Whole, Whole] | None = None
 
 
 class Unknown(Message, frozen=True):
@@ -135,26 +136,28 @@ class Collected(Message, frozen=True):
 class Lines(Message, frozen=True):
     """Answer to Read: the ranges' bytes, one after the other."""
 
-    data: bytes
+    data: Data
 
 
 class Counted(Message, frozen=True):
     """Answer to Census: requests whose rows, or record of edits, are held; pages; rows and passes so far; sketches;
-    SAEs.
+    SAEs; what tables take, and whether the arena is pinned.
     """
 
-    requests: int
-    steered: int
-    pages_in_use: int
-    pages_touched: int
-    pages: int
-    page_bytes: int
-    rows_written: int
-    steps: int
-    sketches: int
-    sketch_bytes: int
-    saes: int
-    sae_bytes: int
+    requests: Whole
+    steered: Whole
+    pages_in_use: Large
+    pages_touched: Large
+    pages: Large
+    page_bytes: Large
+    rows_written: Large
+    steps: Large
+    sketches: Whole
+    sketch_bytes: Large
+    saes: Whole
+    sae_bytes: Large
+    tables: TableBytes = TableBytes()
+    arena_pinned: bool = False
 
 
 class Configured(Message, frozen=True):
@@ -165,7 +168,7 @@ class Configured(Message, frozen=True):
             client, but not yet left the engine, uses their slot or rows they need.
     """
 
-    refused: tuple[bytes, ...]
+    refused: tuple[Digest, ...]
 
 
 class SteeringRecord(Message, frozen=True):
@@ -182,12 +185,12 @@ class SteeringRecord(Message, frozen=True):
     """
 
     owner: Owner
-    computed: bytes
-    rows: tuple[int, ...]
-    failure: str | None
+    computed: Data
+    rows: tuple[Large, ...]
+    failure: Told | None
     primary: bool
-    biased: bytes | None = None
-    entries: int = 0
+    biased: Data | None = None
+    entries: Large = 0
 
 
 class Settled(Message, frozen=True):
@@ -199,19 +202,19 @@ class Settled(Message, frozen=True):
 class Engaged(Message, frozen=True):
     """Answer to Engage, in its order: the first position that is steered, None of a request that is not here."""
 
-    positions: tuple[int | None, ...]
+    positions: tuple[Whole | None, ...]
 
 
 class SketchOpened(Message, frozen=True):
     """Answer to OpenSketch and CloseSketch: why there is no room for it, or ""."""
 
-    refused: str
+    refused: Told
 
 
 class Folded(Message, frozen=True):
     """Answer to Fold, in its order: how many rows of each request are in its sketches; -1 where it was not weighed."""
 
-    rows: tuple[int, ...]
+    rows: tuple[WholeOrNone, ...]
 
 
 class SketchPart(Message, frozen=True):
@@ -224,10 +227,10 @@ class SketchPart(Message, frozen=True):
     """
 
     kept: bool
-    rows: int
+    rows: Large
     squares: float
-    filled: int
-    data: bytes
+    filled: Whole
+    data: Data
 
 
 class SAEOpened(Message, frozen=True):
@@ -241,21 +244,21 @@ class SAEOpened(Message, frozen=True):
     """
 
     coming: bool = False
-    full: str = ""
-    unreachable: str = ""
-    refused: str = ""
+    full: Told = ""
+    unreachable: Told = ""
+    refused: Told = ""
 
 
 class Failed(Message, frozen=True):
     """The worker could not answer."""
 
-    reason: str
+    reason: Told
 
 
 class Unhooked(Message, frozen=True):
     """No adapter could hook the worker's model runner."""
 
-    reason: str
+    reason: Told
 
 
 Answer: TypeAlias = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from steercap.core.framing import Data, Digest, Label, Large, Whole
 from steercap.core.program import Configuration
 
 
@@ -14,30 +15,30 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 class Owner(msgspec.Struct, frozen=True, array_like=True):
     """Whose rows: steercap's key of the request and the index of the sample among its `n`."""
 
-    key: str
-    sample: int
+    key: Label
+    sample: Whole
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True):
     """Rows to collect: whose, how many inputs the sequence has, and how many rows the client has already."""
 
     owner: Owner
-    total: int
-    first: int = 0
+    total: Whole
+    first: Whole = 0
 
 
 class Joining(msgspec.Struct, frozen=True, array_like=True):
     """A finished request whose rows shall enter sketches, by their names."""
 
     wanted: Wanted
-    sketches: tuple[str, ...]
+    sketches: tuple[Label, ...]
 
 
 class LineRange(msgspec.Struct, frozen=True, array_like=True):
     """Consecutive lines of the arena."""
 
-    start: int
-    count: int
+    start: Large
+    count: Large
 
 
 class Vectors(msgspec.Struct, frozen=True, array_like=True):
@@ -49,9 +50,27 @@ class Vectors(msgspec.Struct, frozen=True, array_like=True):
         data: the float32 bytes.
     """
 
-    digest: bytes
-    bank_rows: tuple[int, ...]
-    data: bytes
+    digest: Digest
+    bank_rows: tuple[Whole, ...]
+    data: Data
+
+
+class TableBytes(msgspec.Struct, frozen=True, array_like=True):
+    """What taps take beside the arena, in bytes.
+
+    Args:
+        ring: device memory of rows on their way to the arena; 0 on CPU, where rows need no copy.
+        ring_in_use: of that, rows of passes that are not copied yet.
+        bank: the vector bank.
+        accumulators: reductions that run along, and the rows that they hold apart.
+        pinned: memory of the host that is locked in place for the device, that of the arena not included.
+    """
+
+    ring: Large = 0
+    ring_in_use: Large = 0
+    bank: Large = 0
+    accumulators: Large = 0
+    pinned: Large = 0
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True):
@@ -63,9 +82,9 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True):
         candidates: how many families they may be of.
     """
 
-    family: str = ""
-    code: dict[str, str] = {}
-    candidates: int = 1
+    family: Label = ""
+    code: dict[Label, Label] = {}
+    candidates: Whole = 1
 
 
 class EncoderShape(msgspec.Struct, frozen=True, array_like=True):
@@ -80,10 +99,10 @@ class EncoderShape(msgspec.Struct, frozen=True, array_like=True):
         thresholds, shifts: whether it has these.
     """
 
-    d_in: int
-    d_sae: int
-    k: int
-    normalisation: str
+    d_in: Whole
+    d_sae: Whole
+    k: Whole
+    normalisation: Label
     centred: bool
     thresholds: bool
     shifts: bool
@@ -92,6 +111,6 @@ class EncoderShape(msgspec.Struct, frozen=True, array_like=True):
 class Placed(msgspec.Struct, frozen=True, array_like=True):
     """A configuration, its slot, and the bank rows of each of its blobs."""
 
-    slot: int
+    slot: Whole
     configuration: Configuration
-    bank_rows: tuple[tuple[int, ...], ...]
+    bank_rows: tuple[tuple[Whole, ...], ...]

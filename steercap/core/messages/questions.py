@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from steercap.core.framing import Data, Digest, Label, Large, Told, Whole
 from steercap.core.messages.base import EncoderShape, Joining, LineRange, Message, Owner, Placed, Vectors, Wanted
 
 
@@ -14,7 +15,7 @@ class Attach(Message, frozen=True):
         capture_bytes: most the arena may take.
     """
 
-    capture_bytes: int
+    capture_bytes: Large
 
 
 class Configure(Message, frozen=True):
@@ -64,11 +65,11 @@ class Unembed(Message, frozen=True):
         normed: whether the final norm is behind the rows.
     """
 
-    rows: bytes
-    count: int
-    dtype: str
-    tokens: tuple[int, ...] | None
-    top: int = 0
+    rows: Data
+    count: Whole
+    dtype: Label
+    tokens: tuple[Whole, ...] | None
+    top: Whole = 0
     normed: bool = False
 
 
@@ -83,11 +84,11 @@ class Project(Message, frozen=True):
         dtype: of the rows, torch's name of it.
     """
 
-    layer: int
-    site: str
-    rows: bytes
-    count: int
-    dtype: str
+    layer: Whole
+    site: Label
+    rows: Data
+    count: Whole
+    dtype: Label
 
 
 class Choose(Message, frozen=True):
@@ -100,10 +101,10 @@ class Choose(Message, frozen=True):
         dtype: of the rows, torch's name of it.
     """
 
-    layer: int
-    rows: bytes
-    count: int
-    dtype: str
+    layer: Whole
+    rows: Data
+    count: Whole
+    dtype: Label
 
 
 class Read(Message, frozen=True):
@@ -127,11 +128,11 @@ class OpenSketch(Message, frozen=True):
         most_bytes: what all sketches of a worker may take.
     """
 
-    name: str
-    kind: str
-    size: int
-    points: tuple[int, ...]
-    most_bytes: int
+    name: Label
+    kind: Label
+    size: Whole
+    points: tuple[Whole, ...]
+    most_bytes: Large
 
 
 class Weigh(Message, frozen=True):
@@ -149,16 +150,16 @@ class Fold(Message, frozen=True):
 class ReadSketch(Message, frozen=True):
     """Send bytes `start` to `stop` of what a sketch holds of a point, its tensors one after the other."""
 
-    name: str
-    point: int
-    start: int
-    stop: int
+    name: Label
+    point: Whole
+    start: Large
+    stop: Large
 
 
 class CloseSketch(Message, frozen=True):
     """Free a sketch; whether there is one does not matter."""
 
-    name: str
+    name: Label
 
 
 class OpenSAE(Message, frozen=True):
@@ -173,19 +174,19 @@ class OpenSAE(Message, frozen=True):
         most_bytes: what all SAEs of a worker may take.
     """
 
-    digest: bytes
-    point: int
+    digest: Digest
+    point: Whole
     shape: EncoderShape
-    path: str
-    nonce: bytes
-    most_bytes: int
+    path: Told
+    nonce: Data
+    most_bytes: Large
 
 
 class CloseSAE(Message, frozen=True):
     """Free an SAE once no request that runs reads with it; whether there is one does not matter."""
 
-    digest: bytes
-    point: int
+    digest: Digest
+    point: Whole
 
 
 Question: TypeAlias = (

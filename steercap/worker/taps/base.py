@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from msgspec import structs
 
+from steercap.core.messages import TableBytes
 from steercap.core.program import Configuration
 from steercap.core.rows import Ints
 from steercap.core.schema import PointSchema
@@ -130,6 +131,11 @@ class Taps(ABC):
     def use(self, arena: Arena) -> None:
         """Put rows into `arena` from now on."""
         self.arena = arena
+
+    @property
+    @abstractmethod
+    def table_bytes(self) -> TableBytes:
+        """What the tables take beside the arena."""
 
     @abstractmethod
     def configure(self, slot: int, configuration: Configuration, bank_rows: Sequence[Sequence[int]]) -> None:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
 
+from steercap.core.messages import TableBytes
 from steercap.core.program import MAX_REPLACEMENTS, RESPONSE_NUMBERS, Configuration
 from steercap.core.records import LINE_BYTES
 from steercap.core.rows import Ints
@@ -141,6 +142,17 @@ class CudaTaps(Taps):
         nothing = table(1)  # compile what no dummy run of the model would
         kernel.launch_close(self._tokens, self._evidence, self._witness, nothing, nothing.long(), 0, 1)
         self._sums.launch(self._rows, 1)
+
+    @property
+    def table_bytes(self) -> TableBytes:
+        pinned = self._witness.nbytes + sum(upload.nbytes for upload in self._uploads)
+        return TableBytes(
+            ring=self._rows.nbytes if self.installed.captures else 0,
+            ring_in_use=self._lines.taken * LINE_BYTES,
+            bank=self._bank.nbytes,
+            accumulators=self._sums.nbytes,
+            pinned=pinned + self._sums.pinned_bytes + self._encoder.pinned_bytes,
+        )
 
     def configure(self, slot: int, configuration: Configuration, bank_rows: Sequence[Sequence[int]]) -> None:
         self.programs.configure(slot, configuration, bank_rows)

@@ -64,6 +64,11 @@ class DeviceEncoder:
         self._known: dict[int, tuple[ref[Layout], int, list[tuple[Kind, Alike]]]] = {}
         self._matrices = Matrices()
 
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of host memory that uploads are made from."""
+        return sum(upload.nbytes for upload in self._uploads)
+
     def upload(self, number: int, layouts: Sequence[Layout], of: Ints, records: Ints) -> list[tuple[Layout, slice]]:
         """Tell which records are stored in another form, in one copy, layout by layout.
 
@@ -189,6 +194,16 @@ class DeviceAccumulators:
         self._uploads = [transfers.pinned(self._updates.shape, torch.int32) for _ in range(ahead)]
         self._groups = list(self._find_groups(installed))
         self._leaving: dict[int, Any] = {}  # events of copies of accumulators, to be made before another begins there
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sums and of the rows held apart, on the device."""
+        return self._sums.nbytes + self._held.nbytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of host memory that uploads are made from."""
+        return sum(upload.nbytes for upload in self._uploads)
 
     def _find_groups(self, installed: Installed) -> Iterator[_Group]:
         kinds = [installed.kind_of(schema) for schema in installed.schemas]

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 
 from steercap.core.coding import RAW
+from steercap.core.messages import TableBytes
 from steercap.core.program import NONE, Configuration
 from steercap.core.rows import Ints
 from steercap.encodings import ENCODINGS
@@ -48,6 +49,10 @@ class HostTaps(Taps):
     def use(self, arena: Arena) -> None:
         super().use(arena)
         self._sums = HostAccumulators(self.schemas, self.accumulators.total, self.accumulators.held)
+
+    @property
+    def table_bytes(self) -> TableBytes:
+        return TableBytes(bank=self._bank.nbytes, accumulators=self._sums.nbytes)
 
     def configure(self, slot: int, configuration: Configuration, bank_rows: Sequence[Sequence[int]]) -> None:
         self.programs.configure(slot, configuration, bank_rows)

@@ -246,6 +246,11 @@ class HostAccumulators:
         self.sums = [torch.zeros((total, schema.shard_width)) for schema in schemas]
         self.held = [torch.zeros((total * slots, schema.shard_width), dtype=dtype_of(schema)) for schema in schemas]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(tensor.nbytes for tensor in (*self.sums, *self.held))
+
     def begin(self, updates: Updates) -> None:
         """Empty the accumulators that begin, and add what was held of the others."""
         for kind, empty in ((SUM, 0.0), (MAX, -np.inf), (LAST, 0.0)):

@@ -20,6 +20,11 @@ class Ring(Generic[Holder]):
         self._next = 0
         self._taken: deque[tuple[int, int, Holder]] = deque()  # first, stop, and who holds it
 
+    @property
+    def taken(self) -> int:
+        """How many places are taken."""
+        return sum(stop - first for first, stop, _ in self._taken)
+
     def reserve(self, count: int) -> tuple[int, list[Holder]]:
         """Places for one pass, consecutive.
 

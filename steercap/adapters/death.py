@@ -1,0 +1,134 @@
+"""Which of an engine's processes has ended, and how: at once, where vLLM takes up to ten seconds to say that one has.
+
+A process of this machine is watched by a pidfd, which can be read once it has ended, whoever its parent is. How it
+ended only its parent learns: the client of engine cores, an engine core of its workers. That one leaves word of it in
+the folder of the engine, see `adapters.refusal`. What it relies on: `MultiprocExecutor.shutdown` is called when a
+worker has ended, with `is_failed` set, before others are waited for, and `workers` hold their processes as `proc`; of
+the client, `engine_manager.finished_procs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import select
+import signal
+from collections.abc import Iterable, Mapping
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, Final
+
+from steercap.adapters.refusal import FOLDER
+from steercap.adapters.refusal import NAME as REFUSAL
+
+#: Seconds after which nobody will say any more how a process ended.
+WORD_SECONDS: Final = 0.3
+_WORD: Final = "ended.json"
+#: Where a process is: the machine as it was booted, and the namespace that its number is of.
+_PLACE: Final = (Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid"))
+#: What a signal can mean that nobody here sent.
+_MEANING: Final[Mapping[int, str]] = {
+    signal.SIGKILL: "by somebody, or by the kernel because memory ran out, which `dmesg` says",
+    signal.SIGBUS: "shared memory that it had mapped could not be had: /dev/shm or its memory is full",
+}
+
+
+def place() -> str:
+    """Where this process is and its number, as others of its machine know it."""
+    boot, namespace = _PLACE
+    with contextlib.suppress(OSError):
+        return f"{boot.read_text().strip()} {namespace.readlink()} {os.getpid()}"
+    return ""
+
+
+def leave_word_of(executor: Any) -> None:
+    """Have an executor of vLLM's leave word of a worker that has ended before it should."""
+    original = executor.shutdown
+
+    @functools.wraps(original)
+    def shutdown(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "is_failed", False):
+            _leave_word(handle.proc for handle in getattr(self, "workers", ()))
+        return original(self, *args, **kwargs)
+
+    executor.shutdown = shutdown
+
+
+def _leave_word(processes: Iterable[Any]) -> None:
+    by_sentinel = {one.sentinel: one for one in processes}
+    found = [by_sentinel[one] for one in wait([*by_sentinel], 0)]
+    for one in found:
+        one.join(WORD_SECONDS / 2)  # it has ended, and its exit code may come a moment later
+    ended = [[one.name, one.pid, one.exitcode] for one in found if one.exitcode is not None]
+    folder = Path(os.environ.get(FOLDER, os.devnull))
+    with contextlib.suppress(OSError):
+        if ended and not (folder / _WORD).exists():
+            scratch = folder / f".{_WORD}"
+            scratch.write_text(json.dumps(ended))
+            scratch.replace(folder / _WORD)
+
+
+class Processes:
+    """The processes of a running engine, as the client sees them.
+
+    Args:
+        folder: of the engine, where word of ends is left.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._watched: dict[int, int] = {}
+        self._first: int | None = None
+
+    def watch(self, places: Iterable[str]) -> None:
+        """Watch the processes of these `place`s, of other machines none."""
+        here = place().rpartition(" ")[0]
+        for machine, _, pid in (one.rpartition(" ") for one in places):
+            if here and machine == here and int(pid) not in self._watched.values():
+                with contextlib.suppress(OSError):  # it has ended, or the kernel is older than 5.3
+                    self._watched[os.pidfd_open(int(pid))] = int(pid)
+
+    def ended(self) -> bool:
+        """Whether one has ended."""
+        if self._first is None and self._watched:
+            poll = select.poll()
+            for descriptor in self._watched:
+                poll.register(descriptor, select.POLLIN)
+            self._first = next((self._watched[descriptor] for descriptor, _ in poll.poll(0)), None)
+        return self._first is not None
+
+    def how(self, cores: Mapping[str, int]) -> str:
+        """How the first one ended, in words; "" while nobody knows.
+
+        Args:
+            cores: engine cores that have ended, with their exit codes.
+        """
+        with contextlib.suppress(OSError, ValueError):
+            (name, pid, code), *_ = json.loads((self._folder / _WORD).read_text())
+            return f"{name} (process {pid}) {_said(code)}"
+        with contextlib.suppress(OSError, ValueError):
+            kind, says = json.loads((self._folder / REFUSAL).read_text())
+            return f"{', '.join(cores) or 'its engine core'} ended with {kind}: {says}"
+        return ", ".join(f"{name} {_said(code)}" for name, code in cores.items())
+
+    @property
+    def which(self) -> str:
+        """Which one ended first, in words; "" if none has."""
+        return f"process {self._first} of it has ended" if self._first is not None else ""
+
+    def close(self) -> None:
+        """Let go of the processes. Idempotent."""
+        while self._watched:
+            os.close(self._watched.popitem()[0])
+
+
+def _said(code: int) -> str:
+    """What an exit code says."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    with contextlib.suppress(ValueError):
+        name, meaning = signal.Signals(-code).name, _MEANING.get(-code)
+        return f"was killed by {name}" + (f" ({meaning})" if meaning else "")
+    return f"was killed by signal {-code}"

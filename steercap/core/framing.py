@@ -1,0 +1,77 @@
+"""What every frame between client and workers begins with: who wrote it, and in which version.
+
+Client and workers may be installed apart, on machines of a cluster. A frame of another version is refused by name, and
+never read as if it were of this one. Raise `VERSION` with any change of what a frame, a plan or a configuration says.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+
+from steercap.errors import InvalidFrame
+
+#: Of the frames, plans and configurations that this steercap writes, and alone reads.
+VERSION: Final = 1
+_MAGIC: Final = b"sc"
+HEADER: Final = _MAGIC + VERSION.to_bytes(2, "little")
+#: The longest frame that is read, in bytes: beyond what any question or answer needs, and below what would take the
+#: machine's memory.
+MOST_BYTES: Final = 1 << 30
+
+#: A count, an index, a position or a line: non-negative, of 32 bits.
+Whole: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+#: The same, or -1 for none.
+WholeOrNone: TypeAlias = Annotated[int, msgspec.Meta(ge=-1, lt=1 << 32)]
+#: From one position to the next.
+Step: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+#: A number of bytes, or what may have been counted for months: non-negative, of 60 bits.
+Large: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
+#: How many numbers stand for a row in a codec; of 17 bits, so that no matrix is larger than one of the model's.
+Numbers: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+#: Of a random matrix: non-negative, of 64 bits.
+Seed: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+#: A key, a name of a point, a kind or an encoding.
+Label: TypeAlias = Annotated[str, msgspec.Meta(max_length=1 << 12)]
+#: A SHA-256, which says nothing where it is of another length.
+Digest: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=64)]
+#: A path, a reason, an error.
+Told: TypeAlias = Annotated[str, msgspec.Meta(max_length=1 << 20)]
+#: Rows, vectors, labels.
+Data: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MOST_BYTES)]
+
+
+def framed(body: bytes) -> bytes:
+    """A body behind its header."""
+    return HEADER + body
+
+
+def read(decoder: msgspec.msgpack.Decoder[Any], frame: object, what: str) -> Any:
+    """What is in a frame.
+
+    Args:
+        decoder: of its body.
+        frame: what came.
+        what: whose frame it is, for the message.
+
+    Raises:
+        InvalidFrame: not bytes, longer than `MOST_BYTES`, of another version, damaged, or with a value out of bounds.
+    """
+    if not isinstance(frame, (bytes, bytearray)):
+        raise InvalidFrame(f"{what}: {type(frame).__name__} came where bytes must")
+    if len(frame) > MOST_BYTES:
+        raise InvalidFrame(f"{what}: {len(frame):,} bytes came; {MOST_BYTES:,} are read")
+    if frame[: len(HEADER)] != HEADER:
+        raise InvalidFrame(f"{what}: {_difference(bytes(frame[: len(HEADER)]))}")
+    try:
+        return decoder.decode(memoryview(frame)[len(HEADER) :])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise InvalidFrame(f"{what} is damaged: {error}") from error
+
+
+def _difference(header: bytes) -> str:
+    if header[: len(_MAGIC)] != _MAGIC or len(header) < len(HEADER):
+        return f"it begins with {header!r}, which is no frame of steercap's"
+    version = int.from_bytes(header[len(_MAGIC) :], "little")
+    return f"it is of version {version} of steercap's frames, this process reads {VERSION}; install one steercap on all"

@@ -1,0 +1,253 @@
+"""Room in the arena for requests that wait: rows of finished ones, which nobody has fetched, go to disk.
+
+`core.budget` decides whose, and this module moves them: one batch after the other, read out of the arenas like any
+rows, checked, written on a thread of its own, and only then given back. What cannot be written stays in the arena.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+from steercap.concurrency.loops import Home
+from steercap.config import Settings
+from steercap.core.budget import Budget, Ticket
+from steercap.core.messages import Wanted
+from steercap.engine.fetching import Delivery
+from steercap.errors import CaptureMemoryFull, ModelClosed
+from steercap.files.spill import SpillFile, default_folder
+
+Value = TypeVar("Value")
+
+#: Bytes moved at once, unless one request has more; they lie in this process until they are written.
+BATCH_BYTES: Final = 64 << 20
+#: Seconds before a disk that failed is tried again.
+RETRY_SECONDS: Final = 1.0
+#: Threads that read what comes back; a disk answers several at once faster than one after the other.
+READERS: Final = 4
+
+_CLOSED: Final = "the model was closed while rows were moved to or from disk"
+
+
+class Spillable(Protocol):
+    """The rows of a finished request."""
+
+    @property
+    def movable(self) -> bool:
+        """Whether they can be moved now."""
+
+    @property
+    def wanted(self) -> Wanted:
+        """What to ask the workers for."""
+
+    def spill(self) -> None:
+        """They are to be moved."""
+
+    def write(self, delivery: Any, file: SpillFile, dropped: Callable[[], object]) -> Any:
+        """Check what came and write it; on a thread.
+
+        Raises:
+            CaptureMemoryFull, ModelClosed, OSError: see `SpillFile.put`.
+        """
+
+    def stored(self, spilled: Any) -> None:
+        """They were moved, and can be given back."""
+
+    def end_spill(self) -> None:
+        """The move is over, whatever became of it. Idempotent."""
+
+
+class Spilling:
+    """Moves rows to disk while requests wait for room.
+
+    Args:
+        settings: where to, and how much.
+        budget: who waits, and whose rows are in the way.
+        page_bytes: bytes of a page.
+        collect: reads rows out of the arenas.
+        flush: has the workers free what was given back.
+        settle: looks again at who can be admitted.
+
+    Raises:
+        InvalidSetting: no file can be made in the folder.
+    """
+
+    def __init__(  # noqa: PLR0917 -- what it stands between
+        self,
+        settings: Settings,
+        budget: Budget,
+        page_bytes: int,
+        collect: Callable[[Sequence[Wanted]], Awaitable[list[Delivery]]],
+        flush: Callable[[], Awaitable[object]],
+        settle: Callable[[], None],
+    ) -> None:
+        self.file: Final = SpillFile(folder_of(settings), settings.spill_bytes)
+        self._budget, self._collect, self._flush, self._settle = budget, collect, flush, settle
+        self._batch = max(1, min(BATCH_BYTES // page_bytes, budget.pages // 4))
+        self._home: Final = Home("this model")
+        self._known: weakref.WeakValueDictionary[Ticket, Spillable] = weakref.WeakValueDictionary()
+        self._too_large: weakref.WeakKeyDictionary[Ticket, int] = weakref.WeakKeyDictionary()  # and its bytes
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="steercap spiller")
+        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="steercap spill reader")
+        self._task: asyncio.Task[None] | None = None
+        self._retry: asyncio.TimerHandle | None = None
+        self._sweeping: asyncio.Future[None] | None = None
+        self._failure: str | None = None
+        self._closed = False
+
+    def offer(self, ticket: Ticket, rows: Spillable) -> None:
+        """These rows may be moved, as long as somebody holds them; who waits for room may get it by that."""
+        self._known[ticket] = rows
+        self._settle()
+
+    def begin(self) -> None:
+        """Begin to move rows if that makes room for the queue."""
+        if self._task is None and not self._closed and self._retry is None and self._next():
+            self._task = self._home.loop.create_task(self._run(), name="steercap spilling")
+            self._task.add_done_callback(self._ended)
+
+    @property
+    def situation(self) -> str:
+        """Why there is no room yet, for messages."""
+        file = self.file
+        if self._failure is not None:
+            return f"and rows cannot be moved to {file.folder}: {self._failure}"
+        if self._task is not None:
+            return f"and moving rows to {file.folder} takes longer than that"
+        return (
+            f"and of spill_bytes={file.most_bytes:,} in {file.folder} {file.bytes_in_use:,} are in use, "
+            f"by {file.stored} handles"
+        )
+
+    async def read(self, work: Callable[[], Value]) -> Value:
+        """Read what was moved, on a thread.
+
+        Raises:
+            ModelClosed: the model was closed meanwhile.
+        """
+        return await self._on(self._readers, work)
+
+    async def aclose(self) -> None:
+        """Move nothing more; what is on its way stays where it is."""
+        self._closed = True
+        if self._retry is not None:
+            self._retry.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def end(self) -> None:
+        """Give the file back; blocks until no thread uses it. Idempotent."""
+        self._closed = True
+        self.file.stop()
+        for pool in (self._writer, self._readers):
+            pool.shutdown(cancel_futures=True)
+        self.file.close()
+
+    def _next(self) -> list[Ticket]:
+        """Whose rows to move now."""
+        free = self.file.free_bytes
+
+        def may(ticket: Ticket) -> bool:
+            rows = self._known.get(ticket)
+            return rows is not None and rows.movable and self._too_large.get(ticket, 0) <= free
+
+        return self._budget.movable(may, self._batch)
+
+    async def _run(self) -> None:
+        while tickets := self._next():
+            batch = [(ticket, rows) for ticket in tickets if (rows := self._known.get(ticket)) is not None]
+            moved = await self._move(batch)
+            del batch  # or what somebody drops would live on
+            while any(self._budget.holds(ticket) for ticket in moved):
+                await self._flush()
+
+    async def _move(self, batch: Sequence[tuple[Ticket, Spillable]]) -> list[Ticket]:
+        """Move rows; returns whose were."""
+        for _, rows in batch:
+            rows.spill()
+        try:
+            deliveries = deque(await self._collect([rows.wanted for _, rows in batch]))
+            return [ticket for ticket, rows in batch if await self._write(ticket, rows, deliveries.popleft())]
+        finally:
+            for _, rows in batch:
+                rows.end_spill()
+
+    async def _write(self, ticket: Ticket, rows: Spillable, delivery: Delivery) -> bool:
+        """Write what came of one; returns whether the quota had room for it."""
+        try:
+            work = partial(rows.write, delivery, self.file, partial(self._home.call, self._dropped))
+            rows.stored(await self._on(self._writer, work))
+        except CaptureMemoryFull:
+            self._too_large[ticket] = self.file.free_bytes + 1
+            return False
+        self._failure = None
+        return True
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Look again at who can be admitted; after a failure, look again later whether it has passed."""
+        self._task = None
+        if self._closed or task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            self._failure = str(error) or type(error).__name__
+            self._retry = self._home.loop.call_later(RETRY_SECONDS, self._again)
+        self._settle()
+
+    def _again(self) -> None:
+        self._retry = None
+        self._settle()
+
+    def _dropped(self) -> None:
+        """Something has left the file: its space is given back, and others may have room."""
+        if self._closed or self._sweeping is not None:
+            return
+        with contextlib.suppress(RuntimeError):  # the pool has ended
+            self._sweeping = self._home.loop.run_in_executor(self._writer, self.file.sweep)
+            self._sweeping.add_done_callback(self._swept)
+
+    def _swept(self, sweeping: asyncio.Future[None]) -> None:
+        self._sweeping = None
+        if not self._closed and not sweeping.cancelled():
+            sweeping.result()
+            self._settle()
+
+    async def _on(self, pool: ThreadPoolExecutor, work: Callable[[], Value]) -> Value:
+        """Call something on a thread. A cancelled caller leaves nothing in the queue."""
+        try:
+            if self._closed:
+                raise ModelClosed(_CLOSED)
+            future = pool.submit(work)
+        except RuntimeError as error:  # the pool has ended
+            raise ModelClosed(_CLOSED) from error
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():
+                raise ModelClosed(_CLOSED) from None  # it was the pool that ended
+            raise
+        finally:
+            future.cancel()
+
+
+def folder_of(settings: Settings) -> Path:
+    """Where the spill file of an engine is."""
+    return default_folder() if settings.spill_folder is None else Path(settings.spill_folder)
+
+
+def require_place(settings: Settings) -> None:
+    """Check that rows can be spilled, if they are to be; before an engine is started for it.
+
+    Raises:
+        InvalidSetting: no file can be made in the folder.
+    """
+    if settings.overflow == "spill":
+        SpillFile(folder_of(settings), 0).close()

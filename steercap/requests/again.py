@@ -1,0 +1,166 @@
+"""What had not been handed over when an engine died, done again by the one that takes its place.
+
+A request whose text nobody has is made anew, under a new key. Rows that nobody has are rows of a sequence that is known
+to its last token: it is read, prompt and output, with the same edits at the same positions, and its rows are compared
+with it as ever. They differ from those that were lost as rows of different batches differ, and their receipt says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeVar
+
+from steercap.core.chat import MessageSpan
+from steercap.core.spec import CaptureSpec
+from steercap.engine.engine import Engine
+from steercap.errors import EngineDied
+from steercap.requests.captures import Found
+from steercap.requests.job import Job, Sample
+from steercap.requests.preparing import Known, prepare
+from steercap.requests.running import run_one
+from steercap.requests.serving import Serving
+from steercap.requests.sketching import RunningSketch
+
+Value = TypeVar("Value")
+
+#: Sampling parameters of a sequence that is read again: vLLM runs no prompt without sampling a token, which has no row.
+_READ: Final[Mapping[str, Any]] = {"max_tokens": 1, "temperature": 0.0, "detokenize": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One request as it was asked, from which it can be made for any engine of its model.
+
+    Args:
+        serving: the engine, from its start to its end.
+        prompt, params, spec, steering, options, spans, reading, sketches, encoding, monitors, known: see `prepare`.
+    """
+
+    serving: Serving
+    prompt: Any
+    params: Any
+    spec: CaptureSpec | None
+    steering: Any
+    options: dict[str, Any] = field(default_factory=dict)
+    spans: Sequence[MessageSpan] = ()
+    reading: bool = False
+    sketches: Sequence[RunningSketch] = ()
+    encoding: bool = False
+    monitors: Any = None
+    known: Known | None = None
+
+    async def job(self) -> Job:
+        """The request, checked and compiled for the engine that lives.
+
+        Raises:
+            InvalidRequest: see `prepare`.
+            EngineFailure: the engine has died.
+        """
+
+        async def itself(job: Job) -> Job:
+            return job
+
+        return await self.surviving(itself)
+
+    async def surviving(self, work: Callable[[Job], Awaitable[Value]], job: Job | None = None) -> Value:
+        """Do something with the request; if its engine dies meanwhile, and is to be started again, once more.
+
+        Args:
+            work: what to do; it leaves nothing behind if it fails.
+            job: the request for the engine that lives, if it was made before.
+
+        Raises:
+            EngineDied: see `Serving.surviving`.
+            Whatever `work` and `prepare` raise.
+        """
+
+        async def attempt(engine: Engine) -> Value:
+            return await work(job if job is not None and job.engine is engine else await self._made(engine))
+
+        return await self.serving.surviving(attempt, None if job is None else job.engine)
+
+    async def _made(self, engine: Engine) -> Job:
+        names = ("options", "spans", "reading", "sketches", "encoding", "monitors", "known")
+        asked = {name: getattr(self, name) for name in names}
+        return replace(await prepare(engine, self.prompt, self.params, self.spec, self.steering, **asked), recipe=self)
+
+    def lost(self, job: Job, sample: Sample) -> LostRows | None:
+        """What rows of a finished sample are computed by again; None where no engine is started again."""
+        return LostRows(self, job, sample) if self.serving.settings.restart else None
+
+
+@dataclass(frozen=True)
+class LostRows:
+    """Rows of a finished sample, which may be lost with their engine.
+
+    Args:
+        recipe: how its request is made.
+        job: the request as it ran.
+        sample: the sample.
+    """
+
+    recipe: Recipe
+    job: Job
+    sample: Sample
+
+    @property
+    def place(self) -> object:
+        """Of which model they are, whichever its engine is."""
+        return self.recipe.serving
+
+    def is_so(self) -> bool:
+        """Whether they are lost, and another engine is to compute them."""
+        return self.recipe.serving.outlives(self.job.engine)
+
+    async def surviving(self, work: Callable[[Engine], Awaitable[Value]]) -> Value:
+        """See `Serving.surviving`; for what needs the model and not the rows."""
+        return await self.recipe.serving.surviving(work)
+
+    async def rows(self) -> Found:
+        """The rows, computed again.
+
+        Raises:
+            EngineDied: they cannot be had again, or no engine lives for long enough.
+            CaptureIncomplete, CaptureNotFinite: see `checks.received`.
+            SteeringNotApplied: a worker did not make every edit.
+        """
+        if reason := self._reason():
+            raise EngineDied(f"{self.job.engine.death}; its rows are not computed again, since {reason}")
+        found = await self._reading().surviving(_read)
+        return found._replace(receipt=replace(found.receipt, recomputed=True))
+
+    def _reason(self) -> str:
+        """Why the rows of a sequence that is read again would not be those that were lost; "" where they are."""
+        if self.job.prompt.media:
+            return "its prompt has pictures, and a sequence of tokens alone would be read"
+        if self.job.change is not None and self.job.change.held:
+            return "a monitor let its steering begin while it ran"
+        return ""
+
+    def _reading(self) -> Recipe:
+        """The request that reads prompt and output, all but the last token, which was never an input."""
+        assert self.job.plan is not None
+        ids = self.job.prompt.token_ids
+        given = self.recipe.prompt
+        salt = {"cache_salt": given["cache_salt"]} if isinstance(given, Mapping) and given.get("cache_salt") else {}
+        return replace(
+            self.recipe,
+            prompt={"prompt_token_ids": [*ids, *self.sample.token_ids[:-1]], **salt},
+            params=self.recipe.params if self.recipe.encoding else _READ,
+            reading=True,
+            sketches=(),
+            monitors=None,
+            known=Known(len(ids), self.job.plan.limit),
+        )
+
+
+async def _read(job: Job) -> Found:
+    handles = (await run_one(job, object())).handles
+    assert handles is not None
+    (handle,) = handles
+    try:
+        await handle.fetch()
+        return handle.lifecycle.require_here()
+    finally:
+        handle.release()

@@ -1,0 +1,22 @@
+"""The engine core is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from steercap.testing.deaths import CROWDED, deaths
+from steercap.testing.faults.base import Fault, Outcome, opened
+
+
+async def inject(_folder: Path) -> list[Outcome]:
+    """Kill vLLM's engine core."""
+    async with opened(**CROWDED) as model:
+        return await deaths(model, "EngineCore")
+
+
+MEMBER = Fault(
+    title="the engine core killed",
+    how="SIGKILL to vLLM's engine core, otherwise likewise",
+    must="the same",
+    inject=inject,
+)

@@ -1,0 +1,77 @@
+"""The disk is full while a handle, or a run of captures, is written."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from steercap.requests.handle import CaptureHandle
+from steercap.requests.manifest import Manifest
+from steercap.requests.saving import CaptureRun
+from steercap.testing.faults.base import SHORT, Fault, Outcome, fetched, for_root, opened, prompts, said
+
+
+@contextmanager
+def disk(folder: Path, kib: int) -> Iterator[Path]:
+    """A file system that holds so many KiB."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", folder], check=True)  # noqa: S607
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)  # noqa: S607
+
+
+async def inject(folder: Path) -> list[Outcome]:
+    """Write to a disk that is too small."""
+    async with opened() as model:
+        handles = await fetched(model, prompts(8, 60))
+        with disk(folder / "small", 64) as small:
+            first = _full(lambda: handles[0].save(small / "rows.safetensors"), "handle.save")
+            assert not [*small.iterdir()], "half of a file is left"
+        with disk(folder / "run", 600) as small:
+            second = _run(handles, small / "run")
+        assert len(await model.generate(prompts(1), SHORT)) == 1
+    return [first, second]
+
+
+def _full(write: object, who: str) -> Outcome:
+    began = time.monotonic()
+    try:
+        write()  # type: ignore[operator]
+    except OSError as error:
+        assert error.errno == errno.ENOSPC or "No space left" in str(error), repr(error)
+        return Outcome(who, said(error), time.monotonic() - began)
+    raise AssertionError(f"{who} wrote more than there is room for")
+
+
+def _run(handles: list[CaptureHandle], folder: Path) -> Outcome:
+    """A run that meets the end of the disk: what it had listed is there, and it goes on once there is room."""
+    run = CaptureRun(folder, model=handles[0].model)
+    told = _full(lambda: [run.add(handle) for handle in handles], "a run of captures")
+    listed = len(run.requests)
+    assert 0 < listed < len(handles)
+    run.close()
+    there = list(Manifest.load(folder).handles())
+    assert len(there) == listed == len([*folder.glob("*.safetensors")])
+    for kept, handle in zip(there, handles, strict=False):
+        assert all(torch.equal(kept.captures[point], handle.captures[point]) for point in kept.points)
+    with CaptureRun(folder, model=handles[0].model) as again:
+        assert len(again.requests) == listed
+    return Outcome(told.who, f"{told.told}; its {listed} captures before are listed, whole and right", told.seconds)
+
+
+MEMBER = Fault(
+    title="the disk full",
+    how="a tmpfs of 64 KiB under `handle.save`, of 600 KiB under a `CaptureRun`",
+    must="OSError that names the file; nothing half-written is left; what a run had listed is there, whole, and the "
+    "run can be opened again",
+    inject=inject,
+    missing=for_root,
+)

@@ -1,0 +1,24 @@
+"""A worker of two is killed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from steercap.testing.deaths import CROWDED, deaths
+from steercap.testing.faults.base import Fault, Outcome, opened
+
+
+async def inject(_folder: Path) -> list[Outcome]:
+    """Kill one of two tensor-parallel workers."""
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    async with opened(tensor_parallel_size=2, **CROWDED) as model:
+        return await deaths(model, "Worker")
+
+
+MEMBER = Fault(
+    title="a worker killed (tensor parallel, 2)",
+    how="SIGKILL to one of two workers while 16 requests run or wait, a stream runs and a handle waits",
+    must="each is told at once, with `EngineDied`: which process, of which signal, where the log is",
+    inject=inject,
+)

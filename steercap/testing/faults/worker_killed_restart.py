@@ -1,0 +1,27 @@
+"""A worker of two is killed, and the engine is started again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from steercap.testing.deaths import survived
+from steercap.testing.faults.base import Fault, Outcome, opened
+from steercap.testing.reference import Reference
+from steercap.testing.tiny import tiny_checkpoint
+
+
+async def inject(_folder: Path) -> list[Outcome]:
+    """Kill one of two tensor-parallel workers."""
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    async with opened(tensor_parallel_size=2, restart=True) as model:
+        return await survived(model, "Worker", Reference(tiny_checkpoint("qwen3")))
+
+
+MEMBER = Fault(
+    title="a worker killed, with `restart=True`",
+    how="SIGKILL to one of two workers while 16 requests run, 8 handles wait, two streams and a sketch are open",
+    must="requests are answered anew, rows that nobody had are computed again, both right; a stream that had begun and "
+    "the sketch end with the cause",
+    inject=inject,
+)

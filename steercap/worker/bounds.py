@@ -1,0 +1,133 @@
+"""What a client may ask of this rank, by the sizes of its tables: checked before anything is allocated or written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Final
+
+from steercap.core.coding import RAW, REDUCED, Coding
+from steercap.core.messages import Configure, Placed, Vectors
+from steercap.core.plan import CapturePlan, Plan
+from steercap.core.program import MAX_REPLACEMENTS, MAX_SCOPES, Configuration
+from steercap.core.tokens import Range
+from steercap.encodings import ENCODINGS
+from steercap.errors import WorkerFailure
+from steercap.worker.taps.base import TapSizes
+
+_FLOAT_BYTES: Final = 4
+
+
+def check_configure(asked: Configure, sizes: TapSizes, width: int) -> None:
+    """Check that vectors and configurations fit the bank, the slots and each other.
+
+    Args:
+        asked: what is to be written.
+        sizes: of the tables.
+        width: elements of a row of the bank.
+
+    Raises:
+        WorkerFailure: they do not.
+    """
+    wrong = chain(
+        (reason for vectors in asked.vectors for reason in _vectors(vectors, sizes, width)),
+        (reason for placed in asked.configurations for reason in _placed(placed, sizes)),
+    )
+    if reason := next(wrong, None):
+        raise WorkerFailure(f"what is to be configured does not fit: {reason}")
+
+
+def check_plan(plan: Plan, longest: int) -> None:
+    """Check that a request can be one of this model.
+
+    Args:
+        plan: the request.
+        longest: tokens that a sequence can have.
+
+    Raises:
+        WorkerFailure: it cannot.
+    """
+    if reason := next(_plan(plan, longest), None):
+        raise WorkerFailure(f"a plan does not fit: {reason}")
+
+
+def check_vectors(configuration: Configuration, coding: Coding) -> None:
+    """Check that a configuration has the vectors of each point that an encoding needs.
+
+    Raises:
+        WorkerFailure: it has others.
+    """
+    found = configuration.rows // max(len(configuration.reads), 1) if configuration.reads else 0
+    if found != (wanted := ENCODINGS[coding.encoding].vectors(coding)):
+        raise WorkerFailure(f"a plan does not fit: {found} vectors of each point, where {coding} needs {wanted}")
+
+
+def _vectors(vectors: Vectors, sizes: TapSizes, width: int) -> Iterator[str]:
+    rows = len(vectors.bank_rows)
+    if not rows or max(vectors.bank_rows) >= sizes.bank_rows or len(set(vectors.bank_rows)) < rows:
+        yield f"vectors for rows of the bank that are none of its {sizes.bank_rows}, or the same"
+    elif not vectors.data or len(vectors.data) % (rows * _FLOAT_BYTES):
+        yield f"{len(vectors.data)} bytes of {rows} vectors"
+    elif len(vectors.data) > rows * width * _FLOAT_BYTES:
+        yield f"vectors of {len(vectors.data) // rows // _FLOAT_BYTES} elements in rows of {width}"
+
+
+def _placed(placed: Placed, sizes: TapSizes) -> Iterator[str]:
+    if placed.slot >= sizes.slots:
+        yield f"slot {placed.slot} of {sizes.slots}"
+    wanted = [blob.rows for blob in placed.configuration.blobs]
+    if wanted != [len(rows) for rows in placed.bank_rows] or 0 in wanted:
+        yield "blobs of other numbers of rows than they have in the bank"
+    if any(row >= sizes.bank_rows for rows in placed.bank_rows for row in rows):
+        yield f"rows of the bank beyond its {sizes.bank_rows}"
+    yield from _configuration(placed.configuration, sizes)
+
+
+def _configuration(found: Configuration, sizes: TapSizes) -> Iterator[str]:
+    if found.scopes > MAX_SCOPES or found.replacements > MAX_REPLACEMENTS:
+        yield f"{found.scopes} scopes and {found.replacements} replacements"
+    blobs, counts = len(found.blobs), dict[int, int]()
+    for entry in found.entries:
+        if max(entry.read, entry.write) >= blobs or entry.scope >= found.scopes:
+            yield "an entry of a blob or a scope that is not there"
+        if entry.replacement >= found.replacements:
+            yield "an entry of a replacement that is not there"
+        for point in set(entry.points):
+            counts[point] = counts.get(point, 0) + 1
+    if counts and max(counts.values()) > sizes.entries:
+        yield f"{max(counts.values())} entries at a point that has room for {sizes.entries}"
+    if found.reads and (blobs != 1 or found.blobs[0].rows % len(found.reads)):
+        yield "points whose vectors are not in one blob, as many for each"
+    for bias in found.biases:
+        if bias.scope >= MAX_SCOPES or not bias.ids or len(bias.ids) % 4 or len(bias.ids) != len(bias.values):
+            yield "a bias whose ids and values do not belong together"
+
+
+def _plan(plan: Plan, longest: int) -> Iterator[str]:
+    if not (plan.prompt_len <= longest and plan.limit <= longest):
+        yield f"{plan.limit} tokens, {plan.prompt_len} of them of the prompt, in a context of {longest}"
+    if (kept := plan.capture) is not None:
+        yield from _stored(kept)
+        if not kept.ranges or not any(map(_holds, kept.ranges)):
+            yield "no token is kept"
+        if kept.saes and len(kept.saes) != len(kept.points):
+            yield f"{len(kept.saes)} SAEs for {len(kept.points)} points"
+    if (steering := plan.steering) is not None:
+        if max(len(steering.scopes), len(steering.biased)) > MAX_SCOPES or len(steering.replaced) > MAX_REPLACEMENTS:
+            yield "more scopes or replacements than there can be"
+        if any(position >= plan.limit for positions in steering.replaced for position in positions):
+            yield "a replacement behind the end"
+
+
+def _stored(kept: CapturePlan) -> Iterator[str]:
+    coding = kept.coding
+    if coding.encoding not in ENCODINGS or not ENCODINGS[coding.encoding].takes(coding) or coding == REDUCED:
+        yield f"rows as {coding!r}"
+    elif bool(ENCODINGS[coding.encoding].vectors(coding)) != (kept.vectors is not None):
+        yield f"{coding} with vectors that it does not take, or without those that it needs"
+    if (kept.accumulates and kept.reduce is None) or (kept.reduce is not None and coding != RAW):
+        yield f"reduce={kept.reduce} of rows as {coding}"
+
+
+def _holds(one: Range) -> bool:
+    return one.stop is None or one.stop > one.start

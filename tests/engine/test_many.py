@@ -1,0 +1,77 @@
+"""One data set from many engines: actors of Ray's, killed at random; and in S3, where the server is Ceph's radosgw."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import ceph
+import pytest
+from ray_kills import ASKED, a_model, contents, corpus
+
+from steercap import errors
+from steercap.collecting import RayActors
+from steercap.collecting.collect import Progress
+from steercap.datasets import verify
+
+HERE = Path(__file__).parent.parent
+
+with_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'steercap[ray]'")
+with_ceph = [
+    pytest.mark.skipif(find_spec("s3fs") is None, reason="needs s3fs"),
+    pytest.mark.skipif(not ceph.can_be_had(), reason="needs Debian's ceph-mon, ceph-osd, ceph-common and radosgw"),
+]
+
+
+@with_ray
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.extended)])
+def test_actors_may_be_killed_at_any_moment(tmp_path, kills) -> None:
+    """The data set of two actors, whose processes are killed at random, is that of one engine, file by file."""
+    command = [sys.executable, str(HERE / "ray_kills.py"), str(tmp_path), str(kills), str(os.getpid())]
+    paths = os.pathsep.join([str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "the same " in done.stdout
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed")
+async def test_without_ray_the_extra_is_named(tmp_path) -> None:
+    """The error names what to install, and nothing was begun."""
+    with pytest.raises(errors.MissingExtra, match=r"steercap\[ray\]"):
+        await a_model().collect(corpus(), tmp_path / "data", ray=RayActors(2), **ASKED)
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("server", [pytest.param("radosgw", marks=with_ceph)])
+async def test_a_data_set_in_s3_is_that_on_disk(tmp_path, server) -> None:
+    """Collected into a bucket of Ceph's, with the server killed in the middle: a clean stop, which the same call goes on
+    from; every file is that of a folder.
+    """
+    (tmp_path / "ceph").mkdir()
+    with ceph.ceph(tmp_path / "ceph") as cluster:
+        import s3fs
+
+        assert server in cluster.running
+        system = s3fs.S3FileSystem(**cluster.options)
+        system.mkdir("bucket")
+        where = {"storage_options": cluster.options | {"config_kwargs": {"retries": {"max_attempts": 1}}}}
+
+        def die(progress: Progress) -> None:
+            if progress.shards >= 3 and server in cluster.running:
+                cluster.kill(server)
+
+        async with a_model() as model:
+            with pytest.raises(errors.CollectionStopped, match="s3://bucket/data cannot be written to"):
+                await model.collect(corpus(), "s3://bucket/data", progress=die, **where, **ASKED)
+            cluster.serve()
+            done = await model.collect(corpus(), "s3://bucket/data", **where, **ASKED)
+            assert done.resumed >= 2
+            await model.collect(corpus(), tmp_path / "data", **ASKED)
+        assert verify("s3://bucket/data", **cluster.options) == verify(tmp_path / "data")
+        system.get("bucket/data", str(tmp_path / "copy"), recursive=True)
+    assert contents(tmp_path / "copy") == contents(tmp_path / "data")

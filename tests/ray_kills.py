@@ -1,0 +1,116 @@
+"""A collection on two of Ray's actors, whose processes are killed at random moments: `python ray_kills.py FOLDER KILLS SEED`.
+
+Each kill is SIGKILL to the process of an actor, at any moment of its life: while it starts, runs, writes, or starts
+again. The data set must be that of one engine in one process, bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import random
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from steercap import SteerModel
+from steercap.collecting import RayActors
+from steercap.collecting.collect import Collected, Progress
+from steercap.testing import tiny_checkpoint
+from steercap.testing.rows import TINY_ENGINE
+
+#: One window at a time: the setting in which rows do not depend on what else is in their batch.
+ASKED: dict[str, Any] = {"layers": [1, 3], "documents_per_shard": 4, "concurrency": 1}
+ACTORS: dict[str, Any] = {"num_cpus": 1, "max_task_retries": -1}
+#: Of Ray where it starts here: little memory, no pages; it counts cores and does not bind them.
+RAY: dict[str, Any] = {"address": "local", "num_cpus": 4, "object_store_memory": 80 << 20, "include_dashboard": False}
+
+
+def corpus(documents: int = 480) -> list[str]:
+    """Texts of all lengths."""
+    rng = random.Random(7)
+    return ["".join(rng.choices("abcdefgh ", k=rng.randrange(1, 240))) for _ in range(documents)]
+
+
+def a_model() -> SteerModel:
+    """The model that every machine opens."""
+    return SteerModel(str(tiny_checkpoint("qwen3")), **TINY_ENGINE)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file of a data set, by name."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def actors() -> list[psutil.Process]:
+    """The processes of actors that collect."""
+    running = psutil.process_iter(["cmdline"])
+    return [process for process in running if "ray::CollectingActor" in " ".join(process.info["cmdline"] or [])]
+
+
+async def killed(folder: Path, kills: int, seed: int) -> None:
+    """Kill an actor a random moment after each time that shards have come, whether it is the one that made them or is
+    starting again.
+    """
+    rng, before = random.Random(seed), 0
+    for number in range(kills):
+        while not (found := actors()) or shards(folder) <= before:
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(rng.uniform(0, 1))
+        before, victim = shards(folder), rng.choice(found)
+        with suppress(psutil.NoSuchProcess):
+            victim.kill()
+        print(f"kill {number + 1} of {kills}: actor {victim.pid} of {len(found)}, {before} shards", flush=True)
+
+
+def shards(folder: Path) -> int:
+    """How many there are."""
+    return len(list(folder.glob("shards/*.json")))
+
+
+def said(progress: Progress) -> None:
+    """Say how far it is."""
+    print(f"{progress.seconds:.0f} s: {progress.shards} shards, {progress.tokens} tokens", flush=True)
+
+
+async def on_ray(folder: Path, kills: int, seed: int) -> Collected:
+    """Collect by two actors, with kills."""
+    killing = asyncio.create_task(killed(folder, kills, seed))
+    try:
+        return await a_model().collect(corpus(), folder, ray=RayActors(2, **ACTORS), progress=said, **ASKED)
+    finally:
+        assert killing.done() or not kills, "the corpus ended before the last kill"
+        killing.cancel()
+
+
+async def alone(folder: Path) -> Collected:
+    """Collect by one engine of this process."""
+    async with a_model() as model:
+        return await model.collect(corpus(), folder, **ASKED)
+
+
+def main() -> None:
+    """Compare both."""
+    import ray
+
+    folder, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "RAY_USAGE_STATS_ENABLED": "0"}
+    ray.init(log_to_driver=False, **RAY)
+    began = time.monotonic()
+    done = asyncio.run(on_ray(folder / "ray", kills, seed))
+    print(done, f"{time.monotonic() - began:.0f} s", flush=True)
+    ray.shutdown()
+    print(asyncio.run(alone(folder / "alone")), flush=True)
+    one, other = contents(folder / "ray"), contents(folder / "alone")
+    assert one == other, {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+    print(f"the same {len(one)} files", flush=True)
+
+
+if __name__ == "__main__":
+    main()
