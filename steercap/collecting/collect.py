@@ -252,7 +252,7 @@ class _Collection:
             documents_per_shard=per_shard if given is None else given,
             asked=msgspec.json.decode(msgspec.json.encode(reading.described())),
             statistics_every=EVERY * len(reading.points) if (every := self._asked.statistics_every) is None else every,
-            num_layers=self._model.num_layers,
+            num_layers=reading.engine.vllm.num_layers,
         )
 
 

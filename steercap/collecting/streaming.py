@@ -67,6 +67,7 @@ class ActivationStream:
     """
 
     def __init__(self, model: CollectingModel, reading: Reading, source: Source, how: Streaming) -> None:
+        self._task: asyncio.Task[None] | None = None  # first: `__del__` looks at it
         self._model, self._reading, self._source, self._how = model, reading, source, how
         schemas = reading.engine.schemas
         self._formats = {p: PointFormat(*p, schemas[p], reading.coding) for p in reading.points}
@@ -75,7 +76,6 @@ class ActivationStream:
         self._waiting: deque[dict[str, torch.Tensor]] = deque()
         self._ahead = 0
         self._news, self._room = asyncio.Event(), asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
         self._error: BaseException | None = None
         self._ended = self._closed = False
         self._normalisations: dict[str, Normalisation] | None = None

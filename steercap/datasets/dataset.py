@@ -26,7 +26,8 @@ from steercap.datasets.shards import Receipt
 from steercap.datasets.statistics import PointStatistics
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting
 
-#: Shards that are mapped at once; those behind a URL take disk here.
+#: Shards that are mapped at once. Those behind a URL take disk here while they are, so no more are than two windows of
+#: rows need, which are shuffled among each other.
 MAPPED, MAPPED_REMOTE = 256, 4
 
 
@@ -91,6 +92,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         self._tokens = Tokens.parse(positions, without_tokens, keep)
         self._join, self._dtype, self._labels = join, dtype, labels
         self.normalisations = self._normalisations(normalise)
+        self._mapped = MAPPED_REMOTE if self._is_remote else MAPPED
         self._prepare()
         counts = [self._count(number) for number in range(len(self._receipts))]
         self._edges = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
@@ -174,8 +176,9 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
             InvalidSetting: a number that is too small.
         """
         order = Order.checked(batch_size, shuffle, buffer, seed, epochs, drop_last, *ranks(rank, world_size))
-        whole = isinstance(self.folder.storage, RemoteFolder)  # what is fetched is fetched whole
-        return ActivationBatches(self, Blocks.of(self._edges * self._each, whole=whole), order)
+        self._have_room(order.buffer)
+        # What is fetched is fetched whole.
+        return ActivationBatches(self, Blocks.of(self._edges * self._each, whole=self._is_remote), order)
 
     def gather(self, numbers: NDArray[np.int64]) -> Rows | Labelled:
         """Rows by their numbers, in that order.
@@ -193,7 +196,9 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         return self._labelled(rows, groups, np.zeros_like(numbers))
 
     def foresee(self, start: int, stop: int) -> None:
-        """Have the system read rows [start, stop) ahead, into its cache."""
+        """Have the system read rows [start, stop) ahead, into its cache, where they are on this machine."""
+        if self._is_remote:
+            return
         first, last = start // self._each, -(-stop // self._each)
         number = int(np.searchsorted(self._edges, first, side="right")) - 1
         shard, base = self._shard(number), int(self._edges[number])
@@ -209,8 +214,18 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         return len(self._formats) if self._join == "mix" else 1
 
     def _prepare(self) -> None:
-        remote = isinstance(self.folder.storage, RemoteFolder)
-        self._shard = lru_cache(MAPPED_REMOTE if remote else MAPPED)(self._opened)
+        self._shard = lru_cache(self._mapped)(self._opened)
+
+    @property
+    def _is_remote(self) -> bool:
+        return isinstance(self.folder.storage, RemoteFolder)
+
+    def _have_room(self, rows: int) -> None:
+        """Have as many shards mapped at once as two windows of so many rows need."""
+        shards = MAPPED_REMOTE + 2 * rows * len(self._receipts) // max(1, len(self))
+        if self._is_remote and shards > self._mapped:
+            self._mapped = shards
+            self._prepare()
 
     def _opened(self, number: int) -> OpenShard:
         return OpenShard(self.folder.storage, self._receipts[number], self._formats, self._tokens)

@@ -86,15 +86,13 @@ class OpenShard:
     @cached_property
     def _mapped(self) -> list[tuple[PointFormat, Parts, Parts]]:
         name = name_of(self._receipt.number, ROWS)
-        local = self._storage.fetched(name)
         try:
-            self._check_size(local)
-            with safe_open(local, framework="pt") as file:
-                return [self._tensors(file, known) for known in self._points]
+            with self._storage.fetched(name) as local:
+                self._check_size(local)
+                with safe_open(local, framework="pt") as file:
+                    return [self._tensors(file, known) for known in self._points]
         except (OSError, SafetensorError) as error:
             raise InvalidFile(f"{self.path} cannot be read: {error}; copy it again, or collect it again") from error
-        finally:
-            self._storage.release(name)  # what is mapped stays
 
     def _check_size(self, local: Path) -> None:
         size, wanted = local.stat().st_size, self._receipt.files[ROWS].bytes

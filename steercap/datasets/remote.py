@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import tempfile
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +16,6 @@ from typing import Any, Final, TypeVar
 from steercap.core.extras import extra
 from steercap.datasets.storage import CHUNK, Buffer, FileReceipt, LocalFolder, Storage, copied, unreadable
 from steercap.errors import InvalidRequest, SteercapError
-from steercap.files.base import write_whole
 
 #: Object stores, where a put is whole or nothing, by the names fsspec has for them.
 STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "memory"})
@@ -37,7 +34,6 @@ class RemoteFolder(Storage):
 
     def __init__(self, url: str, **options: Any) -> None:
         self._url, self._options = url.rstrip("/"), options
-        self._cache: Path | None = None
         self._connect()
 
     def path(self, name: str) -> str:
@@ -78,19 +74,11 @@ class RemoteFolder(Storage):
             if self._system.exists(self._at(name)):
                 self._system.rm_file(self._at(name))
 
-    def fetched(self, name: str) -> Path:
-        if self._cache is None:
-            cache = self._cache = Path(tempfile.mkdtemp(prefix="steercap-"))
-            weakref.finalize(self, shutil.rmtree, str(cache), ignore_errors=True)
-        there = self._cache / name.replace("/", "-")
-        if not there.exists():
-            with write_whole(there) as scratch:
-                self._asked(name, lambda: self._system.get_file(self._at(name), str(scratch)))
-        return there
-
-    def release(self, name: str) -> None:
-        if self._cache is not None:
-            (self._cache / name.replace("/", "-")).unlink(missing_ok=True)
+    @contextmanager
+    def fetched(self, name: str) -> Iterator[Path]:
+        with tempfile.NamedTemporaryFile(prefix="steercap-") as there:
+            self._asked(name, lambda: self._system.get_file(self._at(name), there.name))
+            yield Path(there.name)
 
     def sweep(self) -> None:
         """A scratch file has no owner that can be asked whether it lives; it is replaced by who writes it again."""
@@ -99,11 +87,19 @@ class RemoteFolder(Storage):
         with extra("datasets"):
             from fsspec.core import url_to_fs
         try:
-            self._system, self._root = url_to_fs(self._url, **self._options)
+            self._reached, self._root = url_to_fs(self._url, **self._options)
         except (ImportError, ValueError) as error:
             raise InvalidRequest(f"{self._url} cannot be reached: {error}") from error
-        protocols = self._system.protocol
+        self._process = os.getpid()
+        protocols = self._reached.protocol
         self._puts = bool(STORES & {protocols} if isinstance(protocols, str) else STORES & set(protocols))
+
+    @property
+    def _system(self) -> Any:
+        """The file system; of this process, since most cannot be used behind a fork."""
+        if self._process != os.getpid():
+            self._connect()
+        return self._reached
 
     def _written(self, scratch: str, target: str, chunks: Iterable[Buffer]) -> FileReceipt:
         if not self._puts:
@@ -126,7 +122,7 @@ class RemoteFolder(Storage):
 
     def __getstate__(self) -> dict[str, Any]:
         """For workers of a DataLoader, which connect by themselves."""
-        return {"_url": self._url, "_options": self._options, "_cache": None}
+        return {"_url": self._url, "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -9,6 +9,7 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -74,16 +75,12 @@ class Storage(ABC):
         """Remove a file, if it is there."""
 
     @abstractmethod
-    def fetched(self, name: str) -> Path:
-        """A path on this machine at which a file can be mapped into memory; it may be gone after `release`.
+    def fetched(self, name: str) -> AbstractContextManager[Path]:
+        """A path on this machine, within the block, at which a file can be mapped into memory; what is mapped stays.
 
         Raises:
             InvalidFile: it is missing, or cannot be fetched.
         """
-
-    @abstractmethod
-    def release(self, name: str) -> None:
-        """Say that a file that was fetched is not mapped any more."""
 
     @abstractmethod
     def sweep(self) -> None:
@@ -137,11 +134,9 @@ class LocalFolder(Storage):
     def remove(self, name: str) -> None:
         (self._folder / name).unlink(missing_ok=True)
 
-    def fetched(self, name: str) -> Path:
-        return self._folder / name
-
-    def release(self, name: str) -> None:
-        pass
+    @contextmanager
+    def fetched(self, name: str) -> Iterator[Path]:
+        yield self._folder / name
 
     def sweep(self) -> None:
         sweep(self._folder)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from shards import POINTS, definition_of, folder_of, shard_of
 from torch.utils.data import DataLoader
 
+from steercap import SAE
 from steercap.core.coding import RAW, Coding
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
@@ -363,14 +368,28 @@ def test_a_truncated_or_missing_file_is_named(end, tmp_path) -> None:
 def test_rows_behind_a_url_are_those_of_a_folder(folder, tmp_path) -> None:
     """They are fetched shard by shard, and nothing of them stays on this disk."""
     url = f"memory://{tmp_path.name}"
+    before = set(Path(tempfile.gettempdir()).glob("steercap-*"))
     folder_of(url, definition_of(), SHARDS, LAST)
     near, far = ActivationDataset(folder, at=POST), ActivationDataset(url, at=POST)
     assert torch.equal(near[:], far[:])
     seen = torch.cat(list(far.batches(16, buffer=40, seed=2)))
     assert torch.equal(seen.sort(dim=0).values, near[:].sort(dim=0).values)
-    assert list(far.folder.storage.fetched("dataset.json").parent.iterdir()) == [
-        far.folder.storage.fetched("dataset.json")
-    ]
+    assert [path for path in Path(tempfile.gettempdir()).glob("steercap-*") if path not in before] == []
+    loader = DataLoader(far.batches(16, seed=2), batch_size=None, num_workers=2, multiprocessing_context="fork")
+    assert torch.equal(torch.cat(list(loader)), torch.cat(list(far.batches(16, seed=2))))
+
+
+def test_shards_behind_a_url_are_fetched_once_an_epoch(tmp_path, monkeypatch) -> None:
+    """However small they are, and however many a window holds."""
+    url = f"memory://{tmp_path.name}"
+    folder_of(url, definition_of(), SHARDS, LAST)
+    data = ActivationDataset(url, at=POST)
+    fetched = []
+    opened = data._opened
+    monkeypatch.setattr(data, "_opened", lambda number: fetched.append(number) or opened(number))
+    data._prepare()
+    assert sum(map(len, data.batches(8, buffer=60))) == len(data)
+    assert sorted(fetched) == list(range(SHARDS))
 
 
 def test_what_is_read_can_be_changed(folder) -> None:
@@ -378,3 +397,28 @@ def test_what_is_read_can_be_changed(folder) -> None:
     data = ActivationDataset(folder, at=POST, dtype=None)
     data[:].zero_()
     assert torch.equal(data[:], truth(POST))
+
+
+def test_an_sae_of_normalised_rows_reads_the_models_rows(folder, tmp_path) -> None:
+    """With the normalisation folded into its weights, as docs/dictionary.md says: the same features, the same rows."""
+    data = ActivationDataset(folder, at=POST, normalise="standard")
+    mean, scale = data.normalisations["resid_post[1]"].mean, data.normalisations["resid_post[1]"].scale
+    drawn = torch.Generator().manual_seed(0)
+    W_dec, b_enc, b_dec = (torch.randn(*shape, generator=drawn) * 0.3 for shape in ((40, 16), (40,), (16,)))  # noqa: N806
+    save_file(
+        {
+            "W_enc": (scale[:, None] * W_dec.T).contiguous(),
+            "W_dec": W_dec / scale,
+            "b_enc": b_enc,
+            "b_dec": mean + b_dec / scale,
+        },
+        tmp_path / "sae_weights.safetensors",
+    )
+    said = {"architecture": "standard", "d_in": 16, "d_sae": 40, "apply_b_dec_to_input": True}
+    (tmp_path / "cfg.json").write_text(json.dumps({**said, "metadata": {"hook_name": "blocks.1.hook_resid_post"}}))
+    sae = SAE.load(tmp_path)
+    codes = ((data[:] - b_dec) @ W_dec.T + b_enc).relu()
+    rows = truth(POST).float()
+    assert torch.allclose(sae.encode(rows), codes, atol=1e-4)
+    back = data.normalisations["resid_post[1]"].undone(codes @ W_dec + b_dec)
+    assert torch.allclose(sae.decode(sae.encode(rows)), back, atol=1e-3)
