@@ -18,6 +18,7 @@ from jaxtyping import AbstractArray, install_import_hook
 #: Modules whose every function and dataclass is checked, with the packages within them.
 CHECKED: Final = (
     "steercap.analysis",
+    "steercap.datasets",
     "steercap.edits",
     "steercap.formats.tuned_lens",
     "steercap.kernels.finite",
