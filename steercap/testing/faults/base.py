@@ -111,7 +111,7 @@ def said(error: BaseException) -> str:
 
 def processes(model: SteerModel, role: str) -> list[int]:
     """The processes of a model's engine that play a role, "EngineCore" or "Worker"."""
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     engine = model.serving.opened()
     (core,) = [
