@@ -218,6 +218,8 @@ class Spilling:
         if not self._closed and not sweeping.cancelled():
             sweeping.result()
             self._settle()
+            if self.file.untidy:  # it was dropped meanwhile
+                self._dropped()
 
     async def _on(self, pool: ThreadPoolExecutor, work: Callable[[], Value]) -> Value:
         """Call something on a thread. A cancelled caller leaves nothing in the queue."""

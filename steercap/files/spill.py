@@ -120,6 +120,11 @@ class SpillFile:
         """How many are in it."""
         return self._stored - len(self._dropped)
 
+    @property
+    def untidy(self) -> bool:
+        """Whether something was dropped that is still on the disk."""
+        return bool(self._dropped)
+
     def put(self, arrays: Sequence[Bytes], dropped: Callable[[], object] = lambda: None) -> Stored:
         """Write arrays, uint8 [bytes] each.
 

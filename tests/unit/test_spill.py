@@ -454,6 +454,32 @@ async def test_who_waits_already_gets_the_room_of_who_ends(arena) -> None:
     assert [one.stage for one in handles] == [Stage.SPILLED] * 19 + [Stage.KEPT]
 
 
+async def test_what_leaves_while_the_file_is_swept_is_swept_too(arena, monkeypatch) -> None:
+    """Dropped when the sweep under way has begun: the disk has its space back all the same, without another occasion."""
+    engine = await arena(pages=1)
+    file, begun, go = engine.spilling.file, threading.Event(), threading.Event()
+    handles = [await engine.handle() for _ in range(4)]
+    punch = file._punch
+
+    def slowly(extents) -> None:
+        begun.set()
+        assert go.wait(60)
+        punch(extents)
+
+    monkeypatch.setattr(file, "_punch", slowly)
+    handles[0].release()
+    await asyncio.to_thread(begun.wait, 60)
+    handles[1].release()
+    handles[2].release()
+    await asyncio.sleep(0.01)
+    go.set()
+    for _ in range(1000):
+        if not os.fstat(file._fd).st_blocks:
+            break
+        await asyncio.sleep(0.005)
+    assert os.fstat(file._fd).st_blocks == 0
+
+
 async def test_nothing_waits_to_be_collected_as_garbage(arena) -> None:
     """What leaves the file makes room at once, and rows that came back go with their handle, also where Python's collector is off."""
     engine = await arena(pages=1)
