@@ -111,7 +111,9 @@ def what_is_left(mark: str, before: set[Path], temporary: Path) -> str:
         parts = {
             "processes": marked(mark),
             "in /dev/shm": sorted(path.name for path in files),
-            "temporary files": sorted(path.name for path in temporary.iterdir() if path.name.startswith("steercap-")),
+            "temporary files": sorted(
+                path.name for path in temporary.iterdir() if path.name.startswith("steercap-") or path.is_socket()
+            ),
         }
         found = "; ".join(f"{kind}: {known}" for kind, known in parts.items() if known)
     return found

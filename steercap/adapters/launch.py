@@ -1,9 +1,9 @@
 """An engine's start, which can be given up at any moment, and the processes that come of it.
 
 What it relies on: `CoreEngineProcManager` and `DPCoordinator` of `v1.engine.utils` start all processes of an engine in
-their `__init__`, and hold them as `processes` and `proc`. It can go when vLLM takes an environment and an entry for its
-processes. It imports vLLM when a start runs, on its thread: that takes many seconds, and a user who presses Ctrl+C
-should not have to wait for them.
+their `__init__`, and hold them as `processes` and `proc`; `envs.environment_variables` is asked where a socket goes.
+It can go when vLLM takes an environment and an entry for its processes. It imports vLLM when a start runs, on its
+thread: that takes many seconds, and a user who presses Ctrl+C should not have to wait for them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextvars import ContextVar
 from importlib import import_module
@@ -28,6 +28,7 @@ from weakref import WeakSet
 from steercap.adapters import releases
 from steercap.adapters.entry import COORDINATOR, ENGINE_CORE, Entry, quieten, wants_quiet
 from steercap.adapters.reaper import Reaper
+from steercap.adapters.refusal import FOLDER
 from steercap.concurrency.loops import on_thread
 from steercap.config import Settings
 from steercap.core.extras import extra
@@ -201,10 +202,29 @@ def _entries() -> Iterator[None]:
         yield
 
 
+class _Folder:
+    """Where the client binds its sockets: for one of our starts in the folder of its engine, which is removed with it;
+    vLLM leaves those that it binds elsewhere.
+
+    Args:
+        elsewhere: for any other.
+    """
+
+    def __init__(self, elsewhere: Callable[[], Any]) -> None:
+        self._elsewhere = elsewhere
+
+    def __call__(self) -> Any:
+        launch = _CURRENT.get()
+        return self._elsewhere() if launch is None else str(launch.reaper.folder)
+
+
 def _hook_launchers() -> None:
     """Have vLLM start processes inside of `Launch.spawning`, if it is one of our starts; safe to call again."""
+    from vllm.envs import environment_variables
     from vllm.v1.engine.utils import CoreEngineProcManager, DPCoordinator
 
+    if not isinstance(base := environment_variables[FOLDER], _Folder):
+        environment_variables[FOLDER] = _Folder(base)
     for module, owner, _ in (ENGINE_CORE, COORDINATOR):
         releases.require(owner, getattr(import_module(module), owner))
     for launcher in (CoreEngineProcManager, DPCoordinator):
