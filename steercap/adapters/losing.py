@@ -20,7 +20,7 @@ GRACE: Final = 2.0
 
 def hook_executor() -> None:
     """Hook the executor of this process, an engine core; safe to call again."""
-    with contextlib.suppress(ImportError):  # before vLLM 0.30 Ray's workers answer through Ray, which notices
+    with contextlib.suppress(ImportError):  # where Ray's workers answer through Ray, it notices
         from vllm.v1.executor.ray_executor_v2 import RayExecutorV2
 
         from steercap.adapters.hooks import wrap

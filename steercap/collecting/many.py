@@ -144,7 +144,8 @@ async def _answer(reference: Any) -> Any:
     Raises:
         The task's own error, or CollectionStopped: its actor is lost for good.
     """
-    from ray.exceptions import RayActorError, RayTaskError
+    with extra("ray"):
+        from ray.exceptions import RayActorError, RayTaskError
 
     try:
         return await reference

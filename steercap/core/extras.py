@@ -30,7 +30,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "plots": ("matplotlib",),
     "probes": ("sklearn",),
     "quantisation": ("faiss",),
-    "ray": ("ray",),
+    "ray": ("fsspec", "pyarrow", "ray"),
 }
 
 
