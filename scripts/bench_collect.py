@@ -212,6 +212,8 @@ async def main(args: argparse.Namespace) -> None:
     rounds: list[list[dict[str, Any]]] = []
     began = time.monotonic()
     async with engines(folder, own, common, common, in_turn=args.in_turn) as (plain, model, _):
+        gc.collect()
+        gc.freeze()  # what imports and engines hold is not to be gone through again and again
         for number in range(args.rounds + 1):  # the first warms up
             took = time.monotonic() - began
             if number > 1 and took + took / number > args.seconds:
@@ -250,7 +252,7 @@ def arguments() -> argparse.Namespace:
     add("--seconds", type=float, default=float("inf"), help="no round begins that would end later than this")
     add("--folder", default=None, help="where data sets are written; the temporary folder by default")
     add("--shard-mb", type=int, default=256)
-    add("--statistics-every", type=int, default=8)
+    add("--statistics-every", type=int, default=None)
     add("--capture-gib", type=float, default=None, help="capture_bytes; steercap's default if left out")
     add("--kv-tokens", type=int, default=100_000, help="that the KV cache of each engine holds")
     add("--gpu-memory-utilization", type=float, default=0.42, help="share of each engine")

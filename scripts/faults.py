@@ -159,11 +159,11 @@ def main(
     kills: Annotated[int, typer.Option(min=0, help="Besides, one engine killed so often.")] = 0,
 ) -> None:
     """Inject faults."""
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     wrong = False
     for name in names or ([] if kills else FAULTS):
         row = injected(name, FAULTS[name])
         shown(row)
+        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         wrong |= bool(row.wrong) or row.left != "nothing"
         known[name] = {"outcomes": row.outcomes, "wrong": row.wrong, "left": row.left, "day": time.strftime("%Y-%m-%d")}
         RESULTS.parent.mkdir(exist_ok=True)
@@ -179,8 +179,8 @@ def in_a_row(times: int) -> list[float]:
     import asyncio
 
     from steercap.testing import Reference, tiny_checkpoint
-    from steercap.testing.deaths import killed_in_a_row
     from steercap.testing.faults.base import opened
+    from steercap.testing.faults.deaths import killed_in_a_row
 
     async def run() -> list[float]:
         async with opened(restart=True) as model:

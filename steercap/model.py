@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from steercap import environment
-from steercap.collecting.collect import EVERY, SHARD_BYTES, Asked, Collected, Progress, collect
+from steercap.collecting.collect import SHARD_BYTES, Asked, Collected, Progress, collect
 from steercap.collecting.many import RayActors, collect_on_actors
 from steercap.collecting.samples import TokenSample
 from steercap.collecting.sources import Corpus, open_source
@@ -341,7 +341,7 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         steering: SteeringSpec | Edit | LogitBias | FromContext | None = FROM_CONTEXT,
         shard_bytes: int = SHARD_BYTES,
         documents_per_shard: int | None = None,
-        statistics_every: int = EVERY,
+        statistics_every: int | None = None,
         concurrency: int | None = None,
         verify: bool = False,
         progress: Callable[[Progress], object] | None = None,
@@ -374,9 +374,10 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             params: sampling parameters, if the model is to go on with each document; its rows are collected too.
             seed: of all sampling: each document has a seed of its own, made of this one and its number.
             steering: what is changed, as for `generate`.
-            shard_bytes: of rows that a shard should have; three shards are in memory at most.
+            shard_bytes: of rows that a shard should have; three to seven shards are in memory, by the number of cores.
             documents_per_shard: by default as many of the first few documents as come to `shard_bytes`.
-            statistics_every: of so many rows one is looked at for statistics; 0 for none.
+            statistics_every: of so many rows one is looked at for statistics; 0 for none. By default 8 for each point:
+                many points are looked at in no more time than one.
             concurrency: windows under way at once; by default as many as the engine has use for, within memory.
             verify: whether the shards that are there are compared with their hashes, rather than their sizes alone;
                 what is damaged is collected again.

@@ -97,8 +97,10 @@ def _ip(*command: str) -> None:
 #: Of Ray, on a small machine: nothing is reported, nobody looks at a page, and no workers are started before need.
 RAY_ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "disabled",  # it would leave a token in the user's home, and nobody else is on the bridge
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_enable_metrics_collection": "0",
+    "RAY_worker_niceness": "0",
     "RAY_num_prestart_python_workers": "0",
     "RAY_worker_register_timeout_seconds": "180",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from steercap.cli.capture import RowOptions
@@ -177,9 +179,11 @@ def bar_of(terminal: Terminal) -> Iterator[Callable[[Reached], None]]:
         redirect_stderr=False,
     )
     task = bar.add_task("collecting", total=None)
+    there = 0
 
     def tell(reached: Reached) -> None:
-        share = reached.share
+        nonlocal there
+        share, there = reached.share, reached.shards
         bar.update(
             task,
             description=words_of(reached),
@@ -187,8 +191,12 @@ def bar_of(terminal: Terminal) -> Iterator[Callable[[Reached], None]]:
             completed=0.0 if share is None else 100 * share,
         )
 
-    with bar, heartbeat(bar, terminal.err):
-        yield tell
+    try:
+        with bar, heartbeat(bar, terminal.err):
+            yield tell
+    except asyncio.CancelledError:
+        terminal.say(f"{there} shards are there and stay; the same command goes on")
+        raise
 
 
 @asynccontextmanager
@@ -201,10 +209,8 @@ async def not_opened(options: ModelOptions, terminal: Terminal, **settings: Any)
 def words_of(reached: Reached) -> str:
     """How far it is, in words."""
     seconds = max(reached.seconds, 1e-9)
-    return (
-        f"{reached.tokens:,} tokens, {reached.tokens / seconds:,.0f}/s, {reached.bytes / 1e9:.2f} GB, "
-        f"{reached.bytes / seconds / 1e9:.2f} GB/s"
-    )
+    size, speed = decimal(reached.bytes), decimal(int(reached.bytes / seconds))
+    return f"{reached.tokens:,} tokens, {reached.tokens / seconds:,.0f}/s, {size}, {speed}/s"
 
 
 def told(found: Collected) -> dict[str, Any]:
@@ -213,7 +219,7 @@ def told(found: Collected) -> dict[str, Any]:
     return {
         "documents": f"{totals.documents:,}",
         "tokens": f"{totals.tokens:,}, of which {totals.rows:,} were kept",
-        "shards": f"{totals.shards:,}, {totals.bytes / 1e9:,.2f} GB",
+        "shards": f"{totals.shards:,}, {decimal(totals.bytes)}",
         "there before": f"{found.resumed} shards" if found.resumed else "",
         "mended": f"{found.mended} shards" if found.mended else "",
         "skipped": f"{found.skipped:,}: {'; '.join(found.complaints)}" if found.skipped else "",
@@ -259,7 +265,10 @@ def register(app: typer.Typer) -> None:
         documents_per_shard: Annotated[
             int | None, typer.Option(min=1, help="By default as many as come to --shard-mb.")
         ] = None,
-        statistics_every: Annotated[int, typer.Option(min=0, help="Look at one row in so many; 0 for none.")] = 8,
+        statistics_every: Annotated[
+            int | None,
+            typer.Option(min=0, help="Look at one row in so many; 0 for none; 8 for each point if left out."),
+        ] = None,
         concurrency: Annotated[
             int | None,
             typer.Option(min=1, help="Windows at once; 1 gives the same bits each time."),

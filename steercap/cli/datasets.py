@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from rich.filesize import decimal
 
 from steercap.cli.tables import facts, span
 
@@ -59,7 +60,7 @@ def inspected_dataset(path: Path, *, verify: bool) -> tuple[dict[str, Any], list
 def _counted(receipts: dict[int, Receipt]) -> dict[str, str]:
     found = list(receipts.values())
     return {
-        "shards": f"{len(found):,}, {sum(receipt.bytes for receipt in found) / 1e9:,.2f} GB",
+        "shards": f"{len(found):,}, {decimal(sum(receipt.bytes for receipt in found))}",
         "documents": f"{sum(receipt.stop - receipt.first for receipt in found):,}",
         "tokens": f"{sum(receipt.tokens for receipt in found):,} read, {sum(receipt.rows for receipt in found):,} kept",
     }

@@ -38,7 +38,7 @@ Batches: TypeAlias = AsyncGenerator[list[Fed], None]
 SHARD_BYTES: Final = 256 << 20
 #: Documents that are looked at to see how many make a shard.
 LOOKED_AT: Final = 256
-#: Rows of which one is looked at for statistics.
+#: Rows of which one is looked at for statistics, for each point: looking at many points takes no longer than at one.
 EVERY: Final = 8
 
 
@@ -105,7 +105,7 @@ class Asked:
     steering: Any = None
     shard_bytes: int = SHARD_BYTES
     documents_per_shard: int | None = None
-    statistics_every: int = EVERY
+    statistics_every: int | None = None
     concurrency: int | None = None
     verify: bool = False
     progress: Callable[[Progress], object] | None = None
@@ -251,7 +251,7 @@ class _Collection:
             coding=reading.coding,
             documents_per_shard=per_shard if given is None else given,
             asked=msgspec.json.decode(msgspec.json.encode(reading.described())),
-            statistics_every=self._asked.statistics_every,
+            statistics_every=EVERY * len(reading.points) if (every := self._asked.statistics_every) is None else every,
             num_layers=reading.engine.vllm.num_layers,
         )
 

@@ -214,7 +214,7 @@ class _Run:
         receipt, captures = handle.receipt, handle.captures
         positions, tokens = receipt.positions, receipt.token_ids
         kept = self._reading.sample.kept(window, positions, tokens, captures)
-        rows = {point: captures.as_kept(point) for point in self._reading.points}
+        rows = captures.all_kept()
         handle.release()
         read = len(handle.prompt_token_ids) + max(0, len(handle.output_token_ids) - 1)
         if kept is None or kept.all():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -20,8 +21,8 @@ from steercap.datasets import DatasetFolder, Index, Receipt, Shard
 from steercap.encodings.coded import Whole
 from steercap.errors import CollectionStopped, InvalidRequest, RunDiffers
 
-#: Shards that are written at once; the one that is filled is in memory beside them.
-WRITERS: Final = 2
+#: Shards that are written at once, each hashed and synced by itself; the one that is filled is in memory beside them.
+WRITERS: Final = max(2, min(6, len(os.sched_getaffinity(0)) // 3))
 #: How much larger than it should be a shard may get, where documents are longer than the first few.
 MOST_TIMES: Final = 16
 
@@ -68,7 +69,7 @@ class Sharder:
         first: int = 0,
     ) -> None:
         self._folder, self._points, self._receipts = folder, tuple(points), dict(receipts)
-        self._most_bytes = MOST_TIMES * shard_bytes
+        self._most_bytes, self._row_bytes = MOST_TIMES * shard_bytes, folder.definition.row_bytes
         self._filling = _Filling(first)
         self._writing: list[Future[Receipt]] = []
         self.bytes, self.written = 0, len(receipts)
@@ -109,7 +110,7 @@ class Sharder:
         for point in self._points:
             pieces = block.rows[point] if whole else _cut(block.rows[point], first, stop)
             filling.rows.setdefault(point, []).extend(pieces)
-        filling.bytes += (stop - first) * self._folder.definition.row_bytes
+        filling.bytes += (stop - first) * self._row_bytes
         if filling.bytes > self._most_bytes:
             raise InvalidRequest(
                 f"shard {filling.number} has come to {filling.bytes:,} bytes, {MOST_TIMES} times what it should: these "
@@ -170,6 +171,8 @@ class Sharder:
         """See what has been written; wait for one at least if asked to."""
         if least:
             waiting = [asyncio.wrap_future(future) for future in self._writing]
+            for one in waiting:
+                one.add_done_callback(_seen)
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         done = [future for future in self._writing if future.done()]
         self._writing = [future for future in self._writing if future not in done]
@@ -178,6 +181,12 @@ class Sharder:
                 receipt = future.result()
             self.bytes += receipt.bytes
             self.written += 1
+
+
+def _seen(future: asyncio.Future[Receipt]) -> None:
+    """Retrieve an error that is raised elsewhere, of which asyncio would complain."""
+    if not future.cancelled():
+        future.exception()
 
 
 @contextmanager

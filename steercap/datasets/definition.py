@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import msgspec
@@ -80,9 +82,9 @@ class PointFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return codec.constants if isinstance(codec, Codec) else ()
 
     @property
-    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensors(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """What a shard has of it, by part, with shapes without the axis of the rows."""
-        return {name: (tuple(part.shape[1:]), part.dtype) for name, part in self.nothing().items()}
+        return _tensors(self)
 
     @property
     def row_bytes(self) -> int:
@@ -134,6 +136,11 @@ class PointFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.schema.shards == 1:
             return parts
         return {name: torch.stack([part] * self.schema.shards, dim=1) for name, part in parts.items()}
+
+
+@lru_cache(maxsize=1024)
+def _tensors(known: PointFormat) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+    return MappingProxyType({name: (tuple(part.shape[1:]), part.dtype) for name, part in known.nothing().items()})
 
 
 class Definition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

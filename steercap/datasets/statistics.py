@@ -12,14 +12,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
+import numpy as np
 import torch
 from jaxtyping import Float, Integer
+from numpy.typing import NDArray
 
 from steercap.encodings.coded import CodedRows, Whole
 
-#: Elements that are looked at together, which torch does in one thread and a core's cache holds; and how many rows at
-#: least, however wide they are.
-BLOCK_ELEMENTS, LEAST_BLOCK = 1 << 15, 8
+#: Elements that are looked at together, by NumPy: it keeps to the thread that it is called in, and lets others run.
+BLOCK_ELEMENTS: Final = 1 << 20
 #: An element is small if it is below this part of its row's root mean square.
 SMALL: Final = 0.01
 #: Norms are counted in classes of 2^(1/8), 9 % wide, from 2^-32 up to 2^32; what lies outside is in the outermost.
@@ -111,7 +112,7 @@ def statistics_of(pieces: Iterable[Whole], width: int, every: int = 1) -> PointS
         every: 1 for all rows.
     """
     running = _Running(width)
-    for block in _blocks(pieces, max(LEAST_BLOCK, BLOCK_ELEMENTS // width), every):
+    for block in _blocks(pieces, max(1, BLOCK_ELEMENTS // width), every):
         running.add(block)
     return running.statistics()
 
@@ -124,9 +125,9 @@ def no_rows(width: int) -> PointStatistics:
     return PointStatistics(none, none, line, line, zero, zero + math.inf, zero, counts, zero, zero)
 
 
-def _blocks(pieces: Iterable[Whole], size: int, every: int) -> Iterator[Float[torch.Tensor, "rows width"]]:
-    """Blocks of so many rows in float32, the last with what is left: they do not depend on how rows came in pieces."""
-    waiting: list[torch.Tensor] = []
+def _blocks(pieces: Iterable[Whole], size: int, every: int) -> Iterator[NDArray[np.float32]]:
+    """Blocks of so many rows, the last with what is left: they do not depend on how rows came in pieces."""
+    waiting: list[NDArray[np.float32]] = []
     held = skip = 0
     for piece in pieces:
         chosen = piece[skip::every]
@@ -135,16 +136,20 @@ def _blocks(pieces: Iterable[Whole], size: int, every: int) -> Iterator[Float[to
             waiting.append(_plain(chosen[start : start + size]))
             held += len(waiting[-1])
             if held >= size:
-                together = waiting[0] if len(waiting) == 1 else torch.cat(waiting)
+                together = waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
                 yield together[:size]
                 waiting, held = [together[size:]], held - size
     if held:
-        yield torch.cat(waiting)
+        yield np.concatenate(waiting)
 
 
-def _plain(rows: Whole) -> Float[torch.Tensor, "rows width"]:
+def _plain(rows: Whole) -> NDArray[np.float32]:
+    """Rows, decoded, as float32 [rows, width]."""
     whole = rows.decoded() if isinstance(rows, CodedRows) else rows
-    return whole.flatten(1).float()
+    flat = whole.flatten(1)
+    if flat.dtype == torch.bfloat16:  # the upper half of a float32
+        return (flat.view(torch.uint16).numpy().astype(np.uint32) << 16).view(np.float32)
+    return flat.numpy().astype(np.float32, copy=False)
 
 
 class _Running:
@@ -155,26 +160,39 @@ class _Running:
     def __init__(self, width: int) -> None:
         self.width = width
         self.count = self.nonfinite = self.zeros = self.small = 0
-        self.about: torch.Tensor | None = None
-        self.sums = torch.zeros(2, width, dtype=torch.float64)
+        self.about: NDArray[np.float32] | None = None
+        self.sums = np.zeros((2, width))
         self.norms, self.least, self.greatest = 0.0, math.inf, 0.0
-        self.classes = torch.zeros(CLASSES_AN_OCTAVE * OCTAVES, dtype=torch.int64)
+        self.classes = np.zeros(CLASSES_AN_OCTAVE * OCTAVES, dtype=np.int64)
 
-    def add(self, rows: Float[torch.Tensor, "rows width"]) -> None:
-        """Take in rows, float32."""
-        norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-        if not math.isfinite(float(norms.sum())):
-            good = rows.isfinite().all(dim=1)
-            self.nonfinite += len(rows) - int(good.sum())
-            rows, norms = rows[good], norms[good]
-        if len(rows):
-            self.count += len(rows)
-            self._add_elements(rows)
-            self._add_norms(norms)
-            limits = (norms * (SMALL / math.sqrt(self.width))).float()[:, None]
-            zeros = rows.numel() - int(rows.count_nonzero())
-            self.zeros += zeros
-            self.small += int((rows.abs() < limits).sum()) + int((limits == 0).sum()) * self.width
+    def add(self, rows: NDArray[np.float32]) -> None:
+        """Take in rows, [rows, width]."""
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            norms = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float64))
+            if not math.isfinite(norms.sum()):
+                good = np.isfinite(rows).all(axis=1)
+                self.nonfinite += len(rows) - int(good.sum())
+                rows, norms = rows[good], norms[good]
+            if len(rows):
+                self._add(rows, norms)
+
+    def _add(self, rows: NDArray[np.float32], norms: NDArray[np.float64]) -> None:
+        self.count += len(rows)
+        self._add_norms(norms)
+        limits = (norms * (SMALL / math.sqrt(self.width))).astype(np.float32)[:, None]
+        self.zeros += rows.size - int(np.count_nonzero(rows))
+        self.small += int(np.count_nonzero(np.abs(rows) < limits)) + int(np.count_nonzero(limits == 0)) * self.width
+        if self.about is None:
+            self.about = rows.mean(axis=0, dtype=np.float64).astype(np.float32)
+        apart = rows - self.about
+        self.sums[0] += apart.sum(axis=0, dtype=np.float64)
+        self.sums[1] += np.square(apart, out=apart).sum(axis=0, dtype=np.float64)
+
+    def _add_norms(self, norms: NDArray[np.float64]) -> None:
+        self.norms += float(norms.sum())
+        self.least, self.greatest = min(self.least, float(norms.min())), max(self.greatest, float(norms.max()))
+        numbers = np.floor((np.log2(norms) + OCTAVES / 2) * CLASSES_AN_OCTAVE).clip(0, len(self.classes) - 1)
+        self.classes += np.bincount(numbers.astype(np.int64), minlength=len(self.classes))
 
     def statistics(self) -> PointStatistics:
         """Of all rows so far."""
@@ -186,28 +204,15 @@ class _Running:
         return PointStatistics(
             torch.tensor(self.count),
             torch.tensor(self.nonfinite),
-            self.about + apart,
-            (squares - apart.square()).clamp_(min=0),
+            torch.from_numpy(self.about + apart),
+            torch.from_numpy((squares - apart**2).clip(min=0)),
             _number(self.norms / self.count),
             _number(self.least),
             _number(self.greatest),
-            self.classes,
+            torch.from_numpy(self.classes),
             _number(self.zeros / elements),
             _number(self.small / elements),
         )
-
-    def _add_elements(self, rows: Float[torch.Tensor, "rows width"]) -> None:
-        if self.about is None:
-            self.about = rows.mean(0).double()
-        apart = rows - self.about.float()
-        self.sums[0] += apart.sum(0, dtype=torch.float64)
-        self.sums[1] += apart.square_().sum(0, dtype=torch.float64)
-
-    def _add_norms(self, norms: Float[torch.Tensor, " rows"]) -> None:
-        self.norms += float(norms.sum())
-        self.least, self.greatest = min(self.least, float(norms.min())), max(self.greatest, float(norms.max()))
-        numbers = (norms.log2() + OCTAVES / 2).mul(CLASSES_AN_OCTAVE).floor().clamp(0, len(self.classes) - 1)
-        self.classes += torch.bincount(numbers.long(), minlength=len(self.classes))
 
 
 def _number(value: float) -> Float[torch.Tensor, ""]:

@@ -152,14 +152,29 @@ def unreadable(path: str, error: OSError) -> InvalidFile:
 def copied(chunks: Iterable[Buffer], file: _Writable) -> FileReceipt:
     """Write chunks one after another; what they are hashed by lets other threads run."""
     digest, size = hashlib.sha256(), 0
+    for part in _parts(chunks):
+        digest.update(part)
+        _write_all(file, part)
+        size += len(part)
+    return FileReceipt(size, digest.hexdigest())
+
+
+def _parts(chunks: Iterable[Buffer]) -> Iterator[memoryview]:
+    """The same bytes, in parts of CHUNK at most: each part is a wait for Python's lock, which others have."""
+    waiting: list[memoryview] = []
+    held = 0
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
-        for start in range(0, len(view), CHUNK):
-            part = view[start : start + CHUNK]
-            digest.update(part)
-            _write_all(file, part)
-        size += len(view)
-    return FileReceipt(size, digest.hexdigest())
+        if waiting and held + len(view) > CHUNK:
+            yield memoryview(b"".join(waiting))
+            waiting, held = [], 0
+        if len(view) >= CHUNK:
+            yield from (view[start : start + CHUNK] for start in range(0, len(view), CHUNK))
+        else:
+            waiting.append(view)
+            held += len(view)
+    if waiting:
+        yield memoryview(b"".join(waiting))
 
 
 def _write_all(file: _Writable, part: memoryview) -> None:

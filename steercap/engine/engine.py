@@ -169,8 +169,8 @@ class Engine:
 
     @property
     def died(self) -> bool:
-        """Whether it has died, before it was closed."""
-        return self.vllm.died
+        """Whether it has died, before it was closed; from outside of its event loop, whether that was noticed."""
+        return bool(self._death) or (self.home.is_here and self.vllm.died)
 
     @property
     def death(self) -> str:

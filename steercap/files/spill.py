@@ -164,14 +164,16 @@ class SpillFile:
     def sweep(self) -> None:
         """Punch out of the file what was dropped; a file system may take its time for that."""
         with self._lock:
-            while self._dropped:
-                extents = self._dropped.pop()
-                if not self.closed:
-                    self._punch(extents)
-                self._extents.give(extents)
-                self._stored -= 1
-            if not self._extents.in_use and not self.closed:
+            gone = list(self._dropped)
+            extents = sorted(extent for one in gone for extent in one)
+            empty = sum(extent.length for extent in extents) == self._extents.in_use
+            if not self.closed and empty:
                 os.ftruncate(self._fd, 0)
+            elif not self.closed:
+                self._punch(extents)
+            del self._dropped[: len(gone)]
+            self._extents.give(extents)
+            self._stored -= len(gone)
 
     def stop(self) -> None:
         """Let whoever reads or writes end soon, with ModelClosed."""
@@ -230,10 +232,15 @@ class SpillFile:
         dropped()
 
     def _punch(self, extents: Sequence[Extent]) -> None:
+        """Take blocks out of the file, ascending; neighbours at once, since there can be thousands."""
         end = os.fstat(self._fd).st_size
-        for start, count in extents:
-            offset = start * BLOCK_BYTES
-            size = min(count * BLOCK_BYTES, end - offset)
+        while extents:
+            start, length = extents[0]
+            count = 1
+            while count < len(extents) and extents[count].start == start + length:
+                length, count = length + extents[count].length, count + 1
+            extents, offset = extents[count:], start * BLOCK_BYTES
+            size = min(length * BLOCK_BYTES, end - offset)
             if size > 0:
                 with contextlib.suppress(OSError), mmap.mmap(self._fd, size, offset=offset) as memory:
                     memory.madvise(mmap.MADV_REMOVE)

@@ -118,6 +118,10 @@ class Captures(Mapping[Point, torch.Tensor]):
         """The same with each tensor changed, in one order: rows, or the codes of a codec."""
         return Captures({point: mapped(rows, change) for point, rows in self._rows.items()}, self._num_layers)
 
+    def all_kept(self) -> dict[Point, Rows]:
+        """The rows of every point as they are kept."""
+        return dict(self._rows)
+
     def _point(self, key: Key) -> Point:
         given, site = self._named(key) if isinstance(key, str) else (key, None)
         if isinstance(key, tuple) and len(key) == 2:

@@ -88,8 +88,10 @@ def _completed(rows: torch.Tensor | CodedRows, expected: Expected, point: Point)
     """Rows with what is known of them here alone."""
     if not isinstance(rows, CodedRows):
         return rows
-    constants = expected.constants.get(point) or rows.constants
-    return replace(rows, constants=constants, schema=expected.read.get(point, rows.schema))
+    constants, schema = expected.constants.get(point), expected.read.get(point)
+    if not constants and schema is None:  # nothing, as a rule, and there are many points
+        return rows
+    return replace(rows, constants=constants or rows.constants, schema=schema or rows.schema)
 
 
 def check_labelled(expected: Expected, parcels: Sequence[Parcel]) -> Ints:

@@ -84,11 +84,22 @@ async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
     ticket = await memory_for(job, object())
     outputs: asyncio.Queue[Grown | None] = asyncio.Queue()
 
-    def ended(_task: asyncio.Task[None]) -> None:
-        nonlocal ticket
+    over = left = False
+
+    def ended(task: asyncio.Task[None]) -> None:
+        nonlocal ticket, over
         if ticket is not None:  # it waits for its reader now, as a handle does
             (ticket,) = job.engine.finish(ticket, [ticket.pages])
+        if not task.cancelled():
+            task.exception()  # a reader that still reads is told
         outputs.put_nowait(None)
+        over = True
+        free()
+
+    def free() -> None:
+        """Free what it holds, once it has ended and its reader has left; a reader may be cancelled again in leaving."""
+        if over and left and job.plan is not None:
+            job.engine.abandon(job.plan, ticket)
 
     running = asyncio.create_task(_follow(job, ticket, outputs), name="steercap stream")
     running.add_done_callback(ended)
@@ -114,12 +125,11 @@ async def stream(job: Job) -> AsyncGenerator[Chunk, None]:
             last = grown
         await running
     finally:
-        running.cancel()
-        await asyncio.wait([running])
-        if not running.cancelled():
-            running.exception()  # a reader that still reads has been told
-        if job.plan is not None:
-            job.engine.abandon(job.plan, ticket)
+        left = True
+        free()
+        if not over:
+            running.cancel()
+            await asyncio.wait([running])
 
 
 async def _follow(job: Job, ticket: Ticket | None, outputs: asyncio.Queue[Grown | None]) -> None:

@@ -103,7 +103,7 @@ async def cancelled_everywhere(
     try:
         while await _cancelled(work, Count(places)):
             places += 1
-            await at_rest(model)
+            await at_rest(model, f"{work.__name__}, cancelled at wait {places}")
             if places % 8 == 1:
                 await check()
     finally:
@@ -128,16 +128,20 @@ async def _cancelled(work: Callable[[], Coroutine[Any, Any, Any]], count: Count)
     return reached
 
 
-async def at_rest(model: SteerModel) -> Stats:
-    """Wait until a model holds nothing, and the tasks that were its own have ended.
+async def at_rest(model: SteerModel, after: str = "") -> Stats:
+    """Wait until a model holds nothing.
+
+    Args:
+        model: the model.
+        after: what was done, for the message.
 
     Raises:
         AssertionError: it goes on holding something.
     """
     clock = asyncio.get_running_loop().time
     until = clock() + PATIENCE
-    gc.collect()  # handles that died in a cycle, such as that of an error and its traceback
     while held := {name: found for name in HELD if (found := getattr(stats := await model.stats(), name))}:
-        assert clock() < until, f"still held: {held}"
-        await asyncio.sleep(0.002)
+        assert clock() < until, f"{after}: still held: {held}"
+        gc.collect()  # handles that died in a cycle, such as that of an error and its traceback
+        await asyncio.sleep(0.005)
     return stats

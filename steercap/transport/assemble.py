@@ -12,6 +12,7 @@ from 4 MiB on, which torch does not.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from math import gcd
 from typing import Final
 
@@ -95,24 +96,34 @@ class Assembly:
         Of rows that were projected, [rows, directions]; of those in a lossy codec, its codes.
         """
         rows, flat = self._parcel.stored_rows, torch.from_numpy(self._result).view(-1)
+        if self._whole:
+            records = flat.view(rows, -1) if rows else flat.view(0, self._shape.lines * LINE_BYTES)
+            spans = zip(self._shape.offsets, self._shape.sizes, strict=True)
+            each = zip(self._schemas, spans, strict=True)
+            return [one for schema, (at, size) in each for one in self._kept(records[:, at : at + size], schema, 1)]
         found, first = [], 0
-        shape = zip(self._schemas, self._shape.offsets, self._shape.sizes, self._padded, strict=True)
-        for schema, offset, size, padded in shape:
-            if self._whole:
-                stored = flat.view(rows, -1)[:, offset : offset + size] if rows else flat.view(0, size)
-            else:
-                stored = flat[first : first + rows * padded].view(rows, padded)[:, :size]
-                first += rows * padded
-            found.append(self._kept(stored, schema))
+        for (schema, size, padded), group in groupby(zip(self._schemas, self._shape.sizes, self._padded, strict=True)):
+            count = len(list(group))
+            stored = flat[first : first + count * rows * padded].view(count * rows, padded)[:, :size]
+            found += self._kept(stored, schema, count)
+            first += count * rows * padded
         return found
 
-    def _kept(self, stored: torch.Tensor, schema: PointSchema) -> torch.Tensor | CodedRows:
-        """The rows of a point, uint8 [rows, row bytes], as the client keeps them."""
-        coding = self._parcel.coding
+    def _kept(self, stored: torch.Tensor, schema: PointSchema, count: int) -> list[torch.Tensor | CodedRows]:
+        """The rows of points that are alike, uint8 [points * rows, row bytes], as the client keeps them.
+
+        What is copied is copied for all of them at once: threads that gather have Python's lock for little of it.
+        """
+        coding, rows = self._parcel.coding, self._parcel.stored_rows
         if isinstance(self._encoding, Codec):
             shard = self._shard if schema.shards > 1 else None
-            return CodedRows(coding, schema, self._encoding.parts(stored, schema, coding), shard)
-        return self._encoding.decode(stored if stored.is_contiguous() else packed(stored), schema, coding)
+            parts = self._encoding.parts(stored, schema, coding)
+            return [
+                CodedRows(coding, schema, {name: part[at : at + rows] for name, part in parts.items()}, shard)
+                for at in range(0, count * rows, rows)
+            ] or [CodedRows(coding, schema, parts, shard)] * count
+        decoded = self._encoding.decode(stored if stored.is_contiguous() else packed(stored), schema, coding)
+        return [decoded[at * rows : (at + 1) * rows] for at in range(count)]
 
 
 def parcel_bytes(parcel: Parcel, schemas: Sequence[PointSchema]) -> int:

@@ -344,7 +344,7 @@ async def test_a_slow_disk_slows_the_model_and_fills_no_memory(tiny, tmp_path, m
 
     def endless():
         nonlocal taken
-        for number in range(2000):
+        for number in range(1000):
             taken += 1
             yield random_prompt(20, number)
 
@@ -364,7 +364,7 @@ async def test_a_slow_disk_slows_the_model_and_fills_no_memory(tiny, tmp_path, m
     assert taken < 700
     hold.set()
     found = await task
-    assert found.totals.documents == 2000
+    assert found.totals.documents == 1000
 
 
 @pytest.mark.slow

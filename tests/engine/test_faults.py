@@ -9,9 +9,9 @@ from conftest import opened
 from faults import injected
 
 from steercap.testing import tiny_checkpoint
-from steercap.testing.deaths import CROWDED, deaths, killed_in_a_row, survived
 from steercap.testing.faults import FAULTS
 from steercap.testing.faults.cancelled import everywhere
+from steercap.testing.faults.deaths import CROWDED, deaths, killed_in_a_row, survived
 from steercap.testing.rows import TINY_ENGINE
 
 TINY = tiny_checkpoint("qwen3")

@@ -59,7 +59,7 @@ def run_across(folder: Path, workers: tuple[int, ...], test: str) -> str:
 @pytest.mark.parametrize(
     ("workers", "test"),
     [
-        ((1, 1), "rows and tensor_parallel_size"),
+        pytest.param((1, 1), "rows and tensor_parallel_size", marks=pytest.mark.extended),
         pytest.param((1, 1), "rows and pipeline_parallel_size", marks=pytest.mark.extended),
         pytest.param((2,), "rows and tensor_parallel_size", marks=pytest.mark.extended),
         pytest.param((2,), "not_shared", marks=pytest.mark.extended),

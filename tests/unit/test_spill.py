@@ -8,7 +8,9 @@ import multiprocessing
 import os
 import resource
 import signal
+import subprocess
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -172,12 +174,49 @@ def test_a_file_that_may_grow_no_more_is_an_error_and_takes_no_room(file) -> Non
     assert np.array_equal(*file.read(stored), some_bytes(BLOCK_BYTES))
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 16 blocks."""
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    size = f"size={16 * BLOCK_BYTES}"
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", size, "tmpfs", mounted], check=False, capture_output=True
+    ).returncode:
+        pytest.skip("this user may not mount a file system")
+    yield mounted
+    subprocess.run(["umount", mounted], check=True)
+
+
+def test_a_disk_that_is_full_has_room_again_when_something_leaves_it(small_disk) -> None:
+    """ENOSPC of a real file system, within the quota: no blocks are left of what failed, and those of what leaves can be used."""
+    file = SpillFile(small_disk, 64 * BLOCK_BYTES)
+    first = file.put([some_bytes(8 * BLOCK_BYTES)])
+    with pytest.raises(OSError, match="No space left on device"):
+        file.put([some_bytes(12 * BLOCK_BYTES)])
+    file.sweep()
+    assert (file.bytes_in_use, file.stored) == (8 * BLOCK_BYTES, 1)
+    assert os.statvfs(small_disk).f_bfree == 8
+    second = file.put([some_bytes(8 * BLOCK_BYTES, 1)])
+    assert np.array_equal(*file.read(first), some_bytes(8 * BLOCK_BYTES))
+    del first
+    third = file.put([some_bytes(8 * BLOCK_BYTES, 2)])
+    assert np.array_equal(*file.read(second), some_bytes(8 * BLOCK_BYTES, 1))
+    assert np.array_equal(*file.read(third), some_bytes(8 * BLOCK_BYTES, 2))
+    file.close()
+    assert os.statvfs(small_disk).f_bfree == 16
+
+
 def test_where_there_is_no_tmpfile_the_file_is_removed_at_once(tmp_path, monkeypatch) -> None:
     """/proc has no O_TMPFILE and no files at all, so it is refused; elsewhere the fallback leaves no name."""
     with pytest.raises(InvalidSetting, match="spill_folder='/proc'"):
         SpillFile(Path("/proc"), BLOCK_BYTES)
     with pytest.raises(InvalidSetting, match="No such file"):
         require_place(Settings(overflow="spill", spill_folder=tmp_path / "absent"))
+
+    for wrong in (3, "", b"/tmp", "a\0b"):
+        with pytest.raises(InvalidSetting, match=r"spill_folder=.*give the path of a folder"):
+            Settings(spill_folder=wrong)
 
     def lacking(_folder: Path) -> int:
         raise spill._Lacking
@@ -413,6 +452,30 @@ async def test_who_waits_already_gets_the_room_of_who_ends(arena) -> None:
     call = object()
     handles = await asyncio.gather(*(engine.handle(call) for _ in range(20)))
     assert [one.stage for one in handles] == [Stage.SPILLED] * 19 + [Stage.KEPT]
+
+
+async def test_nothing_waits_to_be_collected_as_garbage(arena) -> None:
+    """What leaves the file makes room at once, and rows that came back go with their handle, also where Python's collector is off."""
+    engine = await arena(pages=1)
+    file = engine.spilling.file
+    gc.collect()
+    gc.disable()
+    try:
+        handles = [await engine.handle() for _ in range(5)]
+        assert file.stored == 4
+        handles.pop(0).release()
+        del handles[0]
+        await asyncio.sleep(0.01)
+        assert file.stored == 2
+        await fetch_all(handles[:1])
+        await asyncio.sleep(0.01)
+        assert file.stored == 1
+        rows = weakref.ref(handles[0].require_here().captures[0])
+        assert rows() is not None
+        handles[0].release()
+        assert rows() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_full_quota_waits_and_its_error_says_so(arena) -> None:

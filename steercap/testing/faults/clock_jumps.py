@@ -33,7 +33,7 @@ _SHIM = """
 #include <unistd.h>
 static long offset(void) {
   static volatile long *at;
-  const char *path = getenv("STEERCAP_TEST_CLOCK");
+  const char *path = getenv("FAULTS_CLOCK");
   if (!at && path) {
     int file = open(path, O_RDONLY | O_CLOEXEC);
     void *found = file < 0 ? MAP_FAILED : mmap(0, sizeof *at, PROT_READ, MAP_SHARED, file, 0);
@@ -140,5 +140,5 @@ MEMBER = Fault(
     must="nothing happens: all that waits goes by the monotonic clock",
     inject=inject,
     missing=missing,
-    under=("env", f"LD_PRELOAD={_LIBRARY}", f"STEERCAP_TEST_CLOCK={_CLOCK}"),
+    under=("env", f"LD_PRELOAD={_LIBRARY}", f"FAULTS_CLOCK={_CLOCK}"),
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from steercap.testing.deaths import CROWDED, deaths
 from steercap.testing.faults.base import Fault, Outcome, opened
+from steercap.testing.faults.deaths import CROWDED, TOLD, deaths
 
 
 async def inject(_folder: Path) -> list[Outcome]:
@@ -16,7 +16,7 @@ async def inject(_folder: Path) -> list[Outcome]:
 
 MEMBER = Fault(
     title="the engine core killed",
-    how="SIGKILL to vLLM's engine core, otherwise likewise",
-    must="the same",
+    how="SIGKILL to vLLM's engine core while 16 requests run or wait, a stream runs and a handle waits",
+    must=TOLD,
     inject=inject,
 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from steercap.testing.deaths import survived
 from steercap.testing.faults.base import Fault, Outcome, opened
+from steercap.testing.faults.deaths import SURVIVED, survived
 from steercap.testing.reference import Reference
 from steercap.testing.tiny import tiny_checkpoint
 
@@ -18,7 +18,7 @@ async def inject(_folder: Path) -> list[Outcome]:
 
 MEMBER = Fault(
     title="the engine core killed, with `restart=True`",
-    how="SIGKILL to vLLM's engine core, otherwise likewise",
-    must="the same",
+    how="SIGKILL to vLLM's engine core while 16 requests run, 8 handles wait, two streams and a sketch are open",
+    must=SURVIVED,
     inject=inject,
 )

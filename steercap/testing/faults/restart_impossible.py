@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from steercap.errors import EngineDied
-from steercap.testing.deaths import KILLED
 from steercap.testing.faults.base import LONG, Fault, Outcome, kill, processes, prompts, told
+from steercap.testing.faults.deaths import KILLED
 from steercap.testing.rows import TINY_ENGINE
 from steercap.testing.tiny import tiny_checkpoint
 

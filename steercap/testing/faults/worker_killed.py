@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from steercap.testing.deaths import CROWDED, deaths
 from steercap.testing.faults.base import Fault, Outcome, opened
+from steercap.testing.faults.deaths import CROWDED, TOLD, deaths
 
 
 async def inject(_folder: Path) -> list[Outcome]:
@@ -19,6 +19,6 @@ async def inject(_folder: Path) -> list[Outcome]:
 MEMBER = Fault(
     title="a worker killed (tensor parallel, 2)",
     how="SIGKILL to one of two workers while 16 requests run or wait, a stream runs and a handle waits",
-    must="each is told at once, with `EngineDied`: which process, of which signal, where the log is",
+    must=TOLD,
     inject=inject,
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from steercap.testing.deaths import survived
 from steercap.testing.faults.base import Fault, Outcome, opened
+from steercap.testing.faults.deaths import SURVIVED, survived
 from steercap.testing.reference import Reference
 from steercap.testing.tiny import tiny_checkpoint
 
@@ -21,7 +21,6 @@ async def inject(_folder: Path) -> list[Outcome]:
 MEMBER = Fault(
     title="a worker killed, with `restart=True`",
     how="SIGKILL to one of two workers while 16 requests run, 8 handles wait, two streams and a sketch are open",
-    must="requests are answered anew, rows that nobody had are computed again, both right; a stream that had begun and "
-    "the sketch end with the cause",
+    must=SURVIVED,
     inject=inject,
 )

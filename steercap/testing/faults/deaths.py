@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 KILLED: Final = ("died", "was killed by SIGKILL", "stderr")
 #: Memory of captured rows, of which requests of `deaths` wait for their turn.
 CROWDED: Final = {"capture_bytes": 2 << 20}
+#: What must come of a death, without a restart and with one.
+TOLD: Final = (
+    "each is told at once, with `EngineDied`: which process, of which signal, where the log is; nothing is left"
+)
+SURVIVED: Final = (
+    "requests are answered anew, rows that nobody had are computed again, both right; a stream that had begun, and the "
+    "sketch, end with the cause"
+)
 _DRAWN: Final = {"max_tokens": 30, "temperature": 1.0, "ignore_eos": True}
 #: Elements of a row of the tiny model.
 _WIDTH: Final = 128
