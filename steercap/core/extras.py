@@ -12,7 +12,10 @@ from typing import Final
 
 from steercap.errors import MissingExtra
 
-_VLLM: Final = ("PIL", "fastapi", "huggingface_hub", "starlette", "tokenizers", "transformers", "uvloop", "vllm", "zmq")
+_VLLM: Final = (
+    *("PIL", "fastapi", "huggingface_hub", "psutil", "starlette"),
+    *("tokenizers", "transformers", "uvloop", "vllm", "zmq"),
+)
 _TABLES: Final = ("pyarrow", "yaml")
 #: The libraries that each extra brings, by the names that they are imported by.
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {

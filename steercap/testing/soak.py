@@ -21,9 +21,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-import psutil
 import torch
 
+from steercap.core.extras import extra
 from steercap.core.spec import REDUCTIONS, CaptureSpec
 from steercap.model import SteerModel
 from steercap.requests.handle import CaptureHandle, flat
@@ -307,6 +307,9 @@ class Soak:
 
 def memory_of_all() -> int:
     """Bytes of this process and of those it started, what they share counted once."""
+    with extra("cpu", "cuda"):
+        import psutil
+
     own = psutil.Process()
     total = 0
     for process in (own, *own.children(recursive=True)):

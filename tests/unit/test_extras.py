@@ -123,14 +123,14 @@ def test_the_rooms_behind_an_extra_are_asked_for_under_it() -> None:
 
 
 def test_the_extras_are_those_of_the_package() -> None:
-    """pyproject.toml brings, under each name, what the code believes it brings; `all` is all but engines and tools."""
+    """pyproject.toml brings, under each name, what the code believes it brings; `all` is all but engines, tools and Ray."""
     for name, libraries in EXTRAS.items():
         if name not in {"cpu", "cuda"}:
             brought = {module for one in brought_by(name) for module in modules_of(one)}
             assert set(libraries) <= brought, name
             assert len({*libraries}) == len(brought_by(name)), name
     assert {*EXTRAS, "all", "docs", "notebooks"} == set(PROJECT["optional-dependencies"])
-    everything = {library for name in set(EXTRAS) - {"cpu", "cuda", "demo"} for library in EXTRAS[name]}
+    everything = {library for name in set(EXTRAS) - {"cpu", "cuda", "demo", "ray"} for library in EXTRAS[name]}
     assert everything <= {module for one in brought_by("all") for module in modules_of(one)}
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from steercap.core.extras import extra
 from steercap.errors import SteercapError
 from steercap.requests.handle import CaptureHandle, flat
 from steercap.testing.rows import TINY_ENGINE, random_prompt
@@ -111,7 +112,8 @@ def said(error: BaseException) -> str:
 
 def processes(model: SteerModel, role: str) -> list[int]:
     """The processes of a model's engine that play a role, "EngineCore" or "Worker"."""
-    import psutil
+    with extra("cpu", "cuda"):
+        import psutil
 
     engine = model.serving.opened()
     (core,) = [
