@@ -10,28 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
 from steercap import environment
-from steercap.collecting.collect import SHARD_BYTES, Asked, Collected, Progress, collect
-from steercap.collecting.many import RayActors, collect_on_actors
-from steercap.collecting.samples import TokenSample
-from steercap.collecting.sources import Corpus, open_source
-from steercap.collecting.streaming import ActivationStream, Streaming
-from steercap.collecting.windows import Bos, Long
+from steercap.collecting.calls import CorpusCalls
 from steercap.config import Overflow, Preset, Settings, Transport, with_preset
 from steercap.core.ownership import Unshared
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.core.tokens import Tokens, TokenSelection
-from steercap.datasets.choosing import Join
-from steercap.datasets.normalising import Normalise
-from steercap.datasets.statistics import PointStatistics
 from steercap.engine.stats import Stats, stats_of
-from steercap.errors import InvalidSpec
 from steercap.requests.answers import Answers
 from steercap.requests.calls import Calls
-from steercap.requests.context import FROM_CONTEXT, FromContext, by_word_or_context, joining, steered
+from steercap.requests.context import joining, steered
 from steercap.requests.fetching import fetch_all
 from steercap.requests.handle import CaptureHandle, flat
 from steercap.requests.lens import MOST_BYTES, Lens, unembed
@@ -43,6 +32,8 @@ from steercap.vectors.calibration import Calibration, calibrate
 from steercap.vectors.extraction import BUT_THE_FIRST, Text
 
 if TYPE_CHECKING:
+    import torch
+
     from steercap.adapters.types import AsyncLLM
     from steercap.client import RemoteModel
     from steercap.edits.base import Edit
@@ -53,7 +44,7 @@ if TYPE_CHECKING:
 INSTEAD: Final = "an engine has one owner; make another SteerModel of the same path"
 
 
-class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
+class SteerModel(Unshared, Calls[CaptureHandle], CorpusCalls, instead=INSTEAD):
     """A model served by vLLM whose activations can be read and changed while it generates, embeds or classifies.
 
     Args:
@@ -320,193 +311,6 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
             CaptureReleased: one of the handles was released.
         """
         await fetch_all([handle.lifecycle for handle in flat(handles)])
-
-    async def collect(
-        self,
-        corpus: Corpus,
-        folder: str | os.PathLike[str],
-        *,
-        layers: Layers | None = None,
-        sites: str | Sequence[str] | None = None,
-        codec: str | None = None,
-        k: int | None = None,
-        capture: CaptureSpec | None = None,
-        tokens: Tokens | TokenSelection | TokenSample = "all",
-        context: int | None = None,
-        long: Long | None = None,
-        bos: Bos = "document",
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        params: Mapping[str, Any] | None = None,
-        seed: int = 0,
-        steering: SteeringSpec | Edit | LogitBias | FromContext | None = FROM_CONTEXT,
-        shard_bytes: int = SHARD_BYTES,
-        documents_per_shard: int | None = None,
-        statistics_every: int | None = None,
-        concurrency: int | None = None,
-        verify: bool = False,
-        progress: Callable[[Progress], object] | None = None,
-        storage_options: Mapping[str, Any] | None = None,
-        ray: RayActors | None = None,
-    ) -> Collected:
-        """Read a corpus into a data set of activations on disk, which `steercap.datasets` and other tools open.
-
-        A call that ends before the corpus does, however it ends, loses the shards that were not written; the same call
-        goes on. Every document is in the data set once. With `concurrency=1` the data set is the same, bit for bit,
-        whenever and however often it was interrupted; otherwise rows may differ in their last bits, as they do from
-        batch to batch.
-
-        Args:
-            corpus: a file, a folder or a pattern, or any iterable or async iterable of documents: str, token ids,
-                messages, or mappings that hold one of these; or an opened `Source`: see
-                `steercap.collecting.open_source`.
-            folder: where it goes: a path, or the URL of an fsspec file system.
-            layers, sites, codec, k: what is kept: shorthand for `capture=CaptureSpec(layers=..., ...)`.
-            capture: the same, with all that a `CaptureSpec` may say but for its tokens, `reduce`, `project` and `sae`.
-            tokens: which tokens' rows are kept: a selection as for `CaptureSpec`, or `OneIn`, `ByProbe`, `ByPredicate`.
-                They count in each window by itself.
-            context: most tokens of a window, by default as many as the engine takes.
-            long: what becomes of longer documents: they are "split" into windows, which are read each by itself, "cut"
-                off, or "refuse"d. By default "split"; "refuse" where something is generated.
-            bos: where the token goes that begins a text: as the tokenizer puts it before a "document", before each
-                "window" too, or "none".
-            chat_template_kwargs: further arguments of the chat template. A conversation that ends with the assistant's
-                message is read as it is; any other with what invites the reply.
-            params: sampling parameters, if the model is to go on with each document; its rows are collected too.
-            seed: of all sampling: each document has a seed of its own, made of this one and its number.
-            steering: what is changed, as for `generate`.
-            shard_bytes: of rows that a shard should have; three to seven shards are in memory, by the number of cores.
-            documents_per_shard: by default as many of the first few documents as come to `shard_bytes`.
-            statistics_every: of so many rows one is looked at for statistics; 0 for none. By default 8 for each point:
-                many points are looked at in no more time than one.
-            concurrency: windows under way at once; by default as many as the engine has use for, within memory.
-            verify: whether the shards that are there are compared with their hashes, rather than their sizes alone;
-                what is damaged is collected again.
-            progress: called with a `Progress` now and then.
-            storage_options: of the URL's file system.
-            ray: over which actors of Ray's the corpus is spread. Each starts an engine of this model's arguments; this
-                one need not be started. Shards are the same, whoever makes them; the folder is one that all machines
-                reach. `concurrency` is of each engine.
-
-        Returns:
-            What the data set holds.
-
-        Raises:
-            RunDiffers: the folder holds another data set, or one of another corpus.
-            CollectionStopped: it cannot be written to, such as on a full disk, or actors were lost too often.
-            InvalidFile: a file of the corpus cannot be read, or holds something that is no document.
-            InvalidRequest: something is asked for that does not fit, or another process writes to the folder.
-            The errors of `generate`.
-        """
-        asked = Asked(
-            capture=self._collected(capture, layers=layers, sites=sites, codec=codec, k=k),
-            tokens=tokens,
-            context=context,
-            long=long,
-            bos=bos,
-            template=chat_template_kwargs or {},
-            params=params,
-            seed=seed,
-            steering=by_word_or_context(self, steering),
-            shard_bytes=shard_bytes,
-            documents_per_shard=documents_per_shard,
-            statistics_every=statistics_every,
-            concurrency=concurrency,
-            verify=verify,
-            progress=progress,
-            storage_options=storage_options or {},
-        )
-        if ray is not None:
-            return await collect_on_actors(self._another, corpus, os.fspath(folder), asked, ray)
-        engine = self.serving.here()
-        return await self.serving.run(lambda: collect(self, engine, corpus, os.fspath(folder), asked))
-
-    def activations(
-        self,
-        corpus: Corpus,
-        *,
-        layers: Layers | None = None,
-        sites: str | Sequence[str] | None = None,
-        codec: str | None = None,
-        k: int | None = None,
-        capture: CaptureSpec | None = None,
-        tokens: Tokens | TokenSelection | TokenSample = "all",
-        context: int | None = None,
-        long: Long | None = None,
-        bos: Bos = "document",
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        params: Mapping[str, Any] | None = None,
-        steering: SteeringSpec | Edit | LogitBias | FromContext | None = FROM_CONTEXT,
-        concurrency: int | None = None,
-        batch_size: int = 4096,
-        buffer: int = 1 << 16,
-        seed: int = 0,
-        join: Join = "dict",
-        normalise: Normalise = "none",
-        statistics: Mapping[str, PointStatistics] | None = None,
-        dtype: torch.dtype | None = torch.float32,
-        labels: bool = False,
-        drop_last: bool = False,
-    ) -> ActivationStream:
-        """Rows of a corpus in shuffled batches, straight from the engine into a training, without a disk.
-
-        What it gives is an iterator, and a context manager that closes it: `async with model.activations(...) as rows`.
-        The engine works ahead while the training computes, as far as `buffer` allows. Each row comes once; a corpus is
-        read once, and to read it again is another stream. Closing the stream ends what runs.
-
-        Args:
-            corpus: as for `collect`.
-            layers, sites, codec, k, capture, tokens: which rows, and how they come from the engine; as for `collect`.
-            context, long, bos, chat_template_kwargs, params, steering, concurrency: as for `collect`.
-            batch_size: rows of a batch.
-            buffer: rows that a batch is drawn from; at least `batch_size`. A quarter more may wait before it.
-            seed: of the draws, and of sampling with `params`.
-            join: of several points: "dict", by name; "concatenate", [n, sum of widths]; "mix", each row of each point
-                by itself.
-            normalise: "none", "mean", "standard" or "norm", as for `ActivationDataset`.
-            statistics: of each point by its name, such as those of a data set; by default of the rows in the first
-                full buffer. `normalisations` of the stream says what was found.
-            dtype: of the rows; None for that of the model, and of decoded codecs float32.
-            labels: whether batches come as `steercap.datasets.Labelled`.
-            drop_last: leave out the last batch if it is short.
-
-        Returns:
-            An asynchronous iterator of rows [batch, *shape of the point], or dicts of them by the points' names.
-
-        Raises:
-            InvalidRequest: something is asked for that does not fit.
-        """
-        asked = Asked(
-            capture=self._collected(capture, layers=layers, sites=sites, codec=codec, k=k),
-            tokens=tokens,
-            context=context,
-            long=long,
-            bos=bos,
-            template=chat_template_kwargs or {},
-            params=params,
-            seed=seed,
-            steering=by_word_or_context(self, steering),
-            concurrency=concurrency,
-        )
-        how = Streaming(
-            batch_size=batch_size,
-            buffer=buffer,
-            seed=seed,
-            join=join,
-            normalise=normalise,
-            statistics=statistics,
-            dtype=dtype,
-            labels=labels,
-            drop_last=drop_last,
-        )
-        return ActivationStream(self, asked.reading(self, self.serving.here()), open_source(corpus), how)
-
-    @staticmethod
-    def _collected(capture: CaptureSpec | None, **shorthand: Any) -> CaptureSpec:
-        """What is kept, in full or by the shorthand for it."""
-        given = {name: value for name, value in shorthand.items() if value is not None}
-        if capture is not None and given:
-            raise InvalidSpec(f"capture= beside {', '.join(given)}; give one of them")
-        return CaptureSpec(**given) if capture is None else capture
 
     @property
     def _another(self) -> partial[SteerModel]:
