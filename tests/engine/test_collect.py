@@ -277,13 +277,16 @@ async def test_a_second_writer_is_refused(tiny, tmp_path) -> None:
 async def test_a_cancelled_call_stops_cleanly_and_the_next_goes_on(tiny, tmp_path) -> None:
     """At any moment; the model holds nothing of it afterwards."""
     asked = {"layers": "all", "context": CONTEXT, "documents_per_shard": 2}
-    for steps in (1, 5, 20, 60):
+    cancelled = 0
+    for steps in (0, 1, 5, 20, 60):
         task = asyncio.ensure_future(tiny.collect(DOCUMENTS * 6, tmp_path, **asked))
         for _ in range(steps):
             await asyncio.sleep(0.005)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        if task.cancel():  # a quick machine has the rest by then
+            cancelled += 1
+            with pytest.raises(asyncio.CancelledError):
+                await task
+    assert cancelled > 1
     found = await tiny.collect(DOCUMENTS * 6, tmp_path, **asked)
     assert found.totals.rows == 6 * sum(map(len, DOCUMENTS))
     assert verify(tmp_path) == found.totals
