@@ -117,11 +117,8 @@ class Assembly:
         coding, rows = self._parcel.coding, self._parcel.stored_rows
         if isinstance(self._encoding, Codec):
             shard = self._shard if schema.shards > 1 else None
-            parts = self._encoding.parts(stored, schema, coding)
-            return [
-                CodedRows(coding, schema, {name: part[at : at + rows] for name, part in parts.items()}, shard)
-                for at in range(0, count * rows, rows)
-            ] or [CodedRows(coding, schema, parts, shard)] * count
+            whole = CodedRows(coding, schema, self._encoding.parts(stored, schema, coding), shard)
+            return [whole[at * rows : (at + 1) * rows] for at in range(count)]
         decoded = self._encoding.decode(stored if stored.is_contiguous() else packed(stored), schema, coding)
         return [decoded[at * rows : (at + 1) * rows] for at in range(count)]
 
