@@ -32,6 +32,8 @@ def inspected_dataset(path: Path, *, verify: bool) -> tuple[dict[str, Any], list
     receipts = folder.receipts()
     wrong = folder.wrong(receipts.values(), content=verify)
     totals, definition = folder.totals(), folder.definition
+    is_whole = totals is not None and not wrong
+    whole = folder.wrong_whole([*receipts.values()]) if verify and is_whole else ""
     sites: dict[str, list[int]] = {}
     for point in definition.points:
         sites.setdefault(point.site, []).append(point.layer)
@@ -45,16 +47,17 @@ def inspected_dataset(path: Path, *, verify: bool) -> tuple[dict[str, Any], list
         **_counted(receipts),
         "complete": "yes" if totals is not None else "no; the call that began it goes on",
         "files": "; ".join(wrong.values())
+        or whole
         or ("as their receipts say, by SHA-256" if verify else "as their receipts say, by size; --verify reads them"),
         "sha256": "" if totals is None else totals.sha256,
     }
     document = {
         **known,
-        "wrong": {str(number): why for number, why in wrong.items()},
+        "wrong": {str(number): why for number, why in wrong.items()} | ({"whole": whole} if whole else {}),
         "definition": msgspec.to_builtins(definition),
         "totals": None if totals is None else msgspec.to_builtins(totals),
     }
-    return document, [facts(str(path), known), *_norms(folder, complete=totals is not None and not wrong)]
+    return document, [facts(str(path), known), *_norms(folder, complete=is_whole and not whole)]
 
 
 def _counted(receipts: dict[int, Receipt]) -> dict[str, str]:

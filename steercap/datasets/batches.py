@@ -7,6 +7,7 @@ without those before it: workers and ranks take their own, and a run goes on whe
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -45,11 +46,10 @@ class Order:
         Raises:
             InvalidSetting: a number that is too small.
         """
-        order = Order(*values)
+        said: dict[str, Any] = dict(zip((field.name for field in fields(Order)), values, strict=True))
         for name in ("batch_size", "buffer", "seed", "epochs", "world_size", "rank"):
-            least = 0 if name in {"seed", "rank"} else 1
-            if (found := index_of(getattr(order, name))) is None or found < least:
-                raise InvalidSetting(f"{name}={shown(getattr(order, name))}; give a whole number of at least {least}")
+            said[name] = _whole(name, said[name], 0 if name in {"seed", "rank"} else 1)  # JSON can hold a state then
+        order = Order(**said)
         if order.rank >= order.world_size:
             raise InvalidSetting(f"rank={order.rank} of world_size={order.world_size}; ranks count from 0")
         return order
@@ -85,6 +85,11 @@ class Blocks:
     def rows(self) -> int:
         """Rows of all of them."""
         return int((self.stops - self.starts).sum())
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of where they begin and end, in hexadecimal."""
+        return hashlib.sha256(np.stack([self.starts, self.stops]).tobytes()).hexdigest()
 
 
 class Gathering(Protocol):
@@ -166,14 +171,19 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
     def __init__(self, data: Gathering, blocks: Blocks, order: Order) -> None:
         self._data, self._blocks, self.order = data, blocks, order
         self._skipped = self._begin = self._given = 0
+        self._workers = 1  # of those that `_begin` counts the batches of one of
 
     def __len__(self) -> int:
         """Batches of all epochs that are still to come, of this rank."""
-        return max(0, self._each * self.order.epochs - self._skipped)
+        return max(0, self._each * self.order.epochs - self._skipped - self._begin * self._workers)
 
     def __iter__(self) -> Iterator[Rows | Labelled]:
-        worker = get_worker_info()
-        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        number, workers = _worker()
+        if self._begin and workers != self._workers:
+            raise InvalidSetting(
+                f"the state is that of one of {self._workers} workers, and now there are {workers}; load it in as "
+                "many, or say with skip() how many batches were given"
+            )
         mine = range(self._skipped, self._each * self.order.epochs)[number::workers]
         begun, self._begin = self._begin, 0
         epoch, of_epoch, foreseen = None, -1, -1
@@ -189,25 +199,41 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
             yield self._data.gather(epoch.batch(batch))
 
     def skip(self, batches: int) -> None:
-        """Have iteration begin behind so many batches of this rank, whatever the number of workers."""
-        self._skipped, self._begin, self._given = batches, 0, 0
+        """Have iteration begin behind so many batches of this rank, whatever the number of workers.
+
+        Raises:
+            InvalidSetting: no number of batches.
+        """
+        self._skipped, self._begin, self._given = _whole("batches", batches, 0), 0, 0
 
     def state_dict(self) -> dict[str, Any]:
         """Where iteration is, in this process: what torchdata's StatefulDataLoader keeps of each worker."""
         said = {field.name: getattr(self.order, field.name) for field in fields(self.order)}
-        return {"order": said, "rows": self._blocks.rows, "skipped": self._skipped, "given": self._given}
+        return {
+            "order": said,
+            "rows": self._blocks.rows,
+            "blocks": self._blocks.digest,
+            "workers": _worker()[1],
+            "skipped": self._skipped,
+            "given": self._given,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Have iteration go on where `state_dict` was taken.
 
         Raises:
-            InvalidSetting: it was taken of other batches.
+            InvalidSetting: it was taken of other batches, or is no such state.
         """
         wanted = self.state_dict()
-        if (state["order"], state["rows"]) != (wanted["order"], wanted["rows"]):
-            raise InvalidSetting(f"this is the state of other batches: {state['order']} of {state['rows']} rows")
-        self._skipped = state["skipped"]
-        self._begin = self._given = state["given"]
+        if not isinstance(state, dict) or state.keys() != wanted.keys():
+            raise InvalidSetting(f"{shown(state)} is no state of batches; give what state_dict() gave")
+        if any(state[name] != wanted[name] for name in ("order", "rows", "blocks")):
+            raise InvalidSetting(
+                f"this is the state of other batches: {state['order']} of {state['rows']} rows, in blocks "
+                f"{shown(state['blocks'])}; rows behind a URL are read in other blocks than those of a folder"
+            )
+        self._skipped, self._workers = _whole("skipped", state["skipped"], 0), _whole("workers", state["workers"], 1)
+        self._begin = self._given = _whole("given", state["given"], 0)
 
     @property
     def _each(self) -> int:
@@ -220,6 +246,23 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
             for start, stop in epoch.blocks(ahead):
                 self._data.foresee(start, stop)
         return max(foreseen, window + 1)
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    """A whole number of at least so much.
+
+    Raises:
+        InvalidSetting: it is none.
+    """
+    if (found := index_of(value)) is None or found < least:
+        raise InvalidSetting(f"{name}={shown(value)}; give a whole number of at least {least}")
+    return found
+
+
+def _worker() -> tuple[int, int]:
+    """Which of a DataLoader's workers this process is, and of how many; 0 of 1 where it is none."""
+    worker = get_worker_info()
+    return (worker.id, worker.num_workers) if worker else (0, 1)
 
 
 def ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:

@@ -51,7 +51,8 @@ class Tokens:
         parts = [given.start, given.stop, given.step] if isinstance(given, slice) else [-1]
         if any(part is not None and (index_of(part) is None or part < 0) for part in parts) or parts[-1] == 0:
             raise InvalidSelection(f"positions={shown(positions)}; give a slice from 0 on, such as slice(1, None)")
-        tokens = [] if without is None else parts_of(without, "without_tokens") or [without]
+        several = [] if without is None else parts_of(without, "without_tokens")
+        tokens = [without] if several is None else several
         if any(index_of(token) is None for token in tokens):
             raise InvalidSelection(f"without_tokens={shown(without)}; give token ids")
         return Tokens(given.start or 0, given.stop, given.step or 1, tuple(map(int, tokens)), keep)
@@ -64,9 +65,10 @@ class Tokens:
     def offsets(self, index: Index) -> NDArray[np.int64]:
         """Where the rows that are meant lie, ascending: int64 [chosen]."""
         chosen = np.ones(len(index), dtype=bool)
-        chosen &= (index.position >= self.first) & ((index.position - self.first) % self.step == 0)
+        position = index.position.astype(np.int64)
+        chosen &= (position >= self.first) & ((position - self.first) % self.step == 0)
         if self.end is not None:
-            chosen &= index.position < self.end
+            chosen &= position < self.end
         if self.without:
             chosen &= ~np.isin(index.token, self.without)
         if self.keep is not None:

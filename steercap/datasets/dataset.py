@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -236,7 +236,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
     def _statistics(self, known: PointFormat) -> PointStatistics:
         if self.folder.totals() is not None:
             return self.folder.statistics(known.point)
-        return reduce(PointStatistics.merged, (self.folder.statistics(known.point, one) for one in self._receipts))
+        return self.folder.merged(known.point, self._receipts)
 
     def _normalisations(self, kind: Normalise) -> dict[str, Normalisation]:
         """How rows of each point are normalised, by its name; {} where they are not."""
@@ -284,9 +284,9 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
             numbers = np.flatnonzero(numbers)
         if numbers.ndim != 1 or (numbers.dtype.kind not in "iu" and len(numbers)):
             raise IndexError(f"rows are asked for by a number, a slice or a line of numbers, not by {shown(numbers)}")
-        found = numbers.astype(np.int64)
-        if len(outside := found[(found < -len(self)) | (found >= len(self))]):
+        if len(outside := numbers[(numbers < -len(self)) | (numbers >= len(self))]):
             raise IndexError(f"row {outside[0]} of {len(self)}")
+        found = numbers.astype(np.int64)
         return np.where(found < 0, found + len(self), found)
 
     def __getstate__(self) -> dict[str, Any]:

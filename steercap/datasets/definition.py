@@ -251,7 +251,7 @@ def decode(content: bytes, path: str) -> Definition:
                 f"{path} is of format version {shown(said.get('version'))}; this steercap reads version {VERSION}: "
                 "upgrade steercap to read newer data sets"
             )
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidFile(f"{path} cannot be read: {error}; choose another folder") from error
     return DATASET.decode(content, path)
 

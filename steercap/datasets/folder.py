@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -18,9 +18,9 @@ from steercap.datasets import definition as definitions
 from steercap.datasets.definition import DATASET, VERSION, Definition
 from steercap.datasets.remote import storage_of
 from steercap.datasets.shards import FOLDER, RECEIPT, STATISTICS, Receipt, Shard, name_of, write_shard
-from steercap.datasets.statistics import PointStatistics, named_tensors, read_named
+from steercap.datasets.statistics import PointStatistics, named_tensors, no_rows, read_named
 from steercap.datasets.storage import Storage
-from steercap.datasets.tables import encoded_points
+from steercap.datasets.tables import decoded_points, encoded_points, points_table
 from steercap.datasets.tensors import encoded
 from steercap.errors import InvalidFile, InvalidRequest, RunDiffers
 
@@ -175,11 +175,8 @@ class DatasetFolder:
         self._check_whole(receipts)
         totals = self._sum(receipts)
         header = msgspec.json.encode({"kind": "activations", "version": VERSION, "definition": self.definition.digest})
-        if self.definition.statistics_every and receipts:
-            tensors: dict[str, list[torch.Tensor]] = {}
-            for known in self.definition.points:
-                merged = reduce(PointStatistics.merged, (self.statistics(known.point, one) for one in receipts))
-                tensors |= {name: [tensor] for name, tensor in named_tensors(known.end, merged).items()}
+        if self.definition.statistics_every:
+            tensors = {name: [tensor] for name, tensor in self._merged(receipts).items()}
             self.storage.write(MERGED, encoded(tensors, {"steercap": header.decode()}))
         self.storage.write(POINTS, [encoded_points(self.definition.points)])
         self.storage.write(TOTALS, [msgspec.json.format(msgspec.json.encode(totals))])
@@ -205,6 +202,43 @@ class DatasetFolder:
             return read_named(self.definition.format_of(point).end, self._tensors(name))
         except KeyError as error:
             raise InvalidFile(f"{self.storage.path(name)} lacks {error}; collect the data set again") from error
+
+    def merged(self, point: Point, receipts: Sequence[Receipt]) -> PointStatistics:
+        """What is known of the rows of a point in some shards, in their order.
+
+        Raises:
+            InvalidRequest, InvalidFile: as for `statistics`.
+        """
+        if not receipts:
+            return no_rows(self.definition.format_of(point).decoded_width)
+        return reduce(PointStatistics.merged, (self.statistics(point, receipt) for receipt in receipts))
+
+    def wrong_whole(self, receipts: Sequence[Receipt]) -> str:
+        """What is wrong with the files of a complete data set that no receipt names, in words; "" if nothing is.
+
+        They follow from the shards, which must be sound, and are compared with what follows.
+
+        Args:
+            receipts: of all shards, in order.
+        """
+        try:
+            if decoded_points(self.storage.read(POINTS)) != points_table(self.definition.points):
+                return f"{self.storage.path(POINTS)} names other tensors than the definition does; {AGAIN}"
+            if not self.definition.statistics_every:
+                return ""
+            found, wanted = self._tensors(MERGED), self._merged(receipts)
+        except InvalidFile as error:
+            return str(error)
+        if found.keys() != wanted.keys() or not all(_alike(found[name], wanted[name]) for name in wanted):
+            return f"{self.storage.path(MERGED)} does not hold the statistics of the shards; {AGAIN}"
+        return ""
+
+    def _merged(self, receipts: Sequence[Receipt]) -> dict[str, torch.Tensor]:
+        """The statistics of all points, by the names of their tensors."""
+        tensors: dict[str, torch.Tensor] = {}
+        for known in self.definition.points:
+            tensors |= named_tensors(known.end, self.merged(known.point, receipts))
+        return tensors
 
     def _tensors(self, name: str) -> Mapping[str, torch.Tensor]:
         try:
@@ -278,7 +312,15 @@ def verify(where: str | Path, *, content: bool = True, **options: Any) -> Totals
     totals = folder.totals()
     if totals is not None and totals != folder._sum(receipts):  # noqa: SLF001 -- a function of this class
         raise InvalidFile(f"{folder.storage.path(TOTALS)} says {totals}, and the shards are others; collect it again")
+    if totals is not None and content and (why := folder.wrong_whole(receipts)):
+        raise InvalidFile(why)
     return totals
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors are the same bit for bit."""
+    kinds = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return kinds and one.numpy().tobytes() == other.numpy().tobytes()
 
 
 def _decode(content: bytes, kind: type[Document], path: str) -> Document:
@@ -288,13 +330,14 @@ def _decode(content: bytes, kind: type[Document], path: str) -> Document:
         InvalidFile: it cannot be read, or is of another version.
     """
     try:
-        found = msgspec.json.decode(content, type=kind)
-    except msgspec.MsgspecError as error:
+        said = msgspec.json.decode(content)
+        version = said.get("version") if isinstance(said, dict) else None
+        if isinstance(version, int) and version != VERSION:  # another version may say other things
+            raise InvalidFile(
+                f"{path} is of format version {version}; this steercap reads version {VERSION}; upgrade it"
+            )
+        return msgspec.convert(said, kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InvalidFile(
             f"{path} cannot be read: {error}; remove it, and collect what it was the receipt of"
         ) from error
-    if found.version != VERSION:
-        raise InvalidFile(
-            f"{path} is of format version {found.version}; this steercap reads version {VERSION}; upgrade it"
-        )
-    return found

@@ -18,7 +18,7 @@ from steercap.datasets.storage import CHUNK, Buffer, FileReceipt, LocalFolder, S
 from steercap.errors import InvalidRequest, SteercapError
 
 #: Object stores, where a put is whole or nothing, by the names fsspec has for them.
-STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "memory"})
+STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss"})
 
 
 Found = TypeVar("Found")

@@ -77,6 +77,9 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         rows: tokens whose rows were kept.
         documents_sha256: of its documents.
         files: its files by how their names end: ".safetensors", ".parquet", ".statistics.safetensors".
+
+    Raises:
+        ValueError: without rows or index, or with impossible numbers.
     """
 
     version: int
@@ -88,6 +91,12 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: int
     documents_sha256: str
     files: dict[str, FileReceipt]
+
+    def __post_init__(self) -> None:  # msgspec's decoder makes a complaint about the file of it
+        if not {ROWS, INDEX} <= set(self.files) <= {ROWS, INDEX, STATISTICS}:
+            raise ValueError("its files are not those of a shard")
+        if min(self.number, self.first, self.tokens, self.rows) < 0 or self.stop <= self.first:
+            raise ValueError("it has less than no rows, tokens or documents")
 
     @property
     def names(self) -> dict[str, FileReceipt]:

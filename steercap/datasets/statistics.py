@@ -23,6 +23,10 @@ from steercap.encodings.coded import CodedRows, Whole
 BLOCK_ELEMENTS: Final = 1 << 20
 #: An element is small if it is below this part of its row's root mean square.
 SMALL: Final = 0.01
+#: The least number of float32 above 0.
+LEAST: Final = np.finfo(np.float32).smallest_subnormal
+#: Rows of norms below this have deviations whose squares are finite in float32.
+GREAT: Final = 2.0**60
 #: Norms are counted in classes of 2^(1/8), 9 % wide, from 2^-32 up to 2^32; what lies outside is in the outermost.
 CLASSES_AN_OCTAVE: Final = 8
 OCTAVES: Final = 64
@@ -73,8 +77,9 @@ class PointStatistics:
         if not int(self.count):
             return 0.0
         below = self.norm_counts.cumsum(0) >= share * int(self.count)
-        upper = float(below.to(torch.int8).argmax()) + 1
-        norm = 2 ** (upper / CLASSES_AN_OCTAVE - OCTAVES / 2)
+        upper = int(below.to(torch.int8).argmax()) + 1
+        last = upper == len(self.norm_counts)  # which has no upper end
+        norm = math.inf if last else 2 ** (upper / CLASSES_AN_OCTAVE - OCTAVES / 2)
         return float(min(max(norm, float(self.norm_min)), float(self.norm_max)))
 
     def merged(self, other: PointStatistics) -> PointStatistics:
@@ -180,11 +185,13 @@ class _Running:
         self.count += len(rows)
         self._add_norms(norms)
         limits = (norms * (SMALL / math.sqrt(self.width))).astype(np.float32)[:, None]
+        limits = np.maximum(limits, LEAST)  # zeros are small in any row
         self.zeros += rows.size - int(np.count_nonzero(rows))
-        self.small += int(np.count_nonzero(np.abs(rows) < limits)) + int(np.count_nonzero(limits == 0)) * self.width
+        self.small += int(np.count_nonzero(np.abs(rows) < limits))
         if self.about is None:
             self.about = rows.mean(axis=0, dtype=np.float64).astype(np.float32)
-        apart = rows - self.about
+        # Differences of the greatest numbers, and squares of great ones, are infinite in float32.
+        apart = rows - (self.about if self.greatest < GREAT else self.about.astype(np.float64))
         self.sums[0] += apart.sum(axis=0, dtype=np.float64)
         self.sums[1] += np.square(apart, out=apart).sum(axis=0, dtype=np.float64)
 

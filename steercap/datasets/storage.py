@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Annotated, Any, Final, Protocol, TypeAlias
 
 import msgspec
 
@@ -27,8 +27,8 @@ Buffer: TypeAlias = "bytes | memoryview"
 class FileReceipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is known of a file that was written: its bytes, and their SHA-256 in hexadecimal."""
 
-    bytes: int
-    sha256: str
+    bytes: Annotated[int, msgspec.Meta(ge=0)]
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class _Writable(Protocol):

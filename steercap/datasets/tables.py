@@ -94,8 +94,25 @@ def encoded_points(points: Sequence[PointFormat]) -> memoryview:
     with extra("datasets"):
         import pyarrow as pa
 
-    rows = [_tensor_row(point, part) for point in points for part in point.tensors]
-    return _encoded(pa.Table.from_pylist(rows))
+    return _encoded(pa.Table.from_pylist(points_table(points)))
+
+
+def points_table(points: Sequence[PointFormat]) -> list[dict[str, Any]]:
+    """The rows of that file."""
+    return [_tensor_row(point, part) for point in points for part in point.tensors]
+
+
+def decoded_points(content: bytes) -> list[dict[str, Any]]:
+    """What `encoded_points` gave, as `points_table`; [] of what is no Parquet."""
+    with extra("datasets"):
+        import pyarrow as pa
+        from pyarrow import parquet
+
+    try:
+        found: list[dict[str, Any]] = parquet.read_table(pa.BufferReader(content)).to_pylist()
+    except (OSError, ValueError, pa.ArrowException):
+        return []
+    return found
 
 
 def _tensor_row(point: PointFormat, part: str) -> dict[str, Any]:

@@ -72,5 +72,6 @@ def _shape(pieces: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _bytes_of(piece: torch.Tensor) -> memoryview:
-    flat = piece.detach().contiguous().view(-1).view(torch.uint8)
-    return memoryview(flat.numpy().data)
+    flat = piece.detach().contiguous().view(-1)
+    # A view of one element counts as contiguous whatever its stride, and is then not viewed as bytes.
+    return memoryview(flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data)

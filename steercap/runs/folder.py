@@ -61,7 +61,7 @@ class FolderKind(Generic[Definition]):
         """
         try:
             return msgspec.json.decode(content, type=self.type)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise self._unreadable(file, error) from error
 
     def _unreadable(self, file: str | Path, error: Exception) -> InvalidFile:

@@ -82,7 +82,7 @@ class Journal(Generic[Entry]):
             entries = []
             for number, line in enumerate(lines[1:], 2):  # noqa: B007 -- the message needs it
                 entries.append(self._decoder.decode(line))
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise InvalidFile(
                 f"{self.path} cannot be read, in line {number}: {error}; restore it, or remove it and lose what it says"
             ) from error

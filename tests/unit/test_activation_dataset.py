@@ -21,7 +21,7 @@ from steercap.core.coding import RAW, Coding
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
 from steercap.datasets import ActivationDataset, DatasetFolder
-from steercap.datasets.batches import Blocks, Epoch, Order
+from steercap.datasets.batches import ActivationBatches, Blocks, Epoch, Order
 from steercap.datasets.buffer import ShuffleBuffer
 from steercap.datasets.shards import name_of
 from steercap.encodings.coded import CodedRows
@@ -161,6 +161,16 @@ def test_tokens_are_left_out(folder, chosen, meant) -> None:
     assert sorted(batches) == sorted(tuple(labels()[n].tolist()) for n in wanted)
 
 
+def test_no_tokens_are_left_out_by_an_empty_list(folder) -> None:
+    """Nor do positions beyond all matter, however great."""
+    whole = ActivationDataset(folder, at=POST)
+    assert len(ActivationDataset(folder, at=POST, without_tokens=[])) == len(whole)
+    assert len(ActivationDataset(folder, at=POST, positions=slice(0, 1 << 40))) == len(whole)
+    assert len(ActivationDataset(folder, at=POST, positions=slice(1 << 40, None))) == 0
+    with pytest.raises(IndexError):
+        whole[np.array([(1 << 64) - 1], dtype=np.uint64)]
+
+
 def test_tokens_that_mean_nothing_are_refused(folder) -> None:
     """Positions from the end, tokens that are none, a function that gives something else."""
     for wrong in ({"positions": slice(-1, None)}, {"positions": 3}, {"without_tokens": "bos"}, {"keep": len}):
@@ -287,6 +297,32 @@ def test_a_run_goes_on_where_it_was(folder) -> None:
         data.batches(10, epochs=3).load_state_dict(state)
 
 
+def test_a_state_says_how_much_is_left_and_is_of_as_many_workers(folder) -> None:
+    """What comes is what `len` says; other workers, which would each leave out as much, and what is no state are refused."""
+    data = ActivationDataset(folder, at=POST, labels=True)
+    wanted = [told(batch) for batch in data.batches(np.int64(10), seed=np.int64(0), epochs=2)]
+    batches = data.batches(np.int64(10), seed=np.int64(0), epochs=2)
+    walk = iter(batches)
+    for _ in range(3):
+        next(walk)
+    state = json.loads(json.dumps(batches.state_dict()))
+    again = data.batches(10, epochs=2)
+    again.load_state_dict(state)
+    assert len(again) == len(wanted) - 3
+    with pytest.raises(InvalidSetting, match="one of 1 workers, and now there are 2"):
+        list(DataLoader(again, batch_size=None, num_workers=2, multiprocessing_context="fork"))
+    assert [told(batch) for batch in again] == wanted[3:]
+    whole = Blocks.of(np.array([0, len(data)]), whole=True)
+    with pytest.raises(InvalidSetting, match="in other blocks"):  # they come in another order
+        ActivationBatches(data, whole, batches.order).load_state_dict(state)
+    for wrong in (None, {}, {"order": state["order"]}, state | {"given": -1}, state | {"skipped": "1"}):
+        with pytest.raises(InvalidSetting):
+            data.batches(10, epochs=2).load_state_dict(wrong)
+    for wrong in (-1, 1.5, None):
+        with pytest.raises(InvalidSetting, match="batches="):
+            data.batches(10, shuffle=False).skip(wrong)
+
+
 def test_a_buffer_shuffles_across_the_data() -> None:
     """A window holds blocks from all over, and no batch is a run of neighbours."""
     epoch = Epoch(Blocks.of(np.arange(0, 100_001, 5_000), whole=False), Order(256, True, 8192, 0, 1, False), 0)
@@ -344,6 +380,16 @@ def test_what_is_not_complete_is_refused_unless_asked_for(tmp_path) -> None:
     data = ActivationDataset(tmp_path, at=POST, partial=True, normalise="mean")
     assert len(data) == sum(len(shard_of(definition, number).index) for number in (0, 2))
     assert data[:].mean(0).abs().max() < 1e-5
+
+
+def test_a_data_set_without_shards_has_no_rows_to_normalise_by(tmp_path) -> None:
+    """Complete or begun: it is empty, and whoever needs statistics of rows is told that there are none."""
+    for name, complete in (("begun", False), ("whole", True)):
+        where = folder_of(tmp_path / name, definition_of(), 0, complete=complete).storage
+        data = ActivationDataset(str(where), at=POST, partial=True)
+        assert (len(data), int(data.statistics().count)) == (0, 0)
+        with pytest.raises(InvalidRequest, match="no rows were looked at"):
+            ActivationDataset(str(where), normalise="mean", partial=True)
 
 
 @pytest.mark.parametrize("end", [".safetensors", ".parquet"])

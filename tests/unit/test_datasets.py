@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,10 +19,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 from shards import MODEL, POINTS, definition_of, folder_of, shard_of
 
+from steercap.cli.datasets import inspected_dataset
 from steercap.core.coding import RAW, Coding
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
-from steercap.datasets import DatasetFolder, Index, Shard, define, verify
+from steercap.datasets import ActivationDataset, DatasetFolder, Index, Shard, define, storage_of, verify
 from steercap.datasets.definition import PointFormat
 from steercap.datasets.shards import name_of
 from steercap.datasets.statistics import SMALL, no_rows, statistics_of
@@ -103,6 +105,14 @@ def test_pieces_write_what_the_whole_writes_by_whatever_thread(tmp_path) -> None
     assert everything(tmp_path / "a") == everything(tmp_path / "b")
 
 
+def test_a_view_of_one_element_is_written() -> None:
+    """torch calls it contiguous whatever its stride."""
+    for dtype in (torch.float32, torch.bfloat16):
+        one = torch.arange(6, dtype=dtype).view(2, 3)[1:, 1:2]
+        strided = one.as_strided((1, 1), (3, 2), one.storage_offset())
+        assert load(b"".join(encoded({"a": [strided]}, {})))["a"].tolist() == [[4]]
+
+
 def test_safetensors_reads_what_was_written_in_pieces() -> None:
     """Of tensors of several dtypes, an empty one, and one in pieces."""
     tensors = {
@@ -137,6 +147,23 @@ def test_a_url_holds_what_a_folder_holds(scheme, tmp_path) -> None:
 
 
 # What is wrong with a folder
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_what_is_broken_off_leaves_the_file_that_was_there(scheme, tmp_path) -> None:
+    """Behind a URL as in a folder: the one before, or none."""
+
+    def broken() -> Iterator[bytes]:
+        yield bytes(8 << 20)
+        raise KeyboardInterrupt
+
+    storage = storage_of(f"{scheme}://{tmp_path}/broken")
+    storage.write("shards/a", [b"whole"])
+    for name in ("shards/a", "shards/b"):
+        with pytest.raises(KeyboardInterrupt):
+            storage.write(name, broken())
+    assert storage.sizes("shards") == {"a": 5}
+    assert storage.read("shards/a") == b"whole"
 
 
 def test_a_shard_without_a_receipt_is_not_there(tmp_path) -> None:
@@ -180,6 +207,47 @@ def test_a_torn_missing_or_changed_file_is_named(end, tmp_path) -> None:
     folder.write(shard_of(definition, 1))
     folder.complete()
     assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("name", ["statistics.safetensors", "points.parquet"])
+def test_what_follows_from_the_shards_is_verified_too(name, tmp_path) -> None:
+    """No receipt names these two: a bit, another file or none is found."""
+    folder_of(tmp_path, definition_of())
+    file = tmp_path / name
+    whole = file.read_bytes()
+    assert verify(tmp_path) is not None
+    places = range(len(whole) // 2, len(whole), len(whole) // 7)
+    changed = [whole[:place] + bytes([whole[place] ^ 64]) + whole[place + 1 :] for place in places]
+    for content in (*(changed if name.startswith("stat") else ()), whole[:-9], b"", b"PAR1"):
+        file.write_bytes(content)
+        with pytest.raises(InvalidFile, match=name):
+            verify(tmp_path)
+        assert inspected_dataset(tmp_path, verify=True)[0]["wrong"].keys() == {"whole"}
+    file.unlink()
+    with pytest.raises(InvalidFile, match=name):
+        verify(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["definition.json", "dataset.json", "shards/000001.json"])
+def test_a_document_that_is_damaged_or_newer_is_named(name, tmp_path) -> None:
+    """Bytes that are no UTF-8, fields that this version does not know, files without a size or a hash."""
+    folder_of(tmp_path, definition_of())
+    file = tmp_path / name
+    whole = json.loads(file.read_bytes())
+    for content, why in (
+        (file.read_bytes().replace(b"version", b"ver\xe2ion"), "cannot be read"),
+        (json.dumps(whole | {"version": 2, "more": 1}).encode(), "of format version 2"),
+    ):
+        file.write_bytes(content)
+        with pytest.raises(InvalidFile, match=f"{file.name} .*{why}"):
+            ActivationDataset(tmp_path)
+    if "files" in whole:
+        first = whole["files"][".safetensors"]
+        wrong = [{}, {**whole["files"], ".safetensors": first | {"sha256": "zz"}}, {".parquet": first}]
+        for changed in (*({"files": files} for files in wrong), {"rows": -1}, {"stop": 0}):
+            file.write_text(json.dumps(whole | changed))
+            with pytest.raises(InvalidFile, match=f"{file.name} cannot be read"):
+                verify(tmp_path, content=False)
 
 
 def test_a_full_disk_leaves_no_shard(tmp_path) -> None:
@@ -337,6 +405,20 @@ def test_statistics_count_zeros_small_elements_and_rows_that_are_not_finite() ->
     assert found.mean.isfinite().all()
     assert int(statistics_of([rows[2:4]], 100).nonfinite) == 2
     assert no_rows(3).merged(no_rows(3)).variance.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("size", [1e-44, 1, 1e20, 3e38])
+def test_statistics_hold_over_the_whole_range_of_float32(size) -> None:
+    """Of rows that are finite, means, variances and norms are too; nothing is small because it is near the least number."""
+    rows = torch.randn(300, 64, generator=torch.Generator().manual_seed(0)).clamp(-1, 1) * size
+    rows[:100] = rows[:100].sign() * size
+    found, exact = statistics_of([rows], 64), rows.double()
+    assert torch.allclose(found.mean, exact.mean(dim=0), rtol=1e-4, atol=1e-5 * size)
+    if size >= 1:  # squares of less round to 0
+        assert torch.allclose(found.variance, exact.var(dim=0, correction=0), rtol=1e-4)
+    limits = SMALL * exact.square().mean(dim=1, keepdim=True).sqrt()
+    assert float(found.small) == pytest.approx(float((exact.abs() < limits).double().mean()), abs=1e-3)
+    assert found.norm_quantile(1) == pytest.approx(float(exact.norm(dim=1).max()))
 
 
 def test_statistics_can_be_left_out(tmp_path) -> None:

@@ -60,8 +60,8 @@ def test_another_run_is_refused_before_anything_changes(tmp_path) -> None:
 
 def test_what_cannot_be_read_is_a_bad_file(tmp_path) -> None:
     """Broken, of other fields, or lacking what is compared: it is not taken for a new folder."""
-    for text in ("{", '{"model": "m", "new": 1}'):
-        (tmp_path / "told.json").write_text(text)
+    for content in (b"{", b'{"model": "m", "new": 1}', b'{"model": "\xff"}'):
+        (tmp_path / "told.json").write_bytes(content)
         with pytest.raises(InvalidFile, match=r"told\.json cannot be read as the definition of a walk: .*; choose"):
             KIND.open(tmp_path, Told("m"))
     KIND.write(tmp_path, Told("m"))
