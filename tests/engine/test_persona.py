@@ -187,34 +187,42 @@ async def test_later_settings_leave_earlier_stages_as_they_are(smol, whole, tmp_
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[str]:
+def server(tmp_path_factory) -> Iterator[str]:
     """vLLM's own server of SmolLM2; the URL of its interface."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = ["--model", str(smollm2()), "--served-model-name", "smol", "--port", str(port), "--dtype", "float32"]
+    arguments = ["--model", str(smollm2()), "--served-model-name", "smol", "--dtype", "float32"]
     sizes = ["--enforce-eager", "--max-model-len", "1024", "--kv-cache-memory-bytes", str(64 << 20)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments, *sizes], start_new_session=True
-    )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        limit = time.monotonic() + 300
-        while time.monotonic() < limit and process.poll() is None:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{url}/health", timeout=5).is_success:
-                    break
-            time.sleep(0.5)
-        else:
-            pytest.fail(f"vLLM's server did not start; it ended with {process.poll()}")
-        yield f"{url}/v1"
-    finally:
-        os.killpg(process.pid, signal.SIGTERM)
+    said = tmp_path_factory.mktemp("server") / "log"
+    for _ in range(3):  # another process may have taken the port by the time that the server listens
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments, *sizes, "--port", str(port)]
+        with said.open("wb") as log:
+            process = subprocess.Popen(command, start_new_session=True, stdout=log, stderr=subprocess.STDOUT)
         try:
-            process.wait(30)
+            if _answers(process, url := f"http://127.0.0.1:{port}"):
+                yield f"{url}/v1"
+                return
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(process.pid, signal.SIGTERM)
+            try:
+                process.wait(30)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+    pytest.fail(f"vLLM's server did not start; it ended with {process.returncode}: {said.read_text()[-4000:]}")
+
+
+def _answers(process: subprocess.Popen[bytes], url: str) -> bool:
+    """Whether a server comes up, within five minutes."""
+    limit = time.monotonic() + 300
+    while time.monotonic() < limit and process.poll() is None:
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", timeout=5).is_success:
+                return True
+        time.sleep(0.5)
+    return False
 
 
 async def test_a_judge_behind_vllms_own_server_scores(server) -> None:
