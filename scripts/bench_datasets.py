@@ -1,6 +1,6 @@
 """Activations to disk, shuffled batches from disk, and live batches, beside SAELens's and TransformerLens's own.
 
-    python scripts/bench_datasets.py --others /work/extra/lenses --tokens 8192 --rounds 2 --json out/datasets.json
+    python scripts/bench_datasets.py --others out/lenses --tokens 8192 --rounds 2 --json out/datasets.json
 
 SmolLM2 in float32 on this CPU, the same documents (token ids, all of the context's length), the same layer, everything in
 one process each, one after another; a round runs all of them once. `--others` is a folder into which SAELens and

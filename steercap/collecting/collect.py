@@ -38,8 +38,6 @@ Batches: TypeAlias = AsyncGenerator[list[Fed], None]
 SHARD_BYTES: Final = 256 << 20
 #: Documents that are looked at to see how many make a shard.
 LOOKED_AT: Final = 256
-#: Rows of which one is looked at for statistics, for each point: looking at many points takes no longer than at one.
-EVERY: Final = 8
 
 
 @dataclass(frozen=True)
@@ -243,7 +241,7 @@ class _Collection:
         return found
 
     def _define(self, per_shard: int) -> Definition:
-        given = self._asked.documents_per_shard
+        given, every = self._asked.documents_per_shard, self._asked.statistics_every
         reading = self._reading
         return define(
             identity(self._model),
@@ -251,7 +249,7 @@ class _Collection:
             coding=reading.coding,
             documents_per_shard=per_shard if given is None else given,
             asked=msgspec.json.decode(msgspec.json.encode(reading.described())),
-            statistics_every=EVERY * len(reading.points) if (every := self._asked.statistics_every) is None else every,
+            statistics_every=definitions.EVERY * len(reading.points) if every is None else every,
             num_layers=reading.engine.vllm.num_layers,
         )
 

@@ -559,14 +559,20 @@ async def test_rows_that_are_wrong_are_no_rows_on_disk_either(arena) -> None:
     assert good.stage is Stage.HERE
 
 
-async def test_a_fetch_waits_for_rows_on_their_way_to_disk(arena) -> None:
-    """It then reads them from there: nothing is fetched twice at once, nothing freed under it."""
-    engine = await arena(pages=1)
+async def moving(engine) -> tuple[Lifecycle, asyncio.Task[Lifecycle]]:
+    """Rows that are on their way to disk, and do not get there before the gate opens; and who waits for their room."""
     first = await engine.handle()
     engine.gate.clear()
     second = asyncio.create_task(engine.handle())
     while first.stage is not Stage.SPILLING:
         await asyncio.sleep(0)
+    return first, second
+
+
+async def test_a_fetch_waits_for_rows_on_their_way_to_disk(arena) -> None:
+    """It then reads them from there: nothing is fetched twice at once, nothing freed under it."""
+    engine = await arena(pages=1)
+    first, second = await moving(engine)
     fetching = asyncio.create_task(fetch_all([first]))
     await asyncio.sleep(0.01)
     assert not fetching.done()
@@ -581,11 +587,7 @@ async def test_a_fetch_waits_for_rows_on_their_way_to_disk(arena) -> None:
 async def test_what_happens_on_the_way_to_disk_loses_nothing(arena, by) -> None:
     """A release, a dropped handle, a cancelled request, a model that is closed while rows are moved: freed once, or kept whole."""
     engine = await arena(pages=1)
-    first = await engine.handle()
-    engine.gate.clear()
-    second = asyncio.create_task(engine.handle())
-    while first.stage is not Stage.SPILLING:
-        await asyncio.sleep(0)
+    first, second = await moving(engine)
     if by == "release":
         first.release()
         assert first.stage is Stage.LEAVING
