@@ -200,14 +200,20 @@ class _Run:
                 while not self._arrived:
                     self._work.clear()
                     await self._work.wait()
-                group = [self._arrived.popleft() for _ in range(min(TOGETHER, len(self._arrived)))]
-                await fetch_all([handle.lifecycle for _, handle in group])
-                for place, handle in group:
-                    assert place.window is not None
-                    place.found, place.done = self._taken(place.window, handle), True
+                await self._fetch([self._arrived.popleft() for _ in range(min(TOGETHER, len(self._arrived)))])
                 self._news.set()
         except Exception as error:  # noqa: BLE001 -- as above
             self._fail(error)
+
+    async def _fetch(self, group: Sequence[tuple[_Place, Any]]) -> None:
+        try:
+            await fetch_all([handle.lifecycle for _, handle in group])
+            for place, handle in group:
+                assert place.window is not None
+                place.found, place.done = self._taken(place.window, handle), True
+        finally:  # however it ends: the traceback of an error may keep them for long
+            for _, handle in group:
+                handle.release()
 
     def _taken(self, window: Window, handle: Any) -> _Rows:
         """The rows of a handle that are kept."""
@@ -215,7 +221,6 @@ class _Run:
         positions, tokens = receipt.positions, receipt.token_ids
         kept = self._reading.sample.kept(window, positions, tokens, captures)
         rows = captures.all_kept()
-        handle.release()
         read = len(handle.prompt_token_ids) + max(0, len(handle.output_token_ids) - 1)
         if kept is None or kept.all():
             return _Rows(positions, tokens, rows, read)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import hashlib
 import json
 import subprocess
@@ -19,7 +20,7 @@ from pyarrow import parquet
 from safetensors.torch import load_file
 
 from steercap import Add, CaptureSpec
-from steercap.collecting import ByPredicate, ByProbe, OneIn, open_source
+from steercap.collecting import ByPredicate, ByProbe, OneIn, open_source, pipeline
 from steercap.collecting.samples import seed_of
 from steercap.datasets import DatasetFolder, verify
 from steercap.datasets.storage import LocalFolder
@@ -31,6 +32,7 @@ from steercap.errors import (
     InvalidSpec,
     RunDiffers,
 )
+from steercap.requests.fetching import fetch_all
 from steercap.testing import compare_rows
 from steercap.testing.rows import MAX_ERROR, MIN_COSINE, random_prompt
 from steercap.vectors import LayerVectors
@@ -290,8 +292,33 @@ async def test_a_cancelled_call_stops_cleanly_and_the_next_goes_on(tiny, tmp_pat
     found = await tiny.collect(DOCUMENTS * 6, tmp_path, **asked)
     assert found.totals.rows == 6 * sum(map(len, DOCUMENTS))
     assert verify(tmp_path) == found.totals
+    await nothing_is_held(tiny)
+
+
+async def test_rows_on_their_way_are_given_back_when_a_call_is_cancelled(tiny, tmp_path, monkeypatch) -> None:
+    """At once, not when the garbage collector comes to what held them."""
+    fetching = asyncio.Event()
+
+    async def fetched(wanted):
+        fetching.set()
+        await fetch_all(wanted)
+
+    monkeypatch.setattr(pipeline, "fetch_all", fetched)
+    gc.disable()
+    try:
+        task = asyncio.ensure_future(tiny.collect(DOCUMENTS * 30, tmp_path, layers="all"))
+        await fetching.wait()
+        assert task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await nothing_is_held(tiny)
+    finally:
+        gc.enable()
+
+
+async def nothing_is_held(model) -> None:
     for _ in range(200):
-        stats = await tiny.stats()
+        stats = await model.stats()
         if not stats.handles_held and not stats.capture_bytes_claimed:
             break
         await asyncio.sleep(0.05)
