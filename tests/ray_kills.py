@@ -7,7 +7,6 @@ again. The data set must be that of one engine in one process, bit for bit.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import random
 import sys
@@ -22,6 +21,7 @@ from steercap import SteerModel
 from steercap.collecting import RayActors
 from steercap.collecting.collect import Collected, Progress
 from steercap.testing import tiny_checkpoint
+from steercap.testing.folders import digests
 from steercap.testing.rows import TINY_ENGINE
 
 #: One window at a time: the setting in which rows do not depend on what else is in their batch.
@@ -40,12 +40,6 @@ def corpus(documents: int = 480) -> list[str]:
 def a_model() -> SteerModel:
     """The model that every machine opens."""
     return SteerModel(str(tiny_checkpoint("qwen3")), **TINY_ENGINE)
-
-
-def contents(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file of a data set, by name."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def actors() -> list[psutil.Process]:
@@ -111,7 +105,7 @@ def main() -> None:
     print(done, f"{time.monotonic() - began:.0f} s", flush=True)
     ray.shutdown()
     print(asyncio.run(alone(folder / "alone")), flush=True)
-    one, other = contents(folder / "ray"), contents(folder / "alone")
+    one, other = digests(folder / "ray"), digests(folder / "alone")
     assert one == other, {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
     print(f"the same {len(one)} files", flush=True)
 

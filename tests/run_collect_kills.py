@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import os
 import random
@@ -27,6 +26,7 @@ from steercap import SteerModel
 from steercap.collecting import OneIn
 from steercap.datasets import DatasetFolder
 from steercap.testing import tiny_checkpoint
+from steercap.testing.folders import digests
 from steercap.testing.rows import TINY_ENGINE
 
 #: Documents of the corpus, and of a shard.
@@ -98,12 +98,6 @@ def life(
         os.killpg(process, signal.SIGKILL)
     os.waitpid(process, 0)
     return said
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file that is not hidden, by its name below the folder."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith("."))
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def counted(folder: Path) -> dict[int, object]:

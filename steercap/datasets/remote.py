@@ -104,8 +104,17 @@ class RemoteFolder(Storage):
     def _written(self, scratch: str, target: str, chunks: Iterable[Buffer]) -> FileReceipt:
         if not self._puts:
             self._system.makedirs(target.rpartition("/")[0], exist_ok=True)
-        with self._system.open(scratch, "wb") as file:
+        file = self._system.open(scratch, "wb")
+        try:
             receipt = copied(chunks, file)
+            file.close()
+        except BaseException:
+            if self._puts:  # its end would put what there is so far
+                file.closed = True
+                file.discard()
+            else:
+                file.close()
+            raise
         if scratch != target:
             self._system.mv(scratch, target)
         return receipt

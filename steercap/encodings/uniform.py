@@ -81,7 +81,7 @@ def groups_of(values: torch.Tensor, size: int) -> torch.Tensor:
     missing = -values.shape[1] % size
     if missing:
         values = torch.cat([values, values[:, -1:].expand(-1, missing)], dim=1)
-    return values.view(len(values), -1, size)
+    return values.unflatten(1, (-1, size))
 
 
 def of_members(numbers: torch.Tensor, size: int, count: int) -> torch.Tensor:
@@ -95,7 +95,7 @@ def heads(*columns: torch.Tensor) -> torch.Tensor:
     Args:
         columns: [rows] or [rows, groups] each.
     """
-    numbers = torch.stack([column.float().reshape(len(column), -1) for column in columns], dim=-1)
+    numbers = torch.stack([column.float()[:, None].flatten(1) for column in columns], dim=-1)
     return numbers.flatten(1).contiguous().view(torch.uint8)
 
 

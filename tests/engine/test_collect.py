@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
-import hashlib
 import json
 import subprocess
 import sys
@@ -34,6 +33,7 @@ from steercap.errors import (
 )
 from steercap.requests.fetching import fetch_all
 from steercap.testing import compare_rows
+from steercap.testing.folders import digests
 from steercap.testing.rows import MAX_ERROR, MIN_COSINE, random_prompt
 from steercap.vectors import LayerVectors
 
@@ -57,14 +57,6 @@ def read(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, torch.Tensor]]:
 def windows(document: int) -> list[list[int]]:
     ids = DOCUMENTS[document]
     return [ids[start : start + CONTEXT] for start in range(0, len(ids), CONTEXT)]
-
-
-def files_of(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and not path.name.startswith(".")
-    }
 
 
 async def test_rows_are_those_of_read_and_of_transformers(tiny, tiny_reference, tmp_path) -> None:
@@ -113,7 +105,7 @@ async def test_one_at_a_time_gives_the_same_bits_wherever_it_is_broken_off(tiny,
     rest = await tiny.collect(DOCUMENTS, tmp_path / "parts", **asked)
     assert rest.resumed == len(there)
     assert rest.totals == whole.totals
-    assert files_of(tmp_path / "parts") == files_of(tmp_path / "whole")
+    assert digests(tmp_path / "parts") == digests(tmp_path / "whole")
     again = await tiny.collect(DOCUMENTS, tmp_path / "parts", **asked)
     assert (again.tokens, again.totals) == (0, whole.totals), "nothing is read twice"
 
@@ -351,7 +343,7 @@ async def test_a_damaged_shard_is_mended(tiny, tmp_path) -> None:
     """One that is cut short always, one whose bytes were changed if hashes are compared."""
     asked = {"layers": [1], "context": CONTEXT, "documents_per_shard": 2, "concurrency": 1}
     whole = await tiny.collect(DOCUMENTS, tmp_path, **asked)
-    files = files_of(tmp_path)
+    files = digests(tmp_path)
     cut, changed = tmp_path / "shards" / "000001.safetensors", tmp_path / "shards" / "000002.safetensors"
     cut.write_bytes(cut.read_bytes()[:-1])
     data = bytearray(changed.read_bytes())
@@ -363,7 +355,7 @@ async def test_a_damaged_shard_is_mended(tiny, tmp_path) -> None:
         verify(tmp_path)
     second = await tiny.collect(DOCUMENTS, tmp_path, verify=True, **asked)
     assert (second.mended, second.totals) == (1, whole.totals)
-    assert files_of(tmp_path) == files
+    assert digests(tmp_path) == files
 
 
 async def test_a_slow_disk_slows_the_model_and_fills_no_memory(tiny, tmp_path, monkeypatch) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import ceph
 import pytest
-from ray_kills import ASKED, a_model, contents, corpus
+from ray_kills import ASKED, a_model, corpus
 
 from steercap import errors
 from steercap.collecting import RayActors
 from steercap.collecting.collect import Progress
-from steercap.datasets import verify
+from steercap.datasets import RemoteFolder, verify
+from steercap.testing.folders import digests
 
 HERE = Path(__file__).parent.parent
 
@@ -48,6 +49,36 @@ async def test_without_ray_the_extra_is_named(tmp_path) -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("server", [pytest.param("radosgw", marks=with_ceph)])
+def test_a_put_that_is_interrupted_leaves_nothing(tmp_path, server) -> None:
+    """Neither an object of what had come, whether it was one part or several, nor parts that wait for the others."""
+    with ceph.ceph(tmp_path) as cluster:
+        import s3fs
+
+        assert server in cluster.running
+        system = s3fs.S3FileSystem(**cluster.options)
+        system.mkdir("bucket")
+        folder = RemoteFolder("s3://bucket/data", **cluster.options)
+
+        def chunks(count: int, *, broken: bool):
+            for _ in range(count):
+                yield bytes(1 << 20)
+            if broken:
+                raise KeyboardInterrupt
+
+        folder.write("there", chunks(1, broken=False))
+        for count in (0, 1, 160):
+            for name in ("there", "new"):
+                with pytest.raises(KeyboardInterrupt):
+                    folder.write(name, chunks(count, broken=True))
+        assert folder.sizes() == {"there": 1 << 20}
+        assert not system.call_s3("list_multipart_uploads", Bucket="bucket").get("Uploads")
+        folder.write("new", chunks(120, broken=False))
+        assert folder.sizes() == {"there": 1 << 20, "new": 120 << 20}
+
+
+@pytest.mark.extended
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("server", [pytest.param("radosgw", marks=with_ceph)])
 async def test_a_data_set_in_s3_is_that_on_disk(tmp_path, server) -> None:
@@ -76,4 +107,4 @@ async def test_a_data_set_in_s3_is_that_on_disk(tmp_path, server) -> None:
             await model.collect(corpus(), tmp_path / "data", **ASKED)
         assert verify("s3://bucket/data", **cluster.options) == verify(tmp_path / "data")
         system.get("bucket/data", str(tmp_path / "copy"), recursive=True)
-    assert contents(tmp_path / "copy") == contents(tmp_path / "data")
+    assert digests(tmp_path / "copy") == digests(tmp_path / "data")

@@ -62,24 +62,25 @@ def constants_of(name: str, width: int) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.parametrize("rows", [7, 0])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(16,), (5,), (4, 6), (300,)])
 @pytest.mark.parametrize("name", list(ENCODINGS))
-def test_an_encoding_is_as_large_as_it_says_and_comes_back_in_shape(name, shape, dtype) -> None:
+def test_an_encoding_is_as_large_as_it_says_and_comes_back_in_shape(name, shape, dtype, rows) -> None:
     """Of whole rows and of shards: as many bytes as `row_bytes`, and rows of the schema's shape, or numbers."""
     for shards in (1, shape[0]):
         schema, coding = PointSchema(shape, dtype, shards), coding_of(name, k=4)
         encoding = ENCODINGS[name]
-        stored = encoding.encode(rows_like(schema, 7), schema, coding, vectors_of(schema, coding))
+        stored = encoding.encode(rows_like(schema, rows), schema, coding, vectors_of(schema, coding))
         assert stored.dtype == torch.uint8
-        assert stored.shape == (7, encoding.row_bytes(schema, coding))
+        assert stored.shape == (rows, encoding.row_bytes(schema, coding))
         if name == "calibrated8":
             shard, constants = 0 if shards > 1 else None, constants_of(name, schema.width)
             decoded = CodedRows(coding, schema, encoding.parts(stored, schema, coding), shard, constants).decoded()
         else:
             decoded = encoding.decode(stored.contiguous(), schema, coding)
         projected = name == "projected" or encoding.seeded
-        assert decoded.shape == ((7, coding.k) if projected else (7, *schema.shard_shape))
+        assert decoded.shape == ((rows, coding.k) if projected else (rows, *schema.shard_shape))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,7 +13,7 @@ from steercap.requests.saving import save_run
 from steercap.testing.faults.base import Fault, Outcome, fetched, opened, prompts
 
 #: Lengths that a file is cut to, and bits that are changed in it, of each file.
-_CUTS, _BITS = 64, 256
+CUTS, BITS = 64, 256
 
 
 async def inject(folder: Path) -> list[Outcome]:
@@ -23,10 +23,10 @@ async def inject(folder: Path) -> list[Outcome]:
     whole = save_run(folder / "whole", handles).folder
     name = Manifest.load(whole).requests[0].file
     tries: dict[str, tuple[str, Callable[[Path], object], Callable[[bytes], Iterator[bytes]]]] = {
-        f"a capture cut off, at {_CUTS} lengths": (name, _loaded, _cut),
-        f"a capture cut off, through its manifest, at {_CUTS} lengths": (name, _through_manifest, _cut),
-        f"a capture with a bit changed, through its manifest, at {_BITS} places": (name, _through_manifest, _changed),
-        f"the manifest cut off, at {_CUTS} lengths": ("manifest.json", _through_manifest, _cut),
+        f"a capture cut off, at {CUTS} lengths": (name, _loaded, cut),
+        f"a capture cut off, through its manifest, at {CUTS} lengths": (name, _through_manifest, cut),
+        f"a capture with a bit changed, through its manifest, at {BITS} places": (name, _through_manifest, changed),
+        f"the manifest cut off, at {CUTS} lengths": ("manifest.json", _through_manifest, cut),
     }
     return [_damaged(who, whole, folder / "damaged", *one) for who, one in tries.items()]
 
@@ -63,14 +63,16 @@ def _through_manifest(folder: Path) -> object:
     return [*Manifest.load(folder).handles()]
 
 
-def _cut(content: bytes) -> Iterator[bytes]:
-    for part in range(_CUTS):
-        yield content[: len(content) * part // _CUTS]
+def cut(content: bytes) -> Iterator[bytes]:
+    """A file cut off at `CUTS` lengths."""
+    for part in range(CUTS):
+        yield content[: len(content) * part // CUTS]
 
 
-def _changed(content: bytes) -> Iterator[bytes]:
-    for part in range(_BITS):
-        damaged, at = bytearray(content), len(content) * part // _BITS
+def changed(content: bytes) -> Iterator[bytes]:
+    """A file with a bit changed, at `BITS` places."""
+    for part in range(BITS):
+        damaged, at = bytearray(content), len(content) * part // BITS
         damaged[at] ^= 1 << part % 8
         yield bytes(damaged)
 

@@ -1,4 +1,4 @@
-"""The disk is full while a handle, or a run of captures, is written."""
+"""The disk is full while a handle, a run of captures or a data set is written."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from steercap.datasets import DatasetFolder
+from steercap.errors import CollectionStopped
 from steercap.requests.handle import CaptureHandle
 from steercap.requests.manifest import Manifest
 from steercap.requests.saving import CaptureRun
-from steercap.testing.faults.base import SHORT, Fault, Outcome, fetched, for_root, opened, prompts, said
+from steercap.testing.faults.base import SHORT, Fault, Outcome, fetched, for_root, opened, prompts, said, told
+from steercap.testing.folders import digests
+
+if TYPE_CHECKING:
+    from steercap.model import SteerModel
 
 
 @contextmanager
@@ -37,8 +44,9 @@ async def inject(folder: Path) -> list[Outcome]:
             assert not [*small.iterdir()], "half of a file is left"
         with disk(folder / "run", 600) as small:
             second = _run(handles, small / "run")
+        third = await _collected(model, folder)
         assert len(await model.generate(prompts(1), SHORT)) == 1
-    return [first, second]
+    return [first, second, third]
 
 
 def _full(write: object, who: str) -> Outcome:
@@ -67,11 +75,30 @@ def _run(handles: list[CaptureHandle], folder: Path) -> Outcome:
     return Outcome(told.who, f"{told.told}; its {listed} captures before are listed, whole and right", told.seconds)
 
 
+async def _collected(model: SteerModel, folder: Path) -> Outcome:
+    """A collection that meets the end of the disk goes on once there is room."""
+    asked: dict[str, Any] = {"layers": [1, 3], "documents_per_shard": 4, "concurrency": 1}
+    corpus, whole = prompts(24, 60), folder / "whole"
+    await model.collect(corpus, whole, **asked)
+    with disk(folder / "data set", 900) as small:
+        there, began = small / "there", time.monotonic()
+        outcome = await told(
+            "model.collect", model.collect(corpus, there, **asked), began, CollectionStopped, "No space"
+        )
+        shards = len(DatasetFolder.open(there).sound())
+        assert 0 < shards < 6, f"{shards} shards are there"
+        subprocess.run(["mount", "-o", "remount,size=9000k", small], check=True)  # noqa: ASYNC221, S607
+        assert (await model.collect(corpus, there, **asked)).resumed == shards
+        assert digests(there) == digests(whole)
+    says = f"{outcome.told}; with more room it goes on, to the data set of a disk that was never full"
+    return Outcome(outcome.who, says, outcome.seconds)
+
+
 MEMBER = Fault(
     title="the disk full",
-    how="a tmpfs of 64 KiB under `handle.save`, of 600 KiB under a `CaptureRun`",
+    how="a tmpfs of 64 KiB under `handle.save`, of 600 KiB under a `CaptureRun`, of 900 KiB under `model.collect`",
     must="OSError that names the file; nothing half-written is left; what a run had listed is there, whole, and the "
-    "run can be opened again",
+    "run can be opened again. `CollectionStopped`, and the same call goes on",
     inject=inject,
     missing=for_root,
 )
