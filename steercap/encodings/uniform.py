@@ -81,7 +81,8 @@ def groups_of(values: torch.Tensor, size: int) -> torch.Tensor:
     missing = -values.shape[1] % size
     if missing:
         values = torch.cat([values, values[:, -1:].expand(-1, missing)], dim=1)
-    return values.unflatten(1, (-1, size))
+    grouped: torch.Tensor = values.unflatten(1, (-1, size))
+    return grouped
 
 
 def of_members(numbers: torch.Tensor, size: int, count: int) -> torch.Tensor:
