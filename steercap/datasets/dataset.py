@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from steercap.core.spec import Layers
+from steercap.core.spec import Layers, Point
 from steercap.core.values import index_of, shown
 from steercap.datasets.batches import ActivationBatches, Blocks, Order, ranks
 from steercap.datasets.choosing import Join, Keep, Tokens, check_alike, points_of
@@ -121,7 +121,8 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
             raise InvalidRequest(f"several points are read; name one of {', '.join(self.points)}")
         if point is not None and point not in self.points:
             raise InvalidRequest(f"{shown(point)} is not read here; name one of {', '.join(self.points)}")
-        return self._statistics(self._formats[0 if point is None else self.points.index(point)])
+        known = self._formats[0 if point is None else self.points.index(point)]
+        return self._statistics([known])[known.point]
 
     def __len__(self) -> int:
         return int(self._edges[-1]) * self._each
@@ -233,16 +234,17 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
     def _count(self, number: int) -> int:
         return self._receipts[number].rows if self._tokens.all else len(self._opened(number))
 
-    def _statistics(self, known: PointFormat) -> PointStatistics:
+    def _statistics(self, formats: Sequence[PointFormat]) -> dict[Point, PointStatistics]:
+        points = [known.point for known in formats]
         if self.folder.totals() is not None:
-            return self.folder.statistics(known.point)
-        return self.folder.merged(known.point, self._receipts)
+            return {point: self.folder.statistics(point) for point in points}
+        return self.folder.merged(points, self._receipts)
 
     def _normalisations(self, kind: Normalise) -> dict[str, Normalisation]:
         """How rows of each point are normalised, by its name; {} where they are not."""
         if kind == "none":
             return {}
-        return {str(known.point): Normalisation.of(kind, self._statistics(known)) for known in self._formats}
+        return {str(point): Normalisation.of(kind, found) for point, found in self._statistics(self._formats).items()}
 
     def _rows(self, point: int, groups: Groups, count: int) -> torch.Tensor:
         """Rows of one point, in the order they were asked for."""

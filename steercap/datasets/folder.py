@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -193,25 +192,27 @@ class DatasetFolder:
             InvalidRequest: the data set was collected without statistics, or is not complete.
             InvalidFile: they cannot be read.
         """
-        if not self.definition.statistics_every:
-            raise InvalidRequest(f"{self.storage} was collected without statistics; collect it with statistics_every=")
+        self._require_statistics()
         if receipt is None and self.totals() is None:
             raise InvalidRequest(f"{self.storage} is not complete, and has no statistics of all its rows yet")
         name = MERGED if receipt is None else name_of(receipt.number, STATISTICS)
-        try:
-            return read_named(self.definition.format_of(point).end, self._tensors(name))
-        except KeyError as error:
-            raise InvalidFile(f"{self.storage.path(name)} lacks {error}; collect the data set again") from error
+        return self._read(name, [point])[point]
 
-    def merged(self, point: Point, receipts: Sequence[Receipt]) -> PointStatistics:
-        """What is known of the rows of a point in some shards, in their order.
+    def merged(self, points: Iterable[Point], receipts: Sequence[Receipt]) -> dict[Point, PointStatistics]:
+        """What is known of the rows of points in some shards, in their order; each shard's file is read once.
 
         Raises:
             InvalidRequest, InvalidFile: as for `statistics`.
         """
-        if not receipts:
-            return no_rows(self.definition.format_of(point).decoded_width)
-        return reduce(PointStatistics.merged, (self.statistics(point, receipt) for receipt in receipts))
+        self._require_statistics()
+        wanted = list(points)
+        files = (self._read(name_of(receipt.number, STATISTICS), wanted) for receipt in receipts)
+        found = next(files, None)
+        if found is None:
+            return {point: no_rows(self.definition.format_of(point).decoded_width) for point in wanted}
+        for more in files:
+            found = {point: found[point].merged(more[point]) for point in wanted}
+        return found
 
     def wrong_whole(self, receipts: Sequence[Receipt]) -> str:
         """What is wrong with the files of a complete data set that no receipt names, in words; "" if nothing is.
@@ -235,10 +236,23 @@ class DatasetFolder:
 
     def _merged(self, receipts: Sequence[Receipt]) -> dict[str, torch.Tensor]:
         """The statistics of all points, by the names of their tensors."""
+        found = self.merged((known.point for known in self.definition.points), receipts)
         tensors: dict[str, torch.Tensor] = {}
         for known in self.definition.points:
-            tensors |= named_tensors(known.end, self.merged(known.point, receipts))
+            tensors |= named_tensors(known.end, found[known.point])
         return tensors
+
+    def _require_statistics(self) -> None:
+        if not self.definition.statistics_every:
+            raise InvalidRequest(f"{self.storage} was collected without statistics; collect it with statistics_every=")
+
+    def _read(self, name: str, points: Iterable[Point]) -> dict[Point, PointStatistics]:
+        """Statistics of points from a file of them."""
+        tensors = self._tensors(name)
+        try:
+            return {point: read_named(self.definition.format_of(point).end, tensors) for point in points}
+        except KeyError as error:
+            raise InvalidFile(f"{self.storage.path(name)} lacks {error}; collect the data set again") from error
 
     def _tensors(self, name: str) -> Mapping[str, torch.Tensor]:
         try:
