@@ -63,7 +63,7 @@ class PointFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def shape(self) -> tuple[int, ...]:
         """Of a row that is decoded."""
-        return tuple(self.rows_of(self.nothing()).shape[1:])
+        return _shape(self)
 
     @property
     def decoded_width(self) -> int:
@@ -136,6 +136,11 @@ class PointFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.schema.shards == 1:
             return parts
         return {name: torch.stack([part] * self.schema.shards, dim=1) for name, part in parts.items()}
+
+
+@lru_cache(maxsize=1024)
+def _shape(known: PointFormat) -> tuple[int, ...]:
+    return tuple(known.rows_of(known.nothing()).shape[1:])
 
 
 @lru_cache(maxsize=1024)

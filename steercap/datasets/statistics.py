@@ -8,7 +8,8 @@ Shape legend: `rows` = rows that were looked at, `width` = elements of a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
@@ -17,10 +18,12 @@ import torch
 from jaxtyping import Float, Integer
 from numpy.typing import NDArray
 
-from steercap.encodings.coded import CodedRows, Whole
+from steercap.encodings.coded import CodedRows, Whole, parts_of
 
 #: Elements that are looked at together, by NumPy: it keeps to the thread that it is called in, and lets others run.
 BLOCK_ELEMENTS: Final = 1 << 20
+#: Integers of so many bytes.
+BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: An element is small if it is below this part of its row's root mean square.
 SMALL: Final = 0.01
 #: The least number of float32 above 0.
@@ -132,20 +135,49 @@ def no_rows(width: int) -> PointStatistics:
 
 def _blocks(pieces: Iterable[Whole], size: int, every: int) -> Iterator[NDArray[np.float32]]:
     """Blocks of so many rows, the last with what is left: they do not depend on how rows came in pieces."""
-    waiting: list[NDArray[np.float32]] = []
+    waiting: deque[Whole] = deque()
     held = skip = 0
     for piece in pieces:
         chosen = piece[skip::every]
         skip = (skip - len(piece)) % every
-        for start in range(0, len(chosen), size):
-            waiting.append(_plain(chosen[start : start + size]))
-            held += len(waiting[-1])
-            if held >= size:
-                together = waiting[0] if len(waiting) == 1 else np.concatenate(waiting)
-                yield together[:size]
-                waiting, held = [together[size:]], held - size
+        if len(chosen):
+            waiting.append(chosen)
+            held += len(chosen)
+        while held >= size:
+            yield _taken(waiting, size)
+            held -= size
     if held:
-        yield np.concatenate(waiting)
+        yield _taken(waiting, held)
+
+
+def _taken(waiting: deque[Whole], count: int) -> NDArray[np.float32]:
+    """The first rows of pieces, which are taken away."""
+    found: list[Whole] = []
+    while count:
+        piece = waiting.popleft()
+        if len(piece) > count:
+            waiting.appendleft(piece[count:])
+            piece = piece[:count]
+        found.append(piece)
+        count -= len(piece)
+    return _plain(_together(found))
+
+
+def _together(pieces: Sequence[Whole]) -> Whole:
+    """Pieces as one; codes are put together before they are decoded, once instead of piece by piece."""
+    first = pieces[0]
+    if len(pieces) == 1:
+        return first
+    if not isinstance(first, CodedRows):
+        return _joined([parts_of(piece)["rows"] for piece in pieces])
+    parts = {name: _joined([parts_of(piece)[name] for piece in pieces]) for name in first.parts}
+    return replace(first, parts=parts)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Tensors along their first axis, by NumPy, which has no name for some of their dtypes."""
+    bits = BITS[tensors[0].dtype.itemsize]
+    return torch.from_numpy(np.concatenate([one.view(bits).numpy() for one in tensors])).view(tensors[0].dtype)
 
 
 def _plain(rows: Whole) -> NDArray[np.float32]:
