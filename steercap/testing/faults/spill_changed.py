@@ -29,7 +29,7 @@ async def inject(folder: Path) -> list[Outcome]:
         await model.fetch_captures_batch(handles)
     return [
         *found,
-        Outcome("requests afterwards", f"right, {len(spilled)} of {len(handles)} of them by way of the disk"),
+        Outcome("requests afterwards", f"come, {len(spilled)} of {len(handles)} by way of the disk"),
     ]
 
 
