@@ -21,11 +21,10 @@ from steercap import SteerModel
 from steercap.collecting import RayActors
 from steercap.collecting.collect import Collected, Progress
 from steercap.testing import tiny_checkpoint
+from steercap.testing.faults.base import COLLECTED
 from steercap.testing.folders import digests
 from steercap.testing.rows import TINY_ENGINE
 
-#: One window at a time: the setting in which rows do not depend on what else is in their batch.
-ASKED: dict[str, Any] = {"layers": [1, 3], "documents_per_shard": 4, "concurrency": 1}
 ACTORS: dict[str, Any] = {"num_cpus": 1, "max_task_retries": -1}
 #: Of Ray where it starts here: little memory, no pages; it counts cores and does not bind them.
 RAY: dict[str, Any] = {"address": "local", "num_cpus": 4, "object_store_memory": 80 << 20, "include_dashboard": False}
@@ -78,7 +77,7 @@ async def on_ray(folder: Path, kills: int, seed: int) -> Collected:
     killing = asyncio.create_task(killed(folder, kills, seed))
     try:
         return await a_model().collect(
-            corpus(), folder, ray=RayActors(2 if kills else 1, **ACTORS), progress=said, **ASKED
+            corpus(), folder, ray=RayActors(2 if kills else 1, **ACTORS), progress=said, **COLLECTED
         )
     finally:
         assert killing.done() or not kills, "the corpus ended before the last kill"
@@ -88,7 +87,7 @@ async def on_ray(folder: Path, kills: int, seed: int) -> Collected:
 async def alone(folder: Path) -> Collected:
     """Collect by one engine of this process."""
     async with a_model() as model:
-        return await model.collect(corpus(), folder, **ASKED)
+        return await model.collect(corpus(), folder, **COLLECTED)
 
 
 def main() -> None:

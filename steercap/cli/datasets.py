@@ -84,8 +84,7 @@ def _norms(folder: DatasetFolder, *, complete: bool) -> list[RenderableType]:
     table = Table(title="norms", title_justify="left")
     for name in ("point", "looked at", "mean", "least", "greatest", "zeros"):
         table.add_column(name, justify="left" if name == "point" else "right")
-    for point in folder.definition.points:
-        found = folder.statistics(point.point)
+    for point, found in folder.merged(known.point for known in folder.definition.points).items():
         numbers = (f"{float(one):.4g}" for one in (found.norm_mean, found.norm_min, found.norm_max))
-        table.add_row(str(point.point), f"{int(found.count):,}", *numbers, f"{float(found.zeros):.2%}")
+        table.add_row(str(point), f"{int(found.count):,}", *numbers, f"{float(found.zeros):.2%}")
     return [table]

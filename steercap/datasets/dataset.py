@@ -236,9 +236,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
 
     def _statistics(self, formats: Sequence[PointFormat]) -> dict[Point, PointStatistics]:
         points = [known.point for known in formats]
-        if self.folder.totals() is not None:
-            return {point: self.folder.statistics(point) for point in points}
-        return self.folder.merged(points, self._receipts)
+        return self.folder.merged(points, self._receipts if self.folder.totals() is None else None)
 
     def _normalisations(self, kind: Normalise) -> dict[str, Normalisation]:
         """How rows of each point are normalised, by its name; {} where they are not."""

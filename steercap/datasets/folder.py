@@ -181,31 +181,34 @@ class DatasetFolder:
         self.storage.write(TOTALS, [msgspec.json.format(msgspec.json.encode(totals))])
         return totals
 
-    def statistics(self, point: Point, receipt: Receipt | None = None) -> PointStatistics:
-        """What is known of the rows of a point.
+    def statistics(self, point: Point) -> PointStatistics:
+        """What is known of the rows of a point of a complete data set.
+
+        Raises:
+            InvalidRequest, InvalidFile: as for `merged`.
+        """
+        return self.merged([point])[point]
+
+    def merged(
+        self, points: Iterable[Point], receipts: Sequence[Receipt] | None = None
+    ) -> dict[Point, PointStatistics]:
+        """What is known of the rows of points; each file is read once, whatever the number of points.
 
         Args:
-            point: one of the definition's.
-            receipt: of the shard whose rows are meant; None for all of a complete data set.
+            points: of the definition's.
+            receipts: of the shards whose rows are meant, in their order; None for all of a complete data set.
 
         Raises:
             InvalidRequest: the data set was collected without statistics, or is not complete.
             InvalidFile: they cannot be read.
         """
-        self._require_statistics()
-        if receipt is None and self.totals() is None:
-            raise InvalidRequest(f"{self.storage} is not complete, and has no statistics of all its rows yet")
-        name = MERGED if receipt is None else name_of(receipt.number, STATISTICS)
-        return self._read(name, [point])[point]
-
-    def merged(self, points: Iterable[Point], receipts: Sequence[Receipt]) -> dict[Point, PointStatistics]:
-        """What is known of the rows of points in some shards, in their order; each shard's file is read once.
-
-        Raises:
-            InvalidRequest, InvalidFile: as for `statistics`.
-        """
-        self._require_statistics()
+        if not self.definition.statistics_every:
+            raise InvalidRequest(f"{self.storage} was collected without statistics; collect it with statistics_every=")
         wanted = list(points)
+        if receipts is None:
+            if self.totals() is None:
+                raise InvalidRequest(f"{self.storage} is not complete, and has no statistics of all its rows yet")
+            return self._read(MERGED, wanted)
         files = (self._read(name_of(receipt.number, STATISTICS), wanted) for receipt in receipts)
         found = next(files, None)
         if found is None:
@@ -241,10 +244,6 @@ class DatasetFolder:
         for known in self.definition.points:
             tensors |= named_tensors(known.end, found[known.point])
         return tensors
-
-    def _require_statistics(self) -> None:
-        if not self.definition.statistics_every:
-            raise InvalidRequest(f"{self.storage} was collected without statistics; collect it with statistics_every=")
 
     def _read(self, name: str, points: Iterable[Point]) -> dict[Point, PointStatistics]:
         """Statistics of points from a file of them."""

@@ -130,9 +130,10 @@ def end_one(kill: Kill, report: Report, *, bound: float = BOUND) -> None:
         Left: see `kills`.
     """
     mark, before = uuid4().hex, set(_SHARED.iterdir())
+    # As a script: `python -m` ends with 1 where a script that is interrupted ends by the signal.
+    words = _command() if kill.command else [sys.executable, "-P", __file__]
     client = subprocess.Popen(
-        # As a script: `python -m` ends with 1 where a script that is interrupted ends by the signal.
-        _command() if kill.command else [sys.executable, "-P", __file__],
+        ["env", "--default-signal=INT", *words],  # noqa: S607 -- jobs in a shell's background ignore it, and pass that on
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -24,6 +24,7 @@ from steercap import CaptureSpec, SteerModel, errors
 from steercap.core.spec import Point
 from steercap.requests.lifecycle import Stage
 from steercap.testing import tiny_checkpoint
+from steercap.testing.folders import flip
 from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, hold, random_prompt, settled
 
 SIX = {"max_tokens": 6, **GREEDY}
@@ -157,15 +158,6 @@ async def test_reductions_projections_streams_and_sketches_run_beside_it(spillin
     assert sum(len(chunk.positions) for chunk in chunks) == 55
     del means, handles
     assert await settled(spilling) == await empty(spilling) == (0, 0, 0)
-
-
-def flip(path: Path, at: int) -> None:
-    """Change a bit of a file."""
-    with path.open("r+b") as other:
-        other.seek(at)
-        (byte,) = other.read(1)
-        other.seek(at)
-        other.write(bytes([byte ^ 0x10]))
 
 
 async def test_a_changed_byte_on_disk_is_found(spilling) -> None:

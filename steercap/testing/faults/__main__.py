@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import signal
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from steercap.testing.faults import FAULTS
 
 def main() -> None:
     """See above."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and pass that on
     found = asyncio.run(FAULTS[sys.argv[1]].inject(Path(sys.argv[2])))
     print(json.dumps([dataclasses.asdict(one) for one in found]))  # noqa: T201
 

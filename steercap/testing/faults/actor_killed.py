@@ -9,18 +9,15 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from steercap.collecting import RayActors
 from steercap.core.extras import extra
 from steercap.errors import CollectionStopped
-from steercap.testing.faults.base import BOUND, Fault, Outcome, opened, prompts, said
+from steercap.testing.faults.base import BOUND, COLLECTED, Fault, Outcome, opened, prompts, said
 from steercap.testing.folders import digests
 from steercap.testing.rows import TINY_ENGINE
 from steercap.testing.tiny import tiny_checkpoint
 
-#: One window at a time: the setting in which rows do not depend on what else is in their batch.
-_ASKED: dict[str, Any] = {"layers": [1, 3], "documents_per_shard": 4, "concurrency": 1}
 #: Engines of two actors share the cores, whichever they are.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
@@ -37,7 +34,7 @@ async def inject(folder: Path) -> list[Outcome]:
 
     corpus = prompts(160, 30)
     async with opened() as model:
-        await model.collect(corpus, folder / "alone", **_ASKED)
+        await model.collect(corpus, folder / "alone", **COLLECTED)
     os.environ |= {**_ENVIRONMENT, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     ray.init(
         address="local",
@@ -55,14 +52,13 @@ async def inject(folder: Path) -> list[Outcome]:
 
 async def _again(corpus: list[list[int]], folder: Path) -> Outcome:
     collecting = asyncio.create_task(_collected(corpus, folder / "ray", RayActors(2, max_task_retries=-1)))
-    killed = 0
-    for shards in (1, 4, 7):
+    moments = (1, 4, 7)
+    for shards in moments:
         await _killed(folder / "ray", shards, collecting)
-        killed += 1
     await collecting
     assert digests(folder / "ray") == digests(folder / "alone")
     return Outcome(
-        f"collect, of whose actors {killed} were killed", "started again; the data set of one engine, bit for bit"
+        f"collect, of whose actors {len(moments)} were killed", "started again; the data set of one engine, bit for bit"
     )
 
 
@@ -82,7 +78,7 @@ async def _collected(corpus: list[list[int]], folder: Path, spread: RayActors) -
     from steercap.model import SteerModel
 
     model = SteerModel(str(tiny_checkpoint("qwen3")), **TINY_ENGINE)
-    await model.collect(corpus, folder, ray=spread, **_ASKED)
+    await model.collect(corpus, folder, ray=spread, **COLLECTED)
 
 
 async def _killed(folder: Path, shards: int, collecting: asyncio.Task[None]) -> float:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 #: Seconds in which whoever waits must be told, on a machine that others use too.
 BOUND: Final = 5.0
 LONG: Final = {"max_tokens": 150, "temperature": 0.0, "ignore_eos": True}
+#: Of a data set that is the same bit for bit whoever collects it: one window at a time, so that no row depends on what
+#: else is in its batch.
+COLLECTED: Final[dict[str, Any]] = {"layers": [1, 3], "documents_per_shard": 4, "concurrency": 1}
 SHORT: Final = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
 
 

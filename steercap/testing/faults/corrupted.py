@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 from steercap.errors import InvalidFile
 from steercap.requests.handle import CaptureHandle
@@ -16,34 +17,42 @@ from steercap.testing.faults.base import Fault, Outcome, fetched, opened, prompt
 CUTS, BITS = 64, 256
 
 
+Read: TypeAlias = Callable[[Path], object]
+Damages: TypeAlias = Callable[[bytes], Iterator[bytes]]
+Try: TypeAlias = tuple[str, Read, Damages]
+
+
 async def inject(folder: Path) -> list[Outcome]:
     """Damage each file of a run of captures."""
     async with opened() as model:
         handles = await fetched(model, prompts(2, 9))
     whole = save_run(folder / "whole", handles).folder
     name = Manifest.load(whole).requests[0].file
-    tries: dict[str, tuple[str, Callable[[Path], object], Callable[[bytes], Iterator[bytes]]]] = {
+    tries: dict[str, Try] = {
         f"a capture cut off, at {CUTS} lengths": (name, _loaded, cut),
         f"a capture cut off, through its manifest, at {CUTS} lengths": (name, _through_manifest, cut),
         f"a capture with a bit changed, through its manifest, at {BITS} places": (name, _through_manifest, changed),
         f"the manifest cut off, at {CUTS} lengths": ("manifest.json", _through_manifest, cut),
     }
-    return [_damaged(who, whole, folder / "damaged", *one) for who, one in tries.items()]
+    return damaged(whole, folder / "damaged", tries)
 
 
-def _damaged(
-    who: str,
-    whole: Path,
-    folder: Path,
-    name: str,
-    read: Callable[[Path], object],
-    damages: Callable[[bytes], Iterator[bytes]],
-) -> Outcome:
-    """Damage a file in many ways, and read it: each must be found."""
+def damaged(whole: Path, folder: Path, tries: Mapping[str, Try]) -> list[Outcome]:
+    """Damage files in many ways, and read what they belong to: each damage must be found, as `InvalidFile`.
+
+    Args:
+        whole: a folder that is right.
+        folder: where it is copied to, and damaged.
+        tries: by who reads: the file's name, what reads the folder, and what a file's content becomes.
+    """
+    return [_found(who, whole, folder, *one) for who, one in tries.items()]
+
+
+def _found(who: str, whole: Path, folder: Path, name: str, read: Read, damages: Damages) -> Outcome:
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(whole, folder)
     told = ""
     for content in damages((whole / name).read_bytes()):
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(whole, folder)
         (folder / name).write_bytes(content)
         try:
             read(folder)
@@ -72,9 +81,9 @@ def cut(content: bytes) -> Iterator[bytes]:
 def changed(content: bytes) -> Iterator[bytes]:
     """A file with a bit changed, at `BITS` places."""
     for part in range(BITS):
-        damaged, at = bytearray(content), len(content) * part // BITS
-        damaged[at] ^= 1 << part % 8
-        yield bytes(damaged)
+        other, at = bytearray(content), len(content) * part // BITS
+        other[at] ^= 1 << part % 8
+        yield bytes(other)
 
 
 MEMBER = Fault(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +17,18 @@ from steercap.errors import CollectionStopped
 from steercap.requests.handle import CaptureHandle
 from steercap.requests.manifest import Manifest
 from steercap.requests.saving import CaptureRun
-from steercap.testing.faults.base import SHORT, Fault, Outcome, fetched, for_root, opened, prompts, said, told
+from steercap.testing.faults.base import (
+    COLLECTED,
+    SHORT,
+    Fault,
+    Outcome,
+    fetched,
+    for_root,
+    opened,
+    prompts,
+    said,
+    told,
+)
 from steercap.testing.folders import digests
 
 if TYPE_CHECKING:
@@ -77,18 +88,17 @@ def _run(handles: list[CaptureHandle], folder: Path) -> Outcome:
 
 async def _collected(model: SteerModel, folder: Path) -> Outcome:
     """A collection that meets the end of the disk goes on once there is room."""
-    asked: dict[str, Any] = {"layers": [1, 3], "documents_per_shard": 4, "concurrency": 1}
     corpus, whole = prompts(24, 60), folder / "whole"
-    await model.collect(corpus, whole, **asked)
+    await model.collect(corpus, whole, **COLLECTED)
     with disk(folder / "data set", 900) as small:
         there, began = small / "there", time.monotonic()
         outcome = await told(
-            "model.collect", model.collect(corpus, there, **asked), began, CollectionStopped, "No space"
+            "model.collect", model.collect(corpus, there, **COLLECTED), began, CollectionStopped, "No space"
         )
         shards = len(DatasetFolder.open(there).sound())
         assert 0 < shards < 6, f"{shards} shards are there"
         subprocess.run(["mount", "-o", "remount,size=9000k", small], check=True)  # noqa: ASYNC221, S607
-        assert (await model.collect(corpus, there, **asked)).resumed == shards
+        assert (await model.collect(corpus, there, **COLLECTED)).resumed == shards
         assert digests(there) == digests(whole)
     says = f"{outcome.told}; with more room it goes on, to the data set of a disk that was never full"
     return Outcome(outcome.who, says, outcome.seconds)

@@ -11,6 +11,7 @@ from steercap.errors import CaptureIncomplete
 from steercap.requests.handle import CaptureHandle
 from steercap.requests.lifecycle import Stage
 from steercap.testing.faults.base import SHORT, Fault, Outcome, opened, prompts, told
+from steercap.testing.folders import flip
 
 
 async def inject(folder: Path) -> list[Outcome]:
@@ -18,8 +19,7 @@ async def inject(folder: Path) -> list[Outcome]:
     async with opened(capture_bytes=1 << 20, overflow="spill", spill_folder=folder) as model:
         path = _spill_file(model)
         handles, spilled = await _spilled(model)
-        at = _offset(spilled[0])
-        _flip(path, at + 1000)
+        flip(path, _offset(spilled[0]) + 1000)
         found = [await _told(model, handles, "a bit changed", 1)]
         handles, spilled = await _spilled(model)
         last = sorted(map(_offset, spilled))[-3]
@@ -36,13 +36,6 @@ async def inject(folder: Path) -> list[Outcome]:
 def _spill_file(model: Any) -> Path:
     """Where another program of this user finds it."""
     return Path(f"/proc/{os.getpid()}/fd/{model.serving.opened().spilling.file._fd}")  # noqa: SLF001
-
-
-def _flip(path: Path, at: int) -> None:
-    """Change a bit."""
-    with path.open("r+b") as other:
-        (byte,) = os.pread(other.fileno(), 1, at)
-        os.pwrite(other.fileno(), bytes([byte ^ 0x10]), at)
 
 
 async def _spilled(model: Any) -> tuple[list[CaptureHandle], list[CaptureHandle]]:
