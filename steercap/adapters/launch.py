@@ -167,9 +167,9 @@ def _end_all() -> None:
     deadline, importing = time.monotonic() + EXIT_SECONDS, [launch for launch in _LAUNCHES if launch.is_starting]
     for launch in importing:
         launch.stop_importing(deadline)
-    if importing and getattr(sys, "last_type", None) is KeyboardInterrupt:
+    if getattr(sys, "last_type", None) is KeyboardInterrupt and not hasattr(sys, "ps1"):  # a notebook's is long past
         # CPython ends a script that was interrupted by the signal, so that a shell knows; it forgets that with the next
-        # text that is executed, on any thread, and dataclasses, which are many in an import, execute text.
+        # text that is executed, on any thread. Dataclasses execute text: an import on its way does, and Ray's own end.
         with contextlib.suppress(KeyboardInterrupt):
             exec("raise KeyboardInterrupt")  # noqa: S102
 
