@@ -97,7 +97,7 @@ def last_error(text: str) -> str:
     """The last line of a log that is an error's, or the last."""
     lines = text.strip().splitlines() or ["no words"]
     return next(
-        (line for line in reversed(lines) if re.match(r"[\w.]*(Error|Died|Interrupt|Exit|Full|Closed)\b", line)),
+        (line for line in reversed(lines) if re.match(r"[\w.]*(Error|Died|Exit|Full|Closed|Left)\b", line)),
         lines[-1],
     )
 

@@ -216,6 +216,7 @@ def test_an_interrupted_cell_leaves_the_model_usable_and_an_unclosed_one_ends_wi
                 Kill(command=False, phase="starts", delay=8.0, signals=(signal.SIGKILL,), everybody=False),
                 Kill(command=False, phase="generates", delay=0.5, signals=(signal.SIGINT,), everybody=True),
                 Kill(command=False, phase="starts", delay=4.0, signals=(signal.SIGINT,), everybody=True),
+                Kill(command=False, phase="closes", delay=0.05, signals=(signal.SIGINT,), everybody=True),
             )
         ),
     ],

@@ -221,22 +221,20 @@ async def _drain(stream: Any) -> None:
 async def test_a_worker_that_dies_fails_its_requests_and_leaves_nothing_of_ours() -> None:
     """A killed worker is an EngineFailure for who waits and who comes, and closing still works."""
     before = Leftovers()
-    model = await SteerModel(tiny_checkpoint("qwen3"), **TINY_ENGINE).start()
-    running = asyncio.create_task(
-        model.generate(random_prompt(30, 2), {"max_tokens": 200, **GREEDY}, capture_layers="all")
-    )
-    while (await model.stats()).handles_held == 0:
-        assert not running.done()
-    children = {child.pid for child in psutil.Process().children(recursive=True)}
-    ours = {int(line.split()[0]) for line in before.new()["processes"]}
-    for pid in ours & children:
-        if shared(psutil.Process(pid)):
-            psutil.Process(pid).kill()
-    with pytest.raises(errors.EngineFailure, match="died"):
-        await running
-    with pytest.raises(errors.EngineFailure, match="died"):
-        await model.generate(random_prompt(30, 2), SIX)
-    await model.aclose()
+    async with SteerModel(tiny_checkpoint("qwen3"), **TINY_ENGINE) as model:
+        children = psutil.Process().children(recursive=True)
+        (worker,) = [child for child in children if child.name().startswith("VLLM::Worker")]
+        assert shared(worker)
+        running = asyncio.create_task(
+            model.generate(random_prompt(30, 2), {"max_tokens": 200, **GREEDY}, capture_layers="all")
+        )
+        while (await model.stats()).handles_held == 0:
+            assert not running.done()
+        worker.kill()
+        with pytest.raises(errors.EngineFailure, match="died"):
+            await running
+        with pytest.raises(errors.EngineFailure, match="died"):
+            await model.generate(random_prompt(30, 2), SIX)
     left = before.new()
     assert set(left) <= {"shared memory files"}  # vLLM's own, which Python's resource tracker removes at exit
 

@@ -138,6 +138,7 @@ async def test_a_vector_is_what_extract_finds_in_the_kept_answers(smol, whole) -
     assert max(abs(ours.auc["poetic"][layer] - auc) for layer, auc in theirs.auc["poetic"].items()) < 0.05
 
 
+@pytest.mark.extended
 async def test_a_run_that_is_killed_loses_little_and_changes_nothing(smol, whole, tmp_path) -> None:
     """Killed in the middle of generate and again in that of capture, it ends with the texts and vectors of one run."""
     result, _ = whole
