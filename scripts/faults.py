@@ -65,7 +65,7 @@ def injected(name: str, fault: Fault) -> Row:
     if reason := fault.missing():
         return Row(fault, wrong=f"not injected here: {reason}")
     mark, before, began = uuid4().hex, {*SHARED.iterdir()}, time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="faults-") as top:
+    with tempfile.TemporaryDirectory(prefix="faults-", ignore_cleanup_errors=True) as top:
         folder, temporary = Path(top, "work"), Path(top, "tmp")
         folder.mkdir()
         temporary.mkdir()
