@@ -1,4 +1,4 @@
-"""Everything at once, at twice the limits, for long: python scripts/soak.py --minutes 30 [--picture docs/assets/soak.svg].
+"""Everything at once, at twice the limits, for long: python scripts/soak.py --minutes 30 [--picture docs/pictures/soak.svg].
 
 Prints what was done and what came of it; with --picture, draws what was held over time. Exit code 1 if a row was wrong, a
 request was not answered, or memory grew by more than a twentieth from the second quarter of the time to the last.

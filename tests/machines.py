@@ -106,6 +106,10 @@ RAY_ENV = {
 }
 
 
+#: Where Ray keeps the address of a cluster that was started here, for those who name none; `ray stop` removes it.
+LAST_STARTED = Path("/tmp/ray/ray_current_cluster")
+
+
 @contextmanager
 def ray_node(folder: Path, env: Mapping[str, str], *arguments: str, machine: Machine | None = None) -> Iterator[str]:
     """A node of Ray's, here or on another machine, until this ends."""
@@ -125,6 +129,8 @@ def ray_node(folder: Path, env: Mapping[str, str], *arguments: str, machine: Mac
         yield name
     finally:
         end(process, by=signal.SIGTERM if machine is None else signal.SIGKILL)
+        if machine is None:
+            LAST_STARTED.unlink(missing_ok=True)
 
 
 def _started(process: subprocess.Popen[bytes], log: Path, patience: float = 120.0) -> None:

@@ -97,7 +97,8 @@ async def collect_on_actors(
 
     Raises:
         MissingExtra: Ray is not installed.
-        CollectionStopped: actors were lost more often than Ray was told to bear, or nothing can be written.
+        CollectionStopped: the cluster cannot be reached, actors were lost more often than Ray was told to bear, or
+            nothing can be written.
     """
     where = _absolute(folder)
     source = open_source(corpus)
@@ -119,7 +120,15 @@ async def _actors(
         import ray
     own = not ray.is_initialized()
     if own:
-        await asyncio.to_thread(ray.init, address=spread.address, log_to_driver=False, logging_level=logging.WARNING)
+        try:
+            await asyncio.to_thread(
+                ray.init, address=spread.address, log_to_driver=False, logging_level=logging.WARNING
+            )
+        except ConnectionError as error:
+            raise CollectionStopped(
+                f"Ray: {error}; start that cluster, or give the address of another. Without an address Ray takes that "
+                "of RAY_ADDRESS, then the one that was last started on this machine, which `ray stop` makes it forget"
+            ) from error
     actors: list[Any] = []
     try:
         kind = ray.remote(CollectingActor).options(**spread.options)
