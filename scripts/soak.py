@@ -64,7 +64,7 @@ def draw(moments: list, picture: Path) -> None:
         axis.set_title(title, loc="left", fontsize=10)
         axis.set_ylim(bottom=0)
         if len(names) > 1:
-            axis.legend(loc="upper right", fontsize=8, frameon=False)
+            axis.legend(loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2, fontsize=8, frameon=False)
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel("minutes")
     figure.savefig(picture)

@@ -30,7 +30,7 @@ from steercap.requests.handle import CaptureHandle, flat
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.parity import Parity
 from steercap.testing.reference import Reference
-from steercap.testing.rows import ALL_SITES, CRAMPED, GREEDY, hold, random_prompt, worst
+from steercap.testing.rows import ALL_SITES, CRAMPED, GREEDY, hold, random_prompt, settled, worst
 from steercap.testing.specs import random_spec
 
 LAYERS, WIDTH = 4, 128
@@ -147,6 +147,9 @@ class Soak:
             await asyncio.gather(*self._later)
         finally:
             watch.cancel()
+        gc.collect()
+        if any(left := await settled(self._model)):
+            self.report.failures.append(f"at the end, handles, requests and bytes of rows are held: {left}")
         return self.report
 
     async def _task(self, end: float) -> None:
