@@ -62,6 +62,8 @@ class Ours:
         from steercap.sync import SteerModel
         from steercap.testing import smollm2
 
+        cores = sorted(os.sched_getaffinity(0))  # all, as torch takes for theirs; vLLM would leave one free
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
         self.ask = ask
         self.model = SteerModel(smollm2(), preset="cpu", use_tqdm_on_load=False).start()
 
@@ -113,7 +115,7 @@ class SAELens:
             hook_head_index=None,
             context_size=self.ask.context,
             d_in=WIDTH,
-            n_batches_in_buffer=max(1, self.ask.buffer // (self.ask.context * self.ask.prompts)),
+            n_batches_in_buffer=self.ask.buffer // self.ask.context,  # of rows of one context each
             total_training_tokens=self.ask.tokens,
             store_batch_size_prompts=self.ask.prompts,
             train_batch_size_tokens=self.ask.batch,
