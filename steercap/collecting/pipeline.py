@@ -149,7 +149,7 @@ class _Run:
                         await self._begin(fed)
             self._all_there = True
             self._news.set()
-        except Exception as error:  # noqa: BLE001 -- it is theirs who wait for blocks
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- it is theirs who wait for blocks
             self._fail(error)
 
     async def _begin(self, fed: Fed) -> None:
@@ -187,7 +187,7 @@ class _Run:
             handle = await self._reading.run(self._model, window, tokens)
         except InvalidRequest as error:
             self._fail(type(error)(f"{window.where}: {error}"))
-        except Exception as error:  # noqa: BLE001 -- as above
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- as above
             self._fail(error)
         else:
             self._arrived.append((place, handle))
@@ -202,7 +202,7 @@ class _Run:
                     await self._work.wait()
                 await self._fetch([self._arrived.popleft() for _ in range(min(TOGETHER, len(self._arrived)))])
                 self._news.set()
-        except Exception as error:  # noqa: BLE001 -- as above
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- as above
             self._fail(error)
 
     async def _fetch(self, group: Sequence[tuple[_Place, Any]]) -> None:
@@ -210,18 +210,19 @@ class _Run:
             await fetch_all([handle.lifecycle for _, handle in group])
             for place, handle in group:
                 assert place.window is not None
-                place.found, place.done = self._taken(place.window, handle), True
+                place.found, place.done = self._taken(place.window, place.tokens, handle), True
         finally:  # however it ends: the traceback of an error may keep them for long
             for _, handle in group:
                 handle.release()
 
-    def _taken(self, window: Window, handle: Any) -> _Rows:
+    def _taken(self, window: Window, limit: int, handle: Any) -> _Rows:
         """The rows of a handle that are kept."""
         receipt, captures = handle.receipt, handle.captures
         positions, tokens = receipt.positions, receipt.token_ids
-        kept = self._reading.sample.kept(window, positions, tokens, captures)
         rows = captures.all_kept()
-        read = len(handle.prompt_token_ids) + max(0, len(handle.output_token_ids) - 1)
+        ids = np.array([*handle.prompt_token_ids, *handle.output_token_ids[:-1]], dtype=np.int64)
+        read = len(ids)
+        kept = self._reading.sample.kept(window, limit, positions, ids, captures)
         if kept is None or kept.all():
             return _Rows(positions, tokens, rows, read)
         chosen = torch.from_numpy(np.flatnonzero(kept))
@@ -274,6 +275,11 @@ class _Run:
         return ended
 
     def _fail(self, error: BaseException) -> None:
+        if isinstance(error, asyncio.CancelledError):
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise error  # this run ends
+            cause, error = error, RuntimeError("what this collection waited for, a task of its source's, was cancelled")
+            error.__cause__ = cause
         self._error = self._error or error
         self._news.set()
 

@@ -47,6 +47,7 @@ class TokenSample(abc.ABC):
     def kept(
         self,
         window: Window,  # noqa: ARG002 -- what any of them needs
+        limit: int,  # noqa: ARG002
         positions: Ints,  # noqa: ARG002
         token_ids: Ints,  # noqa: ARG002
         captures: Captures,  # noqa: ARG002
@@ -55,7 +56,9 @@ class TokenSample(abc.ABC):
 
         Args:
             window: the prompt.
-            positions, token_ids: of the rows, int64 [rows].
+            limit: what `asked` was told.
+            positions: of the rows, int64 [rows].
+            token_ids: of the prompt and of what was generated, as far as they can have rows: int64 [tokens].
             captures: the rows.
         """
         return None
@@ -149,8 +152,8 @@ class ByPredicate(TokenSample):
     """The tokens that a function chooses.
 
     Args:
-        choose: called with a `Window` and the token ids that its rows are of (int64 [tokens], generated ones included),
-            from any thread; gives truth values, one for each.
+        choose: called with a `Window` and all its token ids that can have rows, whatever `of` is (int64 [tokens],
+            generated ones included), from any thread; gives truth values, one for each.
         name: what it is known by: a run that goes on must find the same; by default the function's own.
         of: the tokens that are asked for at all.
 
@@ -175,10 +178,18 @@ class ByPredicate(TokenSample):
             return base.asked(window, limit)
         return _selection(base.mask(window, limit) & self._chosen(window, window.token_ids))
 
-    def kept(self, window: Window, positions: Ints, token_ids: Ints, captures: Captures) -> Bools | None:  # noqa: ARG002
-        if not len(positions) or positions[-1] < len(window.token_ids):
+    def kept(
+        self,
+        window: Window,
+        limit: int,
+        positions: Ints,
+        token_ids: Ints,
+        captures: Captures,  # noqa: ARG002
+    ) -> Bools | None:
+        if limit <= len(window.token_ids):
             return None  # chosen before
-        return self._chosen(window, token_ids)
+        chosen: Bools = self._chosen(window, token_ids)[positions]
+        return chosen
 
     def _chosen(self, window: Window, token_ids: Ints) -> Bools:
         found = np.asarray(self.choose(window, token_ids))
@@ -232,7 +243,14 @@ class ByProbe(TokenSample):
     def asked(self, window: Window, limit: int) -> TokenSelection | None:
         return Selected(self.of).asked(window, limit)
 
-    def kept(self, window: Window, positions: Ints, token_ids: Ints, captures: Captures) -> Bools | None:  # noqa: ARG002
+    def kept(
+        self,
+        window: Window,  # noqa: ARG002
+        limit: int,  # noqa: ARG002
+        positions: Ints,  # noqa: ARG002
+        token_ids: Ints,  # noqa: ARG002
+        captures: Captures,
+    ) -> Bools | None:
         products = captures.elements((self.layer, self.probe.site)).flatten(1).float() @ self._vector
         low = -np.inf if self.above is None else self.above
         high = np.inf if self.below is None else self.below

@@ -205,8 +205,13 @@ class ActivationStream:
         if self._how.join != "mix":
             yield {**labels, "point": torch.zeros_like(labels["token"]), **{str(p): r for p, r in rows.items()}}
             return
-        for number, found in enumerate(rows.values()):
-            yield {**labels, "point": torch.full_like(labels["token"], number), MIXED: found}
+        # Row by row, so that the order does not depend on where a block ends.
+        count = len(rows)
+        yield {
+            **{name: column.repeat_interleave(count) for name, column in labels.items()},
+            "point": torch.arange(count).repeat(len(labels["token"])),
+            MIXED: torch.stack(list(rows.values()), 1).flatten(0, 1),
+        }
 
     def _decoded(self, point: Point, block: Block) -> torch.Tensor:
         pieces = [_plain(piece) for piece in block.rows[point]]

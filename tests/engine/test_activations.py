@@ -73,6 +73,18 @@ async def test_a_stream_joins_and_normalises_as_a_data_set_does(tiny, folder) ->
     assert coded[0].dtype == torch.float32
 
 
+@pytest.mark.parametrize("join", ["dict", "mix"])
+async def test_the_order_does_not_depend_on_when_rows_come(tiny, join) -> None:
+    """With one window at once blocks end elsewhere; the batches are the same."""
+    ask = {"layers": [1, 3], "context": 32, "batch_size": 50, "buffer": 130, "labels": True, "join": join, "seed": 2}
+    found = [await taken(tiny.activations(DOCUMENTS, **ask, concurrency=most)) for most in (None, 1, 3)]
+    ordered = [
+        [(line, point) for one in batches for line, point in zip(lines([one]), one.point.tolist(), strict=True)]
+        for batches in found
+    ]
+    assert ordered[0] == ordered[1] == ordered[2]
+
+
 async def test_closing_a_stream_ends_what_runs(tiny) -> None:
     """In the middle of an endless corpus: no request runs on, no row is held, and the model answers."""
 

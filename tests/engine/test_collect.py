@@ -9,6 +9,8 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +36,7 @@ from steercap.errors import (
 from steercap.requests.fetching import fetch_all
 from steercap.testing import compare_rows
 from steercap.testing.folders import digests
-from steercap.testing.rows import MAX_ERROR, MIN_COSINE, random_prompt
+from steercap.testing.rows import MAX_ERROR, MIN_COSINE, random_prompt, settled
 from steercap.vectors import LayerVectors
 
 #: Documents of several windows, of one, of none, and of a single token.
@@ -125,6 +127,34 @@ async def test_another_corpus_or_another_question_is_refused(tiny, tmp_path) -> 
     (tmp_path / "other" / "notes.txt").touch()
     with pytest.raises(RunDiffers, match=r"notes\.txt"):
         await tiny.collect(DOCUMENTS, tmp_path / "other", **asked)
+
+
+async def test_a_predicate_holds_where_nothing_generated_is_kept(tiny, tmp_path) -> None:
+    """With `params=` too: of prompts alone, and of documents that end with their first token."""
+    even = partial(ByPredicate, lambda _, ids: ids % 2 == 0, name="even")
+    prompts = [[10, 11, 12, 13, 14], [20, 21, 22]]
+    at_once = {"stop_token_ids": list(range(512)), "ignore_eos": False}
+    for name, sample, more in (("prompts", even(of="prompt"), {"ignore_eos": True}), ("ended", even(), at_once)):
+        params = {"max_tokens": 4, "temperature": 0.0, **more}
+        await tiny.collect(prompts, tmp_path / name, layers=1, tokens=sample, params=params)
+        index, _ = read(tmp_path / name)
+        assert index["token"].tolist() == [10, 12, 14, 20, 22]
+
+
+async def test_a_source_whose_task_somebody_cancelled_ends_the_collection(tiny, tmp_path) -> None:
+    """With an error, where it waited for ever."""
+
+    async def source() -> AsyncIterator[str]:
+        for _ in range(40):
+            yield "a document"
+        task = asyncio.ensure_future(asyncio.sleep(9))
+        task.cancel()
+        await task
+
+    with pytest.raises(RuntimeError, match="was cancelled"):
+        async with asyncio.timeout(60):
+            await tiny.collect(source(), tmp_path / "data", layers=1, documents_per_shard=5)
+    assert await settled(tiny) == (0, 0, 0)
 
 
 async def test_samples_keep_the_rows_they_name(tiny, tmp_path) -> None:

@@ -328,8 +328,13 @@ def test_a_predicate_sees_the_tokens():
     assert drawn(even, window(6)).tolist() == [True, False] * 3
     whole = even.asked(window(6), 8)
     assert str(whole) == "'all'"
-    kept = even.kept(window(6), np.arange(8), np.array([0, 1, 2, 3, 4, 5, 9, 8]), None)
+    ids = np.array([0, 1, 2, 3, 4, 5, 9, 8])
+    kept = even.kept(window(6), 8, np.arange(8), ids, None)
     assert kept.tolist() == [True, False] * 3 + [False, True]
+    # Also where no token that was generated has a row: it was not chosen before, as one might have come.
+    assert even.kept(window(6), 8, np.arange(6), ids[:6], None).tolist() == [True, False] * 3
+    assert even.kept(window(6), 8, np.array([1, 4]), ids, None).tolist() == [False, True]
+    assert even.kept(window(6), 6, np.array([0, 2, 4]), ids[:6], None) is None
     with pytest.raises(InvalidSpec, match="6 truth values"):
         drawn(ByPredicate(lambda *_: [1], name="wrong"), window(6))
     with pytest.raises(InvalidSpec, match="name="):
@@ -341,10 +346,10 @@ def test_a_probe_keeps_what_lies_far_along_it():
     rows = torch.tensor([[1.0, 0.0], [0.0, 5.0], [3.0, 1.0]])
     captures = Captures({Point(1, "resid_post"): rows}, 4)
     probe = LayerVectors({1: torch.tensor([2.0, 0.0])})
-    kept = ByProbe(probe, 1, above=2.0).kept(window(3), np.arange(3), np.arange(3), captures)
+    kept = ByProbe(probe, 1, above=2.0).kept(window(3), 3, np.arange(3), np.arange(3), captures)
     assert kept.tolist() == [True, False, True]
     between = ByProbe(probe, 1, above=2.0, below=5.0)
-    assert between.kept(window(3), np.arange(3), np.arange(3), captures).tolist() == [True, False, False]
+    assert between.kept(window(3), 3, np.arange(3), np.arange(3), captures).tolist() == [True, False, False]
     with pytest.raises(InvalidSpec, match="threshold"):
         ByProbe(probe, 1)
     with pytest.raises(InvalidSpec, match="layer 2"):
