@@ -109,6 +109,7 @@ class DatasetFolder:
 
     def write(self, shard: Shard) -> Receipt:
         """Write a shard; see `write_shard`."""
+        self.storage.remove(TOTALS)  # of fewer documents, whose corpus has grown
         return write_shard(self.storage, self.definition, shard)
 
     def receipts(self) -> dict[int, Receipt]:

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 
 from steercap import Add, CaptureSpec
 from steercap.collecting import ByPredicate, ByProbe, OneIn, open_source, pipeline
+from steercap.collecting.collect import Progress
 from steercap.collecting.samples import seed_of
 from steercap.datasets import DatasetFolder, verify
 from steercap.datasets.storage import LocalFolder
@@ -155,6 +156,25 @@ async def test_a_source_whose_task_somebody_cancelled_ends_the_collection(tiny, 
         async with asyncio.timeout(60):
             await tiny.collect(source(), tmp_path / "data", layers=1, documents_per_shard=5)
     assert await settled(tiny) == (0, 0, 0)
+
+
+async def test_a_data_set_that_grows_is_not_complete_meanwhile(tiny, tmp_path) -> None:
+    """Documents behind a last full shard go on from it; interrupted, the old totals are gone, and it goes on again."""
+    asked = {"layers": 1, "context": CONTEXT, "documents_per_shard": 2, "concurrency": 1}
+
+    def stop(progress: Progress) -> None:
+        if progress.shards == 3:
+            raise KeyError("enough")
+
+    await tiny.collect(DOCUMENTS[:4], tmp_path / "grown", **asked)
+    assert DatasetFolder.open(tmp_path / "grown").totals().shards == 2
+    with pytest.raises(KeyError):
+        await tiny.collect(DOCUMENTS, tmp_path / "grown", progress=stop, **asked)
+    assert len(DatasetFolder.open(tmp_path / "grown").receipts()) >= 3
+    assert DatasetFolder.open(tmp_path / "grown").totals() is None
+    await tiny.collect(DOCUMENTS, tmp_path / "grown", **asked)
+    await tiny.collect(DOCUMENTS, tmp_path / "whole", **asked)
+    assert digests(tmp_path / "grown") == digests(tmp_path / "whole")
 
 
 async def test_samples_keep_the_rows_they_name(tiny, tmp_path) -> None:
