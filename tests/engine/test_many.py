@@ -49,13 +49,6 @@ async def test_without_ray_the_extra_is_named(tmp_path) -> None:
         await a_model().collect(corpus(), tmp_path / "data", ray=RayActors(2), **COLLECTED)
 
 
-@with_ray
-async def test_a_cluster_that_cannot_be_reached_is_named(tmp_path) -> None:
-    """As after one that has ended, whose address Ray keeps: what Ray says, and what to do."""
-    with pytest.raises(errors.CollectionStopped, match=r"127\.0\.0\.1:1\b.*`ray stop`"):
-        await a_model().collect(corpus(), tmp_path / "data", ray=RayActors(2, address="127.0.0.1:1"), **COLLECTED)
-
-
 @pytest.mark.extended
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("server", [pytest.param("radosgw", marks=with_ceph)])
