@@ -220,7 +220,7 @@ class _Run:
         receipt, captures = handle.receipt, handle.captures
         positions, tokens = receipt.positions, receipt.token_ids
         rows = captures.all_kept()
-        ids = np.array([*handle.prompt_token_ids, *handle.output_token_ids[:-1]], dtype=np.int64)
+        ids = np.concatenate((window.token_ids, np.array(handle.output_token_ids[:-1], dtype=np.int64)))
         read = len(ids)
         kept = self._reading.sample.kept(window, limit, positions, ids, captures)
         if kept is None or kept.all():

@@ -15,6 +15,7 @@ from conftest import Leftovers, opened
 
 from steercap import CaptureSpec, SteerModel, errors
 from steercap.testing import tiny_checkpoint
+from steercap.testing.faults.base import processes
 from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, hold, random_prompt, settled
 
 SIX = {"max_tokens": 6, **GREEDY}
@@ -222,8 +223,7 @@ async def test_a_worker_that_dies_fails_its_requests_and_leaves_nothing_of_ours(
     """A killed worker is an EngineFailure for who waits and who comes, and closing still works."""
     before = Leftovers()
     async with SteerModel(tiny_checkpoint("qwen3"), **TINY_ENGINE) as model:
-        children = psutil.Process().children(recursive=True)
-        (worker,) = [child for child in children if child.name().startswith("VLLM::Worker")]
+        (worker,) = map(psutil.Process, processes(model, "Worker"))  # of this engine: others may be open
         assert shared(worker)
         running = asyncio.create_task(
             model.generate(random_prompt(30, 2), {"max_tokens": 200, **GREEDY}, capture_layers="all")
