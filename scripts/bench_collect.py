@@ -219,7 +219,8 @@ async def main(args: argparse.Namespace) -> None:
             if number > 1 and took + took / number > args.seconds:
                 say(f"round {number} left out: {args.seconds:.0f} s are over")
                 break
-            tokens = documents(args.documents, args.length, f"{number} {args.length}", vocabulary)
+            count = args.documents if number else args.warm_documents or args.documents
+            tokens = documents(count, args.length, f"{number} {args.length}", vocabulary)
             say(f"round {number} of {args.rounds}" if number else "warm-up")
             found = await one_round(plain, model, tokens, args)
             if number:
@@ -249,6 +250,7 @@ def arguments() -> argparse.Namespace:
     add("--documents", type=int, default=400)
     add("--length", default="1024", help="tokens of a document, or a range such as 64-2048")
     add("--rounds", type=int, default=2, help="after the warm-up")
+    add("--warm-documents", type=int, default=None, help="of the warm-up; as many as of a round by default")
     add("--seconds", type=float, default=float("inf"), help="no round begins that would end later than this")
     add("--folder", default=None, help="where data sets are written; the temporary folder by default")
     add("--shard-mb", type=int, default=256)

@@ -161,19 +161,20 @@ async def test_a_source_whose_task_somebody_cancelled_ends_the_collection(tiny, 
 async def test_a_data_set_that_grows_is_not_complete_meanwhile(tiny, tmp_path) -> None:
     """Documents behind a last full shard go on from it; interrupted, the old totals are gone, and it goes on again."""
     asked = {"layers": 1, "context": CONTEXT, "documents_per_shard": 2, "concurrency": 1}
+    corpus = DOCUMENTS * 3  # so many shards that most are written before the last documents are read
 
     def stop(progress: Progress) -> None:
-        if progress.shards == 3:
+        if progress.shards > 2:
             raise KeyError("enough")
 
-    await tiny.collect(DOCUMENTS[:4], tmp_path / "grown", **asked)
+    await tiny.collect(corpus[:4], tmp_path / "grown", **asked)
     assert DatasetFolder.open(tmp_path / "grown").totals().shards == 2
     with pytest.raises(KeyError):
-        await tiny.collect(DOCUMENTS, tmp_path / "grown", progress=stop, **asked)
+        await tiny.collect(corpus, tmp_path / "grown", progress=stop, **asked)
     assert len(DatasetFolder.open(tmp_path / "grown").receipts()) >= 3
     assert DatasetFolder.open(tmp_path / "grown").totals() is None
-    await tiny.collect(DOCUMENTS, tmp_path / "grown", **asked)
-    await tiny.collect(DOCUMENTS, tmp_path / "whole", **asked)
+    await tiny.collect(corpus, tmp_path / "grown", **asked)
+    await tiny.collect(corpus, tmp_path / "whole", **asked)
     assert digests(tmp_path / "grown") == digests(tmp_path / "whole")
 
 
