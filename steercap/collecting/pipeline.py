@@ -32,8 +32,10 @@ from steercap.encodings.coded import Whole
 from steercap.errors import InvalidRequest
 from steercap.requests.fetching import fetch_all
 
-#: Handles that are fetched together, and such fetches at once: one gathers while another is asked for.
-TOGETHER, FETCHES = 64, 2
+#: Handles that are fetched together, and such fetches at once: some gather while another is asked for.
+TOGETHER, FETCHES = 64, 3
+#: Of the tokens that are under way, the part that a fetch takes at most: while one is on its way, the model has work.
+SHARE: Final = 8
 #: Documents and windows that are known and not handed over, whatever they hold.
 MOST_PLACES: Final = 4096
 
@@ -200,10 +202,19 @@ class _Run:
                 while not self._arrived:
                     self._work.clear()
                     await self._work.wait()
-                await self._fetch([self._arrived.popleft() for _ in range(min(TOGETHER, len(self._arrived)))])
+                await self._fetch(self._group())
                 self._news.set()
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- as above
             self._fail(error)
+
+    def _group(self) -> list[tuple[_Place, Any]]:
+        """What is fetched next: of what has arrived, what is not too much."""
+        group: list[tuple[_Place, Any]] = []
+        tokens = 0
+        while self._arrived and len(group) < TOGETHER and (not group or tokens < self._most_tokens // SHARE):
+            group.append(self._arrived.popleft())
+            tokens += group[-1][0].tokens
+        return group
 
     async def _fetch(self, group: Sequence[tuple[_Place, Any]]) -> None:
         try:

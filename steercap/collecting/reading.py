@@ -19,8 +19,9 @@ from steercap.errors import InvalidSetting, InvalidSpec
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine
 
-#: Batches of vLLM's that are under way at once: one runs, one is prepared, and rows of those before are on their way.
-BATCHES: Final = 6
+#: Batches of vLLM's that are under way at once: one runs, one is prepared, and rows of those before are on their way,
+#: on which they may wait for a disk.
+BATCHES: Final = 16
 #: Bytes of rows that are under way at most, if one window has no more.
 UNDER_WAY_BYTES: Final = 2 << 30
 

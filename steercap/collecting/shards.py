@@ -21,8 +21,9 @@ from steercap.datasets import DatasetFolder, Index, Receipt, Shard
 from steercap.encodings.coded import Whole
 from steercap.errors import CollectionStopped, InvalidRequest, RunDiffers
 
-#: Shards that are written at once, each hashed and synced by itself; the one that is filled is in memory beside them.
-WRITERS: Final = max(2, min(6, len(os.sched_getaffinity(0)) // 3))
+#: Shards that are written at once, each hashed and synced by itself; the one that is filled is in memory beside them. A
+#: writer waits for the disk for more than half of its time.
+WRITERS: Final = max(2, min(8, len(os.sched_getaffinity(0)) // 2))
 #: How much larger than it should be a shard may get, where documents are longer than the first few.
 MOST_TIMES: Final = 16
 

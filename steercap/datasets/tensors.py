@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
+import numpy as np
 import torch
 
 from steercap.datasets.storage import Buffer
@@ -31,6 +32,12 @@ DTYPES: Final[Mapping[torch.dtype, str]] = {
     torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+}
+#: How dtypes that NumPy has no name for are viewed.
+BITS: Final[Mapping[torch.dtype, torch.dtype]] = {
+    torch.bfloat16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
 }
 #: Bytes that the data begin at a multiple of.
 ALIGN: Final = 8
@@ -72,6 +79,9 @@ def _shape(pieces: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _bytes_of(piece: torch.Tensor) -> memoryview:
-    flat = piece.detach().contiguous().view(-1)
-    # A view of one element counts as contiguous whatever its stride, and is then not viewed as bytes.
-    return memoryview(flat.as_strided(flat.shape, (1,)).view(torch.uint8).numpy().data)
+    """Its bytes. NumPy's way, for each of torch's operations gives Python's lock away, and waits for it again."""
+    seen = piece.view(BITS[piece.dtype]) if piece.dtype in BITS else piece
+    array = np.ascontiguousarray(seen.numpy(force=seen.requires_grad))
+    if array.size == 1:  # counts as contiguous whatever its stride, and is then not viewed as bytes
+        return memoryview(array.tobytes())
+    return array.reshape(-1).view(np.uint8).data
