@@ -64,7 +64,7 @@ def _counted(receipts: dict[int, Receipt]) -> dict[str, str]:
     found = list(receipts.values())
     return {
         "shards": f"{len(found):,}, {decimal(sum(receipt.bytes for receipt in found))}",
-        "documents": f"{sum(receipt.stop - receipt.first for receipt in found):,}",
+        "documents": f"{sum(receipt.documents for receipt in found):,}",
         "tokens": f"{sum(receipt.tokens for receipt in found):,} read, {sum(receipt.rows for receipt in found):,} kept",
     }
 

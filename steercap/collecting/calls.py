@@ -120,7 +120,8 @@ class CorpusCalls:
             What the data set holds.
 
         Raises:
-            RunDiffers: the folder holds another data set, or one of another corpus.
+            RunDiffers: the folder holds another data set, or one of another corpus, or its last shard is short and the
+                corpus has grown.
             CollectionStopped: it cannot be written to, such as on a full disk, or actors were lost too often.
             InvalidFile: a file of the corpus cannot be read, or holds something that is no document.
             InvalidRequest: something is asked for that does not fit, or another process writes to the folder.

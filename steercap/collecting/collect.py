@@ -282,9 +282,14 @@ def there(storage: Storage) -> Definition | None:
 
 
 def sound_shards(folder: DatasetFolder, asked: Asked) -> tuple[dict[int, Receipt], int, int]:
-    """The shards that are there and whole; others are taken away. And how many there were, and were taken away."""
-    receipts = folder.receipts()
-    wrong = folder.wrong(receipts.values(), content=asked.verify)
+    """The shards that are there and whole; others are taken away. And how many there were, and were taken away.
+
+    Raises:
+        InvalidFile: a receipt is of another version, or of another data set.
+    """
+    receipts, unreadable = folder.readable_receipts()
+    wrong = unreadable | folder.wrong(receipts.values(), content=asked.verify)
     for number in wrong:
         folder.discard(number)
-    return {number: one for number, one in receipts.items() if number not in wrong}, len(receipts), len(wrong)
+    whole = {number: one for number, one in receipts.items() if number not in wrong}
+    return whole, len(receipts) + len(unreadable), len(wrong)

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from steercap.collecting.readers.base import KEYS, Bad
+from steercap.collecting.readers.base import KEYS, Bad, half_of_pair
 from steercap.core.values import shown
 
 #: What a model reads of a document: text, token ids (int64 [tokens]), or {"role", "content"} messages.
@@ -63,7 +63,7 @@ def content_of(item: Any, column: str | None = None) -> Content:
             raise NotDocument(f"a record with {', '.join(map(repr, item)) or 'no keys'}, and without {wanted}")
         item = item[key]
     if isinstance(item, str):
-        return item
+        return _text(item)
     if isinstance(item, (list, tuple)) and item and all(isinstance(part, Mapping) for part in item):
         return [_message(part) for part in item]
     return _tokens(item)
@@ -90,7 +90,22 @@ def digest_of(documents: Sequence[Document]) -> str:
 def _message(part: Mapping[Any, Any]) -> dict[str, Any]:
     if not isinstance(part.get("role"), str) or not isinstance(part.get("content"), str):
         raise NotDocument(f"a message {shown(dict(part))}; give {{'role': text, 'content': text}}")
-    return {str(key): value for key, value in part.items()}
+    found = {str(key): value for key, value in part.items()}
+    try:
+        _bytes_of([found])
+    except UnicodeEncodeError as error:
+        raise NotDocument(f"a message {shown(found)}: {half_of_pair(error)}") from error
+    except TypeError as error:
+        raise NotDocument(f"a message {shown(found)}, which JSON cannot hold: {error}") from error
+    return found
+
+
+def _text(item: str) -> str:
+    try:
+        item.encode()
+    except UnicodeEncodeError as error:
+        raise NotDocument(f"{half_of_pair(error)}: character {error.start} of {len(item):,}") from error
+    return item
 
 
 def _tokens(item: Any) -> npt.NDArray[np.int64]:

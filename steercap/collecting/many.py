@@ -23,7 +23,7 @@ from steercap.collecting.collect import LOOKED_AT, Asked, Collected, Progress, s
 from steercap.collecting.documents import Document, digests
 from steercap.collecting.feeding import BATCH
 from steercap.collecting.locking import locked
-from steercap.collecting.shards import stopping
+from steercap.collecting.shards import check_same, stopping
 from steercap.collecting.sources import Corpus, Source, open_source
 from steercap.core.extras import extra
 from steercap.core.values import index_of, shown
@@ -232,7 +232,7 @@ class _Spread:
         """The documents of the next shard that is not there.
 
         Raises:
-            RunDiffers: one that is there is of other documents.
+            RunDiffers: one that is there is of other documents, or of fewer.
         """
         async with self._turn:
             while documents := await _taken(self._documents, each):
@@ -240,19 +240,15 @@ class _Spread:
                 receipt = self._known.get(number)
                 if receipt is None:
                     return number, documents
-                digest = await asyncio.to_thread(digests, documents)
-                if (receipt.documents_sha256, receipt.stop - receipt.first) != (digest, len(documents)):
-                    raise RunDiffers(
-                        f"{self._storage} holds shard {number} of other documents: the corpus is another one, or was "
-                        "changed; give another folder, or the corpus it was begun with"
-                    )
+                begun = await asyncio.to_thread(digests, documents[: receipt.documents])
+                check_same(self._storage, receipt, len(documents), begun)
             return None
 
     def _tell(self, last: Document) -> None:
         if self._asked.progress is None:
             return
         made, source = self._made, self._source
-        documents = sum(one.stop - one.first for one in (*made, *self._known.values()))
+        documents = sum(one.documents for one in (*made, *self._known.values()))
         share = None
         if source.bytes and last.bytes is not None:
             self._read_bytes = max(self._read_bytes or 0, last.bytes)

@@ -17,9 +17,9 @@ import torch
 
 from steercap.collecting.windows import Window
 from steercap.core.spec import Point
-from steercap.core.tokens import Tokens, TokenSelection, selected
+from steercap.core.tokens import Range, Tokens, TokenSelection, selected
 from steercap.core.values import Mask, index_of, number_of, shown
-from steercap.errors import EmptySelection, InvalidSpec
+from steercap.errors import EmptySelection, InvalidSelection, InvalidSpec
 
 if TYPE_CHECKING:
     from steercap.requests.captures import Captures
@@ -92,21 +92,30 @@ class Selected(TokenSample):
         return TokenSelection.parse(self.of)
 
     def asked(self, window: Window, limit: int) -> TokenSelection | None:
-        try:
-            self.selection.ranges(len(window.token_ids), limit)
-        except EmptySelection:
-            return None
-        return self.selection
+        return self.selection if self._ranges(window, limit) else None
 
     def described(self) -> dict[str, Any]:
         return {"tokens": str(self.selection)}
 
     def mask(self, window: Window, limit: int) -> Bools:
         """The tokens selected: bool [limit]."""
+        return selected(self._ranges(window, limit), limit)
+
+    def _ranges(self, window: Window, limit: int) -> tuple[Range, ...]:
+        """What is selected of a window.
+
+        Raises:
+            InvalidSelection: a position or a mask that does not fit it; the message names the window.
+        """
+        length = len(window.token_ids)
         try:
-            return selected(self.selection.ranges(len(window.token_ids), limit), limit)
+            return self.selection.ranges(length, limit)
         except EmptySelection:
-            return np.zeros(limit, dtype=np.bool_)
+            return ()
+        except InvalidSelection as error:
+            outside = [at for at in self.selection.terms if isinstance(at, int) and not -length <= at < limit]
+            instead = "".join(f"; slice({at}, {at + 1}) keeps nothing of shorter windows" for at in outside[:1])
+            raise InvalidSelection(f"{window.where}, window {window.number}: {error}{instead}") from error
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from steercap.collecting.pipeline import Block, Ended
 from steercap.concurrency.loops import on_thread
 from steercap.core.spec import Point
 from steercap.datasets import DatasetFolder, Index, Receipt, Shard
+from steercap.datasets.shards import RECEIPT, name_of
+from steercap.datasets.storage import Storage
 from steercap.encodings.coded import Whole
 from steercap.errors import CollectionStopped, InvalidRequest, RunDiffers
 
@@ -35,10 +37,12 @@ class _Filling:
     Args:
         number: of it.
         digest: SHA-256 over its documents so far.
+        begun: that of as many as the shard has that is there, in hexadecimal; "" of fewer.
     """
 
     number: int
     digest: Any = field(default_factory=hashlib.sha256)
+    begun: str = ""
     documents: int = 0
     tokens: int = 0
     bytes: int = 0
@@ -120,10 +124,14 @@ class Sharder:
             )
 
     def _enter(self, documents: Sequence[Ended]) -> None:
+        filling = self._filling
+        there = self._receipts.get(filling.number)
         for one in documents:
-            self._filling.digest.update(one.digest)
-            self._filling.documents += 1
-            self._filling.tokens += one.read
+            filling.digest.update(one.digest)
+            filling.documents += 1
+            filling.tokens += one.read
+            if there is not None and filling.documents == there.documents:
+                filling.begun = filling.digest.hexdigest()
 
     async def finish(self) -> None:
         """Write what is left, and wait until all is written.
@@ -152,17 +160,13 @@ class Sharder:
     async def _close(self) -> None:
         """The shard is full: write it, or compare it with the one that is there."""
         filling, self._filling = self._filling, _Filling(self._filling.number + 1)
-        digest = filling.digest.hexdigest()
         there = self._receipts.get(filling.number)
         if there is not None:
-            if (there.documents_sha256, there.stop - there.first) != (digest, filling.documents):
-                raise RunDiffers(
-                    f"{self._folder.storage} holds shard {filling.number} of other documents: the corpus is "
-                    "another one, or was changed; give another folder, or the corpus it was begun with"
-                )
+            check_same(self._folder.storage, there, filling.documents, filling.begun)
             return
         rows: dict[Point, Sequence[Whole]] = {point: filling.rows.get(point, []) for point in self._points}
         index = _joined(filling.indices)
+        digest = filling.digest.hexdigest()
         shard = Shard(filling.number, filling.documents, digest, filling.tokens, index, rows)
         while len(self._writing) >= WRITERS:
             await self._look(least=1)
@@ -188,6 +192,31 @@ def _seen(future: asyncio.Future[Receipt]) -> None:
     """Retrieve an error that is raised elsewhere, of which asyncio would complain."""
     if not future.cancelled():
         future.exception()
+
+
+def check_same(storage: Storage, there: Receipt, documents: int, begun: str) -> None:
+    """Check that a shard that is there is of the documents that the corpus has in its place.
+
+    Args:
+        storage: of the data set.
+        there: the shard's receipt.
+        documents: of the corpus, in the shard's place.
+        begun: SHA-256 over as many of these as the shard has, in hexadecimal; anything else if there are fewer.
+
+    Raises:
+        RunDiffers: they are others, or more: the corpus has grown.
+    """
+    if begun != there.documents_sha256 or documents < there.documents:
+        raise RunDiffers(
+            f"{storage} holds shard {there.number} of other documents: the corpus is another one, or was changed; "
+            "give another folder, or the corpus it was begun with"
+        )
+    if documents > there.documents:
+        raise RunDiffers(
+            f"{storage} holds shard {there.number}, its last, of {there.documents:,} documents, and the corpus has "
+            f"more behind these: it has grown. Remove {storage.path(name_of(there.number, RECEIPT))}, and the same "
+            "call collects that shard again, and goes on"
+        )
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -28,6 +29,8 @@ MERGED: Final = "statistics.safetensors"
 POINTS: Final = "points.parquet"
 #: What to do about a file that is not the one that was written.
 AGAIN: Final = "copy it again, or collect it again"
+#: What decoding raises of a file that was cut off or changed.
+UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 Document = TypeVar("Document", "Totals", Receipt)
@@ -64,6 +67,11 @@ class DatasetFolder:
 
     def __init__(self, storage: Storage, definition: Definition) -> None:
         self.storage, self.definition = storage, definition
+        self._completing, self._without_totals = threading.Lock(), False
+
+    def __reduce__(self) -> tuple[type[DatasetFolder], tuple[Storage, Definition]]:
+        """For workers of a DataLoader: a lock is of one process."""
+        return DatasetFolder, (self.storage, self.definition)
 
     @staticmethod
     def begin(where: str | Path | Storage, definition: Definition, **options: Any) -> DatasetFolder:
@@ -108,8 +116,8 @@ class DatasetFolder:
     # Shards
 
     def write(self, shard: Shard) -> Receipt:
-        """Write a shard; see `write_shard`."""
-        self.storage.remove(TOTALS)  # of fewer documents, whose corpus has grown
+        """Write a shard; see `write_shard`. A data set is not complete from then on until `complete`."""
+        self._remove_totals()
         return write_shard(self.storage, self.definition, shard)
 
     def receipts(self) -> dict[int, Receipt]:
@@ -118,9 +126,28 @@ class DatasetFolder:
         Raises:
             InvalidFile: a receipt cannot be read, or is of another data set.
         """
+        found, unreadable = self.readable_receipts()
+        for why in unreadable.values():
+            raise InvalidFile(why)
+        return found
+
+    def readable_receipts(self) -> tuple[dict[int, Receipt], dict[int, str]]:
+        """What `receipts` gives, and why others cannot be read, by number: they were cut off or changed.
+
+        Raises:
+            InvalidFile: a receipt is of another version, of another data set or of no shard.
+        """
         names = sorted(name for name in self.storage.sizes(FOLDER) if name.endswith(RECEIPT) and name[0] != ".")
-        found = [self._receipt(f"{FOLDER}/{name}") for name in names]
-        return {receipt.number: receipt for receipt in sorted(found, key=lambda receipt: receipt.number)}
+        found: dict[int, Receipt] = {}
+        unreadable: dict[int, str] = {}
+        for name in (f"{FOLDER}/{name}" for name in names):
+            try:
+                receipt = self._receipt(name)
+            except UNREADABLE as error:
+                unreadable[self._number_of(name)] = _unreadable(self.storage.path(name), error)
+            else:
+                found[receipt.number] = receipt
+        return dict(sorted(found.items())), unreadable
 
     def wrong(self, receipts: Iterable[Receipt], *, content: bool = False) -> dict[int, str]:
         """What is wrong with shards, by number, in words that name the file; {} if nothing is.
@@ -149,8 +176,15 @@ class DatasetFolder:
 
     def discard(self, number: int) -> None:
         """Take a shard away, receipt first, so that it is written again; a data set is then not complete."""
-        self.storage.remove(TOTALS)
+        self._remove_totals()
         self.storage.remove(name_of(number, RECEIPT))
+
+    def _remove_totals(self) -> None:
+        """Before any receipt changes; once, since each removal is a request to an object store."""
+        with self._completing:
+            if not self._without_totals:
+                self.storage.remove(TOTALS)
+                self._without_totals = True
 
     # The whole
 
@@ -179,7 +213,9 @@ class DatasetFolder:
             tensors = {name: [tensor] for name, tensor in self._merged(receipts).items()}
             self.storage.write(MERGED, encoded(tensors, {"steercap": header.decode()}))
         self.storage.write(POINTS, [encoded_points(self.definition.points)])
-        self.storage.write(TOTALS, [msgspec.json.format(msgspec.json.encode(totals))])
+        with self._completing:
+            self._without_totals = False
+            self.storage.write(TOTALS, [msgspec.json.format(msgspec.json.encode(totals))])
         return totals
 
     def statistics(self, point: Point) -> PointStatistics:
@@ -263,12 +299,19 @@ class DatasetFolder:
             ) from error
 
     def _receipt(self, name: str) -> Receipt:
-        receipt = _decode(self.storage.read(name), Receipt, self.storage.path(name))
+        receipt = _understood(self.storage.read(name), Receipt, self.storage.path(name))
         if receipt.definition != self.definition.digest or name_of(receipt.number, RECEIPT) != name:
             raise InvalidFile(
                 f"{self.storage.path(name)} is the receipt of another data set, or of another shard; remove it"
             )
         return receipt
+
+    def _number_of(self, name: str) -> int:
+        """The shard that a receipt is of, by its name."""
+        stem = name.removeprefix(f"{FOLDER}/").removesuffix(RECEIPT)
+        if not stem.isdecimal() or name_of(int(stem), RECEIPT) != name:
+            raise InvalidFile(f"{self.storage.path(name)} is the receipt of no shard; remove it")
+        return int(stem)
 
     def _wrong(self, receipt: Receipt, sizes: Mapping[str, int], *, content: bool) -> str:
         for name, file in receipt.names.items():
@@ -286,7 +329,7 @@ class DatasetFolder:
         if missing := sorted(set(range(len(numbers))) - set(numbers)):
             raise InvalidRequest(f"{self.storage} lacks shard {missing[0]}; collect it before it is complete")
         for receipt in receipts[:-1]:
-            if receipt.stop - receipt.first != self.definition.documents_per_shard:
+            if receipt.documents != self.definition.documents_per_shard:
                 raise InvalidRequest(
                     f"shard {receipt.number} of {self.storage} is short of documents, and not the last"
                 )
@@ -344,14 +387,24 @@ def _decode(content: bytes, kind: type[Document], path: str) -> Document:
         InvalidFile: it cannot be read, or is of another version.
     """
     try:
-        said = msgspec.json.decode(content)
-        version = said.get("version") if isinstance(said, dict) else None
-        if isinstance(version, int) and version != VERSION:  # another version may say other things
-            raise InvalidFile(
-                f"{path} is of format version {version}; this steercap reads version {VERSION}; upgrade it"
-            )
-        return msgspec.convert(said, kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise InvalidFile(
-            f"{path} cannot be read: {error}; remove it, and collect what it was the receipt of"
-        ) from error
+        return _understood(content, kind, path)
+    except UNREADABLE as error:
+        raise InvalidFile(_unreadable(path, error)) from error
+
+
+def _understood(content: bytes, kind: type[Document], path: str) -> Document:
+    """A document of this version.
+
+    Raises:
+        InvalidFile: it is of another version.
+        One of UNREADABLE: it cannot be read.
+    """
+    said = msgspec.json.decode(content)
+    version = said.get("version") if isinstance(said, dict) else None
+    if isinstance(version, int) and version != VERSION:  # another version may say other things
+        raise InvalidFile(f"{path} is of format version {version}; this steercap reads version {VERSION}; upgrade it")
+    return msgspec.convert(said, kind)
+
+
+def _unreadable(path: str, error: Exception) -> str:
+    return f"{path} cannot be read: {error}; {AGAIN}"

@@ -99,6 +99,11 @@ class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("it has less than no rows, tokens or documents")
 
     @property
+    def documents(self) -> int:
+        """How many it has."""
+        return self.stop - self.first
+
+    @property
     def names(self) -> dict[str, FileReceipt]:
         """Its files by name within the folder; the receipt itself aside."""
         return {name_of(self.number, end): file for end, file in self.files.items()}

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -30,6 +31,7 @@ from steercap.errors import (
     CollectionStopped,
     InvalidFile,
     InvalidRequest,
+    InvalidSelection,
     InvalidSetting,
     InvalidSpec,
     RunDiffers,
@@ -178,6 +180,29 @@ async def test_a_data_set_that_grows_is_not_complete_meanwhile(tiny, tmp_path) -
     assert digests(tmp_path / "grown") == digests(tmp_path / "whole")
 
 
+async def test_a_corpus_that_grew_behind_a_short_shard_says_what_to_remove(tiny, tmp_path) -> None:
+    """Told apart from another corpus; without that receipt the same call goes on, to the data set of all of it."""
+    asked = {"layers": 1, "context": CONTEXT, "documents_per_shard": 2, "concurrency": 1}
+    await tiny.collect(DOCUMENTS[:3], tmp_path / "grown", **asked)
+    before = digests(tmp_path / "grown")
+    remove = (
+        r"shard 1, its last, of 1 documents, and the corpus has more behind these: it has grown\. Remove (\S+), and"
+    )
+    for corpus in (iter(DOCUMENTS), DOCUMENTS[:4]):
+        with pytest.raises(RunDiffers, match=remove) as grown:
+            await tiny.collect(corpus, tmp_path / "grown", **asked)
+    changed = [*DOCUMENTS[:2], [7], *DOCUMENTS[3:]]
+    for corpus in (changed, DOCUMENTS[:2]):
+        with pytest.raises(RunDiffers, match="another one"):
+            await tiny.collect(corpus, tmp_path / "grown", **asked)
+    assert digests(tmp_path / "grown") == before
+    await asyncio.to_thread(Path(re.search(remove, str(grown.value))[1]).unlink)
+    found = await tiny.collect(iter(DOCUMENTS), tmp_path / "grown", **asked)
+    assert (found.resumed, found.tokens) == (1, sum(map(len, DOCUMENTS[2:])))
+    await tiny.collect(DOCUMENTS, tmp_path / "whole", **asked)
+    assert digests(tmp_path / "grown") == digests(tmp_path / "whole")
+
+
 async def test_samples_keep_the_rows_they_name(tiny, tmp_path) -> None:
     """One in k, by predicate, by probe and by selection: subsets of all rows, with the labels of these."""
     asked = {"layers": [1], "context": CONTEXT}
@@ -280,6 +305,15 @@ async def test_texts_chats_and_files_are_read_as_the_tokenizer_reads_them(tiny, 
         await tiny.collect([chat], tmp_path / "c", layers=[1])
     with pytest.raises(InvalidRequest, match="document 1"):
         await tiny.collect([[1], [10**9]], tmp_path / "d", layers=[1])
+    halves = ["Hello", "a\ud800b", [{"role": "user", "content": "\udc00"}], "World"]
+    with pytest.raises(InvalidRequest, match=r"document 1: '\\ud800' is half of a surrogate pair"):
+        await tiny.collect(halves, tmp_path / "e", layers=[1])
+    found = await tiny.collect(open_source(halves, bad="skip"), tmp_path / "e", layers=[1])
+    assert (found.skipped, found.totals.documents) == (2, 2)
+    with pytest.raises(InvalidSelection, match=r"document 1, window 0: position 3 .*slice\(3, 4\)"):
+        await tiny.collect([[1] * 4, [1] * 3], tmp_path / "f", layers=[1], tokens=3)
+    found = await tiny.collect([[1] * 4, [1] * 3], tmp_path / "g", layers=[1], tokens=slice(3, 4))
+    assert (found.totals.documents, found.totals.rows) == (2, 1)
 
 
 async def test_what_does_not_fit_is_told_before_anything_is_read(tiny, tmp_path) -> None:
@@ -406,6 +440,21 @@ async def test_a_damaged_shard_is_mended(tiny, tmp_path) -> None:
         verify(tmp_path)
     second = await tiny.collect(DOCUMENTS, tmp_path, verify=True, **asked)
     assert (second.mended, second.totals) == (1, whole.totals)
+    assert digests(tmp_path) == files
+
+
+async def test_a_shard_whose_receipt_is_damaged_is_mended(tiny, tmp_path) -> None:
+    """One that was cut off, and one that is no JSON; what reads the data set is refused until then."""
+    asked = {"layers": [1], "context": CONTEXT, "documents_per_shard": 2, "concurrency": 1}
+    whole = await tiny.collect(DOCUMENTS, tmp_path, **asked)
+    files = digests(tmp_path)
+    cut, other = tmp_path / "shards" / "000001.json", tmp_path / "shards" / "000003.json"
+    cut.write_bytes(cut.read_bytes()[:-20])
+    other.write_bytes(bytes(64))
+    with pytest.raises(InvalidFile, match=r"000001\.json cannot be read"):
+        verify(tmp_path)
+    found = await tiny.collect(DOCUMENTS, tmp_path, **asked)
+    assert (found.resumed, found.mended, found.totals) == (4, 2, whole.totals)
     assert digests(tmp_path) == files
 
 

@@ -21,7 +21,7 @@ from steercap.collecting.samples import Selected, described, sample_of, seed_of
 from steercap.collecting.windows import Cutting, Window
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
-from steercap.errors import InvalidFile, InvalidPrompt, InvalidRequest, InvalidSetting, InvalidSpec
+from steercap.errors import InvalidFile, InvalidPrompt, InvalidRequest, InvalidSelection, InvalidSetting, InvalidSpec
 from steercap.requests.captures import Captures
 from steercap.testing.tiny import tokenizer
 from steercap.vectors.layers import LayerVectors
@@ -189,6 +189,67 @@ def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path):
     assert [complaint.split(": ")[0] for complaint in source.complaints] == [f"{path}, line {n}" for n in (2, 3, 4)]
     with pytest.raises(InvalidRequest, match="document 1"):
         list(open_source(["a", 3]))
+
+
+HALF = "a\ud800b"
+
+
+@pytest.mark.parametrize(
+    "item", [HALF, {"text": HALF}, [{"role": "user", "content": HALF}], [{**CHAT[0], "name": HALF}], "b\udc00"]
+)
+def test_half_of_a_surrogate_pair_is_no_text(item):
+    """Tokenizers and UTF-8 take none, so the document is named, or skipped and counted."""
+    with pytest.raises(InvalidRequest, match=r"document 1: .*half of a surrogate pair, and no text"):
+        list(open_source(["a", item]))
+    source = open_source(["a", item, "\U0001f600"], bad="skip")
+    assert contents(source) == ["a", "\U0001f600"]
+    assert source.skipped == 1
+    assert source.complaints[0].startswith("document 1: ")
+
+
+async def test_half_of_a_surrogate_pair_is_named_where_documents_are_made_as_they_go():
+    """And what comes behind it is read, where such are skipped."""
+
+    async def later():
+        for text in ("a", HALF, "b"):
+            yield text
+
+    with pytest.raises(InvalidRequest, match=r"document 1: .*half of a surrogate pair"):
+        await fed(open_source(later()))
+    assert len(await fed(open_source(later(), bad="skip"))) == 2
+
+
+def test_half_of_a_surrogate_pair_in_a_file_is_named(tmp_path):
+    """As an escape of JSON, which is whole pairs and no more; a line that was cut off is none for what it held before."""
+    path = tmp_path / "a.jsonl"
+    halves = [r'{"text": "a\ud800b"}', r'"\uD800"', r'"\udc00 and more"', r'"\ud800\u0041"']
+    path.write_text("\n".join([r'"\ud83d\ude00"', *halves, r'"\ud83d\ude00', r'"\\ud800"']))
+    source = open_source(path, bad="skip")
+    assert contents(source) == ["\U0001f600", r"\ud800"]
+    for number, complaint in enumerate(source.complaints[:4], 2):
+        assert f"line {number}: '\\ud" in complaint
+        assert "is half of a surrogate pair, and no text" in complaint
+    assert "line 6: no JSON: " in source.complaints[4]
+    with pytest.raises(InvalidFile, match=r"line 2: '\\ud800' is half of a surrogate pair"):
+        list(open_source(path))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_row_that_is_not_utf8_is_named(tmp_path, kind):
+    """Arrow does not look at what texts hold: half of a surrogate pair, as some write it."""
+    texts = [b"one", b"a\xed\xa0\x80b", b"two"]
+    table = pa.table({"text": pa.array(texts, pa.binary()).view(pa.string())})
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        parquet.write_table(table, path)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(InvalidFile, match=f"a.{kind}, row 2: not UTF-8: invalid continuation byte at byte 1"):
+        list(open_source(path))
+    source = open_source(path, bad="skip")
+    assert contents(source) == ["one", "two"]
+    assert source.skipped == 1
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow"])
@@ -387,15 +448,15 @@ def test_seeds_of_documents_are_all_different():
 
 
 class Asking:
-    def __init__(self, **how):
-        self.cutting = cutting(**how)
+    def __init__(self, tokens="all", **how):
+        self.cutting, self.sample = cutting(**how), sample_of(tokens)
 
     def asked(self, window):
-        return sample_of("all").asked(window, len(window.token_ids))
+        return self.sample.asked(window, len(window.token_ids))
 
 
-async def fed(source, wanted=lambda _: True):
-    return [one async for batch in feed(source, Asking(), wanted) for one in batch]
+async def fed(source, wanted=lambda _: True, tokens="all"):
+    return [one async for batch in feed(source, Asking(tokens), wanted) for one in batch]
 
 
 async def test_documents_are_fed_in_order_and_hashed(tmp_path):
@@ -427,6 +488,26 @@ async def test_an_error_comes_where_its_document_is():
     with pytest.raises(InvalidRequest, match="document 100"):
         await take()
     assert len(found) == 64  # what was in its batch comes with it or not at all
+
+
+@pytest.mark.parametrize("sample", [lambda tokens: tokens, lambda tokens: OneIn(1, of=tokens)])
+@pytest.mark.parametrize(("at", "instead"), [(3, slice(3, 4)), (-4, slice(-4, -3))])
+async def test_a_position_outside_a_window_names_it(sample, at, instead):
+    """And what gives nothing there instead, in windows of 8 tokens; in others it gives that position."""
+    documents = [[7] * 4, [7] * 11]
+    outside = rf"^document 1, window 1: position {at} is outside .*; slice\({at}, {at + 1}\) keeps nothing of shorter"
+    with pytest.raises(InvalidSelection, match=outside):
+        await fed(open_source(documents), tokens=sample(at))
+    found = await fed(open_source(documents), tokens=sample(instead))
+    masks = [(selection, len(window.token_ids)) for one in found for window, selection in one.windows]
+    whole, first, second = (one and np.flatnonzero(selected(one.ranges(n, n), n)).tolist() for one, n in masks)
+    assert (whole, first, second) == ([at % 4], [at % 8], None)
+
+
+async def test_a_mask_that_fits_no_window_names_the_first():
+    """Without advice on positions."""
+    with pytest.raises(InvalidSelection, match=r"^document 0, window 0: .* mask of 3 .*handle\.positions\[mask\]$"):
+        await fed(open_source([[1, 2]]), tokens=[True, False, True])
 
 
 async def test_feeding_ends_with_who_takes_it():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,13 +22,15 @@ from safetensors.torch import load, load_file
 from shards import MODEL, POINTS, definition_of, folder_of, shard_of
 
 from steercap.cli.datasets import inspected_dataset
+from steercap.collecting.collect import Asked, sound_shards
 from steercap.core.coding import RAW, Coding
 from steercap.core.schema import PointSchema
-from steercap.core.spec import Point
+from steercap.core.spec import CaptureSpec, Point
 from steercap.datasets import ActivationDataset, DatasetFolder, Index, Shard, define, storage_of, verify
 from steercap.datasets.definition import PointFormat
 from steercap.datasets.shards import name_of
 from steercap.datasets.statistics import SMALL, no_rows, statistics_of
+from steercap.datasets.storage import FileReceipt, LocalFolder
 from steercap.datasets.tensors import encoded
 from steercap.encodings.coded import CodedRows, end_of, parts_of
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, RunDiffers
@@ -40,6 +44,9 @@ CODINGS = [
     Coding("rp8", 8, 5),
     Coding("calibrated8"),
 ]
+
+
+ASKED = Asked(capture=CaptureSpec())
 
 
 def everything(folder: Path) -> dict[str, bytes]:
@@ -301,6 +308,76 @@ def test_a_newer_version_is_refused(tmp_path) -> None:
     (tmp_path / "definition.json").write_text('{"kind": "captures", "version": 1}')
     with pytest.raises(InvalidFile, match="is not the definition of a data set of activations"):
         verify(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"\xff", b"{}", b"[[", b'{"version": 1}'])
+def test_a_receipt_that_is_damaged_is_told_from_one_of_another(damage, tmp_path) -> None:
+    """To collect, its shard is not there; who reads is refused, and so is whoever collects, by another's receipt."""
+    folder = folder_of(tmp_path, definition_of())
+    files = everything(tmp_path)
+    one, other = tmp_path / "shards/000001.json", tmp_path / "shards/000002.json"
+    one.write_bytes(damage)
+    with pytest.raises(InvalidFile, match=r"000001\.json cannot be read: .*; copy it again, or collect it again"):
+        verify(tmp_path)
+    with pytest.raises(InvalidFile, match=r"000001\.json cannot be read"):
+        ActivationDataset(tmp_path)
+    newer = files["shards/000002.json"].replace(b'"version": 1', b'"version": 2')
+    for foreign, why in ((newer, "is of format version 2"), (files["shards/000000.json"], "is the receipt of another")):
+        other.write_bytes(foreign)
+        with pytest.raises(InvalidFile, match=rf"000002\.json .*{why}"):
+            sound_shards(folder, ASKED)
+        assert one.read_bytes() == damage, "nothing is taken away before all is known"
+        assert folder.totals() is not None
+    other.write_bytes(files["shards/000002.json"])
+    known, there, mended = sound_shards(folder, ASKED)
+    assert ([*known], there, mended) == ([0, 2], 3, 1)
+    assert (one.exists(), folder.totals()) == (False, None)
+    folder.write(shard_of(definition_of(), 1))
+    folder.complete()
+    assert everything(tmp_path) == files
+
+
+def test_a_damaged_file_that_no_shard_has_is_refused(tmp_path) -> None:
+    """It is not removed: nobody here wrote it."""
+    folder = folder_of(tmp_path, definition_of())
+    for name in ("notes.json", "1.json", "-00001.json"):
+        (tmp_path / "shards" / name).write_text("{")
+        with pytest.raises(InvalidFile, match=f"{name} is the receipt of no shard; remove it"):
+            sound_shards(folder, ASKED)
+        (tmp_path / "shards" / name).unlink()
+
+
+def test_totals_are_removed_once_before_any_receipt_is_written(tmp_path) -> None:
+    """By whichever thread comes first, and again where a data set that was complete grows; others ask for nothing."""
+    definition = definition_of()
+    folder_of(tmp_path, definition, shards=1, last=4)
+    done: list[tuple[str, str]] = []
+    past = threading.Event()
+
+    class Watched(LocalFolder):
+        def remove(self, name: str) -> None:
+            past.wait(0.2)  # whoever could go past, does
+            super().remove(name)
+            done.append(("remove", name))
+
+        def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> FileReceipt:
+            past.set()
+            done.append(("write", name))
+            return super().write(name, chunks)
+
+    folder = DatasetFolder.begin(Watched(tmp_path), definition)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: folder.write(shard_of(definition, number)), [1, 2, 3, 4]))
+    assert done[0] == ("remove", "dataset.json")
+    assert done.count(("remove", "dataset.json")) == 1
+    folder.complete()
+    again = pickle.loads(pickle.dumps(DatasetFolder.open(tmp_path)))
+    assert again.totals() == folder.totals()
+    done.clear()
+    folder.write(shard_of(definition, 5))
+    folder.discard(5)
+    assert (done[0], done.count(("remove", "dataset.json"))) == (("remove", "dataset.json"), 1)
+    assert folder.totals() is None
 
 
 def test_a_receipt_of_another_data_set_is_refused(tmp_path) -> None:

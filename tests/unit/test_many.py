@@ -9,14 +9,19 @@ import tempfile
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
+from shards import definition_of, folder_of
 
 from steercap.adapters.cluster import find_folder
 from steercap.adapters.refusal import FOLDER, left_behind, refusal
 from steercap.collecting import RayActors
+from steercap.collecting.collect import Asked
 from steercap.collecting.documents import digests
 from steercap.collecting.feeding import feed
+from steercap.collecting.many import _Spread
 from steercap.collecting.sources import Source, open_source
-from steercap.errors import InvalidSetting, MemoryNotShared, UnsupportedModel
+from steercap.core.spec import CaptureSpec
+from steercap.errors import InvalidSetting, MemoryNotShared, RunDiffers, UnsupportedModel
 from steercap.model import SteerModel
 from steercap.testing.rows import TINY_ENGINE
 from steercap.transport.shared import NONCE_BYTES, SharedSegment
@@ -54,6 +59,29 @@ async def test_documents_of_a_shard_are_those_of_the_corpus() -> None:
     assert digests(documents[2:]) == digests(list(again)) != digests(documents[:2])
     fed = [one async for batch in feed(open_source(corpus), Asks(), lambda _: False) for one in batch]
     assert digests(documents) == hashlib.sha256(b"".join(one.digest for one in fed)).hexdigest()
+
+
+async def test_a_shard_that_is_there_is_passed_over_or_differs(tmp_path) -> None:
+    """Of the same documents, of others, of fewer than the corpus has now, and of more."""
+    corpus = ["one", "two", "three"]
+    definition = definition_of(documents=2)
+    folder = folder_of(tmp_path, definition, shards=1, last=2)
+    (receipt,) = folder.receipts().values()
+
+    async def second(documents: list[str], of: list[str]) -> object:
+        spread = _Spread([], open_source(documents), str(tmp_path), Asked(capture=CaptureSpec()))
+        spread._known[0] = replace(receipt, stop=len(of), documents_sha256=digests(list(open_source(of))))
+        return await spread._next(2)
+
+    number, (document,) = await second(corpus, corpus[:2])
+    assert (number, document.content) == (1, "three")
+    for other in (["one", "other"], ["other"]):
+        with pytest.raises(RunDiffers, match="holds shard 0 of other documents"):
+            await second(corpus, other)
+    with pytest.raises(RunDiffers, match="holds shard 0 of other documents"):
+        await second(corpus[:1], corpus[:2])
+    with pytest.raises(RunDiffers, match=r"has grown\. Remove .*/shards/000000\.json, and the same call"):
+        await second(corpus, corpus[:1])
 
 
 def test_a_model_that_is_not_started_can_be_opened_elsewhere() -> None:

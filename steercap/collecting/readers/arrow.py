@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from steercap.collecting.readers.base import RECORDS, Asked, Found, Reader
+from steercap.collecting.readers.base import RECORDS, Asked, Found, Reader, values_of
 from steercap.collecting.readers.parquet import column_in
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
@@ -34,7 +34,7 @@ class Arrow(Reader):
                 for batch, at in batches:
                     column = batch.column(place)
                     for first in range(0, len(column), RECORDS):
-                        for value in column[first : first + RECORDS].to_pylist():
+                        for value in values_of(column[first : first + RECORDS]):
                             number += 1
                             yield Found(f"row {number}", value, min(at, size))
         except (OSError, pa.ArrowException) as error:

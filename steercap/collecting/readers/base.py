@@ -142,4 +142,28 @@ def utf8(data: bytes) -> str | Bad:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        return Bad(f"not UTF-8: {error.reason} at byte {error.start}")
+        return _not_utf8(error)
+
+
+def values_of(column: Any) -> list[Any]:
+    """The values of a column of Arrow's, `Bad` in the place of those that are not UTF-8."""
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        return [_value_of(one) for one in column]
+
+
+def half_of_pair(error: UnicodeEncodeError) -> str:
+    """What to say of a text that UTF-8 does not hold."""
+    return f"{error.object[error.start]!r} is half of a surrogate pair, and no text"
+
+
+def _value_of(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        return _not_utf8(error)
+
+
+def _not_utf8(error: UnicodeDecodeError) -> Bad:
+    return Bad(f"not UTF-8: {error.reason} at byte {error.start}")

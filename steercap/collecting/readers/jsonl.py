@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from steercap.collecting.readers.base import Asked, Bad, Found, Reader, lines
+from steercap.collecting.readers.base import Asked, Bad, Found, Reader, half_of_pair, lines
 
 
 class JsonLines(Reader):
@@ -26,7 +27,18 @@ def _value(decode: Any, line: bytes) -> Any:
     try:
         return decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return Bad(f"no JSON: {error}")
+        return Bad(_half_in(line) or f"no JSON: {error}")
+
+
+def _half_in(line: bytes) -> str:
+    """That all that is wrong with a line is half of a surrogate pair, which Python's own decoder lets pass; else ""."""
+    try:
+        json.dumps(json.loads(line), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        return half_of_pair(error)
+    except (ValueError, RecursionError):
+        pass
+    return ""
 
 
 MEMBER = JsonLines()

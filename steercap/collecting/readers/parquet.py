@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from steercap.collecting.readers.base import KEYS, RECORDS, Asked, Found, Reader
+from steercap.collecting.readers.base import KEYS, RECORDS, Asked, Found, Reader, values_of
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
 
@@ -25,7 +25,7 @@ class Parquet(Reader):
             with parquet.ParquetFile(path, memory_map=True) as file:
                 column, rows = column_in(file.schema_arrow.names, asked, path), file.metadata.num_rows
                 for batch in file.iter_batches(RECORDS, columns=[column]):
-                    for value in batch.column(0).to_pylist():
+                    for value in values_of(batch.column(0)):
                         number += 1
                         yield Found(f"row {number}", value, size * number // rows)
         except (OSError, pa.ArrowException) as error:

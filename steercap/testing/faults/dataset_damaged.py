@@ -26,17 +26,18 @@ async def inject(folder: Path) -> list[Outcome]:
             f"its index with a bit changed, at {BITS} places, verified": (index, verify, changed),
         }
         found = damaged(whole, folder / "damaged", tries)
-        halved = shutil.copytree(whole, folder / "halved")
-        os.truncate(halved / rows, (halved / rows).stat().st_size // 2)
-        assert (await model.collect(corpus, halved, **COLLECTED)).mended == 1
-        assert digests(halved) == digests(whole)
+        for name in (rows, index, receipt):
+            halved = shutil.copytree(whole, folder / f"halved{Path(name).suffix}")
+            os.truncate(halved / name, (halved / name).stat().st_size // 2)
+            assert (await model.collect(corpus, halved, **COLLECTED)).mended == 1
+            assert digests(halved) == digests(whole)
     return [*found, Outcome("collect, called again", "the shard is collected again; the data set is that of before")]
 
 
 MEMBER = Fault(
     title="a data set's shard cut off or changed",
     how="files of a collected shard cut to many lengths when the data set is opened, single bits changed when it is "
-    "verified; then the same `collect` over a shard cut in half",
+    "verified; then the same `collect` over a shard of which one file was cut in half",
     must="`InvalidFile` that names the file, each time; `collect` collects that shard again, and no other",
     inject=inject,
 )
