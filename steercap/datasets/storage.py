@@ -21,6 +21,9 @@ from steercap.files.base import sweep, write_whole
 
 #: Bytes read at once of a file that is hashed or copied.
 CHUNK: Final = 4 << 20
+#: Files from so many bytes on leave the page cache once they are on the disk. A data set is mostly larger than memory,
+#: which it would take from everybody, and pages that nobody has used before cost more than the disk does.
+LARGE: Final = 64 << 20
 #: What is written: bytes, or an array of them.
 Buffer: TypeAlias = "bytes | memoryview"
 
@@ -109,6 +112,8 @@ class LocalFolder(Storage):
         with write_whole(target) as scratch, scratch.open("wb", buffering=0) as file:
             receipt = copied(chunks, file)
             os.fsync(file.fileno())
+            if receipt.bytes >= LARGE:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         _sync_folder(target.parent)
         return receipt
 
