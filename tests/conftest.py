@@ -70,11 +70,13 @@ class Leftovers:
         """What has come since, by kind; empty sets left out."""
         gc.collect()
         now = Leftovers()
+        shared = now.shared - self.shared - files_of_others()
         found = {
             "processes": now.processes - self.processes,
             # vLLM's and torch's pools may keep a thread for the process's life; none of them is ours.
             "threads": {thread for thread in now.threads - self.threads if "steercap" in thread.name},
-            "shared memory files": now.shared - self.shared - files_of_others(),
+            # joblib makes a semaphore where it is imported; a program beside this one that is killed leaves it.
+            "shared memory files": {path for path in shared if not path.name.startswith("sem.loky-")},
             "mapped segments": now.segments - self.segments,
         }
         return {kind: left for kind, left in found.items() if left}
