@@ -18,12 +18,11 @@ import torch
 from jaxtyping import Float, Integer
 from numpy.typing import NDArray
 
+from steercap.datasets.tensors import as_numpy
 from steercap.encodings.coded import CodedRows, Whole, parts_of
 
 #: Elements that are looked at together, by NumPy: it keeps to the thread that it is called in, and lets others run.
 BLOCK_ELEMENTS: Final = 1 << 20
-#: Integers of so many bytes.
-BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: An element is small if it is below this part of its row's root mean square.
 SMALL: Final = 0.01
 #: The least number of float32 above 0.
@@ -175,9 +174,8 @@ def _together(pieces: Sequence[Whole]) -> Whole:
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors along their first axis, by NumPy, which has no name for some of their dtypes."""
-    bits = BITS[tensors[0].dtype.itemsize]
-    return torch.from_numpy(np.concatenate([one.view(bits).numpy() for one in tensors])).view(tensors[0].dtype)
+    """Tensors along their first axis, by NumPy."""
+    return torch.from_numpy(np.concatenate([as_numpy(one) for one in tensors])).view(tensors[0].dtype)
 
 
 def _plain(rows: Whole) -> NDArray[np.float32]:
@@ -185,7 +183,7 @@ def _plain(rows: Whole) -> NDArray[np.float32]:
     whole = rows.decoded() if isinstance(rows, CodedRows) else rows
     flat = whole.flatten(1)
     if flat.dtype == torch.bfloat16:  # the upper half of a float32
-        return (flat.view(torch.uint16).numpy().astype(np.uint32) << 16).view(np.float32)
+        return (as_numpy(flat).astype(np.uint32) << 16).view(np.float32)
     return flat.numpy().astype(np.float32, copy=False)
 
 

@@ -7,11 +7,12 @@ first, then by name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from steercap.datasets.storage import Buffer
 
@@ -35,7 +36,7 @@ DTYPES: Final[Mapping[torch.dtype, str]] = {
 }
 #: How dtypes that NumPy has no name for are viewed.
 BITS: Final[Mapping[torch.dtype, torch.dtype]] = {
-    torch.bfloat16: torch.int16,
+    torch.bfloat16: torch.uint16,
     torch.float8_e4m3fn: torch.uint8,
     torch.float8_e5m2: torch.uint8,
 }
@@ -78,10 +79,16 @@ def _shape(pieces: Sequence[torch.Tensor]) -> list[int]:
     return [sum(len(piece) for piece in pieces), *first.shape[1:]]
 
 
+def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
+    """A tensor's own memory; of dtypes that NumPy has no name for, as integers of as many bytes."""
+    seen = tensor.view(BITS[tensor.dtype]) if tensor.dtype in BITS else tensor
+    found: NDArray[Any] = seen.numpy(force=seen.requires_grad)
+    return found
+
+
 def _bytes_of(piece: torch.Tensor) -> memoryview:
     """Its bytes. NumPy's way, for each of torch's operations gives Python's lock away, and waits for it again."""
-    seen = piece.view(BITS[piece.dtype]) if piece.dtype in BITS else piece
-    array = np.ascontiguousarray(seen.numpy(force=seen.requires_grad))
+    array = np.ascontiguousarray(as_numpy(piece))
     if array.size == 1:  # counts as contiguous whatever its stride, and is then not viewed as bytes
         return memoryview(array.tobytes())
     return array.reshape(-1).view(np.uint8).data
