@@ -5,7 +5,11 @@ Nothing else opens its files. Each appears whole or not at all: locally under it
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
+import io
+import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -15,17 +19,15 @@ from typing import Annotated, Any, Final, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from steercap.errors import InvalidFile
 from steercap.files.base import sweep, write_whole
 
 #: Bytes read at once of a file that is hashed or copied.
 CHUNK: Final = 4 << 20
-#: Files from so many bytes on leave the page cache once they are on the disk. A data set is mostly larger than memory,
-#: which it would take from everybody, and pages that nobody has used before cost more than the disk does.
-LARGE: Final = 64 << 20
-#: What is written: bytes, or an array of them.
-Buffer: TypeAlias = "bytes | memoryview"
+#: What is written: bytes, or those of an array, in the order of its elements.
+Buffer: TypeAlias = "bytes | memoryview | NDArray[np.uint8]"
 
 
 class FileReceipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,6 +96,38 @@ class Storage(ABC):
         return self.path("").rstrip("/")
 
 
+class Direct:
+    """A file of which whole pages go to the disk past the page cache, if its file system can do that.
+
+    A data set is mostly larger than memory, and would take all of it from everybody; memory that nobody has used
+    before costs a virtual machine more than its disk does.
+
+    Args:
+        file: to write to, not buffered.
+    """
+
+    def __init__(self, file: io.FileIO) -> None:
+        self._file = file
+        self._flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        self._can, self._direct = True, False
+
+    def write(self, data: memoryview) -> int:
+        """Write bytes in whole pages of memory; what is less, the end of a file, goes through the page cache."""
+        try:
+            self._pass_cache(self._can and not len(data) % mmap.PAGESIZE)
+            return self._file.write(data)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self._can:
+                raise
+            self._can = False
+            return self.write(data)
+
+    def _pass_cache(self, asked: bool) -> None:
+        if asked != self._direct:
+            fcntl.fcntl(self._file, fcntl.F_SETFL, self._flags | os.O_DIRECT if asked else self._flags)
+            self._direct = asked
+
+
 class LocalFolder(Storage):
     """A folder of this machine; it is made when something is written.
 
@@ -110,10 +144,8 @@ class LocalFolder(Storage):
     def write(self, name: str, chunks: Iterable[Buffer]) -> FileReceipt:
         target = self._folder / name
         with write_whole(target) as scratch, scratch.open("wb", buffering=0) as file:
-            receipt = copied(chunks, file)
+            receipt = copied(chunks, Direct(file))
             os.fsync(file.fileno())
-            if receipt.bytes >= LARGE:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         _sync_folder(target.parent)
         return receipt
 
@@ -171,25 +203,38 @@ def copied(chunks: Iterable[Buffer], file: _Writable) -> FileReceipt:
 
 
 def _parts(chunks: Iterable[Buffer]) -> Iterator[memoryview]:
-    """The same bytes, in parts of CHUNK at most: each part is a wait for Python's lock, which others have.
+    """The same bytes, in parts of CHUNK but for the last: each is a wait for Python's lock, which others have.
 
-    Small chunks are put together in one piece of memory, which the next part takes: NumPy copies without the lock, and
-    fresh memory for every part would cost as much as the copy.
+    They are put together in one piece of memory, whole pages of it, which the next part takes: NumPy copies without the
+    lock, and fresh memory for every part would cost as much as the copy.
     """
-    together = np.empty(CHUNK, dtype=np.uint8)
+    memory = mmap.mmap(-1, CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    together = np.frombuffer(memory, dtype=np.uint8)
     held = 0
     for chunk in chunks:
-        view = memoryview(chunk).cast("B")
-        if held and held + len(view) > CHUNK:
-            yield together[:held].data
-            held = 0
-        if len(view) >= CHUNK:
-            yield from (view[start : start + CHUNK] for start in range(0, len(view), CHUNK))
-        else:
-            together[held : held + len(view)] = np.frombuffer(view, dtype=np.uint8)
-            held += len(view)
+        waiting = [_rows(chunk)]
+        while waiting:
+            rows, room = waiting.pop(), CHUNK - held
+            if rows.size > room:
+                fit = room // (rows.shape[1] if rows.ndim == 2 else 1)
+                if not fit:  # a row is cut
+                    waiting += [rows[1:], rows[0]]
+                    continue
+                waiting.append(rows[fit:])
+                rows = rows[:fit]
+            together[held : held + rows.size].reshape(rows.shape)[:] = rows
+            held += rows.size
+            if held == CHUNK:
+                yield memoryview(memory)
+                held = 0
     if held:
-        yield together[:held].data
+        yield memoryview(memory)[:held]
+
+
+def _rows(chunk: Buffer) -> NDArray[np.uint8]:
+    """A chunk's bytes in one axis; in two, [rows, bytes], where rows lie apart."""
+    array = chunk if isinstance(chunk, np.ndarray) else np.frombuffer(chunk, dtype=np.uint8)
+    return array if array.ndim == 2 and not array.flags.c_contiguous else array.reshape(-1)
 
 
 def _write_all(file: _Writable, part: memoryview) -> None:

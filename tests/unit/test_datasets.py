@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +34,7 @@ from steercap.datasets import ActivationDataset, DatasetFolder, Index, Shard, de
 from steercap.datasets.definition import PointFormat
 from steercap.datasets.shards import name_of
 from steercap.datasets.statistics import SMALL, no_rows, statistics_of
-from steercap.datasets.storage import FileReceipt, LocalFolder
+from steercap.datasets.storage import CHUNK, Direct, FileReceipt, LocalFolder
 from steercap.datasets.tensors import encoded
 from steercap.encodings.coded import CodedRows, end_of, parts_of
 from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, RunDiffers
@@ -118,6 +122,59 @@ def test_a_view_of_one_element_is_written() -> None:
         one = torch.arange(6, dtype=dtype).view(2, 3)[1:, 1:2]
         strided = one.as_strided((1, 1), (3, 2), one.storage_offset())
         assert load(b"".join(encoded({"a": [strided]}, {})))["a"].tolist() == [[4]]
+
+
+#: Bytes of rows, bytes left out between them, and how many.
+ROWS_APART = st.tuples(st.integers(1, 1 << 21), st.integers(0, 9), st.integers(0, 7))
+
+
+@given(st.lists(st.one_of(ROWS_APART, st.integers(0, 9 << 20)), max_size=6), st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_a_file_is_its_chunks_one_after_another(sizes, seed) -> None:
+    """Small and large ones, and arrays whose rows lie apart, across the parts in which they are written."""
+    drawn = np.random.default_rng(seed)
+    chunks: list[bytes | np.ndarray] = [
+        drawn.bytes(size)
+        if isinstance(size, int)
+        else np.frombuffer(drawn.bytes((size[0] + size[1]) * size[2]), np.uint8).reshape(size[2], -1)[:, size[1] :]
+        if size[2]
+        else np.empty((0, size[0]), np.uint8)
+        for size in sizes
+    ]
+    wanted = b"".join(chunk if isinstance(chunk, bytes) else chunk.tobytes() for chunk in chunks)
+    for disk in (None, "/dev/shm"):
+        with tempfile.TemporaryDirectory(dir=disk) as folder:
+            receipt = LocalFolder(folder).write("a", chunks)
+            assert (Path(folder) / "a").read_bytes() == wanted
+            assert receipt == FileReceipt(len(wanted), hashlib.sha256(wanted).hexdigest())
+
+
+def test_a_file_does_not_fill_the_page_cache(tmp_path) -> None:
+    """Its parts cannot be read without the disk; the end, which is no whole page, can."""
+    try:
+        os.close(os.open(tmp_path / "direct", os.O_CREAT | os.O_WRONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("the file system knows no O_DIRECT")
+    LocalFolder(tmp_path).write("a", [bytes(2 * CHUNK), b"end"])
+    with (tmp_path / "a").open("rb") as file:
+        try:
+            assert os.preadv(file.fileno(), [bytearray(3)], 2 * CHUNK, os.RWF_NOWAIT) == 3
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+            pytest.skip("the file system does not say what is in the page cache")
+        for at in (0, CHUNK):
+            with pytest.raises(BlockingIOError):
+                os.preadv(file.fileno(), [bytearray(4096)], at, os.RWF_NOWAIT)
+
+
+def test_what_cannot_pass_the_page_cache_goes_through_it(tmp_path) -> None:
+    """Memory at an odd address, which no disk takes."""
+    data = np.random.default_rng(0).integers(0, 255, 4 * 4096 + 1, dtype=np.uint8)
+    with (tmp_path / "a").open("wb", buffering=0) as raw:
+        file = Direct(raw)
+        assert file.write(data[1:8193].data) == file.write(data[8193:].data) == 8192
+    assert (tmp_path / "a").read_bytes() == data[1:].tobytes()
 
 
 def test_safetensors_reads_what_was_written_in_pieces() -> None:
