@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -63,6 +64,7 @@ class Moment:
     Args:
         seconds: since the beginning.
         memory: bytes of the client and of the engine's processes, shared ones counted once: proportional set sizes.
+        device: bytes in use on the first GPU, by whomever; 0 without one.
         shared: bytes of rows in shared memory.
         spilled: bytes of rows on disk.
         held: handles whose rows workers hold.
@@ -72,6 +74,7 @@ class Moment:
 
     seconds: float
     memory: int
+    device: int
     shared: int
     spilled: int
     held: int
@@ -99,11 +102,14 @@ class Report:
 
     @property
     def growth(self) -> float:
-        """How much more memory the last quarter took than the second, as a share of it."""
+        """How much more memory the last quarter took than the second, as a share of it; of a GPU's, if that is more."""
         quarter = len(self.moments) // 4
-        early = sorted(one.memory for one in self.moments[quarter : 2 * quarter])
-        late = sorted(one.memory for one in self.moments[-quarter:])
-        return late[len(late) // 2] / early[len(early) // 2] - 1
+        early, late = self.moments[quarter : 2 * quarter], self.moments[-quarter:]
+        grown = []
+        for kind in ("memory", "device"):
+            before, after = (median(getattr(one, kind) for one in moments) for moments in (early, late))
+            grown.append(after / before - 1 if before else 0.0)
+        return max(grown)
 
 
 class Soak:
@@ -118,6 +124,7 @@ class Soak:
     def __init__(self, model: SteerModel, reference: Reference, seed: int) -> None:
         self.report = Report()
         self._model, self._reference = model, reference
+        self._on_gpu = torch.cuda.is_available()
         self._rng = random.Random(seed)
         self._comparing = asyncio.Semaphore(1)  # or comparing would take the engine's cores
         self._held = 0
@@ -297,6 +304,7 @@ class Soak:
                 Moment(
                     time.monotonic() - began,
                     await asyncio.to_thread(memory_of_all),
+                    memory_of_device() if self._on_gpu else 0,
                     stats.capture_bytes_in_use,
                     stats.spill_bytes_in_use,
                     stats.handles_held + stats.handles_spilled,
@@ -320,6 +328,16 @@ def memory_of_all() -> int:
         except psutil.NoSuchProcess:
             continue
     return total
+
+
+def memory_of_device() -> int:
+    """Bytes in use on the first GPU, by this process and all others."""
+    with extra("cuda"):
+        from vllm.third_party import pynvml
+
+    pynvml.nvmlInit()
+    used: int = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used
+    return used
 
 
 def _prompt(rng: random.Random) -> list[int]:
