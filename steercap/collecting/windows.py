@@ -13,7 +13,7 @@ import numpy.typing as npt
 from steercap.collecting.documents import Document
 from steercap.core.prompts import templated
 from steercap.core.values import index_of, shown
-from steercap.errors import InvalidPrompt, InvalidSetting
+from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSetting
 
 #: What becomes of a document that is longer than the context.
 Long = Literal["split", "cut", "refuse"]
@@ -92,7 +92,7 @@ class Cutting:
             if isinstance(content, str):
                 ids = next(tokens)
             elif isinstance(content, list):
-                ids = self._templated(content)
+                ids = self._templated(content, document.where)
             else:
                 ids = content
             yield self._cut(document, ids)
@@ -108,10 +108,14 @@ class Cutting:
         found = self.tokenizer(texts, **given)["input_ids"]
         return [np.asarray(ids, dtype=np.int64) for ids in found]
 
-    def _templated(self, messages: list[dict[str, Any]]) -> npt.NDArray[np.int64]:
+    def _templated(self, messages: list[dict[str, Any]], where: str) -> npt.NDArray[np.int64]:
         invite = bool(messages) and messages[-1].get("role") != "assistant"
         arguments = {"add_generation_prompt": invite, **self.template}
-        return np.asarray(templated(self.tokenizer, messages, arguments, spans=False)[0], dtype=np.int64)
+        try:
+            ids, _ = templated(self.tokenizer, messages, arguments, spans=False)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"{where}: {error}") from error
+        return np.asarray(ids, dtype=np.int64)
 
     def _cut(self, document: Document, ids: npt.NDArray[np.int64]) -> list[Window]:
         bos = self.tokenizer.bos_token_id if self.bos == "window" else None

@@ -327,6 +327,18 @@ def test_long_documents_are_cut_off_or_refused_as_asked():
         windows_of(cutting(3, long="refuse"), "abc", "abcdef")
 
 
+def test_a_conversation_that_the_template_refuses_is_named():
+    """One that takes no role but the user's."""
+    own = tokenizer()
+    own.chat_template = (
+        "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('users alone') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    said = [{"role": "user", "content": "abc"}]
+    with pytest.raises(InvalidRequest, match=r"^document 1: the chat template .* users alone"):
+        windows_of(Cutting(own, 8), said, [*said, {"role": "tool", "content": "def"}])
+
+
 def test_texts_are_tokenised_as_one_by_one():
     """Many at once give what each gives alone."""
     own = tokenizer()
