@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
-from steercap.collecting.feeding import Fed, feed
+from steercap.collecting.feeding import Fed, cancelled_elsewhere, feed
 from steercap.collecting.locking import locked
 from steercap.collecting.pipeline import Block, blocks
 from steercap.collecting.reading import CollectingModel, Reading, most_context
@@ -221,10 +221,13 @@ class _Collection:
         if self._asked.documents_per_shard is not None:
             return batches, self._asked.documents_per_shard
         first: list[list[Fed]] = []
-        async for batch in batches:
-            first.append(batch)
-            if sum(map(len, first)) >= LOOKED_AT:
-                break
+        try:
+            async for batch in batches:
+                first.append(batch)
+                if sum(map(len, first)) >= LOOKED_AT:
+                    break
+        except asyncio.CancelledError as error:
+            raise cancelled_elsewhere(error) from error
         fed = [one for batch in first for one in batch]
         rows = sum(self._rows_of(one) for one in fed) / max(1, len(fed))
         bytes_each = max(1.0, rows * self._reading.row_bytes)

@@ -87,6 +87,19 @@ async def feed(
         feeder.ended.set()
 
 
+def cancelled_elsewhere(error: asyncio.CancelledError) -> RuntimeError:
+    """What became of something that was waited for and cancelled by somebody else: whoever waits is to be told.
+
+    Raises:
+        asyncio.CancelledError: the task that waited is itself to end.
+    """
+    if (task := asyncio.current_task()) is None or task.cancelling():
+        raise error
+    found = RuntimeError("what this collection waited for, a task of its source's, was cancelled")
+    found.__cause__ = error
+    return found
+
+
 class _Feeder:
     """Feeds a queue from a thread of its own; made in the event loop that takes from it.
 

@@ -22,7 +22,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from steercap.collecting.feeding import Fed
+from steercap.collecting.feeding import Fed, cancelled_elsewhere
 from steercap.collecting.reading import CollectingModel, Reading
 from steercap.collecting.windows import Window
 from steercap.core.spec import Point
@@ -139,7 +139,7 @@ class _Run:
         self._most_tokens = reading.under_way
         self._room, self._work, self._news = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._document = 0  # tokens read of the one that is not handed over to its end
-        self._all_there = False
+        self._all_there = self._over = False
         self._error: BaseException | None = None
 
     async def start(self, batches: AsyncGenerator[list[Fed], None]) -> None:
@@ -192,6 +192,9 @@ class _Run:
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- as above
             self._fail(error)
         else:
+            if self._over:
+                handle.release()
+                return
             self._arrived.append((place, handle))
             self._work.set()
 
@@ -287,24 +290,24 @@ class _Run:
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, asyncio.CancelledError):
-            if (task := asyncio.current_task()) is None or task.cancelling():
-                raise error  # this run ends
-            cause, error = error, RuntimeError("what this collection waited for, a task of its source's, was cancelled")
-            error.__cause__ = cause
+            error = cancelled_elsewhere(error)  # or this run ends
         self._error = self._error or error
         self._news.set()
 
     async def end(self, others: Sequence[asyncio.Task[None]]) -> None:
-        """End what runs, and give back what nobody will take."""
+        """End what runs, and give back what nobody will take; at once if this is cancelled once more."""
+        self._over = True
         tasks = [*others, *self._running]
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        for _, handle in self._arrived:
-            handle.release()
-        self._arrived.clear()
-        self._places.clear()
+        try:
+            if tasks:
+                await asyncio.wait(tasks)
+        finally:
+            for _, handle in self._arrived:
+                handle.release()
+            self._arrived.clear()
+            self._places.clear()
 
 
 def _joined(columns: Sequence[Any]) -> Any:

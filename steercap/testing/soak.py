@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -304,7 +305,7 @@ class Soak:
                 Moment(
                     time.monotonic() - began,
                     await asyncio.to_thread(memory_of_all),
-                    memory_of_device() if self._on_gpu else 0,
+                    await asyncio.to_thread(memory_of_device) if self._on_gpu else 0,
                     stats.capture_bytes_in_use,
                     stats.spill_bytes_in_use,
                     stats.handles_held + stats.handles_spilled,
@@ -332,12 +333,8 @@ def memory_of_all() -> int:
 
 def memory_of_device() -> int:
     """Bytes in use on the first GPU, by this process and all others."""
-    with extra("cuda"):
-        from vllm.third_party import pynvml
-
-    pynvml.nvmlInit()
-    used: int = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used
-    return used
+    asked = ["nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.check_output(asked, text=True)) << 20
 
 
 def _prompt(rng: random.Random) -> list[int]:

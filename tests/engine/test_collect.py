@@ -144,11 +144,12 @@ async def test_a_predicate_holds_where_nothing_generated_is_kept(tiny, tmp_path)
         assert index["token"].tolist() == [10, 12, 14, 20, 22]
 
 
-async def test_a_source_whose_task_somebody_cancelled_ends_the_collection(tiny, tmp_path) -> None:
-    """With an error, where it waited for ever."""
+@pytest.mark.parametrize(("documents", "per_shard"), [(40, 5), (40, None), (2, None)])
+async def test_a_source_whose_task_somebody_cancelled_ends_the_collection(documents, per_shard, tiny, tmp_path) -> None:
+    """With an error, where it waited for ever; also while the first documents are looked at."""
 
     async def source() -> AsyncIterator[str]:
-        for _ in range(40):
+        for _ in range(documents):
             yield "a document"
         task = asyncio.ensure_future(asyncio.sleep(9))
         task.cancel()
@@ -156,7 +157,7 @@ async def test_a_source_whose_task_somebody_cancelled_ends_the_collection(tiny, 
 
     with pytest.raises(RuntimeError, match="was cancelled"):
         async with asyncio.timeout(60):
-            await tiny.collect(source(), tmp_path / "data", layers=1, documents_per_shard=5)
+            await tiny.collect(source(), tmp_path / "data", layers=1, documents_per_shard=per_shard)
     assert await settled(tiny) == (0, 0, 0)
 
 
@@ -386,6 +387,33 @@ async def test_rows_on_their_way_are_given_back_when_a_call_is_cancelled(tiny, t
         task = asyncio.ensure_future(tiny.collect(DOCUMENTS * 30, tmp_path, layers="all"))
         await fetching.wait()
         assert task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await nothing_is_held(tiny)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("steps", range(5))
+async def test_rows_that_wait_are_given_back_when_a_call_is_cancelled_twice(steps, tiny, tmp_path, monkeypatch) -> None:
+    """The second time while it ends: what waits to be fetched is given back, and what still comes."""
+    groups = []
+
+    async def fetched(group):
+        groups.append(group)
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(pipeline, "fetch_all", fetched)
+    gc.disable()
+    try:
+        task = asyncio.ensure_future(tiny.collect(DOCUMENTS * 30, tmp_path, layers="all", codec="full8"))
+        while len(groups) < pipeline.FETCHES:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)  # more has come than is being fetched
+        for _ in range(2):
+            assert task.cancel()
+            for _ in range(steps):
+                await asyncio.sleep(0)
         with pytest.raises(asyncio.CancelledError):
             await task
         await nothing_is_held(tiny)
