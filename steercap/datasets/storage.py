@@ -19,15 +19,14 @@ from typing import Annotated, Any, Final, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from steercap.errors import InvalidFile
 from steercap.files.base import sweep, write_whole
 
 #: Bytes read at once of a file that is hashed or copied.
 CHUNK: Final = 4 << 20
-#: What is written: bytes, or those of an array, in the order of its elements.
-Buffer: TypeAlias = "bytes | memoryview | NDArray[np.uint8]"
+#: What is written: bytes, or an array of them.
+Buffer: TypeAlias = "bytes | memoryview"
 
 
 class FileReceipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -212,29 +211,16 @@ def _parts(chunks: Iterable[Buffer]) -> Iterator[memoryview]:
     together = np.frombuffer(memory, dtype=np.uint8)
     held = 0
     for chunk in chunks:
-        waiting = [_rows(chunk)]
-        while waiting:
-            rows, room = waiting.pop(), CHUNK - held
-            if rows.size > room:
-                fit = room // (rows.shape[1] if rows.ndim == 2 else 1)
-                if not fit:  # a row is cut
-                    waiting += [rows[1:], rows[0]]
-                    continue
-                waiting.append(rows[fit:])
-                rows = rows[:fit]
-            together[held : held + rows.size].reshape(rows.shape)[:] = rows
-            held += rows.size
+        rest = np.frombuffer(chunk, dtype=np.uint8)
+        while rest.size:
+            taken, rest = rest[: CHUNK - held], rest[CHUNK - held :]
+            together[held : held + taken.size] = taken
+            held += taken.size
             if held == CHUNK:
                 yield memoryview(memory)
                 held = 0
     if held:
         yield memoryview(memory)[:held]
-
-
-def _rows(chunk: Buffer) -> NDArray[np.uint8]:
-    """A chunk's bytes in one axis; in two, [rows, bytes], where rows lie apart."""
-    array = chunk if isinstance(chunk, np.ndarray) else np.frombuffer(chunk, dtype=np.uint8)
-    return array if array.ndim == 2 and not array.flags.c_contiguous else array.reshape(-1)
 
 
 def _write_all(file: _Writable, part: memoryview) -> None:

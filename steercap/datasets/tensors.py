@@ -86,15 +86,9 @@ def as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
     return found
 
 
-def _bytes_of(piece: torch.Tensor) -> NDArray[np.uint8]:
-    """Its bytes, in its own memory: in one axis, or [rows, bytes] where rows lie apart.
-
-    NumPy's way, for each of torch's operations gives Python's lock away, and waits for it again.
-    """
-    array = as_numpy(piece)
-    if array.ndim == 2 and array.strides[1] == array.itemsize:
-        return array.view(np.uint8)
-    array = np.ascontiguousarray(array)
+def _bytes_of(piece: torch.Tensor) -> memoryview:
+    """Its bytes. NumPy's way, for each of torch's operations gives Python's lock away, and waits for it again."""
+    array = np.ascontiguousarray(as_numpy(piece))
     if array.size == 1:  # counts as contiguous whatever its stride, and is then not viewed as bytes
-        return np.frombuffer(array.tobytes(), dtype=np.uint8)
-    return array.reshape(-1).view(np.uint8)
+        return memoryview(array.tobytes())
+    return array.reshape(-1).view(np.uint8).data

@@ -154,7 +154,7 @@ class Codec(Encoding):
             coding: the codec's parameters.
 
         Returns:
-            Tensors [rows, ...], in the memory of `stored` where that can be: codes need not lie without gaps.
+            Tensors [rows, ...] in memory of their own.
         """
 
     @abstractmethod

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from steercap.encodings.base import Alike, Codec, dtype_of
+from steercap.encodings.base import Alike, Codec, dtype_of, packed
 from steercap.kernels.bits import FP8_HEAD, FP8_MOST
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class FP8(Codec):
 
         from steercap.encodings.uniform import floats
 
-        codes = stored[:, FP8_HEAD:].view(torch.float8_e4m3fn)
+        codes = packed(stored[:, FP8_HEAD:]).view(torch.float8_e4m3fn)
         return {"q": codes, "scale": floats(stored, 0, 1).flatten()}
 
     def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from steercap.core.records import LINE_BYTES
-from steercap.encodings.base import Alike, Codec, dtype_of
+from steercap.encodings.base import Alike, Codec, dtype_of, packed
 from steercap.kernels.bits import FULL8_HEAD, FULL8_STEPS
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Full8(Codec):
         from steercap.encodings.uniform import columns_of, floats
 
         scale, zero = columns_of(floats(stored, 0, 2))
-        return {"q": stored[:, FULL8_HEAD:], "scale": scale, "zero": zero}
+        return {"q": packed(stored[:, FULL8_HEAD:]), "scale": scale, "zero": zero}
 
     def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
         from steercap.encodings.uniform import restored

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from steercap.encodings.base import Alike, Codec, dtype_of
+from steercap.encodings.base import Alike, Codec, dtype_of, packed
 from steercap.kernels.bits import GROUP, INT4_STEPS
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Int4(Codec):
 
         groups = _groups(schema)
         scale, zero = columns_of(floats(stored, 0, 2 * groups).view(-1, groups, 2))
-        return {"q": stored[:, 8 * groups :], "scale": scale, "zero": zero}
+        return {"q": packed(stored[:, 8 * groups :]), "scale": scale, "zero": zero}
 
     def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:
         import torch

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import numpy as np
 
-from steercap.encodings.base import Alike, Codec, added, dtype_of
+from steercap.encodings.base import Alike, Codec, added, dtype_of, packed
 from steercap.encodings.matrices import Matrices
 from steercap.kernels.bits import GROUP
 
@@ -67,7 +67,7 @@ class RandomProjection(Codec):
         from steercap.encodings.uniform import floats
 
         groups = _groups(coding)
-        codes = stored[:, 4 * groups :].view(self._dtype)
+        codes = packed(stored[:, 4 * groups :]).view(self._dtype)
         return {"q": codes, "scale": floats(stored, 0, groups)}
 
     def decoded(self, parts: Mapping[str, torch.Tensor], schema: PointSchema, coding: Coding) -> torch.Tensor:

@@ -154,7 +154,7 @@ class Fetcher:
                 for part in assembly.parts
             ]
         )
-        await self._all([end])  # rows are taken apart; those of some codecs are decoded, or copied
+        await self._all([end])  # codes of a codec are taken apart, which copies them
         return made
 
     async def _all(self, calls: Sequence[Callable[[], None]]) -> None:

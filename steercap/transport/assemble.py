@@ -93,7 +93,7 @@ class Assembly:
     def rows(self) -> list[torch.Tensor | CodedRows]:
         """The rows of every point, in memory of their own, once all parts are filled: [rows, *shard shape] each.
 
-        Of rows that were projected, [rows, directions]; of those in a lossy codec, its codes, where they were gathered.
+        Of rows that were projected, [rows, directions]; of those in a lossy codec, its codes.
         """
         rows, flat = self._parcel.stored_rows, torch.from_numpy(self._result).view(-1)
         if self._whole:
@@ -112,7 +112,7 @@ class Assembly:
     def _kept(self, stored: torch.Tensor, schema: PointSchema, count: int) -> list[torch.Tensor | CodedRows]:
         """The rows of points that are alike, uint8 [points * rows, row bytes], as the client keeps them.
 
-        They are taken apart for all of them at once: threads that gather have Python's lock for little of it.
+        What is copied is copied for all of them at once: threads that gather have Python's lock for little of it.
         """
         coding, rows = self._parcel.coding, self._parcel.stored_rows
         if isinstance(self._encoding, Codec):
