@@ -14,10 +14,13 @@ import json
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from verify_gpu import environment
+
+if TYPE_CHECKING:
+    from steercap.testing.soak import Report
 
 MOST_GROWTH = 0.05
 
@@ -39,7 +42,10 @@ async def soak(minutes: float, seed: int, device: str, picture: Path | None, out
     # On a GPU with graphs, as engines are there; the rest of its memory is nobody's here.
     own = {"enforce_eager": False, "gpu_memory_utilization": 0.2} if device == "cuda" else {}
     async with SteerModel(str(path), **{**LIMITS, **own}) as model:
-        report = await Soak(model, Reference(path), seed).run(60 * minutes)
+        soaked = Soak(model, Reference(path), seed)
+        telling = asyncio.create_task(tell(soaked.report))
+        report = await soaked.run(60 * minutes)
+        telling.cancel()
         stats = await model.stats()
     print(f"begun: {dict(report.began)}")
     print(f"ended: {dict(report.ended)}")
@@ -55,6 +61,14 @@ async def soak(minutes: float, seed: int, device: str, picture: Path | None, out
     if picture:
         draw(report.moments, picture)
     return not report.failures and report.growth <= MOST_GROWTH
+
+
+async def tell(report: Report) -> None:
+    """How it goes, once a minute: who is cut off knows what there was."""
+    while True:
+        await asyncio.sleep(60)
+        last = report.moments[-1]
+        print(f"{last.seconds:.0f} s: {last.answered} answered, {len(report.failures)} found", flush=True)
 
 
 def draw(moments: list, picture: Path) -> None:
