@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -39,7 +40,7 @@ from stalls import (  # noqa: F401 -- hooks of pytest
 )
 
 from steercap import SteerModel
-from steercap.adapters.reaper import mapped, named, pids
+from steercap.adapters.reaper import mapped
 from steercap.testing import Reference, smollm2, tiny_checkpoint
 from steercap.testing.rows import ALL_SITES, CRAMPED, TINY_ENGINE
 
@@ -57,10 +58,37 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+class Mapped(threading.Thread):
+    """Sees which files of /dev/shm this process and its children map, once a second.
+
+    A file does not say whose it was: what others that run beside this process leave when they are killed, or have not
+    removed yet, is theirs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="mapped files", daemon=True)
+        self.files: set[Path] = set()
+
+    def look(self) -> None:
+        """Take note of what is mapped now."""
+        own = {process.pid for process in (psutil.Process(), *psutil.Process().children(recursive=True))}
+        self.files |= {Path(path) for path in mapped(own)}
+
+    def run(self) -> None:
+        while True:
+            self.look()
+            time.sleep(1)
+
+
+_MAPPED = Mapped()
+
+
 class Leftovers:
     """What exists now and must not exist in addition later."""
 
     def __init__(self) -> None:
+        if not _MAPPED.is_alive():
+            _MAPPED.start()
         self.processes = self._processes()
         self.threads = set(threading.enumerate())
         self.shared = set(Path("/dev/shm").iterdir())
@@ -69,14 +97,13 @@ class Leftovers:
     def new(self) -> dict[str, set[Any]]:
         """What has come since, by kind; empty sets left out."""
         gc.collect()
+        _MAPPED.look()
         now = Leftovers()
-        shared = now.shared - self.shared - files_of_others()
         found = {
             "processes": now.processes - self.processes,
             # vLLM's and torch's pools may keep a thread for the process's life; none of them is ours.
             "threads": {thread for thread in now.threads - self.threads if "steercap" in thread.name},
-            # joblib makes a semaphore where it is imported; a program beside this one that is killed leaves it.
-            "shared memory files": {path for path in shared if not path.name.startswith("sem.loky-")},
+            "shared memory files": (now.shared - self.shared) & _MAPPED.files,
             "mapped segments": now.segments - self.segments,
         }
         return {kind: left for kind, left in found.items() if left}
@@ -98,21 +125,6 @@ class Leftovers:
         }
 
 
-def mapped_files() -> set[Path]:
-    """Files of /dev/shm that this process or a child of it maps."""
-    return {Path(path) for path in mapped(_own_processes())}
-
-
-def files_of_others() -> set[Path]:
-    """Files of /dev/shm that programs beside this one map, or carry in their names: they are not our business."""
-    others = set(pids()) - _own_processes()
-    return {Path(path) for path in mapped(others) | named(others)}
-
-
-def _own_processes() -> set[int]:
-    return {process.pid for process in (psutil.Process(), *psutil.Process().children(recursive=True))}
-
-
 @asynccontextmanager
 async def opened(path: str | Path, **arguments: Any) -> AsyncIterator[SteerModel]:
     """A SteerModel, and the proof that closing it left nothing of what it made (others may open meanwhile)."""
@@ -121,7 +133,6 @@ async def opened(path: str | Path, **arguments: Any) -> AsyncIterator[SteerModel
     try:
         async with SteerModel(str(path), **arguments) as model:
             made = before.new()
-            made["shared memory files"] = made.get("shared memory files", set()) & mapped_files()
             yield model
     finally:
         left = before.new()

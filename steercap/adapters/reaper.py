@@ -51,6 +51,7 @@ class Reaper:
         self.mark: Final = f"{self._client}-{uuid4().hex[:12]}"
         self.folder: Final = Path(tempfile.mkdtemp(prefix="steercap-", dir=_short_folder()))
         self._roots: dict[int, str] = {}
+        self._files: set[str] = set()
         self._lock = threading.Lock()
         resource_tracker.ensure_running()  # or it would be marked, and killed with them
         self._process = subprocess.Popen(  # noqa: S603 -- this very file
@@ -81,13 +82,14 @@ class Reaper:
         self._tell("".join(f"{line}\n" for line in lines).encode())
 
     def note_files(self) -> set[str]:
-        """Take note of the engine's shared memory: should the client be killed with it, nobody else could find it.
+        """Take note of the engine's shared memory: once a process that mapped it is dead, nobody else could find it.
 
         Returns:
             The files.
         """
         found = _processes(self.mark, self._roots)
         files = mapped(found) | named(found)
+        self._files |= files
         self._tell("".join(f"shared {path}\n" for path in files).encode())
         return files
 
@@ -101,7 +103,7 @@ class Reaper:
         if not self.is_ours:
             return False
         with self._lock:
-            gone, files = reap(self.mark, self._roots)
+            gone, files = reap(self.mark, self._roots, self._files)
             for file in files:
                 _forget(file)
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -122,19 +124,22 @@ class Reaper:
                 stdin.flush()
 
 
-def reap(mark: str, roots: Mapping[int, str], patience: float = PATIENCE) -> tuple[bool, set[str]]:
+def reap(
+    mark: str, roots: Mapping[int, str], files: Iterable[str] = (), patience: float = PATIENCE
+) -> tuple[bool, set[str]]:
     """Kill every process of an engine, until there is none, and remove the shared memory that they alone had mapped.
 
     Args:
         mark: what its processes carry.
         roots: process ids known to be its own, and when each began.
-        patience: seconds to wait for them.
+        files: shared memory known to be its own: of a process that died before, nobody can tell what it had mapped.
+        patience: seconds to wait for the processes.
 
     Returns:
         Whether all are gone, and the files that were removed.
     """
     deadline = time.monotonic() + patience
-    left: set[str] = set()
+    left = set(files)
     killed = dict(roots)  # a dying process no longer shows its mark
     while found := _processes(mark, killed):
         for pid in found - killed.keys():
@@ -288,11 +293,10 @@ def main() -> None:
     whole, _, _ = said.rpartition(b"\n")  # killed while it wrote, it may have left half a line
     lines = [line.split(" ", 1) for line in whole.decode(errors="replace").splitlines()]
     roots = dict(rest.split() for kind, rest in lines if kind == "root")
-    reap(mark, {int(pid): began for pid, began in roots.items()}, patience=10 * PATIENCE)
+    shared = {path for kind, path in lines if kind == "shared"}
+    reap(mark, {int(pid): began for pid, began in roots.items()}, shared, patience=10 * PATIENCE)
     shutil.rmtree(folder, ignore_errors=True)
-    shared = {path for kind, path in lines if kind == "shared"} - mapped(pids())
-    sockets = {path for kind, path in lines if kind == "file" and os.getppid() != client}  # a client closes its own
-    for path in shared | sockets:
+    for path in {path for kind, path in lines if kind == "file" and os.getppid() != client}:  # a client closes its own
         with contextlib.suppress(OSError):
             os.unlink(path)  # noqa: PTH108
 

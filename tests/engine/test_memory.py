@@ -219,8 +219,8 @@ async def _drain(stream: Any) -> None:
         pass
 
 
-async def test_a_worker_that_dies_fails_its_requests_and_leaves_nothing_of_ours() -> None:
-    """A killed worker is an EngineFailure for who waits and who comes, and closing still works."""
+async def test_a_worker_that_dies_fails_its_requests_and_leaves_nothing() -> None:
+    """A killed worker is an EngineFailure for who waits and who comes, and closing removes what it had mapped."""
     before = Leftovers()
     async with SteerModel(tiny_checkpoint("qwen3"), **TINY_ENGINE) as model:
         (worker,) = map(psutil.Process, processes(model, "Worker"))  # of this engine: others may be open
@@ -235,8 +235,7 @@ async def test_a_worker_that_dies_fails_its_requests_and_leaves_nothing_of_ours(
             await running
         with pytest.raises(errors.EngineFailure, match="died"):
             await model.generate(random_prompt(30, 2), SIX)
-    left = before.new()
-    assert set(left) <= {"shared memory files"}  # vLLM's own, which Python's resource tracker removes at exit
+    assert not before.new()
 
 
 async def test_cancelling_the_start_leaves_nothing() -> None:
@@ -271,11 +270,12 @@ def shared(process: psutil.Process) -> int:
 async def test_two_thousand_requests_leave_memory_where_two_hundred_did(monkeypatch, record_property) -> None:
     """Client, worker and shared memory at the end are no higher than after the first 200 short captured requests.
 
-    vLLM's own worker grows by some 40 MiB over its first thousands of requests, in jumps, capture or none (its KV cache
-    is touched bit by bit, its kernels keep scratch memory for each size of batch). 2,000 requests without capture and
-    a small KV cache take most of that out beforehand.
+    vLLM's own worker grows too, capture or none: its KV cache is touched bit by bit, and its kernels keep what was
+    compiled for each of up to 1,024 sizes of a batch, which are others on a busy machine (54 MiB were seen). 1,000
+    requests without capture fill a small KV cache beforehand, and the kernels keep nothing.
     """
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")  # or glibc keeps an arena for each thread, at its own pace
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")
     arguments = {**TINY_ENGINE, "kv_cache_memory_bytes": 4 << 20}
     client = psutil.Process()
     others = set(client.children(recursive=True))
@@ -293,12 +293,12 @@ async def test_two_thousand_requests_leave_memory_where_two_hundred_did(monkeypa
             gc.collect()
             return [resident(client), resident(worker), shared(client), shared(worker)]
 
-        await run(2000, None)
+        await run(1000, None)
         first = await run(200, CaptureSpec(sites=ALL_SITES))
         last = await run(1800, CaptureSpec(sites=ALL_SITES))
     shown = [[round(count / 2**20, 1) for count in mark] for mark in (first, last)]
     record_property("client RSS, worker RSS, shared in client, in worker, MiB: after 200 and 2,000", shown)
-    # A leak of what 1,800 requests captured would be 183 MiB; the jumps named above reached 22 MiB after the warm-up.
-    assert all(after <= before + (32 << 20) for before, after in zip(first[:2], last[:2], strict=True)), shown
+    # A leak of what 1,800 requests captured would be 183 MiB; 0.5 MiB were seen, and 2 MiB of code paged in.
+    assert all(after <= before + (8 << 20) for before, after in zip(first[:2], last[:2], strict=True)), shown
     # Rows of one batch are freed while the next begins, so its pages may or may not be reused: one batch more at most.
     assert all(after <= before + 50 * 13 * 16 * 512 for before, after in zip(first[2:], last[2:], strict=True)), shown
