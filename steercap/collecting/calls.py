@@ -60,7 +60,7 @@ class CorpusCalls:
         codec: str | None = None,
         k: int | None = None,
         capture: CaptureSpec | None = None,
-        tokens: Tokens | TokenSelection | TokenSample = "all",
+        tokens: Tokens | TokenSelection | TokenSample | None = None,
         context: int | None = None,
         long: Long | None = None,
         bos: Bos = "document",
@@ -90,9 +90,9 @@ class CorpusCalls:
                 `steercap.collecting.open_source`.
             folder: where it goes: a path, or the URL of an fsspec file system.
             layers, sites, codec, k: what is kept: shorthand for `capture=CaptureSpec(layers=..., ...)`.
-            capture: the same, with all that a `CaptureSpec` may say but for its tokens, `reduce`, `project` and `sae`.
-            tokens: which tokens' rows are kept: a selection as for `CaptureSpec`, or `OneIn`, `ByProbe`, `ByPredicate`.
-                They count in each window by itself.
+            capture: the same, with all that a `CaptureSpec` may say but `reduce`, `project`, `sae` and `gather=False`.
+            tokens: which tokens' rows are kept: a selection as for `CaptureSpec`, or `OneIn`, `ByProbe`, `ByPredicate`;
+                by default those of `capture`. Positions count in each window by itself.
             context: most tokens of a window, by default as many as the engine takes.
             long: what becomes of longer documents: they are "split" into windows, which are read each by itself, "cut"
                 off, or "refuse"d. By default "split"; "refuse" where something is generated.
@@ -128,8 +128,8 @@ class CorpusCalls:
             The errors of `generate`.
         """
         asked = Asked(
-            capture=self._collected(capture, layers=layers, sites=sites, codec=codec, k=k),
-            tokens=tokens,
+            capture=(kept := self._collected(capture, layers=layers, sites=sites, codec=codec, k=k)),
+            tokens=self._chosen(kept, tokens),
             context=context,
             long=long,
             bos=bos,
@@ -159,7 +159,7 @@ class CorpusCalls:
         codec: str | None = None,
         k: int | None = None,
         capture: CaptureSpec | None = None,
-        tokens: Tokens | TokenSelection | TokenSample = "all",
+        tokens: Tokens | TokenSelection | TokenSample | None = None,
         context: int | None = None,
         long: Long | None = None,
         bos: Bos = "document",
@@ -206,8 +206,8 @@ class CorpusCalls:
             InvalidRequest: something is asked for that does not fit.
         """
         asked = Asked(
-            capture=self._collected(capture, layers=layers, sites=sites, codec=codec, k=k),
-            tokens=tokens,
+            capture=(kept := self._collected(capture, layers=layers, sites=sites, codec=codec, k=k)),
+            tokens=self._chosen(kept, tokens),
             context=context,
             long=long,
             bos=bos,
@@ -237,3 +237,16 @@ class CorpusCalls:
         if capture is not None and given:
             raise InvalidSpec(f"capture= beside {', '.join(given)}; give one of them")
         return CaptureSpec(**given) if capture is None else capture
+
+    @staticmethod
+    def _chosen(capture: CaptureSpec, tokens: Tokens | TokenSelection | TokenSample | None) -> Any:
+        """Which tokens are kept, said here or there.
+
+        Raises:
+            InvalidSpec: both.
+        """
+        if tokens is None:
+            return capture.selection
+        if capture.selection != TokenSelection.parse("all"):
+            raise InvalidSpec(f"tokens= beside those of capture=, {capture.selection}; give one of them")
+        return tokens

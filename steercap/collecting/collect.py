@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -125,12 +125,7 @@ class Asked:
         long: Long = self.long or ("split" if self.params is None else "refuse")
         cutting = Cutting(tokenizer_of(model), context, long, self.bos, self.template)
         sample = sample_of(self.tokens)
-        spec = self.capture if isinstance(self.tokens, TokenSample) else _of_tokens(self.capture, self.tokens)
-        return Reading(engine, spec, sample, cutting, self.params, self.seed, self.steering, self.concurrency)
-
-
-def _of_tokens(spec: CaptureSpec, tokens: Tokens | TokenSelection) -> CaptureSpec:
-    return replace(spec, tokens=TokenSelection.parse(tokens))
+        return Reading(engine, self.capture, sample, cutting, self.params, self.seed, self.steering, self.concurrency)
 
 
 async def collect(

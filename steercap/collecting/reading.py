@@ -74,6 +74,8 @@ class Reading:
     def __post_init__(self) -> None:
         if not self.spec.keeps_rows or not self.spec.gather:
             raise InvalidSpec("collect keeps rows; leave reduce=, project=, sae= and gather=False out")
+        if isinstance(self.sample, Selected):  # the same for every window, so it is lowered once
+            object.__setattr__(self, "spec", replace(self.spec, tokens=self.sample.selection))
         object.__setattr__(self, "points", self.engine.captured(self.spec)[0])
         object.__setattr__(self, "coding", self.engine.coding(self.spec))
         if self.sample.needs is not None and self.sample.needs not in self.points:
@@ -115,8 +117,7 @@ class Reading:
         Raises:
             The errors of `SteerModel.read` and `generate`.
         """
-        common = isinstance(self.sample, Selected)
-        spec = self.spec if common else replace(self.spec, tokens=tokens)
+        spec = self.spec if isinstance(self.sample, Selected) else replace(self.spec, tokens=tokens)
         prompt = {"prompt_token_ids": window.token_ids.tolist()}
         if self.params is None:
             return await model.read(prompt, capture=spec, steering=self.steering)

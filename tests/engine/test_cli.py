@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from pyarrow import parquet
+from safetensors.torch import load_file
 
 from steercap import Add, CaptureSpec, SteeringSpec
 from steercap.cli.capture import heatmaps_of
@@ -26,7 +28,8 @@ from steercap.cli.terminal import Output, Terminal
 from steercap.cli.vectors import extract_from, texts_between
 from steercap.errors import InvalidFile, InvalidSelection, InvalidSpec
 from steercap.requests.handle import CaptureHandle
-from steercap.testing import smollm2
+from steercap.testing import smollm2, tiny_checkpoint
+from steercap.testing.rows import random_prompt
 from steercap.testing.specs import vector
 from steercap.vectors import DirectionSet, LayerVectors, extract
 
@@ -85,6 +88,24 @@ def test_the_command_steers_and_prints_json_alone(tmp_path) -> None:
     assert one["rows_edited"] == [10]  # 5 prompt + 6 generated - 1
     ours = re.compile(r".*tokens/s|(loading|starting|stopping|generating).*: \d+ s(, \d of 1)?")  # now and then
     assert [line for line in err.splitlines() if not ours.fullmatch(line)] == []
+
+
+def test_collect_keeps_the_tokens_it_is_told(tmp_path) -> None:
+    """Generated tokens alone: their rows, by their labels, and what the data set says of itself."""
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"tokens": random_prompt(length, length)}) + "\n" for length in (9, 4, 12)))
+    process = command(
+        *("collect", corpus, tmp_path / "rows", "--layers", "1", "--tokens", "generated", "--max-tokens", "4"),
+        *("-m", tiny_checkpoint("qwen3"), "--dtype", "float32", "--eager", "--max-model-len", "64", "--json"),
+        *("--engine-arg", f"kv_cache_memory_bytes={4 << 20}"),
+    )
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    index = parquet.read_table(tmp_path / "rows" / "shards" / "000000.parquet")
+    assert index["position"].to_pylist() == [9, 10, 11, 4, 5, 6, 12, 13, 14]  # the last one that is sampled has no row
+    rows = load_file(tmp_path / "rows" / "shards" / "000000.safetensors")["rows.resid_post.1"]
+    assert rows.shape == (9, 128)
+    assert json.loads(out)["totals"]["rows"] == 9
 
 
 def test_an_interrupted_command_leaves_nothing_behind() -> None:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from steercap import Add, CaptureSpec
 from steercap.collecting import ByPredicate, ByProbe, OneIn, open_source, pipeline
 from steercap.collecting.collect import Progress
-from steercap.collecting.samples import seed_of
+from steercap.collecting.samples import Selected, seed_of
 from steercap.datasets import DatasetFolder, verify
 from steercap.datasets.storage import LocalFolder
 from steercap.errors import (
@@ -219,9 +219,15 @@ async def test_samples_keep_the_rows_they_name(tiny, tmp_path) -> None:
         "predicate": (ByPredicate(lambda _, ids: ids % 2 == 0, name="even"), index["token"] % 2 == 0),
         "probe": (ByProbe(probe, 1, above=threshold), (products >= threshold).numpy()),
         "selection": (slice(1, None), index["position"] > 0),
+        "selected": (Selected(slice(1, None)), index["position"] > 0),
+        "capture": (None, index["position"] > 0),
     }
     for name, (sample, wanted) in samples.items():
-        found = await tiny.collect(DOCUMENTS, tmp_path / name, tokens=sample, **asked)
+        if name == "capture":
+            spec = CaptureSpec(layers=[1], tokens=slice(1, None))
+            found = await tiny.collect(DOCUMENTS, tmp_path / name, capture=spec, context=CONTEXT)
+        else:
+            found = await tiny.collect(DOCUMENTS, tmp_path / name, tokens=sample, **asked)
         part, own = read(tmp_path / name)
         keys = list(zip(index["document"], index["window"], index["position"], strict=True))
         kept = {key: at for at, key in enumerate(zip(part["document"], part["window"], part["position"], strict=True))}
@@ -326,6 +332,7 @@ async def test_what_does_not_fit_is_told_before_anything_is_read(tiny, tmp_path)
         ({"shard_bytes": 0}, InvalidSetting),
         ({"capture": CaptureSpec(reduce="mean")}, InvalidSpec),
         ({"capture": CaptureSpec(), "layers": [1]}, InvalidSpec),
+        ({"capture": CaptureSpec(tokens="prompt"), "tokens": OneIn(2)}, InvalidSpec),
         ({"layers": [99]}, InvalidSpec),
         ({"layers": [1], "tokens": ByProbe(LayerVectors({2: torch.ones(128)}), 2, above=0.0)}, InvalidSpec),
     ]
