@@ -7,8 +7,9 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -20,6 +21,8 @@ from steercap.collecting.samples import TokenSample, sample_of
 from steercap.collecting.shards import Sharder, stopping
 from steercap.collecting.sources import Corpus, Source, open_source
 from steercap.collecting.windows import Bos, Cutting, Long
+from steercap.concurrency.loops import finished, on_thread
+from steercap.core.extras import require
 from steercap.core.spec import CaptureSpec
 from steercap.core.tokens import Tokens, TokenSelection, selected
 from steercap.core.values import index_of, shown
@@ -27,17 +30,20 @@ from steercap.datasets import DatasetFolder, Definition, Receipt, Totals, define
 from steercap.datasets import definition as definitions
 from steercap.datasets.storage import Storage
 from steercap.errors import InvalidSetting
-from steercap.runs.fingerprint import identity, tokenizer_of
+from steercap.runs.fingerprint import identity, tokenizer_digest, tokenizer_of
 
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine
 
 Batches: TypeAlias = AsyncGenerator[list[Fed], None]
+Value = TypeVar("Value")
 
 #: Bytes of rows in a shard: few files, and little that a kill loses.
 SHARD_BYTES: Final = 256 << 20
 #: Documents that are looked at to see how many make a shard.
 LOOKED_AT: Final = 256
+#: Documents of a shard at most, unless it is said: the first few may have no rows at all, and those behind them many.
+MOST_DOCUMENTS: Final = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -110,10 +116,13 @@ class Asked:
     storage_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("shard_bytes", "documents_per_shard"):
+        for name, least in (("shard_bytes", 1), ("documents_per_shard", 1), ("statistics_every", 0)):
             given = getattr(self, name)
-            if given is not None and (index_of(given) or 0) < 1:
-                raise InvalidSetting(f"{name}={shown(given)}; give 1 or more")
+            if given is None:
+                continue
+            if (number := index_of(given)) is None or number < least:
+                raise InvalidSetting(f"{name}={shown(given)}; give a whole number of at least {least}")
+            object.__setattr__(self, name, number)  # NumPy's are no JSON
 
     def reading(self, model: CollectingModel, engine: Engine) -> Reading:
         """What is asked of the model.
@@ -132,6 +141,7 @@ async def collect(
     model: CollectingModel, engine: Engine, corpus: Corpus, folder: str | Path, asked: Asked
 ) -> Collected:
     """Read a corpus into a data set; see `SteerModel.collect`."""
+    require("datasets")
     reading = asked.reading(model, engine)
     source = open_source(corpus)
     storage = storage_of(folder, **asked.storage_options)
@@ -162,17 +172,17 @@ class _Collection:
 
     async def _begun(self, per_shard: int) -> DatasetFolder:
         with stopping(self._storage):
-            return await asyncio.to_thread(DatasetFolder.begin, self._storage, self._define(per_shard))
+            return await changed(partial(DatasetFolder.begin, self._storage, self._define(per_shard)))
 
     async def _collected(self, folder: DatasetFolder, batches: Batches | None) -> Collected:
-        receipts, self._resumed, self._mended = await asyncio.to_thread(sound_shards, folder, self._asked)
+        receipts, self._resumed, self._mended = await sound_shards(folder, self._asked)
         sharder = Sharder(folder, self._reading.points, receipts, self._asked.shard_bytes)
         each = folder.definition.documents_per_shard
         if batches is None:
             batches = feed(self._source, self._reading, lambda number: number // each not in receipts)
         await self._gather(sharder, batches)
         with stopping(self._storage, sharder):
-            totals = await asyncio.to_thread(folder.complete)
+            totals = await changed(folder.complete)
         source = self._source
         seconds = time.monotonic() - self._began
         complaints = tuple(source.complaints)
@@ -226,7 +236,7 @@ class _Collection:
         fed = [one for batch in first for one in batch]
         rows = sum(self._rows_of(one) for one in fed) / max(1, len(fed))
         bytes_each = max(1.0, rows * self._reading.row_bytes)
-        return _chained(first, batches), max(1, int(self._asked.shard_bytes / bytes_each))
+        return _chained(first, batches), max(1, min(MOST_DOCUMENTS, int(self._asked.shard_bytes / bytes_each)))
 
     def _rows_of(self, fed: Fed) -> int:
         """Rows that are asked for of a document."""
@@ -242,7 +252,7 @@ class _Collection:
         given, every = self._asked.documents_per_shard, self._asked.statistics_every
         reading = self._reading
         return define(
-            identity(self._model),
+            {**identity(self._model), "tokenizer": tokenizer_digest(tokenizer_of(self._model))},
             {point: reading.engine.schemas[point] for point in reading.points},
             coding=reading.coding,
             documents_per_shard=per_shard if given is None else given,
@@ -279,15 +289,30 @@ def there(storage: Storage) -> Definition | None:
     return definitions.decode(storage.read(definitions.FILE), storage.path(definitions.FILE))
 
 
-def sound_shards(folder: DatasetFolder, asked: Asked) -> tuple[dict[int, Receipt], int, int]:
+async def sound_shards(folder: DatasetFolder, asked: Asked) -> tuple[dict[int, Receipt], int, int]:
     """The shards that are there and whole; others are taken away. And how many there were, and were taken away.
 
     Raises:
         InvalidFile: a receipt is of another version, or of another data set.
     """
-    receipts, unreadable = folder.readable_receipts()
-    wrong = unreadable | folder.wrong(receipts.values(), content=asked.verify)
-    for number in wrong:
-        folder.discard(number)
+
+    def looked() -> tuple[dict[int, Receipt], dict[int, str]]:
+        receipts, unreadable = folder.readable_receipts()
+        return receipts, unreadable | folder.wrong(receipts.values(), content=asked.verify)
+
+    def discard() -> None:
+        for number in wrong:
+            folder.discard(number)
+
+    receipts, wrong = await asyncio.to_thread(looked)
+    await changed(discard)
     whole = {number: one for number, one in receipts.items() if number not in wrong}
-    return whole, len(receipts) + len(unreadable), len(wrong)
+    return whole, len(receipts.keys() | wrong), len(wrong)
+
+
+async def changed(work: Callable[[], Value]) -> Value:
+    """What a call gives that changes a folder, on a thread; a cancellation is raised when it has ended.
+
+    The folder's lock is given back then, and others may write.
+    """
+    return await finished(on_thread(work, "steercap folder"))

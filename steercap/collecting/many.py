@@ -1,7 +1,8 @@
 """The same data set from many engines: Ray starts actors, wherever it has machines, and gives each shard to one.
 
 A shard depends on its documents and the definition alone, so it matters neither who makes it nor how often: Ray starts
-lost actors again and repeats their tasks, and shards that are there are passed over. Documents are read here, once.
+lost actors again and repeats their tasks, and shards that were there before are passed over. Documents are read here,
+once.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any, Final, TypeVar
 
 import msgspec
 
 from steercap.collecting.actor import CollectingActor, OpenedModel
-from steercap.collecting.collect import LOOKED_AT, Asked, Collected, Progress, sound_shards, there
+from steercap.collecting.collect import LOOKED_AT, Asked, Collected, Progress, changed, sound_shards, there
 from steercap.collecting.documents import Document, digests
 from steercap.collecting.feeding import BATCH
 from steercap.collecting.locking import locked
 from steercap.collecting.shards import check_same, stopping
 from steercap.collecting.sources import Corpus, Source, open_source
-from steercap.core.extras import extra
+from steercap.core.extras import extra, require
 from steercap.core.values import index_of, shown
 from steercap.datasets import DatasetFolder, Receipt, storage_of
 from steercap.datasets.definition import decode
@@ -100,6 +102,7 @@ async def collect_on_actors(
         CollectionStopped: the cluster cannot be reached, actors were lost more often than Ray was told to bear, or
             nothing can be written.
     """
+    require("ray")
     where = _absolute(folder)
     source = open_source(corpus)
     with locked(where):
@@ -185,7 +188,7 @@ class _Spread:
         """To the end, or to an error that says how far it came."""
         with stopping(self._storage):
             folder = await self._begun()
-            self._known, resumed, mended = await asyncio.to_thread(sound_shards, folder, self._asked)
+            self._known, resumed, mended = await sound_shards(folder, self._asked)
         # A shard ends while another begins, unless it was said how much is under way.
         depth = 2 if self._asked.concurrency is None else 1
         try:
@@ -200,7 +203,7 @@ class _Spread:
                 f"{self._storage} holds shard {beyond[0]}, and the corpus ends before it: it is another one"
             )
         with stopping(self._storage):
-            totals = await asyncio.to_thread(folder.complete)
+            totals = await changed(folder.complete)
         read, seconds = sum(one.tokens for one in self._made), time.monotonic() - self._began
         complaints = tuple(self._source.complaints)
         return Collected(str(self._storage), totals, self._source.skipped, complaints, resumed, mended, read, seconds)
@@ -215,7 +218,7 @@ class _Spread:
             self._documents = _chained(first, self._documents)
         found = await _answer(self._actors[0].define.remote(each, _plain(first)))
         definition = decode(found, str(self._storage))
-        return await asyncio.to_thread(DatasetFolder.begin, self._storage, definition)
+        return await changed(partial(DatasetFolder.begin, self._storage, definition))
 
     async def _work(self, actor: Any, folder: DatasetFolder) -> None:
         """Have an actor make shards until there is no more."""

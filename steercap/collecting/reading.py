@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Protocol
+from uuid import uuid4
 
 from steercap.collecting.samples import Selected, TokenSample, seed_of
 from steercap.collecting.windows import Cutting, Window
@@ -118,7 +119,9 @@ class Reading:
             The errors of `SteerModel.read` and `generate`.
         """
         spec = self.spec if isinstance(self.sample, Selected) else replace(self.spec, tokens=tokens)
-        prompt = {"prompt_token_ids": window.token_ids.tolist()}
+        prompt: dict[str, Any] = {"prompt_token_ids": window.token_ids.tolist()}
+        if self.concurrency == 1:  # what the prefix cache holds depends on what ran before, and last bits depend on it
+            prompt["cache_salt"] = uuid4().hex
         if self.params is None:
             return await model.read(prompt, capture=spec, steering=self.steering)
         params = {**self.params, "seed": seed_of(self.seed, window.document), "detokenize": False}

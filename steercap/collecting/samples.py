@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from steercap.collecting.windows import Window
+from steercap.core.mixing import mixed, mixed_all
 from steercap.core.spec import Point
 from steercap.core.tokens import Range, Tokens, TokenSelection, selected
 from steercap.core.values import Mask, index_of, number_of, shown
@@ -29,7 +30,6 @@ Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 #: What a predicate is called with, beside the token ids of a window: bool [tokens].
 Predicate = Callable[[Window, Ints], Any]
-_MOST: Final = (1 << 64) - 1
 
 
 class TokenSample(abc.ABC):
@@ -147,8 +147,8 @@ class OneIn(TokenSample):
         return _selection(mask)
 
     def _drawn(self, window: Window, limit: int) -> Bools:
-        start = _mixed(_mixed(_mixed(self.seed & _MOST) ^ window.document) ^ window.number)
-        numbers = _mixed_all(np.uint64(start) ^ np.arange(limit, dtype=np.uint64))
+        start = mixed(mixed(mixed(self.seed) ^ window.document) ^ window.number)
+        numbers = mixed_all(np.uint64(start) ^ np.arange(limit, dtype=np.uint64))
         drawn: Bools = numbers % np.uint64(self.k) == 0
         return drawn
 
@@ -293,25 +293,9 @@ def _selection(mask: Bools) -> TokenSelection | None:
     return TokenSelection((Mask(mask.view(np.uint8).tobytes()),))
 
 
-def _mixed(number: int) -> int:
-    """A number of 64 bits that looks like another: the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
-    number = (number + 0x9E3779B97F4A7C15) & _MOST
-    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MOST
-    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MOST
-    return number ^ (number >> 31)
-
-
-def _mixed_all(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The same of many."""
-    found = numbers + np.uint64(0x9E3779B97F4A7C15)
-    found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return found ^ (found >> np.uint64(31))
-
-
 def seed_of(seed: int, document: int) -> int:
     """The seed of a document's sampling, from that of a run: 0 to 2^63 - 1."""
-    return _mixed(_mixed(seed & _MOST) ^ document) >> 1
+    return mixed(mixed(seed) ^ document) >> 1
 
 
 def _sha(data: bytes) -> str:

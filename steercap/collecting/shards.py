@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from steercap.collecting.pipeline import Block, Ended
-from steercap.concurrency.loops import on_thread
+from steercap.concurrency.loops import finished, on_thread
 from steercap.core.spec import Point
 from steercap.datasets import DatasetFolder, Index, Receipt, Shard
 from steercap.datasets.shards import RECEIPT, name_of
@@ -118,9 +118,9 @@ class Sharder:
         filling.bytes += (stop - first) * self._row_bytes
         if filling.bytes > self._most_bytes:
             raise InvalidRequest(
-                f"shard {filling.number} has come to {filling.bytes:,} bytes, {MOST_TIMES} times what it should: these "
-                f"documents are longer than those before; give fewer documents_per_shard (now {self._each:,}), a "
-                "greater shard_bytes, or long='cut'"
+                f"shard {filling.number} has come to {filling.bytes:,} bytes, {MOST_TIMES} times what it should: its "
+                f"{self._each:,} documents are longer, or more of their rows are kept, than of the first few; give a "
+                "greater shard_bytes, and the same call goes on; or another folder, with fewer documents_per_shard"
             )
 
     def _enter(self, documents: Sequence[Ended]) -> None:
@@ -151,11 +151,20 @@ class Sharder:
             await self._look(least=1)
 
     async def aclose(self) -> None:
-        """Wait for what is being written, however it ends."""
+        """Wait for what is being written, however it ends; a cancellation is raised when it has ended.
+
+        Whoever waits for this gives the folder to others then.
+        """
+        cancelled: asyncio.CancelledError | None = None
         while self._writing:
-            done = asyncio.wrap_future(self._writing.pop())
-            await asyncio.wait([done])
-            done.cancelled() or done.exception()
+            try:
+                await finished(self._writing.pop())
+            except asyncio.CancelledError as error:
+                cancelled = error
+            except Exception:  # noqa: BLE001, S110 -- why it could not be written, somebody was told, or the call failed before
+                pass
+        if cancelled is not None:
+            raise cancelled
 
     async def _close(self) -> None:
         """The shard is full: write it, or compare it with the one that is there."""

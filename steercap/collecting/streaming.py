@@ -158,6 +158,11 @@ class ActivationStream:
                         self._ahead += len(columns["document"])
                     self._news.set()
                     await self._wait_for_room()
+        except asyncio.CancelledError as error:
+            if not self._closed:  # or the stream would seem to be at its end
+                self._error = RuntimeError("the task that reads ahead for this stream was cancelled by somebody else")
+                self._error.__cause__ = error
+            raise
         except Exception as error:  # noqa: BLE001 -- it is theirs who wait for batches
             self._error = error
         finally:

@@ -199,7 +199,10 @@ class ActivationBatches(IterableDataset["Rows | Labelled"]):
             yield self._data.gather(epoch.batch(batch))
 
     def skip(self, batches: int) -> None:
-        """Have iteration begin behind so many batches of this rank, whatever the number of workers.
+        """Have every iteration begin behind so many batches of this rank, whatever the number of workers.
+
+        It holds until it is said anew, `skip(0)` for all of them. A DataLoader with `persistent_workers=True` must be
+        told before its first iteration.
 
         Raises:
             InvalidSetting: no number of batches.

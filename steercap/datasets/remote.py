@@ -9,9 +9,10 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
+from uuid import uuid4
 
 from steercap.core.extras import extra
 from steercap.datasets.storage import CHUNK, Buffer, FileReceipt, LocalFolder, Storage, copied, unreadable
@@ -20,6 +21,11 @@ from steercap.errors import InvalidRequest, SteercapError
 #: Object stores, where a put is whole or nothing, by the names fsspec has for them.
 STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss"})
 
+
+#: Looks at a folder, of which a file is renamed while it is listed.
+LOOKS: Final = 100
+#: How the names of files end that are being written, where that is not whole or nothing.
+SCRATCH: Final = ".scratch"
 
 Found = TypeVar("Found")
 
@@ -41,7 +47,8 @@ class RemoteFolder(Storage):
 
     def write(self, name: str, chunks: Iterable[Buffer]) -> FileReceipt:
         target = self._at(name)
-        scratch = target if self._puts else f"{target}.{os.getpid():x}.scratch"
+        folder, _, last = target.rpartition("/")
+        scratch = target if self._puts else f"{folder}/.{last}.{uuid4().hex}{SCRATCH}"
         try:
             with _as_os_error():
                 return self._written(scratch, target, chunks)
@@ -54,13 +61,16 @@ class RemoteFolder(Storage):
         return self._asked(name, lambda: bytes(self._system.cat_file(self._at(name))))
 
     def sizes(self, folder: str = "") -> dict[str, int]:
-        self._system.invalidate_cache()
-        try:
+        at = self._at(folder)
+        for _ in range(LOOKS):
+            self._system.invalidate_cache()
+            with _as_os_error(), suppress(FileNotFoundError):
+                found = self._system.ls(at, detail=True)
+                return {one["name"].rpartition("/")[2]: int(one["size"]) for one in found if one["type"] == "file"}
             with _as_os_error():
-                found = self._system.ls(self._at(folder), detail=True)
-        except FileNotFoundError:
-            return {}
-        return {one["name"].rpartition("/")[2]: int(one["size"]) for one in found if one["type"] == "file"}
+                if not self._system.isdir(at):
+                    return {}
+        raise OSError(f"{self.path(folder)} cannot be listed: its files are renamed all the time")
 
     def sha256(self, name: str) -> str:
         def hashed() -> str:
@@ -81,7 +91,14 @@ class RemoteFolder(Storage):
             yield Path(there.name)
 
     def sweep(self) -> None:
-        """A scratch file has no owner that can be asked whether it lives; it is replaced by who writes it again."""
+        """A scratch file has no owner that can be asked whether it lives: all go, so one call at a time may write."""
+        if self._puts:
+            return
+        with _as_os_error():
+            for path in self._system.find(self._root):
+                name = path.rpartition("/")[2]
+                if name.startswith(".") and name.endswith(SCRATCH):
+                    self._system.rm_file(path)
 
     def _connect(self) -> None:
         with extra("datasets"):

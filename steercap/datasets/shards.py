@@ -134,6 +134,7 @@ def write_shard(storage: Storage, definition: Definition, shard: Shard) -> Recei
         OSError: something cannot be written, such as on a full disk; the shard is then not there.
     """
     _check(definition, shard)
+    storage.remove(name_of(shard.number, RECEIPT))  # of a shard that is written again, or it would count half-way
     files = {
         ROWS: storage.write(name_of(shard.number, ROWS), _rows(definition, shard)),
         INDEX: storage.write(name_of(shard.number, INDEX), [encoded_index(shard.index)]),
@@ -184,7 +185,8 @@ def _constants(known: PointFormat, pieces: Sequence[Whole]) -> Mapping[str, torc
 def _statistics(definition: Definition, shard: Shard) -> Iterator[Buffer]:
     tensors: dict[str, Sequence[torch.Tensor]] = {}
     for known in definition.points:
-        found = statistics_of(shard.pieces(known.point), known.decoded_width, definition.statistics_every)
+        pieces, every = shard.pieces(known.point), definition.statistics_every
+        found = statistics_of(pieces, known.decoded_width, every, shard.number)
         tensors |= {name: [tensor] for name, tensor in named_tensors(known.end, found).items()}
     return encoded(tensors, {"steercap": _header(definition, shard.number)})
 

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Integer
 from numpy.typing import NDArray
 
+from steercap.core.mixing import mixed, mixed_all
 from steercap.datasets.tensors import as_numpy
 from steercap.encodings.coded import CodedRows, Whole, parts_of
 
@@ -110,16 +111,20 @@ class PointStatistics:
         )
 
 
-def statistics_of(pieces: Iterable[Whole], width: int, every: int = 1) -> PointStatistics:
-    """Statistics of rows that come in pieces; of every `every`-th of them, counted over all pieces from the first.
+def statistics_of(pieces: Sequence[Whole], width: int, every: int = 1, seed: int = 0) -> PointStatistics:
+    """Statistics of rows that come in pieces; of one in `every` of them, drawn by their numbers, and of one at least.
+
+    Drawn and not counted off: windows of one length would have rows of the same positions looked at, and the first row
+    of a window is like no other.
 
     Args:
         pieces: [rows, ...] each, or in a codec; those are decoded.
         width: elements of a row.
         every: 1 for all rows.
+        seed: another one draws others.
     """
     running = _Running(width)
-    for block in _blocks(pieces, max(1, BLOCK_ELEMENTS // width), every):
+    for block in _blocks(drawn(pieces, every, seed), max(1, BLOCK_ELEMENTS // width)):
         running.add(block)
     return running.statistics()
 
@@ -132,16 +137,31 @@ def no_rows(width: int) -> PointStatistics:
     return PointStatistics(none, none, line, line, zero, zero + math.inf, zero, counts, zero, zero)
 
 
-def _blocks(pieces: Iterable[Whole], size: int, every: int) -> Iterator[NDArray[np.float32]]:
+def drawn(pieces: Sequence[Whole], every: int, seed: int) -> Iterator[Whole]:
+    """The rows of pieces that are looked at: they do not depend on how rows came in pieces."""
+    if every == 1:
+        yield from pieces
+        return
+    ends = np.cumsum([0, *map(len, pieces)])
+    numbers = mixed_all(np.uint64(mixed(seed)) ^ np.arange(ends[-1], dtype=np.uint64))
+    chosen = np.flatnonzero(numbers % np.uint64(every) == 0)
+    if len(numbers) and not len(chosen):
+        chosen = np.array([numbers.argmin()])
+    edges = np.searchsorted(chosen, ends)
+    for number, piece in enumerate(pieces):
+        mine = chosen[edges[number] : edges[number + 1]]
+        if len(mine):
+            yield piece[torch.from_numpy(mine - ends[number])]
+
+
+def _blocks(pieces: Iterable[Whole], size: int) -> Iterator[NDArray[np.float32]]:
     """Blocks of so many rows, the last with what is left: they do not depend on how rows came in pieces."""
     waiting: deque[Whole] = deque()
-    held = skip = 0
+    held = 0
     for piece in pieces:
-        chosen = piece[skip::every]
-        skip = (skip - len(piece)) % every
-        if len(chosen):
-            waiting.append(chosen)
-            held += len(chosen)
+        if len(piece):
+            waiting.append(piece)
+            held += len(piece)
         while held >= size:
             yield _taken(waiting, size)
             held -= size

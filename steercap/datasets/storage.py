@@ -13,14 +13,14 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Final, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 
-from steercap.errors import InvalidFile
+from steercap.errors import InvalidFile, InvalidRequest
 from steercap.files.base import sweep, write_whole
 
 #: Bytes read at once of a file that is hashed or copied.
@@ -132,10 +132,17 @@ class LocalFolder(Storage):
 
     Args:
         folder: its path.
+
+    Raises:
+        InvalidRequest: its name is not UTF-8: neither safetensors nor pyarrow could open what is in it.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
+        try:
+            str(self._folder).encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"the folder {str(folder)!a} has a name that is not UTF-8; give another") from error
 
     def path(self, name: str) -> str:
         return str(self._folder / name)
@@ -156,10 +163,16 @@ class LocalFolder(Storage):
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         try:
-            with os.scandir(self._folder / folder) as found:
-                return {entry.name: entry.stat().st_size for entry in found if entry.is_file()}
+            found = os.scandir(self._folder / folder)
         except FileNotFoundError:
             return {}
+        sizes: dict[str, int] = {}
+        with found:
+            for entry in found:
+                with suppress(FileNotFoundError):  # one that is renamed meanwhile, as every file is that is written
+                    if entry.is_file():
+                        sizes[entry.name] = entry.stat().st_size
+        return sizes
 
     def sha256(self, name: str) -> str:
         try:

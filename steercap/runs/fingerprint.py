@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -17,6 +19,8 @@ WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 CONFIGS: Final = ("config.json", "generation_config.json")
 #: Bytes read at each end of a file of weights: a header of safetensors and the last tensor, without reading it all.
 ENDS: Final = 64 << 10
+#: Of tokenizers that were asked about; a vocabulary of 150,000 takes a while.
+_DIGESTS: Final[WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
 
 
 def identity(model: OpenModel) -> dict[str, str]:
@@ -66,6 +70,34 @@ def identity_of(model: str, config: Any, tokenizer: Any) -> dict[str, str]:
         "generation": _digest(defaults),
         "chat_template": _digest(getattr(tokenizer, "chat_template", None)),
     }
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """SHA-256, in hexadecimal, of what decides which tokens a tokenizer makes of a text; "" if there is none.
+
+    Args:
+        tokenizer: of transformers, or one that vLLM has in its place.
+    """
+    if tokenizer is None:
+        return ""
+    with suppress(TypeError):  # one that cannot be a key
+        if (known := _DIGESTS.get(tokenizer)) is not None:
+            return known
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        words: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+        said = {"class": type(tokenizer).__name__, "vocabulary": words, "special": _special(tokenizer)}
+    else:
+        said = msgspec.json.decode(backend.to_str())
+        said |= {"truncation": None, "padding": None}  # they are of its last call
+    found = _digest(said)
+    with suppress(TypeError):
+        _DIGESTS[tokenizer] = found
+    return found
+
+
+def _special(tokenizer: Any) -> list[str]:
+    return list(map(str, getattr(tokenizer, "all_special_tokens", ())))
 
 
 def weights_of(path: str | Path) -> str:

@@ -126,6 +126,17 @@ async def test_a_slow_reader_slows_the_engine_down(tiny) -> None:
         await anext(stream)
 
 
+async def test_a_stream_whose_task_somebody_cancels_does_not_seem_to_end(tiny) -> None:
+    """Such as who cancels all tasks there are: what is missing is told of."""
+    async with tiny.activations(DOCUMENTS * 50, layers=1, batch_size=16, buffer=16) as stream:
+        await anext(stream)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            if "_produce" in repr(task.get_coro()):
+                task.cancel()
+        with pytest.raises(RuntimeError, match="cancelled by somebody else"):
+            await taken(stream)
+
+
 async def test_what_is_wrong_with_a_corpus_ends_the_stream(tiny) -> None:
     """The error says which document it was; arguments are refused at once."""
     with pytest.raises(errors.InvalidRequest, match=r"document 21: 3\.5"):

@@ -7,6 +7,7 @@ import errno
 import gc
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -39,7 +40,7 @@ from steercap.errors import (
 from steercap.requests.fetching import fetch_all
 from steercap.testing import compare_rows
 from steercap.testing.folders import digests
-from steercap.testing.rows import MAX_ERROR, MIN_COSINE, random_prompt, settled
+from steercap.testing.rows import MAX_ERROR, MIN_COSINE, counter, random_prompt, settled
 from steercap.vectors import LayerVectors
 
 #: Documents of several windows, of one, of none, and of a single token.
@@ -113,6 +114,33 @@ async def test_one_at_a_time_gives_the_same_bits_wherever_it_is_broken_off(tiny,
     assert digests(tmp_path / "parts") == digests(tmp_path / "whole")
     again = await tiny.collect(DOCUMENTS, tmp_path / "parts", **asked)
     assert (again.tokens, again.totals) == (0, whole.totals), "nothing is read twice"
+
+
+async def test_one_at_a_time_gives_the_same_bits_whatever_the_prefix_cache_holds(tiny, tmp_path) -> None:
+    """Only last tokens, behind a beginning that all documents share: it is computed anew for each."""
+    shared = random_prompt(160, 99)
+    documents = [[*shared, *random_prompt(length, length)] for length in (9, 20, 31, 14)]
+    asked = {"layers": [3], "documents_per_shard": 1, "tokens": "last_prompt"}
+    before = counter(tiny, "counter_prefix_cache_hits")
+    await tiny.collect(documents, tmp_path / "fast", **asked, concurrency=2)
+    hits = counter(tiny, "counter_prefix_cache_hits")
+    assert hits > before
+    asked["concurrency"] = 1
+    await tiny.collect(documents, tmp_path / "whole", **asked)
+    assert counter(tiny, "counter_prefix_cache_hits") == hits
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    (tmp_path / "again" / "shards" / "000002.json").unlink()
+    mended = await tiny.collect(documents, tmp_path / "again", **asked)
+    assert mended.resumed == 3
+    assert digests(tmp_path / "again") == digests(tmp_path / "whole")
+
+
+async def test_a_shard_has_no_more_documents_than_a_kill_may_lose(tiny, tmp_path) -> None:
+    """The first few documents, of which nothing is kept, say nothing of those behind them."""
+    documents = [[5]] * 300 + [random_prompt(30, 1)]
+    found = await tiny.collect(documents, tmp_path, layers=[1], tokens=slice(1, None))
+    assert found.totals.rows == 29
+    assert DatasetFolder.open(tmp_path).definition.documents_per_shard == 1 << 14
 
 
 async def test_another_corpus_or_another_question_is_refused(tiny, tmp_path) -> None:

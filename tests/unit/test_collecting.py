@@ -1,5 +1,6 @@
 """Corpora of every kind, windows of their documents, and which tokens are kept."""
 
+import asyncio
 import gzip
 import itertools
 import json
@@ -13,14 +14,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+from shards import definition_of, shard_of
 
 from steercap.collecting import ByPredicate, ByProbe, OneIn, open_source
 from steercap.collecting.documents import Document, NotDocument, content_of
 from steercap.collecting.feeding import feed
+from steercap.collecting.pipeline import Block, Ended
 from steercap.collecting.samples import Selected, described, sample_of, seed_of
+from steercap.collecting.shards import Sharder
 from steercap.collecting.windows import Cutting, Window
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
+from steercap.datasets import DatasetFolder
 from steercap.errors import InvalidFile, InvalidPrompt, InvalidRequest, InvalidSelection, InvalidSetting, InvalidSpec
 from steercap.requests.captures import Captures
 from steercap.testing.tiny import tokenizer
@@ -454,6 +459,37 @@ def test_seeds_of_documents_are_all_different():
     assert len(found) == 10_000
     assert min(found) >= 0
     assert max(found) < 1 << 63
+
+
+# Writing
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_nobody_may_write_before_who_writes_has_ended(times, tmp_path, monkeypatch) -> None:
+    """Cancelled as often as one likes, `aclose` ends when the last shard is written: the folder's lock goes with it."""
+    goes_on, definition = threading.Event(), definition_of()
+    folder = DatasetFolder.begin(tmp_path, definition)
+    write = DatasetFolder.write
+
+    def slow(self, shard):
+        goes_on.wait(20)
+        return write(self, shard)
+
+    monkeypatch.setattr(DatasetFolder, "write", slow)
+    sharder = Sharder(folder, [known.point for known in definition.points], {}, 1 << 20)
+    shard = shard_of(definition, 0)
+    ended = [Ended(number, bytes(32), 5, None) for number in range(4)]
+    await sharder.add(Block(shard.index, {point: [rows] for point, rows in shard.rows.items()}, ended))
+    closing = asyncio.create_task(sharder.aclose())
+    for _ in range(times):
+        await asyncio.sleep(0.05)
+        closing.cancel()
+    await asyncio.sleep(0.05)
+    assert not closing.done()
+    goes_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert [*folder.sound()] == [0]
 
 
 # Feeding

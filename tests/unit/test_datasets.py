@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hashlib
 import json
@@ -33,8 +34,9 @@ from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point
 from steercap.datasets import ActivationDataset, DatasetFolder, Index, Shard, define, storage_of, verify
 from steercap.datasets.definition import PointFormat
+from steercap.datasets.normalising import Normalisation
 from steercap.datasets.shards import name_of
-from steercap.datasets.statistics import SMALL, no_rows, statistics_of
+from steercap.datasets.statistics import SMALL, drawn, no_rows, statistics_of
 from steercap.datasets.storage import CHUNK, Direct, FileReceipt, LocalFolder
 from steercap.datasets.tensors import encoded
 from steercap.encodings.coded import CodedRows, end_of, parts_of
@@ -227,6 +229,82 @@ def test_what_is_broken_off_leaves_the_file_that_was_there(scheme, tmp_path) -> 
     assert storage.read("shards/a") == b"whole"
 
 
+def test_a_shard_that_is_written_again_does_not_count_half_way(tmp_path, monkeypatch) -> None:
+    """An actor of Ray's that is repeated, and killed between two files: rows and labels would be of two runs."""
+    definition = definition_of()
+    folder = folder_of(tmp_path, definition)
+    write = LocalFolder.write
+
+    def killed(self, name, chunks):
+        if name.endswith(".parquet"):
+            raise KeyboardInterrupt
+        return write(self, name, chunks)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFolder, "write", killed)
+        with pytest.raises(KeyboardInterrupt):
+            folder.write(shard_of(definition, 1))
+    known, _, mended = asyncio.run(sound_shards(folder, ASKED))
+    assert ([*known], mended) == ([0, 2], 0)
+
+
+def test_a_folder_is_listed_while_files_are_renamed(tmp_path) -> None:
+    """Every shard that is there is seen, whatever is written beside it; here and behind a URL."""
+    folder_of(tmp_path, definition_of())
+    stop = threading.Event()
+
+    def renaming() -> None:
+        while not stop.is_set():
+            for number in range(20):
+                (tmp_path / "shards" / f".a{number}").write_bytes(b"")
+                (tmp_path / "shards" / f".a{number}").rename(tmp_path / "shards" / f".b{number}")
+
+    busy = threading.Thread(target=renaming)
+    busy.start()
+    try:
+        for storage in (LocalFolder(tmp_path), storage_of(f"file://{tmp_path}")):
+            for _ in range(300):
+                assert {f"{number:06}.json" for number in range(3)} <= storage.sizes("shards").keys()
+    finally:
+        stop.set()
+        busy.join()
+    assert storage.sizes("nowhere") == LocalFolder(tmp_path).sizes("nowhere") == {}
+
+
+def test_what_a_killed_writer_left_behind_a_url_is_removed(tmp_path) -> None:
+    """Before the definition, and beside shards: the folder is no other's for it, and begins."""
+    script = f"""
+import os
+from steercap.datasets import storage_of
+storage = storage_of("file://{tmp_path}")
+storage._system.mv = lambda *_: os._exit(9)
+storage.write(os.environ["NAME"], [b"half"])
+"""
+    for name in ("definition.json", "shards/000000.safetensors"):
+        subprocess.run([sys.executable, "-c", script], env={**os.environ, "NAME": name}, check=False)
+    assert len(left := [*tmp_path.rglob(".*.scratch")]) == 2, left
+    folder = DatasetFolder.begin(f"file://{tmp_path}", definition_of())
+    assert not [*tmp_path.rglob(".*.scratch")]
+    folder.write(shard_of(definition_of(), 0))
+    assert [*folder.sound()] == [0]
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_refused(tmp_path) -> None:
+    """Neither safetensors nor pyarrow could open what would be written there."""
+    with pytest.raises(InvalidRequest, match=r"'.*\\udcff' has a name that is not UTF-8"):
+        storage_of(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+
+
+@pytest.mark.parametrize("name", ["shard_bytes", "documents_per_shard", "statistics_every"])
+def test_numbers_are_whole_before_anything_is_begun(name) -> None:
+    """NumPy's are as good as Python's."""
+    for wrong in (1.5, -1, "8"):
+        with pytest.raises(InvalidSetting, match=f"{name}=.*; give a whole number"):
+            Asked(capture=CaptureSpec(), **{name: wrong})
+    found = getattr(Asked(capture=CaptureSpec(), **{name: np.int64(8)}), name)
+    assert (type(found), found) == (int, 8)
+
+
 def test_a_shard_without_a_receipt_is_not_there(tmp_path) -> None:
     """Its files are debris: they are not listed, nothing can be completed with them, and they are replaced."""
     definition = definition_of()
@@ -379,11 +457,11 @@ def test_a_receipt_that_is_damaged_is_told_from_one_of_another(damage, tmp_path)
     for foreign, why in ((newer, "is of format version 2"), (files["shards/000000.json"], "is the receipt of another")):
         other.write_bytes(foreign)
         with pytest.raises(InvalidFile, match=rf"000002\.json .*{why}"):
-            sound_shards(folder, ASKED)
+            asyncio.run(sound_shards(folder, ASKED))
         assert one.read_bytes() == damage, "nothing is taken away before all is known"
         assert folder.totals() is not None
     other.write_bytes(files["shards/000002.json"])
-    known, there, mended = sound_shards(folder, ASKED)
+    known, there, mended = asyncio.run(sound_shards(folder, ASKED))
     assert ([*known], there, mended) == ([0, 2], 3, 1)
     assert (one.exists(), folder.totals()) == (False, None)
     folder.write(shard_of(definition_of(), 1))
@@ -397,7 +475,7 @@ def test_a_damaged_file_that_no_shard_has_is_refused(tmp_path) -> None:
     for name in ("notes.json", "1.json", "-00001.json"):
         (tmp_path / "shards" / name).write_text("{")
         with pytest.raises(InvalidFile, match=f"{name} is the receipt of no shard; remove it"):
-            sound_shards(folder, ASKED)
+            asyncio.run(sound_shards(folder, ASKED))
         (tmp_path / "shards" / name).unlink()
 
 
@@ -509,17 +587,45 @@ def test_statistics_are_those_of_all_rows(tmp_path) -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(0, 700), min_size=1, max_size=4), st.integers(1, 5), st.integers(0, 3))
 def test_statistics_do_not_depend_on_how_rows_came(lengths, every, far) -> None:
-    """In pieces or whole, far from the origin or near, of every k-th row: the same bits, and right."""
+    """In pieces or whole, far from the origin or near, of one row in k: the same bits, and right."""
     rows = torch.randn(sum(lengths), 3, generator=torch.Generator().manual_seed(len(lengths))) + 10.0**far
-    found = statistics_of(rows.split(lengths), 3, every)
-    assert all(torch.equal(getattr(found, n), getattr(statistics_of([rows], 3, every), n)) for n in vars(found))
-    chosen = rows[::every].double()
+    found = statistics_of(rows.split(lengths), 3, every, 7)
+    assert all(torch.equal(getattr(found, n), getattr(statistics_of([rows], 3, every, 7), n)) for n in vars(found))
+    chosen = rows[looked_at(len(rows), every, 7)].double()
     assert int(found.count) == len(chosen)
+    assert bool(len(chosen)) == bool(len(rows))
     if len(chosen):
         apart = (chosen - chosen.mean(0)).abs().max()
         # Each deviation is rounded to float32, once before and once after its square.
         assert (found.mean - chosen.mean(0)).abs().max() <= 2**-23 * apart
         assert torch.allclose(found.variance, chosen.var(0, unbiased=False), rtol=1e-5)
+
+
+def looked_at(count: int, every: int, seed: int) -> list[int]:
+    """The numbers of the rows that are looked at."""
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *drawn([torch.arange(count)], every, seed)]).tolist()
+
+
+def test_rows_that_are_looked_at_are_of_all_positions_alike() -> None:
+    """Of windows of 512 tokens, one point or ten: first tokens, which are like no other, are one in 512."""
+    for every in (8, 80):
+        firsts, rows = 0, 0
+        for shard in range(20):
+            chosen = np.array(looked_at(512 * 100, every, shard))
+            rows, firsts = rows + len(chosen), firsts + int((chosen % 512 == 0).sum())
+            assert abs(len(chosen) - 51_200 / every) < 5 * (51_200 / every) ** 0.5
+        assert abs(firsts - rows / 512) < 5 * (rows / 512) ** 0.5
+    assert looked_at(9, 10**6, 0) != looked_at(9, 10**6, 1), "one at least, and not the same in each shard"
+    assert len({tuple(looked_at(9, 10**6, seed)) for seed in range(50)}) > 5
+
+
+def test_statistics_of_few_rows_are_warned_of() -> None:
+    """A standard deviation of ten rows is no plausible scale."""
+    few, enough = (statistics_of([torch.randn(count, 3)], 3) for count in (10, 200))
+    with pytest.warns(UserWarning, match="goes by statistics of 10 rows; collect with statistics_every=1"):
+        Normalisation.of("standard", few)
+    Normalisation.of("none", few)
+    Normalisation.of("standard", enough)
 
 
 def test_statistics_count_zeros_small_elements_and_rows_that_are_not_finite() -> None:

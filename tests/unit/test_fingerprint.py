@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from steercap.errors import RunDiffers
 from steercap.experiments import Sweep
@@ -17,7 +20,7 @@ from steercap.experiments.store import Folder
 from steercap.persona import PersonaSettings
 from steercap.persona.folder import RunFolder
 from steercap.persona.settings import described
-from steercap.runs.fingerprint import ENDS, identity_of, weights_of
+from steercap.runs.fingerprint import ENDS, identity_of, tokenizer_digest, weights_of
 from steercap.testing import smollm2
 from steercap.vectors import LayerVectors
 
@@ -68,6 +71,24 @@ class Templated:
 
     def __init__(self, template: str | None) -> None:
         self.chat_template = template
+
+
+def test_a_tokenizer_is_known_by_what_it_makes_of_a_text() -> None:
+    """Other numbers for the same words are another tokenizer; a call that cut texts off does not make it one."""
+
+    def made(*words: str) -> PreTrainedTokenizerFast:
+        backend = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
+        return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+    one, other = made("?", "a", "b"), made("?", "b", "a")
+    assert one("a")["input_ids"] != other("a")["input_ids"]
+    assert tokenizer_digest(one) == tokenizer_digest(one) == tokenizer_digest(made("?", "a", "b"))
+    assert tokenizer_digest(one) != tokenizer_digest(other)
+    cut = made("?", "a", "b")
+    cut("a", truncation=True, max_length=1)
+    assert cut.backend_tokenizer.truncation
+    assert tokenizer_digest(cut) == tokenizer_digest(one)
+    assert tokenizer_digest(None) == ""
 
 
 def test_a_model_is_known_by_weights_arguments_and_template(config, monkeypatch) -> None:

@@ -37,7 +37,7 @@ class Arrow(Reader):
                         for value in values_of(column[first : first + RECORDS]):
                             number += 1
                             yield Found(f"row {number}", value, min(at, size))
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, UnicodeEncodeError, pa.ArrowException) as error:
             raise InvalidFile(f"{path} cannot be read as Arrow, behind row {number}: {error}") from error
 
 

@@ -28,7 +28,7 @@ class Parquet(Reader):
                     for value in values_of(batch.column(0)):
                         number += 1
                         yield Found(f"row {number}", value, size * number // rows)
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, UnicodeEncodeError, pa.ArrowException) as error:
             raise InvalidFile(f"{path} cannot be read as Parquet, behind row {number}: {error}") from error
 
     def count(self, path: Path) -> int | None:
@@ -37,7 +37,7 @@ class Parquet(Reader):
             from pyarrow import parquet
         try:
             return int(parquet.read_metadata(path).num_rows)
-        except (OSError, pa.ArrowException) as error:
+        except (OSError, UnicodeEncodeError, pa.ArrowException) as error:
             raise InvalidFile(f"{path} cannot be read as Parquet: {error}") from error
 
 
