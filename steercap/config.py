@@ -118,9 +118,10 @@ class Settings:
         sketch_bytes: most memory on each capturing worker's device for sketches, in bytes. 0: there can be none.
         sae_bytes: most memory on each capturing worker's device for SAEs that read rows, in bytes. 0: there can be
             none.
-        restart: whether an engine that has died is started again when it is next needed. Requests whose texts nobody
-            has run anew; rows that nobody has are computed again from their tokens, and their receipt says so; a stream
-            that has begun, and a sketch, end with the error that every caller gets without it.
+        restart: whether an engine that has died is started again when it is next needed. Requests whose texts have
+            not been returned yet are run again; rows that nobody has are computed again from their tokens, and their
+            receipt says so; a stream that has begun, and a sketch, end with the error that every caller gets without
+            it.
 
     Raises:
         InvalidSetting, InvalidSpec: a value that does not fit, or is of another type.

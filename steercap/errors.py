@@ -47,7 +47,7 @@ SteercapError
 │   ├── JudgeFailed                 the endpoint that judges answers refuses, or cannot be reached
 │   ├── RunUnfinished               results are asked of a folder some of whose roles are not done
 │   └── TooFewKept                  too few answers show the trait, or its opposite, to find a direction
-├── CollectionStopped (OSError)      a data set cannot be written on: the disk is full, or fails
+├── CollectionStopped (OSError)      a data set can no longer be written to, or Ray's actors were lost
 ├── TrainingDiverged (RuntimeError)  losses of a training are no longer numbers
 ├── MissingExtra (ImportError)      a library that an extra of the package brings is not installed
 └── InvalidFile (ValueError)        a file that is not what its name or header claims
@@ -247,7 +247,7 @@ class TooFewKept(PersonaError):
 
 
 class CollectionStopped(SteercapError, OSError):
-    """A data set cannot be written on; the message says how far it is, and the same call goes on from there."""
+    """A data set can no longer be written to, or Ray's actors were lost; the same call goes on with what is missing."""
 
 
 class TrainingDiverged(SteercapError, RuntimeError):

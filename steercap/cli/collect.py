@@ -60,11 +60,16 @@ class CorpusOptions:
         int | None, typer.Option(help="Most tokens of a window; the engine's if left out.", rich_help_panel=CORPUS)
     ] = None
     long: Annotated[
-        str | None, typer.Option(help="A longer document: split, cut or refuse.", rich_help_panel=CORPUS)
+        str | None,
+        typer.Option(
+            help="A longer document: split, cut or refuse. If left out split, with --max-tokens refuse.",
+            rich_help_panel=CORPUS,
+        ),
     ] = None
-    bos: Annotated[str, typer.Option(help="Begin each document, each window, or none.", rich_help_panel=CORPUS)] = (
-        "document"
-    )
+    bos: Annotated[
+        str,
+        typer.Option(help="Where the token goes that begins a text: document, window or none.", rich_help_panel=CORPUS),
+    ] = "document"
 
     def source(self, corpus: str) -> Source:
         """The corpus, open.
@@ -84,7 +89,10 @@ class SampleOptions:
     """Which tokens are kept."""
 
     tokens: Annotated[
-        str, typer.Option(help="all, last_prompt, positions, slices, or several.", rich_help_panel=SAMPLE)
+        str,
+        typer.Option(
+            help="all, prompt, generated, last_prompt, positions, slices, or several.", rich_help_panel=SAMPLE
+        ),
     ] = "all"
     one_in: Annotated[int | None, typer.Option(help="Of these, one in so many, at random.", rich_help_panel=SAMPLE)] = (
         None
@@ -131,7 +139,12 @@ class RayOptions:
         int | None, typer.Option(min=1, help="Spread over so many actors, an engine each.", rich_help_panel=RAY)
     ] = None
     ray_address: Annotated[
-        str | None, typer.Option(help="Of the cluster; one on this machine if there is none.", rich_help_panel=RAY)
+        str | None,
+        typer.Option(
+            help="Of the cluster. If left out, that of RAY_ADDRESS, else the one last started on this machine, else a "
+            "new one here.",
+            rich_help_panel=RAY,
+        ),
     ] = None
     ray_gpus: Annotated[float, typer.Option(min=0, help="GPUs of each actor.", rich_help_panel=RAY)] = 0
     ray_cpus: Annotated[float, typer.Option(min=0, help="Cores of each actor.", rich_help_panel=RAY)] = 1
@@ -235,16 +248,21 @@ def register(app: typer.Typer) -> None:
         app,
         "collect",
         examples=[
-            "steercap collect corpus.jsonl out/rows --layers 8,16 --context 512",
+            "steercap collect corpus.jsonl out/corpus --layers 8,16 --context 512",
             "steercap collect data/wiki out/sample --split train --layers 12 --one-in 8 --codec full8",
             "steercap collect corpus.jsonl out/answers --layers 12 --tokens generated --max-tokens 64",
             "steercap collect corpus.jsonl s3://bucket/rows --layers 12 --ray 8 --ray-gpus 1 --ray-address auto",
-            "steercap inspect out/rows --verify",
+            "steercap inspect out/corpus --verify",
         ],
     )
     async def collect(
         corpus: Annotated[str, typer.Argument(metavar="CORPUS", help="A file, a folder or a pattern.")],
-        folder: Annotated[str, typer.Argument(metavar="FOLDER", help="Where the data set goes; or a URL.")],
+        folder: Annotated[
+            str,
+            typer.Argument(
+                metavar="FOLDER", help="Where the data set goes; or a URL, whose keys come from the environment."
+            ),
+        ],
         how: CorpusOptions,
         chosen: SampleOptions,
         steer: SteerOptions,
@@ -279,7 +297,8 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Read a corpus, and keep its activations as a data set: shards of safetensors with a Parquet index, which
         steercap.datasets and other tools open. Interrupted, even killed, the same call goes on; every document is in it
-        once. Documents come from JSON lines, Parquet, text, or folders of these and of Hugging Face data sets.
+        once. Documents come from JSON lines, Parquet, text, or folders of these and of Hugging Face data sets. A data
+        set at a URL is verified in Python: steercap.datasets.verify("s3://bucket/rows").
         """
         from steercap.core.spec import CaptureSpec
 

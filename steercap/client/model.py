@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 INSTEAD: Final = "a connection has one owner; connect once more to the same server"
 #: What a SteerModel has and a server does not give, and what to do instead.
 LACKING: Final[Mapping[str, str]] = {
+    "activations": "stream a corpus where the model is open; `read` reads texts",
     "calibrate": "calibrate where the model is open",
+    "collect": "collect a corpus where the model is open; `read` reads texts",
     "engine": "it is in the server's process",
     "layers": "the server does not say which classes it loaded",
     "proof": "the server does not say what was proved when it started",

@@ -82,7 +82,7 @@ class CorpusCalls:
         A call that ends before the corpus does, however it ends, loses the shards that were not written; the same call
         goes on. Every document is in the data set once. With `concurrency=1` the data set is the same, bit for bit,
         whenever and however often it was interrupted; otherwise rows may differ in their last bits, as they do from
-        batch to batch.
+        batch to batch, and through them which rows `ByProbe` keeps and which texts `params` generates.
 
         Args:
             corpus: a file, a folder or a pattern, or any iterable or async iterable of documents: str, token ids,
@@ -103,7 +103,7 @@ class CorpusCalls:
             params: sampling parameters, if the model is to go on with each document; its rows are collected too.
             seed: of all sampling: each document has a seed of its own, made of this one and its number.
             steering: what is changed, as for `generate`.
-            shard_bytes: of rows that a shard should have; three to seven shards are in memory, by the number of cores.
+            shard_bytes: of rows that a shard should have; three to nine shards are in memory, by the number of cores.
             documents_per_shard: by default as many of the first few documents as come to `shard_bytes`.
             statistics_every: of so many rows one is looked at for statistics; 0 for none. By default 8 for each point:
                 many points are looked at in no more time than one.
@@ -113,7 +113,8 @@ class CorpusCalls:
             progress: called with a `Progress` now and then.
             storage_options: of the URL's file system.
             ray: over which actors of Ray's the corpus is spread. Each starts an engine of this model's arguments; this
-                one need not be started. Shards are the same, whoever makes them; the folder is one that all machines
+                one need not be started. A shard has the same documents, whoever makes it, and with `concurrency=1` the
+                same bits; otherwise it may differ as it does from call to call. The folder is one that all machines
                 reach. `concurrency` is of each engine.
 
         Returns:
@@ -125,6 +126,7 @@ class CorpusCalls:
             CollectionStopped: it cannot be written to, such as on a full disk, or actors were lost too often.
             InvalidFile: a file of the corpus cannot be read, or holds something that is no document.
             InvalidRequest: something is asked for that does not fit, or another process writes to the folder.
+            MissingExtra: the extra `datasets`, or with `ray` the extra `ray`, is not installed.
             The errors of `generate`.
         """
         asked = Asked(
@@ -204,6 +206,10 @@ class CorpusCalls:
 
         Raises:
             InvalidRequest: something is asked for that does not fit.
+            InvalidFile: no such corpus, or a file of it that cannot be read.
+            MissingExtra: the corpus is Parquet, and the extra `datasets` is not installed.
+            ModelClosed: the model was never started, or is closed.
+            WrongEventLoop: it was started in another event loop.
         """
         asked = Asked(
             capture=(kept := self._collected(capture, layers=layers, sites=sites, codec=codec, k=k)),

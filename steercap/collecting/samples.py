@@ -1,6 +1,8 @@
 """Which tokens are kept: those of a selection, one in k, those along a direction, those a function chooses.
 
-None depends on what runs beside a window, so a corpus gives the same tokens whenever, and wherever, it is read.
+None looks at what runs beside a window, so the same texts give the same tokens whenever, and wherever, they are read.
+But without `concurrency=1` rows may differ in their last bits, and through them which rows `ByProbe` keeps and which
+texts `params` generates.
 """
 
 from __future__ import annotations

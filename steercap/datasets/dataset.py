@@ -48,9 +48,10 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         positions: only tokens at these positions of their window: `slice(1, None)` leaves out the first of each.
         without_tokens: leave out the rows of these token ids.
         keep: of an `Index`, a truth value for each row.
-        normalise: by the stored statistics of each point, which are of all its rows: "mean" moves rows so that their
-            mean is 0, "standard" also scales each element to a variance of 1, "norm" scales rows so that their mean
-            norm is the square root of their width.
+        normalise: by the stored statistics of each point, which are of the rows that were looked at
+            (`statistics_every` of `collect`), whatever `positions`, `without_tokens` and `keep` say: "mean" moves rows
+            so that their mean is 0, "standard" also scales each element to a variance of 1, "norm" scales rows so that
+            their mean norm is the square root of their width.
         dtype: of the rows; None for that of the model, and of decoded codecs float32.
         labels: whether rows come as `Labelled`.
         partial: take a data set that is not complete, with the shards it has.
@@ -109,7 +110,8 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
         return sum(widths) if self._join == "concatenate" else widths[0]
 
     def statistics(self, point: str | None = None) -> PointStatistics:
-        """What is known of the rows of a point, all that were collected.
+        """What is known of the rows of a point: of those that were looked at, whatever `positions`, `without_tokens`
+        and `keep` say; see `statistics_every` of `collect`.
 
         Args:
             point: its name; None where only one is read.
