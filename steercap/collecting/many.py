@@ -1,6 +1,6 @@
 """The same data set from many engines: Ray starts actors, wherever it has machines, and gives each shard to one.
 
-A shard depends on its documents and the definition alone, so it matters neither who makes it nor how often: Ray starts
+A shard is made of its documents and the definition alone, so it matters neither who makes it nor how often: Ray starts
 lost actors again and repeats their tasks, and shards that were there before are passed over. Documents are read here,
 once.
 """

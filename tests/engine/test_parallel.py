@@ -115,7 +115,8 @@ async def test_two_engines_give_the_rows_of_transformers(tiny_reference) -> None
         both = CaptureSpec(sites=ALL_SITES)
         _, handles = await model.generate(prompts, SEVEN, capture=both)
         held = [workers[0].requests for workers in await model.serving.engine.census()]
-        assert sorted(held) == [12, 12]
+        assert sum(held) == 24
+        assert min(held) >= 6  # vLLM gives each request to the engine that has less to do just then
         _, samples = await model.generate(prompts[9], {**SIX_STEPS, "n": 4}, capture=both, steering=added)
         alone = await model.generate(prompts, {**SIX_STEPS, "n": 3}, steering=added, raw_output=True)
         _, steered = await model.generate(prompts, SEVEN, capture=both, steering=added)
