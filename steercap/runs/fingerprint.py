@@ -85,7 +85,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
             return known
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        words: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+        words = sorted((str(word), number) for word, number in getattr(tokenizer, "get_vocab", dict)().items())
         said = {"class": type(tokenizer).__name__, "vocabulary": words, "special": _special(tokenizer)}
     else:
         said = msgspec.json.decode(backend.to_str())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -88,6 +90,11 @@ def test_a_tokenizer_is_known_by_what_it_makes_of_a_text() -> None:
     cut("a", truncation=True, max_length=1)
     assert cut.backend_tokenizer.truncation
     assert tokenizer_digest(cut) == tokenizer_digest(one)
+    slow = [
+        SimpleNamespace(get_vocab=partial(dict, words))
+        for words in ([(b"a", 1), (b"\xff", 2)], [(b"a", 2), (b"\xff", 1)])
+    ]
+    assert tokenizer_digest(slow[0]) != tokenizer_digest(slow[1]), "one that is not of the library `tokenizers`"
     assert tokenizer_digest(None) == ""
 
 
