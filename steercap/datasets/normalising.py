@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -18,8 +17,6 @@ from steercap.errors import InvalidRequest, InvalidSetting
 #: square root of their width, and nothing is moved.
 Normalise: TypeAlias = Literal["none", "mean", "standard", "norm"]
 NORMALISE: Final = get_args(Normalise)
-#: Statistics of fewer rows say little: a standard deviation is off by 7 % and more.
-FEW: Final = 100
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,12 +47,6 @@ class Normalisation:
             raise InvalidSetting(f"normalise={shown(kind)}; use one of {', '.join(map(repr, NORMALISE))}")
         if kind != "none" and not int(statistics.count):
             raise InvalidRequest(f"normalise={kind!r} needs statistics, and no rows were looked at")
-        if kind != "none" and int(statistics.count) < FEW:
-            warnings.warn(
-                f"normalise={kind!r} goes by statistics of {int(statistics.count)} rows; collect with "
-                "statistics_every=1 to have all rows looked at",
-                stacklevel=2,
-            )
         mean = torch.zeros(statistics.width) if kind in {"none", "norm"} else statistics.mean.float()
         return Normalisation(mean, _scale(kind, statistics))
 

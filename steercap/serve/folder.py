@@ -129,8 +129,8 @@ class Folder:
 
     def close(self) -> None:
         """Seal the manifest, once the file that is being written is there. Idempotent."""
+        self._closed = True  # what waits for its turn does not begin
         with self._writing:
-            self._closed = True
             self._run.close()
 
     def __enter__(self) -> Self:

@@ -34,7 +34,6 @@ from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point
 from steercap.datasets import ActivationDataset, DatasetFolder, Index, Shard, define, storage_of, verify
 from steercap.datasets.definition import PointFormat
-from steercap.datasets.normalising import Normalisation
 from steercap.datasets.shards import name_of
 from steercap.datasets.statistics import SMALL, drawn, no_rows, statistics_of
 from steercap.datasets.storage import CHUNK, Direct, FileReceipt, LocalFolder
@@ -619,13 +618,14 @@ def test_rows_that_are_looked_at_are_of_all_positions_alike() -> None:
     assert len({tuple(looked_at(9, 10**6, seed)) for seed in range(50)}) > 5
 
 
-def test_statistics_of_few_rows_are_warned_of() -> None:
+def test_statistics_of_few_rows_are_warned_of(tmp_path) -> None:
     """A standard deviation of ten rows is no plausible scale."""
-    few, enough = (statistics_of([torch.randn(count, 3)], 3) for count in (10, 200))
-    with pytest.warns(UserWarning, match="goes by statistics of 10 rows; collect with statistics_every=1"):
-        Normalisation.of("standard", few)
-    Normalisation.of("none", few)
-    Normalisation.of("standard", enough)
+    folder_of(tmp_path / "few", definition_of(every=5))
+    with pytest.warns(UserWarning, match=r"goes by \d+ rows of .*; collect it with statistics_every=1"):
+        ActivationDataset(tmp_path / "few", at=[Point(2, "z")], normalise="standard")
+    ActivationDataset(tmp_path / "few", at=[Point(2, "z")])
+    folder_of(tmp_path / "all", definition_of(every=1))
+    ActivationDataset(tmp_path / "all", at=[Point(2, "z")], normalise="standard")
 
 
 def test_statistics_count_zeros_small_elements_and_rows_that_are_not_finite() -> None:

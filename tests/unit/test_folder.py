@@ -147,7 +147,8 @@ async def test_a_server_that_ends_while_a_file_is_written_waits_for_it(tmp_path,
     writing = asyncio.create_task(folder.write([a_handle(), a_handle()], ME))
     await asyncio.to_thread(begun.wait, 20)
     closing = asyncio.create_task(asyncio.to_thread(folder.close))
-    await asyncio.wait([closing], timeout=0.1)
+    while not folder._closed:
+        await asyncio.sleep(0.01)
     go_on.set()
     await closing
     with pytest.raises(ServerFailure, match="this server ends"):
