@@ -48,13 +48,13 @@ time.sleep(600)
         time.sleep(0.01)
     os.write(1, f"client {reaper._process.pid} {other.pid} {reaper.folder}\n".encode())
     if "end" in sys.argv:
-        time.sleep(float(sys.argv[-1]))
+        sys.stdin.readline()  # until both have said who they are
         if "dead" in sys.argv:
             process.kill()
             process.wait()
         reaper.end()
     elif "leave" in sys.argv:
-        time.sleep(float(sys.argv[-1]))
+        sys.stdin.readline()
         os._exit(0)
     time.sleep(600)
 """
@@ -83,7 +83,12 @@ def client_of(script: str, *way: str, stderr: int | None) -> Iterator[tuple[subp
     Nothing of it is left: what outlives this test would hold its pipes open for those that wait for their end.
     """
     client = subprocess.Popen(
-        [sys.executable, "-c", script, *way], stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True
+        [sys.executable, "-c", script, *way],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        text=True,
+        start_new_session=True,
     )
     pids = {client.pid}
     try:
@@ -101,6 +106,12 @@ def client_of(script: str, *way: str, stderr: int | None) -> Iterator[tuple[subp
         client.communicate(timeout=30)
 
 
+def go_on(client: subprocess.Popen[str]) -> None:
+    """Have a client do what it waits to do."""
+    client.stdin.write("\n")
+    client.stdin.flush()
+
+
 def session(pid: int) -> int:
     """Whose session a process is in; 0 if it has ended."""
     with contextlib.suppress(ProcessLookupError):
@@ -114,7 +125,7 @@ def session(pid: int) -> int:
         (["wait"], signal.SIGKILL),
         (["adopt"], signal.SIGKILL),
         (["wait"], signal.SIGTERM),
-        (["leave", "0.5"], None),
+        (["leave"], None),
         (["note", "all"], signal.SIGKILL),
         (["note", "all", "slow"], signal.SIGKILL),
     ],
@@ -126,7 +137,9 @@ def test_an_engine_ends_with_its_client(way, number) -> None:
         assert folder.is_dir()
         if "all" in way:  # who dies together can tell nobody what was mapped
             os.killpg(client.pid, number)
-        elif number is not None:
+        elif number is None:
+            go_on(client)
+        else:
             client.send_signal(number)
         client.wait(30)
         if "slow" in way:  # the watcher comes to what the client has said only now
@@ -142,11 +155,12 @@ def test_an_engine_ends_with_its_client(way, number) -> None:
 def test_a_client_ends_its_engine_without_a_complaint_of_python(way) -> None:
     """`end` leaves the process beside it nothing to do, and the resource tracker nothing to warn of."""
     script = CLIENT.replace('time.sleep(600)\n"', '"')
-    with client_of(script, *way, "end", "1", stderr=subprocess.PIPE) as (
+    with client_of(script, *way, "end", stderr=subprocess.PIPE) as (
         client,
         (engine, child, memory),
         (watcher, other, _),
     ):
+        go_on(client)
         assert gone([engine, child, watcher], 15) == []
         assert not memory.exists()
         assert gone([other], 0) == [other]
