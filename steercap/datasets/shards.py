@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from steercap.core.spec import Point
 from steercap.datasets.definition import VERSION, Definition, PointFormat
-from steercap.datasets.statistics import named_tensors, statistics_of
+from steercap.datasets.statistics import drawn, named_tensors, statistics_of
 from steercap.datasets.storage import Buffer, FileReceipt, Storage
 from steercap.datasets.tables import Index, encoded_index
 from steercap.datasets.tensors import encoded
@@ -184,9 +184,9 @@ def _constants(known: PointFormat, pieces: Sequence[Whole]) -> Mapping[str, torc
 
 def _statistics(definition: Definition, shard: Shard) -> Iterator[Buffer]:
     tensors: dict[str, Sequence[torch.Tensor]] = {}
+    chosen = drawn(len(shard.index), definition.statistics_every, shard.number)  # the same at all points
     for known in definition.points:
-        pieces, every = shard.pieces(known.point), definition.statistics_every
-        found = statistics_of(pieces, known.decoded_width, every, shard.number)
+        found = statistics_of(shard.pieces(known.point), known.decoded_width, chosen)
         tensors |= {name: [tensor] for name, tensor in named_tensors(known.end, found).items()}
     return encoded(tensors, {"steercap": _header(definition, shard.number)})
 

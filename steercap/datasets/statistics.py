@@ -111,22 +111,37 @@ class PointStatistics:
         )
 
 
-def statistics_of(pieces: Sequence[Whole], width: int, every: int = 1, seed: int = 0) -> PointStatistics:
-    """Statistics of rows that come in pieces; of one in `every` of them, drawn by their numbers, and of one at least.
+def statistics_of(pieces: Sequence[Whole], width: int, chosen: NDArray[np.int64] | None = None) -> PointStatistics:
+    """Statistics of rows that come in pieces.
+
+    Args:
+        pieces: [rows, ...] each, or in a codec; those are decoded.
+        width: elements of a row.
+        chosen: the rows that are looked at, by their numbers over all pieces, ascending, see `drawn`; None for all.
+    """
+    running = _Running(width)
+    looked_at = pieces if chosen is None else _of(pieces, chosen)
+    for block in _blocks(looked_at, max(1, BLOCK_ELEMENTS // width)):
+        running.add(block)
+    return running.statistics()
+
+
+def drawn(rows: int, every: int, seed: int) -> NDArray[np.int64] | None:
+    """The numbers of one row in `every`, and of one at least, ascending: int64 [chosen]; None for all.
 
     Drawn and not counted off: windows of one length would have rows of the same positions looked at, and the first row
     of a window is like no other.
 
     Args:
-        pieces: [rows, ...] each, or in a codec; those are decoded.
-        width: elements of a row.
-        every: 1 for all rows.
+        rows: how many there are.
+        every: 1 for all of them.
         seed: another one draws others.
     """
-    running = _Running(width)
-    for block in _blocks(drawn(pieces, every, seed), max(1, BLOCK_ELEMENTS // width)):
-        running.add(block)
-    return running.statistics()
+    if every == 1:
+        return None
+    numbers = mixed_all(np.uint64(mixed(seed)) ^ np.arange(rows, dtype=np.uint64))
+    chosen = np.flatnonzero(numbers % np.uint64(every) == 0)
+    return np.array([numbers.argmin()]) if rows and not len(chosen) else chosen
 
 
 def no_rows(width: int) -> PointStatistics:
@@ -137,16 +152,9 @@ def no_rows(width: int) -> PointStatistics:
     return PointStatistics(none, none, line, line, zero, zero + math.inf, zero, counts, zero, zero)
 
 
-def drawn(pieces: Sequence[Whole], every: int, seed: int) -> Iterator[Whole]:
-    """The rows of pieces that are looked at: they do not depend on how rows came in pieces."""
-    if every == 1:
-        yield from pieces
-        return
+def _of(pieces: Sequence[Whole], chosen: NDArray[np.int64]) -> Iterator[Whole]:
+    """The rows of pieces that are looked at."""
     ends = np.cumsum([0, *map(len, pieces)])
-    numbers = mixed_all(np.uint64(mixed(seed)) ^ np.arange(ends[-1], dtype=np.uint64))
-    chosen = np.flatnonzero(numbers % np.uint64(every) == 0)
-    if len(numbers) and not len(chosen):
-        chosen = np.array([numbers.argmin()])
     edges = np.searchsorted(chosen, ends)
     for number, piece in enumerate(pieces):
         mine = chosen[edges[number] : edges[number + 1]]

@@ -86,7 +86,8 @@ def tokenizer_digest(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         words = sorted((str(word), number) for word, number in getattr(tokenizer, "get_vocab", dict)().items())
-        said = {"class": type(tokenizer).__name__, "vocabulary": words, "special": _special(tokenizer)}
+        special = list(map(str, getattr(tokenizer, "all_special_tokens", ())))
+        said = {"class": type(tokenizer).__name__, "vocabulary": words, "special": special}
     else:
         said = msgspec.json.decode(backend.to_str())
         said |= {"truncation": None, "padding": None}  # they are of its last call
@@ -94,10 +95,6 @@ def tokenizer_digest(tokenizer: Any) -> str:
     with suppress(TypeError):
         _DIGESTS[tokenizer] = found
     return found
-
-
-def _special(tokenizer: Any) -> list[str]:
-    return list(map(str, getattr(tokenizer, "all_special_tokens", ())))
 
 
 def weights_of(path: str | Path) -> str:

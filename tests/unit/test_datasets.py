@@ -588,9 +588,10 @@ def test_statistics_are_those_of_all_rows(tmp_path) -> None:
 def test_statistics_do_not_depend_on_how_rows_came(lengths, every, far) -> None:
     """In pieces or whole, far from the origin or near, of one row in k: the same bits, and right."""
     rows = torch.randn(sum(lengths), 3, generator=torch.Generator().manual_seed(len(lengths))) + 10.0**far
-    found = statistics_of(rows.split(lengths), 3, every, 7)
-    assert all(torch.equal(getattr(found, n), getattr(statistics_of([rows], 3, every, 7), n)) for n in vars(found))
-    chosen = rows[looked_at(len(rows), every, 7)].double()
+    numbers = drawn(len(rows), every, 7)
+    found = statistics_of(rows.split(lengths), 3, numbers)
+    assert all(torch.equal(getattr(found, n), getattr(statistics_of([rows], 3, numbers), n)) for n in vars(found))
+    chosen = rows.double() if numbers is None else rows[numbers].double()
     assert int(found.count) == len(chosen)
     assert bool(len(chosen)) == bool(len(rows))
     if len(chosen):
@@ -600,22 +601,17 @@ def test_statistics_do_not_depend_on_how_rows_came(lengths, every, far) -> None:
         assert torch.allclose(found.variance, chosen.var(0, unbiased=False), rtol=1e-5)
 
 
-def looked_at(count: int, every: int, seed: int) -> list[int]:
-    """The numbers of the rows that are looked at."""
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *drawn([torch.arange(count)], every, seed)]).tolist()
-
-
 def test_rows_that_are_looked_at_are_of_all_positions_alike() -> None:
     """Of windows of 512 tokens, one point or ten: first tokens, which are like no other, are one in 512."""
     for every in (8, 80):
         firsts, rows = 0, 0
         for shard in range(20):
-            chosen = np.array(looked_at(512 * 100, every, shard))
+            chosen = drawn(512 * 100, every, shard)
             rows, firsts = rows + len(chosen), firsts + int((chosen % 512 == 0).sum())
             assert abs(len(chosen) - 51_200 / every) < 5 * (51_200 / every) ** 0.5
         assert abs(firsts - rows / 512) < 5 * (rows / 512) ** 0.5
-    assert looked_at(9, 10**6, 0) != looked_at(9, 10**6, 1), "one at least, and not the same in each shard"
-    assert len({tuple(looked_at(9, 10**6, seed)) for seed in range(50)}) > 5
+    assert drawn(9, 10**6, 0) != drawn(9, 10**6, 1), "one at least, and not the same in each shard"
+    assert len({tuple(drawn(9, 10**6, seed)) for seed in range(50)}) > 5
 
 
 def test_statistics_of_few_rows_are_warned_of(tmp_path) -> None:
