@@ -234,8 +234,7 @@ async def test_a_corpus_that_grew_behind_a_short_shard_says_what_to_remove(tiny,
 
 async def test_samples_keep_the_rows_they_name(tiny, tmp_path) -> None:
     """One in k, by predicate, by probe and by selection: subsets of all rows, with the labels of these."""
-    asked = {"layers": [1], "context": CONTEXT}
-    await tiny.collect(DOCUMENTS, tmp_path / "all", **asked)
+    await tiny.collect(DOCUMENTS, tmp_path / "all", layers=[1], context=CONTEXT)
     index, tensors = read(tmp_path / "all")
     rows = tensors["rows.resid_post.1"]
     probe = LayerVectors({1: torch.randn(128, generator=torch.Generator().manual_seed(0))})
@@ -248,14 +247,11 @@ async def test_samples_keep_the_rows_they_name(tiny, tmp_path) -> None:
         "probe": (ByProbe(probe, 1, above=threshold), (products >= threshold).numpy()),
         "selection": (slice(1, None), index["position"] > 0),
         "selected": (Selected(slice(1, None)), index["position"] > 0),
-        "capture": (None, index["position"] > 0),
+        "capture": (CaptureSpec(layers=[1], tokens=slice(1, None)), index["position"] > 0),
     }
     for name, (sample, wanted) in samples.items():
-        if name == "capture":
-            spec = CaptureSpec(layers=[1], tokens=slice(1, None))
-            found = await tiny.collect(DOCUMENTS, tmp_path / name, capture=spec, context=CONTEXT)
-        else:
-            found = await tiny.collect(DOCUMENTS, tmp_path / name, tokens=sample, **asked)
+        which = {"capture": sample} if isinstance(sample, CaptureSpec) else {"layers": [1], "tokens": sample}
+        found = await tiny.collect(DOCUMENTS, tmp_path / name, context=CONTEXT, **which)
         part, own = read(tmp_path / name)
         keys = list(zip(index["document"], index["window"], index["position"], strict=True))
         kept = {key: at for at, key in enumerate(zip(part["document"], part["window"], part["position"], strict=True))}
