@@ -266,6 +266,7 @@ async def test_cancelling_and_dropping_on_the_way_leaves_nothing(spilling) -> No
             with pytest.raises(asyncio.CancelledError):
                 await task
             cancelled += 1
+        del task  # which holds the handles of a call that was done
     assert cancelled >= 3
     assert await settled(spilling) == await empty(spilling) == (0, 0, 0)
 
