@@ -143,13 +143,16 @@ class Reading:
         """What decides which rows there are, beside the model, the points and the documents; as JSON can hold it."""
         generation = None if self.params is None else {**self.params, "seed": self.seed}
         steering = None if self.steering is None else self.engine.lowered(self.steering).digest.hex()
-        return {
+        described = {
             "windows": self.cutting.described(),
             "sample": self.sample.described(),
             "generation": generation,
             "steering": steering,
             "before_edits": self.spec.before_edits,
         }
+        if (calibrated := self.engine.calibrated(self.spec)) is not None:
+            described["calibration"] = calibrated.digest
+        return described
 
 
 def most_context(engine: Engine, params: Mapping[str, Any] | None) -> int:

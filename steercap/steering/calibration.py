@@ -5,6 +5,7 @@ It travels as the vectors of steering do: in a slot, known by its SHA-256, sent 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,17 @@ class Calibrated:
     lowered: Lowered
     plan: InSlot
     constants: Mapping[Point, Mapping[str, torch.Tensor]]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what rows are coded by, in hexadecimal: the same on engines that arm other points beside them."""
+        found = hashlib.sha256()
+        for point in sorted(self.constants):
+            found.update(str(point).encode())
+            for name, vector in sorted(self.constants[point].items()):
+                found.update(name.encode())
+                found.update(vector.contiguous().numpy().data)
+        return found.hexdigest()
 
 
 def calibration_of(spec: CaptureSpec) -> Calibration | None:

@@ -22,11 +22,11 @@ import torch
 from pyarrow import parquet
 from safetensors.torch import load_file
 
-from steercap import Add, CaptureSpec
+from steercap import Add, Calibration, CaptureSpec
 from steercap.collecting import ByPredicate, ByProbe, OneIn, open_source, pipeline
 from steercap.collecting.collect import Progress
 from steercap.collecting.samples import Selected, seed_of
-from steercap.datasets import DatasetFolder, verify
+from steercap.datasets import ActivationDataset, DatasetFolder, verify
 from steercap.datasets.storage import LocalFolder
 from steercap.errors import (
     CollectionStopped,
@@ -158,6 +158,27 @@ async def test_another_corpus_or_another_question_is_refused(tiny, tmp_path) -> 
     (tmp_path / "other" / "notes.txt").touch()
     with pytest.raises(RunDiffers, match=r"notes\.txt"):
         await tiny.collect(DOCUMENTS, tmp_path / "other", **asked)
+
+
+async def test_rows_are_calibrated_alike_or_refused(tiny, tmp_path) -> None:
+    """A data set has one calibration, found again in its file; its rows are the model's up to the codec's bound."""
+    calibration = await tiny.calibrate([random_prompt(40, seed) for seed in range(8)], layers=[1])
+    again = Calibration.load(calibration.save(tmp_path / "calibration.safetensors"))
+    point = calibration.points[0]
+    wider = Calibration(calibration.means, {point: calibration.spreads[point] * 2})
+    asked = {"context": CONTEXT, "documents_per_shard": 2}
+    folder = tmp_path / "data"
+    await tiny.collect(DOCUMENTS, folder, capture=CaptureSpec(layers=[1], calibration=calibration), **asked)
+    found = await tiny.collect(DOCUMENTS, folder, capture=CaptureSpec(layers=[1], calibration=again), **asked)
+    assert found.tokens == 0  # all was there
+    for other in (CaptureSpec(layers=[1], calibration=wider), CaptureSpec(layers=[1], codec="full8")):
+        with pytest.raises(RunDiffers, match="calibration is"):
+            await tiny.collect(DOCUMENTS, folder, capture=other, **asked)
+    await tiny.collect(DOCUMENTS, tmp_path / "raw", layers=[1], **asked)
+    coded, raw = (ActivationDataset(path, join="concatenate")[:] for path in (folder, tmp_path / "raw"))
+    assert raw.shape == (sum(map(len, DOCUMENTS)), 128)
+    error = (coded - raw).norm(dim=-1) / raw.norm(dim=-1)
+    assert 0 < error.max() < 0.02
 
 
 async def test_a_predicate_holds_where_nothing_generated_is_kept(tiny, tmp_path) -> None:
