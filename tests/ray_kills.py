@@ -43,8 +43,12 @@ def a_model() -> SteerModel:
 
 def actors() -> list[psutil.Process]:
     """The processes of actors that collect."""
-    running = psutil.process_iter(["cmdline"])
-    return [process for process in running if "ray::CollectingActor" in " ".join(process.info["cmdline"] or [])]
+    found = []
+    for process in psutil.Process().children(recursive=True):  # others may collect on this machine
+        with suppress(psutil.NoSuchProcess):
+            if "ray::CollectingActor" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 async def killed(folder: Path, kills: int, seed: int) -> None:

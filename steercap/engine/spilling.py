@@ -161,11 +161,14 @@ class Spilling:
 
         return self._budget.movable(may, self._batch)
 
+    def _held(self, tickets: Sequence[Ticket]) -> list[tuple[Ticket, Spillable]]:
+        """Rows that somebody still holds."""
+        found = ((ticket, self._known.get(ticket)) for ticket in tickets)
+        return [(ticket, rows) for ticket, rows in found if rows is not None]
+
     async def _run(self) -> None:
         while tickets := self._next():
-            batch = [(ticket, rows) for ticket in tickets if (rows := self._known.get(ticket)) is not None]
-            moved = await self._move(batch)
-            del batch  # or what somebody drops would live on
+            moved = await self._move(self._held(tickets))  # under no name here, or what somebody drops would live on
             while any(self._budget.holds(ticket) for ticket in moved):
                 await self._flush()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import pytest
 import torch
 
@@ -53,11 +52,13 @@ async def test_a_stream_joins_and_normalises_as_a_data_set_does(tiny, folder) ->
     data = ActivationDataset(folder, normalise="standard")
     given = {name: data.statistics(name) for name in data.points}
     ask = {"layers": [1, 3], "context": 32, "batch_size": 64, "buffer": 1 << 12, "normalise": "standard"}
-    both = await taken(tiny.activations(DOCUMENTS, **ask, statistics=given, join="concatenate"))
-    found = torch.cat(both)
-    wanted = torch.cat([data[:][name] for name in data.points], dim=1)
-    order, also = (np.lexsort(rows[:, :3].round(decimals=2).T.numpy()) for rows in (found, wanted))
-    assert torch.allclose(found[order], wanted[also], atol=1e-2)
+    both = await taken(tiny.activations(DOCUMENTS, **ask, statistics=given, join="concatenate", labels=True))
+    found = dict(zip(lines(both), torch.cat([batch.rows for batch in both]), strict=True))
+    stored = ActivationDataset(folder, normalise="standard", labels=True)[:]
+    wanted = torch.cat([stored.rows[name] for name in data.points], dim=1)
+    for line, row in zip(lines([stored]), wanted, strict=True):
+        assert torch.allclose(found.pop(line), row, atol=1e-2)
+    assert not found
     stream = tiny.activations(DOCUMENTS, **ask, join="mix")
     with pytest.raises(errors.InvalidRequest, match="known once a batch was taken"):
         _ = stream.normalisations

@@ -213,7 +213,7 @@ async def test_a_source_whose_task_somebody_cancelled_ends_the_collection(docume
 async def test_a_data_set_that_grows_is_not_complete_meanwhile(tiny, tmp_path) -> None:
     """Documents behind a last full shard go on from it; interrupted, the old totals are gone, and it goes on again."""
     asked = {"layers": 1, "context": CONTEXT, "documents_per_shard": 2, "concurrency": 1}
-    corpus = DOCUMENTS * 3  # so many shards that most are written before the last documents are read
+    corpus = DOCUMENTS * 5  # so many shards that most are written before the last documents are read
 
     def stop(progress: Progress) -> None:
         if progress.shards > 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -106,6 +107,15 @@ def texts(results) -> dict[tuple[str, float, int, int], str]:
     return {(one.method, one.dose, one.question, one.turn): one.text for one in results.answers}
 
 
+def nearly(one: Any, other: Any) -> bool:
+    """Whether readings are the same but for last bits, which depend on what ran beside them."""
+    return one.keys() == other.keys() and all(
+        one[task].keys() == other[task].keys()
+        and all(found == pytest.approx(other[task][condition], rel=1e-4) for condition, found in one[task].items())
+        for task in one
+    )
+
+
 async def test_an_evaluation_that_was_stopped_goes_on_and_takes_further_methods(smol, tmp_path) -> None:
     """What was done is done no more, in the middle of a conversation too, and all is as if it had never stopped; a method
     that comes later is asked alone.
@@ -131,8 +141,7 @@ async def test_an_evaluation_that_was_stopped_goes_on_and_takes_further_methods(
     assert len(again) <= 4 * 3 - 5
     whole = await evaluate(smol, small(), out=tmp_path / "whole", tasks=TASKS, measures=measures)
     assert texts(later) == texts(whole)
-    assert later.readings == whole.readings
-    assert later.markdown() == whole.markdown()
+    assert nearly(later.readings, whole.readings)
     again.clear()
     more = await evaluate(
         smol,
@@ -145,7 +154,8 @@ async def test_an_evaluation_that_was_stopped_goes_on_and_takes_further_methods(
     assert texts(later).items() <= texts(more).items()
     assert (tmp_path / "stopped" / "results.parquet").exists()
     read = read_results(small(), out=tmp_path / "stopped", tasks=TASKS, measures=measures)
-    assert (texts(read), read.values, read.readings) == (texts(whole), whole.values, whole.readings)
+    assert (texts(read), read.values, read.readings) == (texts(later), later.values, later.readings)
+    assert read.markdown() == later.markdown()
     with pytest.raises(InvalidFile, match="`evaluate` does what is missing"):
         read_results(small(), out=tmp_path / "stopped", tasks=TASKS, measures=["refusal"])
 

@@ -56,7 +56,11 @@ async def test_any_row_says_what_transformers_makes_of_it(tiny, tiny_reference) 
 
 async def test_a_tuned_lens_comes_before_the_norm(tiny, tiny_reference) -> None:
     width = tiny.hidden_size
-    weights = {layer: (torch.randn(width, width) / 20, torch.randn(width)) for layer in range(4)}
+    drawn = torch.Generator().manual_seed(1)
+    weights = {
+        layer: (torch.randn(width, width, generator=drawn) / 20, torch.randn(width, generator=drawn))
+        for layer in range(4)
+    }
     tuned = TunedLens(weights, model="", width=width)
     _, handle = await tiny.generate(random_prompt(9, 3), ASKED, capture=BOTH)
     async with handle:

@@ -126,7 +126,9 @@ async def test_a_thread_closes_a_model_that_generates_and_one_that_starts() -> N
         await starting
     model = await SteerModel(tiny_checkpoint("qwen3"), **TINY_ENGINE).start()
     running = asyncio.create_task(model.generate([PROMPT] * 8, LONG, capture_layers="all"))
-    await asyncio.sleep(0.2)
+    steps = (await model.stats()).steps
+    while (await model.stats()).steps < steps + 3:
+        assert not running.done()
     await asyncio.to_thread(lambda: asyncio.run(model.aclose()))
     with pytest.raises(errors.ModelClosed):
         await running

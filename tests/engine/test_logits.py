@@ -68,14 +68,13 @@ async def test_each_request_of_a_batch_gets_the_log_probabilities_it_asked_for(m
     for _ in range(3):  # they come and go at other moments
         together = await asyncio.gather(*(said(model, number, asked) for number, asked in enumerate(ASKED)))
         for asked, expected, found in zip(ASKED, alone, together, strict=True):
-            assert [list(at) for at in found] == [list(at) for at in expected], asked
+            assert [at.keys() for at in found] == [at.keys() for at in expected], asked
             for at, other in zip(found, expected, strict=True):
-                assert {token: rank for token, (rank, _) in at.items()} == {
-                    token: rank for token, (rank, _) in other.items()
-                }
-                assert [value for _, value in at.values()] == pytest.approx(
-                    [value for _, value in other.values()], abs=1e-5
-                )
+                values = {token: value for token, (_, value) in at.items()}
+                assert values == pytest.approx({token: value for token, (_, value) in other.items()}, abs=1e-5)
+                for token, (rank, value) in at.items():  # two that are as likely as each other may change places
+                    near = sum(abs(value - one) < 1e-5 for one in values.values()) - 1
+                    assert abs(rank - other[token][0]) <= near
     for asked, found in zip(ASKED, alone, strict=True):
         assert len(found) == (12 if asked else 0)
         for at in found:

@@ -30,7 +30,7 @@ THREE = 3 * 4 * 128 * (4 + 4)
 @pytest.fixture(scope="module")
 async def little() -> AsyncIterator[SteerModel]:
     """An engine with a megabyte of capture memory, whose rows travel as bytes."""
-    settings = {"capture_bytes": LITTLE, "reduce_bytes": THREE, "overflow_timeout": 1.0, "transport": "wire"}
+    settings = {"capture_bytes": LITTLE, "reduce_bytes": THREE, "overflow_timeout": 3.0, "transport": "wire"}
     async with opened(tiny_checkpoint("qwen3"), **settings, **TINY_ENGINE) as model:
         yield model
 
@@ -97,11 +97,11 @@ async def test_waiting_ends_when_nobody_gives_anything_back(little) -> None:
     loop = asyncio.get_running_loop()
     held = [(await little.generate(random_prompt(110, seed), SIX, capture_layers="all"))[1] for seed in range(3)]
     before = loop.time()
-    with pytest.raises(errors.CaptureMemoryFull, match=r"no handle was released for 1\.0 s"):
+    with pytest.raises(errors.CaptureMemoryFull, match=r"no handle was released for 3\.0 s"):
         await asyncio.gather(
             *(little.generate(random_prompt(110, seed), SIX, capture_layers="all") for seed in range(3, 6))
         )
-    assert loop.time() - before > 1.0
+    assert loop.time() - before > 3.0
     for handle in held:
         handle.release()
     assert await settled(little) == (0, 0, 0)
@@ -130,7 +130,7 @@ async def test_a_stream_held_while_the_model_closes_ends() -> None:
     starting = asyncio.create_task(model.start())
     await asyncio.sleep(0)
     assert await model.start() is await starting
-    stream = model.stream(random_prompt(30, 3), {"max_tokens": 200, **GREEDY}, capture_layers="all")
+    stream = model.stream(random_prompt(10, 3), {"max_tokens": 240, **GREEDY}, capture_layers="all")
     await anext(stream)
     _, handle = await model.generate(random_prompt(30, 3), SIX, capture_layers="all")
     asking = asyncio.create_task(handle.fetch())
@@ -198,9 +198,9 @@ async def test_closing_ends_what_runs_and_leaves_nothing() -> None:
     _, read = await model.generate(random_prompt(30, 1), SIX, capture_layers="all")
     await read.fetch()
     running = asyncio.create_task(
-        model.generate(random_prompt(30, 2), {"max_tokens": 200, **GREEDY}, capture_layers="all")
+        model.generate(random_prompt(10, 2), {"max_tokens": 240, **GREEDY}, capture_layers="all")
     )
-    streaming = asyncio.create_task(_drain(model.stream(random_prompt(30, 3), {"max_tokens": 200, **GREEDY})))
+    streaming = asyncio.create_task(_drain(model.stream(random_prompt(10, 3), {"max_tokens": 240, **GREEDY})))
     steps = (await model.stats()).steps
     while (await model.stats()).steps < steps + 3:
         assert not running.done()
@@ -228,7 +228,7 @@ async def test_a_worker_that_dies_fails_its_requests_and_leaves_nothing() -> Non
         (worker,) = map(psutil.Process, processes(model, "Worker"))  # of this engine: others may be open
         assert shared(worker)
         running = asyncio.create_task(
-            model.generate(random_prompt(30, 2), {"max_tokens": 200, **GREEDY}, capture_layers="all")
+            model.generate(random_prompt(10, 2), {"max_tokens": 240, **GREEDY}, capture_layers="all")
         )
         while (await model.stats()).handles_held == 0:
             assert not running.done()

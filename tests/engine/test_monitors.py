@@ -389,13 +389,13 @@ async def test_steering_begins_where_a_probe_says(tiny: SteerModel) -> None:
     push = TRAITS["warm"][1] * 4
     monitor = Monitor(CALM[LAYER], run.threshold(token), LAYER, do="steer", steering=Add(push, layer=1), name="calm")
     spec = CaptureSpec(layers=[1, LAYER])
-    params = {**GREEDY, **IGNORED, "max_tokens": 60}
+    params = {**GREEDY, **IGNORED, "max_tokens": 200}
     raw, handle = await tiny.generate(run.prompt, params, capture=spec, monitors=[monitor], raw_output=True)
     plain, other = await tiny.generate(run.prompt, params, capture=spec)
     ((report,),) = raw.monitors
     start = report.steered_from
     assert report.crossings[0].token == token
-    assert len(run.prompt) + token < start < len(run.prompt) + 50
+    assert len(run.prompt) + token < start < len(run.prompt) + 190
     inputs = [*handle.prompt_token_ids, *handle.output_token_ids[:-1]]
     known = await tiny.read(inputs, capture=spec, steering=Add(push, layer=1, tokens=slice(start, None)))
     async with handle, other, known:
@@ -419,15 +419,15 @@ async def test_a_server_steers_from_a_token_on(served: AsyncOpenAI, tiny: SteerM
     steer = {"probe": "calm", "layer": LAYER, "do": "steer", "steering": {"op": "add", "vector": "traits/warm"}}
     for threshold, fires in ((run.threshold(token), True), (1e6, False)):
         asked = {"monitors": [{**steer, "threshold": threshold}]}
-        text, reason, result, _, counted = await answered(served, run, asked, stream=stream, max_tokens=60)
+        text, reason, result, _, counted = await answered(served, run, asked, stream=stream, max_tokens=200)
         (report,), rows = result["monitors"], result["steering"]["rows"]
-        assert (reason, counted) == ("length", 60)
+        assert (reason, counted) == ("length", 200)
         if fires:
             assert report["crossings"][0]["token"] == token
-            assert rows == [len(run.prompt) + 59 - report["steered_from"]] * 2
+            assert rows == [len(run.prompt) + 199 - report["steered_from"]] * 2
         else:
             assert (report["steered_from"], rows) == (None, [0, 0])
-            assert text == await text_of(tiny, run, 60)
+            assert text == await text_of(tiny, run, 200)
 
 
 async def test_a_stop_string_and_a_probe_each_end_what_they_reach_first(tiny: SteerModel) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -411,16 +410,19 @@ def test_a_truncated_or_missing_file_is_named(end, tmp_path) -> None:
         data[:]
 
 
-def test_rows_behind_a_url_are_those_of_a_folder(folder, tmp_path) -> None:
+def test_rows_behind_a_url_are_those_of_a_folder(folder, tmp_path, monkeypatch) -> None:
     """They are fetched shard by shard, and nothing of them stays on this disk."""
     url = f"memory://{tmp_path.name}"
-    before = set(Path(tempfile.gettempdir()).glob("steercap-*"))
-    folder_of(url, definition_of(), SHARDS, LAST)
-    near, far = ActivationDataset(folder, at=POST), ActivationDataset(url, at=POST)
-    assert torch.equal(near[:], far[:])
-    seen = torch.cat(list(far.batches(16, buffer=40, seed=2)))
-    assert torch.equal(seen.sort(dim=0).values, near[:].sort(dim=0).values)
-    assert [path for path in Path(tempfile.gettempdir()).glob("steercap-*") if path not in before] == []
+    scratch = tmp_path / "scratch"  # others write to the machine's
+    scratch.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(scratch))
+        folder_of(url, definition_of(), SHARDS, LAST)
+        near, far = ActivationDataset(folder, at=POST), ActivationDataset(url, at=POST)
+        assert torch.equal(near[:], far[:])
+        seen = torch.cat(list(far.batches(16, buffer=40, seed=2)))
+        assert torch.equal(seen.sort(dim=0).values, near[:].sort(dim=0).values)
+        assert list(scratch.iterdir()) == []
     loader = DataLoader(far.batches(16, seed=2), batch_size=None, num_workers=2, multiprocessing_context="fork")
     assert torch.equal(torch.cat(list(loader)), torch.cat(list(far.batches(16, seed=2))))
 

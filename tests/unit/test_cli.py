@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +107,12 @@ def test_starting_is_quick_and_light() -> None:
     code = f"import sys; from steercap.cli.app import app; print(sorted({heavy!r} & set(sys.modules)))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
     seconds = []
-    for _ in range(3):  # the machine may be busy: the least of three is what the command takes
-        begun = time.monotonic()
+    for _ in range(3):  # a busy machine has its core's caches elsewhere: the least of three is what the command takes
+        begun = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert shell("--help").returncode == 0
-        seconds.append(time.monotonic() - begun)
-    assert min(seconds) < 1.5  # 0.3 s on an idle machine; torch alone would take 2
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(ended.ru_utime + ended.ru_stime - begun.ru_utime - begun.ru_stime)
+    assert min(seconds) < 1.5  # of a core; 0.3 s on an idle machine, and torch alone would take 2
 
 
 def test_the_version_is_that_of_the_package() -> None:

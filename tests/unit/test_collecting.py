@@ -472,7 +472,7 @@ async def test_nobody_may_write_before_who_writes_has_ended(times, tmp_path, mon
     write = DatasetFolder.write
 
     def slow(self, shard):
-        goes_on.wait(20)
+        goes_on.wait(120)
         return write(self, shard)
 
     monkeypatch.setattr(DatasetFolder, "write", slow)

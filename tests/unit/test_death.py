@@ -79,7 +79,7 @@ def test_word_is_left_of_how_a_worker_ended(number, tmp_path, monkeypatch) -> No
     )
     if number is None:
         ends = context.Process(target=os._exit, args=(3,), name="A")
-    for process in (ends, lives):
+    for process in (lives, ends):  # the start of another one reaps a child that has ended
         process.start()
     kind = type("Executor", (Executor,), {})
     death.leave_word_of(kind)

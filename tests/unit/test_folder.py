@@ -112,13 +112,13 @@ async def test_a_client_that_goes_while_its_file_is_written_leaves_a_whole_one(t
 
     def slow(*given):
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(120)
         return written(*given)
 
     with Folder(tmp_path, model="m") as folder:
         monkeypatch.setattr(saving.files, "write", slow)
         first, second = [asyncio.create_task(folder.write([a_handle()], ME)) for _ in range(2)]
-        await asyncio.to_thread(begun.wait, 20)
+        await asyncio.to_thread(begun.wait, 120)
         first.cancel()
         second.cancel()
         await asyncio.sleep(0)
@@ -139,13 +139,13 @@ async def test_a_server_that_ends_while_a_file_is_written_waits_for_it(tmp_path,
 
     def slow(*given):
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(120)
         return written(*given)
 
     folder = Folder(tmp_path, model="m")
     monkeypatch.setattr(saving.files, "write", slow)
     writing = asyncio.create_task(folder.write([a_handle(), a_handle()], ME))
-    await asyncio.to_thread(begun.wait, 20)
+    await asyncio.to_thread(begun.wait, 120)
     closing = asyncio.create_task(asyncio.to_thread(folder.close))
     while not folder._closed:
         await asyncio.sleep(0.01)

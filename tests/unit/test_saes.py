@@ -412,7 +412,7 @@ class Worker:
         encoder.write(torch.frombuffer(segment.memory, dtype=torch.uint8, count=wanted, offset=HEADER_BYTES))
         asked = OpenSAE(digest or encoder.digest(), point, encoder.shape, segment.path, segment.nonce, most)
         try:
-            for _ in range(500):
+            for _ in range(6000):
                 answer = self.ask(asked)
                 if not answer.coming:
                     return answer

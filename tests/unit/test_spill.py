@@ -239,13 +239,12 @@ def _spill_and_wait(folder: str, written: Any) -> None:
 
 
 def test_a_killed_process_leaves_no_file(tmp_path) -> None:
-    """kill -9 while 32 MiB are spilled: the folder is empty before and after, and the disk has its space back."""
+    """kill -9 while 32 MiB are spilled: its file has no name, so the disk has the space back when the process is gone."""
     context = multiprocessing.get_context("spawn")
     written = context.Event()
     process = context.Process(target=_spill_and_wait, args=(str(tmp_path), written))
-    before = os.statvfs(tmp_path)
     process.start()
-    assert written.wait(60)
+    assert written.wait(300)
     assert not list(tmp_path.iterdir())
     held = [path for path in Path(f"/proc/{process.pid}/fd").iterdir() if str(tmp_path) in str(path.readlink())]
     assert [path.stat().st_size for path in held] == [32 << 20]
@@ -253,8 +252,6 @@ def test_a_killed_process_leaves_no_file(tmp_path) -> None:
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert not list(tmp_path.iterdir())
-    after = os.statvfs(tmp_path)
-    assert after.f_files - after.f_ffree <= before.f_files - before.f_ffree + 1000  # others work here too
     assert not Path(f"/proc/{process.pid}").exists()
 
 
@@ -433,11 +430,17 @@ async def arena(tmp_path: Path):
     assert not await asyncio.to_thread(lambda: list(tmp_path.iterdir()))
 
 
+async def stores(file: SpillFile, count: int) -> None:
+    """So many are in a file once the threads that move or read it have let go of what they were given."""
+    deadline = time.monotonic() + 30
+    while file.stored != count and time.monotonic() < deadline:
+        await asyncio.sleep(0.001)
+    assert file.stored == count
+
+
 async def vacant(file: SpillFile) -> None:
-    """Nothing is in a file once the threads that read it have let go of what they were given."""
-    deadline = time.monotonic() + 5
-    while file.bytes_in_use and time.monotonic() < deadline:
-        await asyncio.sleep(0)
+    """Nothing is in a file."""
+    await stores(file, 0)
     assert file.bytes_in_use == 0
 
 
@@ -457,7 +460,7 @@ async def test_one_call_holds_many_times_what_there_is_room_for(arena) -> None:
 
 async def test_who_waits_already_gets_the_room_of_who_ends(arena) -> None:
     """Where one request fits at a time, the next runs as soon as the rows of the one before are on disk, not after a while."""
-    engine = await arena(pages=1, patience=0.5)
+    engine = await arena(pages=1, patience=30)
     call = object()
     handles = await asyncio.gather(*(engine.handle(call) for _ in range(20)))
     assert [one.stage for one in handles] == [Stage.SPILLED] * 19 + [Stage.KEPT]
@@ -500,11 +503,9 @@ async def test_nothing_waits_to_be_collected_as_garbage(arena) -> None:
         assert file.stored == 4
         handles.pop(0).release()
         del handles[0]
-        await asyncio.sleep(0.01)
-        assert file.stored == 2
+        await stores(file, 2)
         await fetch_all(handles[:1])
-        await asyncio.sleep(0.01)
-        assert file.stored == 1
+        await stores(file, 1)
         rows = weakref.ref(handles[0].require_here().captures[0])
         assert rows() is not None
         handles[0].release()
@@ -534,15 +535,19 @@ async def test_a_full_quota_waits_and_its_error_says_so(arena) -> None:
 
 async def test_a_full_disk_fails_who_needs_room_and_takes_no_rows(arena) -> None:
     """A write that fails leaves rows in the arena, where they can be fetched; who waited is told why; a disk that has room again is used."""
-    engine = await arena(pages=2, patience=0.2)
+    engine = await arena(pages=2)
     handles = [await engine.handle() for _ in range(2)]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
     try:
+        waiting = asyncio.create_task(engine.handle())
+        while engine.spilling._failure is None:
+            await asyncio.sleep(0.001)
+        engine.admission._refuse_all()  # a minute later
         with pytest.raises(
-            CaptureMemoryFull, match=r"no handle was released for 0\.2 s, and rows cannot be moved to .*File too large"
+            CaptureMemoryFull, match=r"no handle was released for 60\.0 s, and rows cannot be moved to .*File too large"
         ):
-            await engine.handle()
+            await waiting
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [one.stage for one in handles] == [Stage.KEPT] * 2

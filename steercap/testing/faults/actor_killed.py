@@ -90,9 +90,9 @@ async def _killed(folder: Path, shards: int, collecting: asyncio.Task[None]) -> 
         assert not collecting.done(), "the corpus ended before the kill"
         await asyncio.sleep(0.02)
     while True:
-        for process in psutil.process_iter(["cmdline"]):
-            if "ray::CollectingActor" in " ".join(process.info["cmdline"] or []):
-                with suppress(psutil.NoSuchProcess):
+        for process in psutil.Process().children(recursive=True):  # others may collect on this machine
+            with suppress(psutil.NoSuchProcess):
+                if "ray::CollectingActor" in " ".join(process.cmdline()):
                     process.kill()
                     return time.monotonic()
         await asyncio.sleep(0.02)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from steercap.model import SteerModel
 
 #: Seconds in which whoever waits must be told, on a machine that others use too.
-BOUND: Final = 5.0
+BOUND: Final = 10.0
 LONG: Final = {"max_tokens": 150, "temperature": 0.0, "ignore_eos": True}
 #: Of a data set that is the same bit for bit whoever collects it: one window at a time, so that no row depends on what
 #: else is in its batch.
