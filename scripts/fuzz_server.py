@@ -11,6 +11,7 @@ body asks, by its receipts; and requests between them must be right, and leave n
 from __future__ import annotations
 
 import asyncio
+import copy
 import gzip
 import json
 import math
@@ -234,13 +235,15 @@ class Fuzz:
 
     Args:
         http: asks it.
-        rng: what chance says.
+        seed: of what chance says.
         folder: for files of this side.
     """
 
-    def __init__(self, http: httpx.AsyncClient, rng: random.Random, folder: Path) -> None:
+    def __init__(self, http: httpx.AsyncClient, seed: int, folder: Path) -> None:
         self.http = http
-        self.rng = rng
+        self.seed = seed
+        self.number = 0
+        self.rng = random.Random(seed)
         self.folder = folder
         self.seen: Counter[str] = Counter()
         self.findings: list[str] = []
@@ -261,6 +264,12 @@ class Fuzz:
         ):
             data = value.save(self.folder / f"{name}.safetensors").read_bytes()
             (await self.http.put(f"/v1/steercap/vectors/{name}", content=data)).raise_for_status()
+
+    def numbered(self, number: int) -> Fuzz:
+        """Who makes one of the requests, which is the same however many run at once."""
+        one = copy.copy(self)
+        one.number, one.rng = number, random.Random(f"{self.seed}-{number}")
+        return one
 
     async def one(self) -> None:
         """One request."""
@@ -297,12 +306,14 @@ class Fuzz:
             self.findings.append(f"{path} answered what it cannot do: {data[:400]!r}")
 
     async def upload(self) -> None:
-        name = self.rng.choice(["it", names(self.rng)])
+        name = self.rng.choice([f"it{self.number}", names(self.rng)])
         data = self.rng.choice(files(self.rng, self.folder))
         answer = await self.http.put(f"/v1/steercap/vectors/{_path(name)}", content=data)
         self.count("upload", answer)
         if answer.status_code == 201:
-            (await self.http.delete(f"/v1/steercap/vectors/{answer.json()['name']}")).raise_for_status()
+            deleted = await self.http.delete(f"/v1/steercap/vectors/{answer.json()['name']}")
+            if deleted.status_code != 404 or name == f"it{self.number}":  # or another has taken that name away
+                deleted.raise_for_status()
         (await self.http.get("/v1/steercap/vectors")).raise_for_status()
 
     async def address(self) -> None:
@@ -432,14 +443,14 @@ def _path(name: str) -> str:
 
 async def fuzz(http: httpx.AsyncClient, folder: Path, count: int, seed: int, at_once: int) -> Fuzz:
     """So many requests, some at once; findings are listed, and nothing may be left."""
-    found = Fuzz(http, random.Random(seed), folder)
+    found = Fuzz(http, seed, folder)
     await found.set_up()
     await found.ordinary()
     numbers = iter(range(count))
 
     async def some() -> None:
-        for _ in numbers:
-            await found.one()
+        for number in numbers:
+            await found.numbered(number).one()
 
     async with asyncio.TaskGroup() as group:
         for _ in range(at_once):

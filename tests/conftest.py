@@ -42,6 +42,7 @@ from stalls import (  # noqa: F401 -- hooks of pytest
 from steercap import SteerModel
 from steercap.adapters.reaper import mapped
 from steercap.testing import Reference, smollm2, tiny_checkpoint
+from steercap.testing.faults.base import one_core_each
 from steercap.testing.rows import ALL_SITES, CRAMPED, TINY_ENGINE
 
 settings.register_profile("steercap", deadline=None)  # examples differ in what they compile
@@ -123,6 +124,14 @@ class Leftovers:
         return {
             line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:steercap" in line
         }
+
+
+@pytest.fixture
+def two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's CPU workers want cores of their own."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("two workers need two cores")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", one_core_each())
 
 
 @asynccontextmanager

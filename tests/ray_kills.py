@@ -30,7 +30,7 @@ ACTORS: dict[str, Any] = {"num_cpus": 1, "max_task_retries": -1}
 RAY: dict[str, Any] = {"address": "local", "num_cpus": 4, "object_store_memory": 80 << 20, "include_dashboard": False}
 
 
-def corpus(documents: int = 480) -> list[str]:
+def corpus(documents: int = 960) -> list[str]:
     """Texts of all lengths."""
     rng = random.Random(7)
     return ["".join(rng.choices("abcdefgh ", k=rng.randrange(1, 240))) for _ in range(documents)]

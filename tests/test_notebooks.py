@@ -16,7 +16,8 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 async def test_a_notebook_runs(path: Path) -> None:
     """No cell fails; the cells that draw give pictures."""
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=900, kernel_name="python3", resources={"metadata": {"path": path.parent}})
+    at = {"metadata": {"path": path.parent}}
+    client = NotebookClient(notebook, timeout=900, startup_timeout=300, kernel_name="python3", resources=at)
     await client.async_execute()
     drawing = [cell for cell in notebook.cells if cell.cell_type == "code" and "plt.show()" in cell.source]
     assert drawing

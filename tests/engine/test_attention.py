@@ -62,9 +62,9 @@ async def test_a_file_keeps_what_weights_need_and_a_wrong_rule_would_show(tmp_pa
         handle.attention_pattern(0, max_bytes=57_599)
 
 
-async def test_two_workers_share_heads(monkeypatch) -> None:
+@pytest.mark.usefixtures("two_workers")
+async def test_two_workers_share_heads() -> None:
     """At tensor parallel 2 each rank has half the heads; of one head of keys each has a copy, which is kept once."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     path = tiny_checkpoint("gemma2", num_key_value_heads=1)
     async with opened(path, sites=SITES, **TINY_ENGINE, tensor_parallel_size=2) as model:
         assert model.points[Point(2, "q")] == PointSchema((4, 32), "float32", shards=2)

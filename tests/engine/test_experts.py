@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 
 import pytest
@@ -158,14 +157,13 @@ async def test_rows_are_asked_for_in_parts(routed, monkeypatch) -> None:
     assert parts.weights.allclose(whole.weights, atol=1e-6)
 
 
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two workers need two cores")
+@pytest.mark.usefixtures("two_workers")
 @pytest.mark.parametrize(
     "layout",
     ["tensor_parallel_size", *(pytest.param(one, marks=pytest.mark.extended) for one in ("pipeline_parallel_size",))],
 )
-async def test_two_workers_choose_as_one(layout, monkeypatch, record_property) -> None:
+async def test_two_workers_choose_as_one(layout, record_property) -> None:
     """Tensor parallel, each rank has the whole router; pipeline parallel, the stage of the layer answers."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     path = routed_checkpoint("qwen3_moe")
     async with opened(path, sites=["router"], **TINY_ENGINE, **{layout: 2}) as model:
         assert [point.layer for point in model.points if point.site == "router"] == [0, 2, 3]

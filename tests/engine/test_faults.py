@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from conftest import opened
 from faults import injected
@@ -17,14 +15,6 @@ from steercap.testing.rows import TINY_ENGINE
 TINY = tiny_checkpoint("qwen3")
 #: Those that tests below inject in this process.
 HERE = {"core_killed", "core_killed_restart", "cancelled"}
-
-
-@pytest.fixture
-def one_core_each(monkeypatch) -> None:
-    """vLLM's CPU workers want cores of their own; without as many NUMA nodes they must be told which."""
-    if (os.cpu_count() or 1) < 2:
-        pytest.skip("two workers need two cores")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
 
 
 @pytest.mark.slow
@@ -51,7 +41,7 @@ async def test_a_task_that_is_cancelled_at_any_await_leaves_nothing(tiny) -> Non
 
 
 @pytest.mark.extended
-@pytest.mark.usefixtures("one_core_each")
+@pytest.mark.usefixtures("two_workers")
 async def test_a_killed_worker_is_told_to_all_at_once() -> None:
     """vLLM waits for the other worker first, for up to 10 s; nobody here does."""
     async with opened(TINY, **TINY_ENGINE, **CROWDED, tensor_parallel_size=2) as model:

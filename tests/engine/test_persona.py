@@ -207,11 +207,11 @@ def server(tmp_path_factory) -> Iterator[str]:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(30)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     pytest.fail(f"vLLM's server did not start; it ended with {process.returncode}: {said.read_text()[-4000:]}")
 
 

@@ -130,11 +130,11 @@ async def test_unknown_layers_are_derived_and_the_rule_that_closes_is_taken(spoi
             pass
 
 
-async def test_parts_of_sums_are_refused(monkeypatch) -> None:
+@pytest.mark.usefixtures("two_workers")
+async def test_parts_of_sums_are_refused() -> None:
     """Command's blocks leave their outputs as parts of sums on the ranks of a tensor-parallel group, and the layer adds
     them up: the first rank's part is not what the block adds. The stream is whole.
     """
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     path, arguments = tiny_checkpoint("cohere"), {**TINY_ENGINE, "tensor_parallel_size": 2}
     with pytest.raises(errors.ModelNotProved, match=r"resid_post\[3\] is resid_pre \+ \(attn_out \+ mlp_out\)"):
         async with opened(path, sites=("attn_out",), layers=[1], **arguments):

@@ -55,6 +55,7 @@ async def test_a_request_that_vllm_ends_early_is_no_answer(tiny) -> None:
     """A request that the engine aborts is an error, not a shorter text."""
     asked = asyncio.create_task(tiny.generate(random_prompt(20, 1), {"max_tokens": 230, **GREEDY}))
     while not (running := list(tiny.engine.output_processor.request_states)):
+        assert not asked.done()
         await asyncio.sleep(0.001)
     await tiny.engine.abort(running, internal=True)
     with pytest.raises(errors.EngineFailure, match="aborted in the engine"):

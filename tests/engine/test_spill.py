@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import resource
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,7 +47,7 @@ async def spilling(folder) -> AsyncIterator[SteerModel]:
     """An engine with a megabyte of capture memory, whose rows spill to disk."""
     settings = {"capture_bytes": LITTLE, "overflow": "spill", "spill_folder": folder, "spill_bytes": QUOTA}
     async with opened(
-        tiny_checkpoint("qwen3"), sites=ALL_SITES, overflow_timeout=3.0, **settings, **TINY_ENGINE
+        tiny_checkpoint("qwen3"), sites=ALL_SITES, overflow_timeout=8.0, **settings, **TINY_ENGINE
     ) as model:
         yield model
     assert not list(folder.iterdir())
@@ -186,7 +188,7 @@ async def test_a_full_quota_waits_then_says_so(spilling) -> None:
             spec = CaptureSpec(sites=ALL_SITES)
             held.append((await spilling.generate(random_prompt(110, len(held)), SIX, capture=spec))[1])
 
-    full = rf"no handle was released for 3\.0 s, and of spill_bytes={QUOTA:,} in"
+    full = rf"no handle was released for 8\.0 s, and of spill_bytes={QUOTA:,} in"
     with pytest.raises(errors.CaptureMemoryFull, match=full):
         await fill()
     assert file.bytes_in_use > QUOTA * 0.9
@@ -256,9 +258,11 @@ async def test_cancelling_and_dropping_on_the_way_leaves_nothing(spilling) -> No
         prompts = [random_prompt(110, seed) for seed in range(24)]
         return asyncio.create_task(spilling.generate(prompts, SIX, capture_layers="all"))
 
-    began = time.monotonic()
-    await call()
-    whole, cancelled = time.monotonic() - began, 0
+    whole, cancelled = math.inf, 0
+    for _ in range(2):
+        began = time.monotonic()
+        await call()
+        whole = min(whole, time.monotonic() - began)
     for part in (0.0, 0.05, 0.2, 0.4, 0.6, 0.8):
         task = call()
         await asyncio.sleep(part * whole)
@@ -267,7 +271,7 @@ async def test_cancelling_and_dropping_on_the_way_leaves_nothing(spilling) -> No
                 await task
             cancelled += 1
         del task  # which holds the handles of a call that was done
-    assert cancelled >= 3
+    assert cancelled >= 2
     assert await settled(spilling) == await empty(spilling) == (0, 0, 0)
 
 
@@ -288,14 +292,6 @@ async def test_memory_does_not_grow_with_what_was_spilled(spilling, record_prope
     record_property("client RSS after 300 and 1,500, MiB", [mark >> 20 for mark in marks])
     # Had rows stayed, it would be 150 MiB more.
     assert marks[1] - marks[0] < 48 << 20
-
-
-@pytest.fixture
-def two_workers(monkeypatch) -> None:
-    """vLLM's CPU workers want cores of their own; without as many NUMA nodes they must be told which."""
-    if (os.cpu_count() or 1) < 2:
-        pytest.skip("two workers need two cores")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
 
 
 @pytest.mark.extended
@@ -408,11 +404,10 @@ def held_by_anybody(inode: int, device: int) -> list[str]:
     """Processes that have a file open."""
     found = []
     for process in psutil.process_iter():
-        for path in Path(f"/proc/{process.pid}/fd").glob("*"):
-            try:
-                stat = path.stat()
-            except OSError:
-                continue
-            if (stat.st_ino, stat.st_dev) == (inode, device):
-                found.append(process.name())
+        with suppress(OSError, psutil.NoSuchProcess):  # it ends meanwhile
+            for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
+                with suppress(OSError):
+                    stat = descriptor.stat()
+                    if (stat.st_ino, stat.st_dev) == (inode, device):
+                        found.append(process.name())
     return found

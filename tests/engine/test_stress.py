@@ -43,7 +43,7 @@ async def test_one_token_prompts(cramped, tiny_reference) -> None:
 async def test_cancelled_neighbours(cramped, tiny_reference) -> None:
     """Requests cancelled in any phase leave their neighbours' rows right, and nothing of their own."""
     shown = await stress.cancelled_neighbours(cramped, tiny_reference)
-    assert shown.facts["cancelled"] >= 10
+    assert shown.facts["cancelled"] >= 6
 
 
 async def test_everything_at_once(cramped, tiny_reference, record_property) -> None:

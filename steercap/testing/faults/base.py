@@ -80,6 +80,16 @@ async def opened(**arguments: Any) -> AsyncIterator[SteerModel]:
         yield model
 
 
+def one_core_each() -> str:
+    """What vLLM's CPU workers must be told, two of them, without as many NUMA nodes: a core each of those there are.
+
+    Raises:
+        ValueError: this process may use one core only.
+    """
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    return f"{first}|{second}"
+
+
 def prompts(count: int, length: int = 30, first: int = 0) -> list[list[int]]:
     """Prompts that differ."""
     return [random_prompt(length, seed) for seed in range(first, first + count)]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from steercap.testing.faults.base import Fault, Outcome, opened
+from steercap.testing.faults.base import Fault, Outcome, one_core_each, opened
 from steercap.testing.faults.deaths import CROWDED, TOLD, deaths
 
 
 async def inject(_folder: Path) -> list[Outcome]:
     """Kill one of two tensor-parallel workers."""
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = one_core_each()
     async with opened(tensor_parallel_size=2, **CROWDED) as model:
         return await deaths(model, "Worker")
 
