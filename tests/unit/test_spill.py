@@ -597,6 +597,31 @@ async def test_a_fetch_waits_for_rows_on_their_way_to_disk(arena) -> None:
     assert len(engine.freed) == 1
 
 
+async def test_nobody_keeps_what_was_moved_while_its_room_is_given_back(arena) -> None:
+    """Dropped meanwhile, it is gone at once, however long whoever has the room takes to give it back."""
+    engine = await arena(pages=1)
+    first, second = await moving(engine)
+    gone, gives_back, flush = weakref.ref(first), asyncio.Event(), engine.flush
+
+    async def slowly() -> None:
+        await gives_back.wait()
+        await flush()
+
+    engine.flush = engine.spilling._flush = slowly
+    gc.disable()
+    try:
+        engine.gate.set()
+        while first.stage is not Stage.SPILLED:
+            await asyncio.sleep(0)
+        del first
+        await stores(engine.spilling.file, 0)
+        assert gone() is None
+    finally:
+        gc.enable()
+    gives_back.set()
+    await second
+
+
 @pytest.mark.parametrize("by", ["release", "drop", "cancel", "close"])
 async def test_what_happens_on_the_way_to_disk_loses_nothing(arena, by) -> None:
     """A release, a dropped handle, a cancelled request, a model that is closed while rows are moved: freed once, or kept whole."""
