@@ -7,6 +7,7 @@ cluster's file system. It needs root and iproute2.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,13 +18,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+#: This checkout, which all have, also where it is in /tmp.
+HERE = Path(__file__).parent.parent
 NETWORK = "10.77.0"
 BRIDGE = "steercap0"
 #: What each does before anything else runs on it.
 _BOOT = """
 hostname {name}
 mount -t tmpfs tmpfs /dev/shm
+cd {here}
 mount -t tmpfs tmpfs /tmp
+if ! test -e {here}; then mkdir -p {here}; mount --no-canonicalize --bind . {here}; cd {here}; fi
 mkdir /tmp/etc
 printf '127.0.0.1 localhost\\n{address} {name}\\n' > /tmp/etc/hosts
 mount --bind /tmp/etc/hosts /etc/hosts
@@ -48,7 +53,7 @@ class Machine:
 
     def start(self, *command: str, env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
         """Run a command on it, as its first process: what that one started ends with it."""
-        boot = _BOOT.format(name=self.name, address=self.address)
+        boot = _BOOT.format(name=self.name, address=self.address, here=shlex.quote(str(HERE)))
         apart = ["--pid", "--mount", "--ipc", "--uts", "--fork", "--mount-proc", "--kill-child"]
         with log.open("wb") as file:
             return subprocess.Popen(
