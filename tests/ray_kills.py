@@ -21,6 +21,7 @@ from steercap import SteerModel
 from steercap.collecting import RayActors
 from steercap.collecting.collect import Collected, Progress
 from steercap.testing import tiny_checkpoint
+from steercap.testing.faults.actor_killed import actors
 from steercap.testing.faults.base import COLLECTED
 from steercap.testing.folders import digests
 from steercap.testing.rows import TINY_ENGINE
@@ -39,16 +40,6 @@ def corpus(documents: int = 960) -> list[str]:
 def a_model() -> SteerModel:
     """The model that every machine opens."""
     return SteerModel(str(tiny_checkpoint("qwen3")), **TINY_ENGINE)
-
-
-def actors() -> list[psutil.Process]:
-    """The processes of actors that collect."""
-    found = []
-    for process in psutil.Process().children(recursive=True):  # others may collect on this machine
-        with suppress(psutil.NoSuchProcess):
-            if "ray::CollectingActor" in " ".join(process.cmdline()):
-                found.append(process)
-    return found
 
 
 async def killed(folder: Path, kills: int, seed: int) -> None:

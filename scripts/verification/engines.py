@@ -18,6 +18,7 @@ from steercap.families import FAMILIES
 from steercap.testing import Reference, tiny_checkpoint
 from steercap.testing.architectures import ENGINES, ON_CUDA
 from steercap.testing.experts import routed_checkpoint
+from steercap.testing.faults.base import one_core_each
 from steercap.testing.lora import LORA_ENGINE
 from steercap.testing.quantised import KINDS, quantised_checkpoint
 from steercap.testing.rows import ALL_SITES, CRAMPED, TINY_ENGINE
@@ -115,7 +116,7 @@ class Machine:
         return EngineChoice(
             tiny_checkpoint("qwen3" if name in of_qwen3 else name),
             self.base("float32") | of_qwen3.get(name, {}),
-            {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if two else {},
+            {"VLLM_CPU_OMP_THREADS_BIND": one_core_each()} if two else {},
         )
 
 

@@ -151,7 +151,7 @@ class Reading:
             "before_edits": self.spec.before_edits,
         }
         if (calibrated := self.engine.calibrated(self.spec)) is not None:
-            described["calibration"] = calibrated.digest
+            described["calibration"] = calibrated.digest  # no key without one: data sets are known by all this says
         return described
 
 

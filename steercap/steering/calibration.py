@@ -39,7 +39,11 @@ class Calibrated:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what rows are coded by, in hexadecimal: the same on engines that arm other points beside them."""
+        """SHA-256 of what rows are coded by, in hexadecimal.
+
+        It is the same on engines that arm other points, or these in another order. What a slot holds is not: it numbers
+        the armed points and goes by their order.
+        """
         found = hashlib.sha256()
         for point in sorted(self.constants):
             found.update(str(point).encode())

@@ -247,7 +247,7 @@ def test_a_killed_process_leaves_no_file(tmp_path) -> None:
     assert written.wait(300)
     assert not list(tmp_path.iterdir())
     held = [path for path in Path(f"/proc/{process.pid}/fd").iterdir() if str(tmp_path) in str(path.readlink())]
-    assert [path.stat().st_size for path in held] == [32 << 20]
+    assert [(path.stat().st_size, path.stat().st_nlink) for path in held] == [(32 << 20, 0)]
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL
@@ -542,6 +542,7 @@ async def test_a_full_disk_fails_who_needs_room_and_takes_no_rows(arena) -> None
     try:
         waiting = asyncio.create_task(engine.handle())
         while engine.spilling._failure is None:
+            assert not waiting.done()
             await asyncio.sleep(0.001)
         engine.admission._refuse_all()  # a minute later
         with pytest.raises(

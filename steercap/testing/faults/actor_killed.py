@@ -9,6 +9,7 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from steercap.collecting import RayActors
 from steercap.core.extras import extra
@@ -17,6 +18,9 @@ from steercap.testing.faults.base import BOUND, COLLECTED, Fault, Outcome, opene
 from steercap.testing.folders import digests
 from steercap.testing.rows import TINY_ENGINE
 from steercap.testing.tiny import tiny_checkpoint
+
+if TYPE_CHECKING:
+    import psutil
 
 #: Engines of two actors share the cores, whichever they are.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -90,12 +94,24 @@ async def _killed(folder: Path, shards: int, collecting: asyncio.Task[None]) -> 
         assert not collecting.done(), "the corpus ended before the kill"
         await asyncio.sleep(0.02)
     while True:
-        for process in psutil.Process().children(recursive=True):  # others may collect on this machine
+        for process in actors():
             with suppress(psutil.NoSuchProcess):
-                if "ray::CollectingActor" in " ".join(process.cmdline()):
-                    process.kill()
-                    return time.monotonic()
+                process.kill()
+                return time.monotonic()
         await asyncio.sleep(0.02)
+
+
+def actors() -> list[psutil.Process]:
+    """The processes of actors that collect for this one; others may collect on this machine."""
+    with extra("cpu", "cuda"):
+        import psutil
+
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "ray::CollectingActor" in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 MEMBER = Fault(
