@@ -6,7 +6,7 @@
 
 Each runs in a process of its own, which must end, and leave no process, no file in /dev/shm and no temporary file. What did
 not come as it must is shown as WRONG, and the exit code is 1. The last result of each is kept in out/faults.json, and the page
-is written from all of them.
+is written from all of them; of a fault that is not there the page keeps what it says.
 """
 
 from __future__ import annotations
@@ -134,8 +134,9 @@ def when(one: dict[str, Any]) -> str:
     return "" if one["seconds"] is None else f"({one['seconds']:.2f} s)"
 
 
-def table(known: dict[str, dict[str, Any]]) -> str:
-    """What came of faults, as Markdown."""
+def table(known: dict[str, dict[str, Any]], old: str) -> str:
+    """What came of faults, as Markdown; of those that are not known, what an old table has."""
+    kept = {line.split(" | ")[0]: line for line in old.splitlines()}
     lines = ["| fault | injected by | must | happened | left |", "|---|---|---|---|---|"]
     for name, fault in FAULTS.items():
         if name in known:
@@ -144,16 +145,18 @@ def table(known: dict[str, dict[str, Any]]) -> str:
             wrong = f"**{row['wrong']}**"
             cells = (fault.title, fault.how, fault.must, wrong if row["wrong"] else came, row["left"])
             lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+        elif line := kept.get(f"| {fault.title}"):
+            lines.append(line)
     return "\n".join(lines) + "\n"
 
 
 def write(known: dict[str, dict[str, Any]]) -> None:
     """Put the table where it belongs on the page."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
+    old, _, after = rest.partition(END)
     day = max(row["day"] for row in known.values())
-    where = f"Written by `python scripts/faults.py`, last on {day}; {os.cpu_count()} cores, tiny models on CPU.\n\n"
-    PAGE.write_text(f"{before}{BEGIN}{where}{table(known)}{END}{after}")
+    where = f"Written by `python scripts/faults.py`, last on {day}; tiny models, on CPU where no device is named.\n\n"
+    PAGE.write_text(f"{before}{BEGIN}{where}{table(known, old)}{END}{after}")
 
 
 def main(
