@@ -122,7 +122,7 @@ class CudaTaps(Taps):
         self._banks = [self._bank[:, kind.first : kind.first + kind.width] for kind in self._kinds]
         self._replacements = table(sizes.tokens * MAX_REPLACEMENTS)
         self._evidence = table(sizes.tokens, 2, dtype=torch.int64)
-        self._rows = torch.empty((max(lines, 1), LINE_BYTES), dtype=torch.uint8, device=device)
+        self._rows = _ring(max(lines, 1), device)
         self._rings = [typed(self._rows, kind.schema) for kind in self._kinds]
         self._sums = DeviceAccumulators(installed, self.accumulators, self._layouts, transfers, AHEAD)
         self._encoder = DeviceEncoder(
@@ -384,3 +384,13 @@ def _ring_bytes(sizes: TapSizes, token_bytes: int, device: torch.device) -> int:
     once = sizes.tokens * token_bytes
     share = int(torch.cuda.mem_get_info(device)[1] * SHARE)
     return max(once, min(2 * once, share))
+
+
+def _ring(lines: int, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.empty((lines, LINE_BYTES), dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            f"the device has no room for {lines * LINE_BYTES:,} bytes of rows on their way to shared memory; "
+            f"lower SteerModel(..., arena_bytes=) or gpu_memory_utilization=: {error}"
+        ) from error
