@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Final
@@ -33,6 +33,8 @@ PATIENCE: Final = 10.0
 #: Longest path of a folder for Unix sockets: 107 bytes, less a UUID.
 LONGEST_FOLDER: Final = 107 - 37
 _SHARED: Final = "/dev/shm/"  # noqa: S108 -- where Linux keeps shared memory
+#: In an engine's folder: the names that were in shared memory before it.
+_BEFORE: Final = "shared memory before"
 _ENDED: Final = b"ended\n"
 #: The names that vLLM gives its sockets.
 _UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -52,6 +54,9 @@ class Reaper:
         self.folder: Final = Path(tempfile.mkdtemp(prefix="steercap-", dir=_short_folder()))
         self._roots: dict[int, str] = {}
         self._files: set[str] = set()
+        self._before: Final = _shared()
+        # Not told through the pipe: there may be more of them than it holds.
+        (self.folder / _BEFORE).write_bytes(b"\0".join(map(os.fsencode, self._before)))
         self._lock = threading.Lock()
         resource_tracker.ensure_running()  # or it would be marked, and killed with them
         self._process = subprocess.Popen(  # noqa: S603 -- this very file
@@ -88,9 +93,9 @@ class Reaper:
             The files.
         """
         found = _processes(self.mark, self._roots)
-        files = mapped(found) | named(found)
+        files = _own(found, self._before)
         self._files |= files
-        self._tell("".join(f"shared {path}\n" for path in files).encode())
+        self._tell(b"".join(b"shared %s\n" % os.fsencode(path) for path in files))
         return files
 
     def end(self) -> bool:
@@ -103,7 +108,7 @@ class Reaper:
         if not self.is_ours:
             return False
         with self._lock:
-            gone, files = reap(self.mark, self._roots, self._files)
+            gone, files = reap(self.mark, self._roots, self._before, self._files)
             for file in files:
                 _forget(file)
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -125,13 +130,19 @@ class Reaper:
 
 
 def reap(
-    mark: str, roots: Mapping[int, str], files: Iterable[str] = (), patience: float = PATIENCE
+    mark: str,
+    roots: Mapping[int, str],
+    before: Collection[str] | None,
+    files: Iterable[str] = (),
+    patience: float = PATIENCE,
 ) -> tuple[bool, set[str]]:
     """Kill every process of an engine, until there is none, and remove the shared memory that they alone had mapped.
 
     Args:
         mark: what its processes carry.
         roots: process ids known to be its own, and when each began.
+        before: shared memory that there was before it, and that stays; None if nobody knows any more: then what its
+            processes map stays too.
         files: shared memory known to be its own: of a process that died before, nobody can tell what it had mapped.
         patience: seconds to wait for the processes.
 
@@ -139,19 +150,21 @@ def reap(
         Whether all are gone, and the files that were removed.
     """
     deadline = time.monotonic() + patience
-    left = set(files)
+    gone, left = True, set(files)
     killed = dict(roots)  # a dying process no longer shows its mark
     while found := _processes(mark, killed):
         for pid in found - killed.keys():
             if began := _began(pid):
                 killed[pid] = began
-        left |= mapped(found) | named(found)
+        if before is not None:
+            left |= _own(found, before)
         for number in (signal.SIGSTOP, signal.SIGKILL):  # first stop all: one that outlived the others would complain
             for pid in found:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
         if time.monotonic() > deadline:
-            return False, set()
+            gone = False
+            break
         time.sleep(0.005)
     if left:
         left -= mapped(pids())
@@ -160,7 +173,7 @@ def reap(
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)  # noqa: PTH108
             removed.add(path)
-    return True, removed
+    return gone, removed
 
 
 def _processes(mark: str, roots: Mapping[int, str]) -> set[int]:
@@ -200,19 +213,39 @@ def _began(pid: int) -> str | None:
     return status[19] if status else None
 
 
-def mapped(processes: Iterable[int]) -> set[str]:
-    """Files of shared memory that processes map."""
+def mapped(processes: Iterable[int], written: bool = False) -> set[str]:
+    """Files below /dev/shm that processes map.
+
+    Args:
+        processes: which.
+        written: only those that one of them maps shared and writable, as memory is that processes share: weights and
+            libraries that somebody keeps there are mapped to be read, or as copies.
+    """
     found = set()
     for pid in processes:
-        lines = _read(f"/proc/{pid}/maps").decode(errors="replace").splitlines()
-        found |= {line[line.index(_SHARED) :] for line in lines if _SHARED in line}
+        for line in os.fsdecode(_read(f"/proc/{pid}/maps")).split("\n"):
+            at = line.find(_SHARED)
+            if at >= 0 and (not written or line.split(maxsplit=2)[1].startswith("rw-s")):
+                found.add(line[at:])
     return {path for path in found if not path.endswith(" (deleted)")}
 
 
 def named(processes: Iterable[int]) -> set[str]:
     """Files of shared memory that carry the id of their process in the name, as loky's semaphores do."""
-    names = os.listdir(_SHARED) if os.path.isdir(_SHARED) else []  # noqa: PTH112, PTH208
+    names = _shared()
     return {f"{_SHARED}{name}" for pid in processes for name in names if f"-{pid}-" in name}
+
+
+def _own(processes: Iterable[int], before: Collection[str]) -> set[str]:
+    """Files of an engine's shared memory: what was there before it, and whatever lies in a folder, is somebody's."""
+    processes = set(processes)
+    found = {path[len(_SHARED) :] for path in mapped(processes, written=True) | named(processes)}
+    return {f"{_SHARED}{name}" for name in found if "/" not in name and name not in before}
+
+
+def _shared() -> frozenset[str]:
+    """The names in shared memory."""
+    return frozenset(os.listdir(_SHARED) if os.path.isdir(_SHARED) else [])  # noqa: PTH112, PTH208
 
 
 def _listening(pid: int) -> set[str]:
@@ -291,10 +324,13 @@ def main() -> None:
     if said.endswith(_ENDED):
         return
     whole, _, _ = said.rpartition(b"\n")  # killed while it wrote, it may have left half a line
-    lines = [line.split(" ", 1) for line in whole.decode(errors="replace").splitlines()]
+    lines = [line.split(" ", 1) for line in os.fsdecode(whole).split("\n") if line]
     roots = dict(rest.split() for kind, rest in lines if kind == "root")
     shared = {path for kind, path in lines if kind == "shared"}
-    reap(mark, {int(pid): began for pid, began in roots.items()}, shared, patience=10 * PATIENCE)
+    before = None
+    with contextlib.suppress(OSError):
+        before = frozenset(map(os.fsdecode, (Path(folder) / _BEFORE).read_bytes().split(b"\0")))
+    reap(mark, {int(pid): began for pid, began in roots.items()}, before, shared, patience=10 * PATIENCE)
     shutil.rmtree(folder, ignore_errors=True)
     for path in {path for kind, path in lines if kind == "file" and os.getppid() != client}:  # a client closes its own
         with contextlib.suppress(OSError):

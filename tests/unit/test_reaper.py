@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,6 +168,72 @@ def test_a_client_ends_its_engine_without_a_complaint_of_python(way) -> None:
         client.terminate()
         os.kill(other, signal.SIGKILL)
         assert client.communicate(timeout=30)[1] == ""
+
+
+#: What an "engine" maps that is not its own: a file that was there, weights in a folder, weights beside it.
+USER = r"""
+import mmap, os, sys
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=4096)
+resource_tracker.unregister(memory._name, "shared_memory")
+before, beneath, beside = (os.open(path, os.O_RDWR) for path in sys.argv[1:])
+kept = [mmap.mmap(before, 0), mmap.mmap(beneath, 0)]
+kept += [mmap.mmap(beside, 0, access=access) for access in (mmap.ACCESS_READ, mmap.ACCESS_COPY)]
+print(memory.name, flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+#: A client of such an engine, which is killed.
+KILLED = """
+import os, pathlib, subprocess, sys, time
+from steercap.adapters.reaper import Reaper
+reaper = Reaper()
+pathlib.Path(sys.argv[4]).write_bytes(bytes(4096))
+environment = {**os.environ, **reaper.environment}
+process = subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], env=environment)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("way", ["ends by itself", "ended", "client killed"])
+def test_files_of_others_in_shared_memory_stay(way) -> None:
+    """Weights that somebody keeps in /dev/shm are mapped by engines, and are not theirs."""
+    folder = Path(tempfile.mkdtemp(prefix="reaper-", dir="/dev/shm"))
+    before, beneath, beside = folder.with_suffix(".before"), folder / "model.safetensors", folder.with_suffix(".beside")
+    words = [USER, str(before), str(beneath), str(beside)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    try:
+        for path in (before, beneath):
+            path.write_bytes(bytes(4096))
+        if way == "client killed":
+            client = subprocess.Popen([sys.executable, "-c", KILLED, *words], **pipes)
+            memory = Path("/dev/shm", client.stdout.readline().strip())
+            assert memory.is_file()
+            client.kill()
+            client.wait(60)
+            deadline = time.monotonic() + 60
+            while memory.exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+            client.communicate(timeout=60)
+        else:
+            reaper = Reaper()
+            beside.write_bytes(bytes(4096))
+            environment = {**os.environ, **reaper.environment}
+            engine = subprocess.Popen([sys.executable, "-c", *words], env=environment, **pipes)
+            memory = Path("/dev/shm", engine.stdout.readline().strip())
+            assert memory.is_file()
+            assert reaper.note_files() == {str(memory)}
+            if way == "ends by itself":
+                engine.communicate(timeout=60)
+            assert reaper.end()
+            engine.communicate(timeout=60)
+        assert not memory.exists()
+        assert [path for path in (before, beneath, beside) if not path.exists()] == []
+    finally:
+        for path in (before, beneath, beside):
+            path.unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def test_ending_twice_is_ending_once_and_a_fork_ends_nothing() -> None:
