@@ -42,7 +42,7 @@ async def soak(minutes: float, seed: int, device: str, picture: Path | None, out
     # On a GPU with graphs, as engines are there; the rest of its memory is nobody's here.
     own = {"enforce_eager": False, "gpu_memory_utilization": 0.2} if device == "cuda" else {}
     async with SteerModel(str(path), **{**LIMITS, **own}) as model:
-        soaked = Soak(model, Reference(path), seed)
+        soaked = Soak(model, Reference(path), seed, on_gpu=device == "cuda")
         telling = asyncio.create_task(tell(soaked.report))
         report = await soaked.run(60 * minutes)
         telling.cancel()

@@ -161,7 +161,8 @@ class _Collection:
 
     async def run(self) -> Collected:
         """To the end, or to an error that says how far it came."""
-        known = await asyncio.to_thread(there, self._storage)
+        with stopping(self._storage):
+            known = await asyncio.to_thread(there, self._storage)
         if known is None:
             batches, per_shard = await self._looked_at()
             async with aclosing(batches):
@@ -175,7 +176,8 @@ class _Collection:
             return await changed(partial(DatasetFolder.begin, self._storage, self._define(per_shard)))
 
     async def _collected(self, folder: DatasetFolder, batches: Batches | None) -> Collected:
-        receipts, self._resumed, self._mended = await sound_shards(folder, self._asked)
+        with stopping(self._storage):
+            receipts, self._resumed, self._mended = await sound_shards(folder, self._asked)
         sharder = Sharder(folder, self._reading.points, receipts, self._asked.shard_bytes)
         each = folder.definition.documents_per_shard
         if batches is None:

@@ -186,8 +186,8 @@ class _Spread:
 
     async def run(self) -> Collected:
         """To the end, or to an error that says how far it came."""
+        folder = await self._begun()
         with stopping(self._storage):
-            folder = await self._begun()
             self._known, resumed, mended = await sound_shards(folder, self._asked)
         # A shard ends while another begins, unless it was said how much is under way.
         depth = 2 if self._asked.concurrency is None else 1
@@ -210,7 +210,8 @@ class _Spread:
 
     async def _begun(self) -> DatasetFolder:
         """The folder, begun with what an actor's engine makes of the question."""
-        known = await asyncio.to_thread(there, self._storage)
+        with stopping(self._storage):
+            known = await asyncio.to_thread(there, self._storage)
         each = self._asked.documents_per_shard or (known and known.documents_per_shard)
         first: list[Document] = []
         if each is None:
@@ -218,7 +219,8 @@ class _Spread:
             self._documents = _chained(first, self._documents)
         found = await _answer(self._actors[0].define.remote(each, _plain(first)))
         definition = decode(found, str(self._storage))
-        return await changed(partial(DatasetFolder.begin, self._storage, definition))
+        with stopping(self._storage):
+            return await changed(partial(DatasetFolder.begin, self._storage, definition))
 
     async def _work(self, actor: Any, folder: DatasetFolder) -> None:
         """Have an actor make shards until there is no more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -237,10 +238,13 @@ def stopping(storage: object, sharder: Sharder | None = None) -> Iterator[None]:
     """
     try:
         yield
+    except CollectionStopped:
+        raise
     except OSError as error:
         there = "" if sharder is None else f"; {sharder.written} shards are there, and stay"
+        what = "make room" if error.errno in {errno.ENOSPC, errno.EDQUOT} else "mend that"
         raise CollectionStopped(
-            f"{storage} cannot be written to: {error}{there}: make room, and the same call goes on"
+            f"{storage} cannot be written to: {error}{there}: {what}, and the same call goes on"
         ) from error
 
 

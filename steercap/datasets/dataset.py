@@ -253,7 +253,7 @@ class ActivationDataset(Dataset["Rows | Labelled"]):
             warnings.warn(
                 f"normalise={kind!r} goes by {seen} rows of {self.folder.storage}, those that were looked at; collect "
                 "it with statistics_every=1 to have all of them looked at",
-                stacklevel=4,
+                stacklevel=3,
             )
         return {str(point): Normalisation.of(kind, found) for point, found in statistics.items()}
 

@@ -221,6 +221,7 @@ def _parts(chunks: Iterable[Buffer]) -> Iterator[memoryview]:
     lock, and fresh memory for every part would cost as much as the copy.
     """
     memory = mmap.mmap(-1, CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)  # or a fork while it is written past the page cache may change what is written
     together = np.frombuffer(memory, dtype=np.uint8)
     held = 0
     for chunk in chunks:

@@ -86,11 +86,14 @@ def tokenizer_digest(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         words = sorted((str(word), number) for word, number in getattr(tokenizer, "get_vocab", dict)().items())
-        special = list(map(str, getattr(tokenizer, "all_special_tokens", ())))
-        said = {"class": type(tokenizer).__name__, "vocabulary": words, "special": special}
+        said: dict[str, Any] = {"class": type(tokenizer).__name__, "vocabulary": words}
+        said["all special"] = list(map(str, getattr(tokenizer, "all_special_tokens", ())))
     else:
         said = msgspec.json.decode(backend.to_str())
         said |= {"truncation": None, "padding": None}  # they are of its last call
+    # Templates and beginnings of windows go by them.
+    special = getattr(tokenizer, "special_tokens_map", None) or {}
+    said["special"] = {name: str(word) for name, word in sorted(special.items())}
     found = _digest(said)
     with suppress(TypeError):
         _DIGESTS[tokenizer] = found

@@ -120,12 +120,13 @@ class Soak:
         model: serves the tiny qwen3 with all sites armed.
         reference: transformers on the same checkpoint.
         seed: what is drawn follows from it, but for the order in which tasks draw.
+        on_gpu: watch the memory of the first GPU too, which nobody else must use.
     """
 
-    def __init__(self, model: SteerModel, reference: Reference, seed: int) -> None:
+    def __init__(self, model: SteerModel, reference: Reference, seed: int, on_gpu: bool = False) -> None:
         self.report = Report()
         self._model, self._reference = model, reference
-        self._on_gpu = torch.cuda.is_available()
+        self._on_gpu = on_gpu
         self._rng = random.Random(seed)
         self._comparing = asyncio.Semaphore(1)  # or comparing would take the engine's cores
         self._held = 0

@@ -1,6 +1,7 @@
 """Corpora of every kind, windows of their documents, and which tokens are kept."""
 
 import asyncio
+import errno
 import gzip
 import itertools
 import json
@@ -21,12 +22,20 @@ from steercap.collecting.documents import Document, NotDocument, content_of
 from steercap.collecting.feeding import feed
 from steercap.collecting.pipeline import Block, Ended
 from steercap.collecting.samples import Selected, described, sample_of, seed_of
-from steercap.collecting.shards import Sharder
+from steercap.collecting.shards import Sharder, stopping
 from steercap.collecting.windows import Cutting, Window
 from steercap.core.spec import Point
 from steercap.core.tokens import selected
 from steercap.datasets import DatasetFolder
-from steercap.errors import InvalidFile, InvalidPrompt, InvalidRequest, InvalidSelection, InvalidSetting, InvalidSpec
+from steercap.errors import (
+    CollectionStopped,
+    InvalidFile,
+    InvalidPrompt,
+    InvalidRequest,
+    InvalidSelection,
+    InvalidSetting,
+    InvalidSpec,
+)
 from steercap.requests.captures import Captures
 from steercap.testing.tiny import tokenizer
 from steercap.vectors.layers import LayerVectors
@@ -576,3 +585,17 @@ async def test_feeding_ends_with_who_takes_it():
             thread.join(5)
             assert not thread.is_alive()
     assert read <= 64 * 5
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "there cannot be written to: .*: make room, and the same"),
+        (PermissionError(errno.EACCES, "Permission denied"), "there cannot be written to: .*: mend that, and the same"),
+        (CollectionStopped("an actor was lost"), "^an actor was lost$"),
+    ],
+)
+def test_what_stopped_a_collection_is_said_once_and_as_it_is(error, says) -> None:
+    """Room is asked for where there is none, and what has been said already stays as it is."""
+    with pytest.raises(CollectionStopped, match=says), stopping("there"):
+        raise error

@@ -90,6 +90,10 @@ def test_a_tokenizer_is_known_by_what_it_makes_of_a_text() -> None:
     cut("a", truncation=True, max_length=1)
     assert cut.backend_tokenizer.truncation
     assert tokenizer_digest(cut) == tokenizer_digest(one)
+    begins = made("?", "a", "b")
+    begins.bos_token = "a"
+    assert begins.bos_token_id == 1
+    assert tokenizer_digest(begins) != tokenizer_digest(one), "windows and templates begin with it"
     slow = [
         SimpleNamespace(get_vocab=partial(dict, words))
         for words in ([(b"a", 1), (b"\xff", 2)], [(b"a", 2), (b"\xff", 1)])
