@@ -300,7 +300,8 @@ async def sound_shards(folder: DatasetFolder, asked: Asked) -> tuple[dict[int, R
 
     def looked() -> tuple[dict[int, Receipt], dict[int, str]]:
         receipts, unreadable = folder.readable_receipts()
-        return receipts, unreadable | folder.wrong(receipts.values(), content=asked.verify)
+        content = asked.verify or folder.altered(receipts.values())
+        return receipts, unreadable | folder.wrong(receipts.values(), content=content)
 
     def discard() -> None:
         for number in wrong:

@@ -219,7 +219,8 @@ def check_same(storage: Storage, there: Receipt, documents: int, begun: str) -> 
     if begun != there.documents_sha256 or documents < there.documents:
         raise RunDiffers(
             f"{storage} holds shard {there.number} of other documents: the corpus is another one, or was changed; "
-            "give another folder, or the corpus it was begun with"
+            "give another folder, or the corpus it was begun with. If it is the same, `steercap inspect --verify` says "
+            "whether the folder was changed"
         )
     if documents > there.documents:
         raise RunDiffers(

@@ -20,7 +20,7 @@ from steercap.datasets.remote import storage_of
 from steercap.datasets.shards import FOLDER, RECEIPT, STATISTICS, Receipt, Shard, name_of, write_shard
 from steercap.datasets.statistics import PointStatistics, named_tensors, no_rows, read_named
 from steercap.datasets.storage import Storage
-from steercap.datasets.tables import decoded_points, encoded_points, points_table
+from steercap.datasets.tables import encoded_points, holds_points
 from steercap.datasets.tensors import encoded
 from steercap.errors import InvalidFile, InvalidRequest, RunDiffers
 
@@ -45,7 +45,8 @@ class Totals(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tokens: that the model read.
         rows: tokens whose rows were kept.
         bytes: of the files of all shards.
-        sha256: over the SHA-256 of all files of all shards, in order; two data sets with the same are the same.
+        sha256: over the receipts of all shards, in order, which have the SHA-256 of their files; two data sets with the
+            same are the same.
     """
 
     version: int
@@ -198,6 +199,19 @@ class DatasetFolder:
             return None
         return _decode(self.storage.read(TOTALS), Totals, self.storage.path(TOTALS))
 
+    def altered(self, receipts: Iterable[Receipt]) -> bool:
+        """Whether a complete data set says other things of its shards than their receipts do.
+
+        Args:
+            receipts: of all that there are, in order; where one is missing, it is known what is wrong.
+        """
+        known = list(receipts)
+        try:
+            totals = self.totals()
+        except InvalidFile:
+            return True
+        return totals is not None and totals.shards == len(known) and totals != self._sum(known)
+
     def complete(self) -> Totals:
         """Say that all shards are there: statistics are merged, and `dataset.json` written last.
 
@@ -263,7 +277,7 @@ class DatasetFolder:
             receipts: of all shards, in order.
         """
         try:
-            if decoded_points(self.storage.read(POINTS)) != points_table(self.definition.points):
+            if not holds_points(self.storage.read(POINTS), self.definition.points):
                 return f"{self.storage.path(POINTS)} names other tensors than the definition does; {AGAIN}"
             if not self.definition.statistics_every:
                 return ""
@@ -337,8 +351,7 @@ class DatasetFolder:
     def _sum(self, receipts: list[Receipt]) -> Totals:
         digest = hashlib.sha256()
         for receipt in receipts:
-            for file in receipt.files.values():
-                digest.update(bytes.fromhex(file.sha256))
+            digest.update(msgspec.json.encode(receipt))
         return Totals(
             VERSION,
             len(receipts),

@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import threading
+from codecs import BOM_UTF8
 from pathlib import Path
 
 import numpy as np
@@ -116,11 +117,11 @@ def test_a_number_of_documents_is_known_where_files_say_it(tmp_path):
     ("unit", "wanted"),
     [("line", ["a", "b ", "c"]), ("paragraph", ["a\nb ", "c"]), ("file", ["a\nb \n\n \nc\n"])],
 )
-@pytest.mark.parametrize("ending", ["\n", "\r\n"])
-def test_a_text_file_is_cut_as_asked(tmp_path, unit, wanted, ending):
-    """By lines, paragraphs or not at all."""
+@pytest.mark.parametrize(("ending", "mark"), [("\n", b""), ("\r\n", b""), ("\r\n", BOM_UTF8)])
+def test_a_text_file_is_cut_as_asked(tmp_path, unit, wanted, ending, mark):
+    """By lines, paragraphs or not at all; the mark that Windows begins files with is no text."""
     path = tmp_path / "a.txt"
-    path.write_bytes(b"a\nb \n\n \nc\n".replace(b"\n", ending.encode()))
+    path.write_bytes(mark + b"a\nb \n\n \nc\n".replace(b"\n", ending.encode()))
     found = contents(open_source(path, unit=unit))
     assert [text.replace(ending, "\n") for text in found if text.strip()] == wanted
 
@@ -194,7 +195,7 @@ def test_anything_else_is_no_document(item):
 def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path):
     """By file and line; nothing is left out in silence."""
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"text": "a"}\nno json\n{"other": 1}\n\xff\n"b"\n')
+    path.write_bytes(BOM_UTF8 + b'{"text": "a"}\nno json\n{"other": 1}\n\xff\n"b"\n')
     with pytest.raises(InvalidFile, match=r"a\.jsonl, line 2: no JSON"):
         list(open_source(path))
     source = open_source(path, bad="skip")

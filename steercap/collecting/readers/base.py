@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import gzip
 import io
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -124,6 +125,8 @@ def _opened(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
 def lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
     """Lines that are not empty, with their numbers from 1, and the bytes of the file that were read so far.
 
+    The byte order mark that a file may begin with is none of its first line's.
+
     Raises:
         InvalidFile: it cannot be read, or a line is longer than `MOST_BYTES`.
     """
@@ -133,6 +136,8 @@ def lines(path: Path) -> Iterator[tuple[int, bytes, int]]:
             number += 1
             if len(line) == MOST_BYTES:
                 raise InvalidFile(f"{path}, line {number} is longer than {MOST_BYTES:,} bytes: no line of a corpus")
+            if number == 1:
+                line = line.removeprefix(BOM_UTF8)
             if stripped := line.rstrip(b"\r\n"):
                 yield number, stripped, at()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def _whole(path: Path) -> Found:
         data = content.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
             raise InvalidFile(f"{path} is longer than {MOST_BYTES:,} bytes; read it by unit='line' or 'paragraph'")
-        return Found("its text", utf8(data), at())
+        return Found("its text", utf8(data.removeprefix(BOM_UTF8)), at())
 
 
 def _paragraphs(path: Path) -> Iterator[Found]:
@@ -39,6 +40,8 @@ def _paragraphs(path: Path) -> Iterator[Found]:
     with unpacked(path) as (content, at):
         while line := content.readline(MOST_BYTES):
             number += 1
+            if number == 1:
+                line = line.removeprefix(BOM_UTF8)
             if line.strip():
                 began = began if held else number
                 held.append(line)
