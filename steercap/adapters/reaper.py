@@ -236,9 +236,8 @@ def named(processes: Iterable[int]) -> set[str]:
     return {f"{_SHARED}{name}" for pid in processes for name in names if f"-{pid}-" in name}
 
 
-def _own(processes: Iterable[int], before: Collection[str]) -> set[str]:
+def _own(processes: Collection[int], before: Collection[str]) -> set[str]:
     """Files of an engine's shared memory: what was there before it, and whatever lies in a folder, is somebody's."""
-    processes = set(processes)
     found = {path[len(_SHARED) :] for path in mapped(processes, written=True) | named(processes)}
     return {f"{_SHARED}{name}" for name in found if "/" not in name and name not in before}
 

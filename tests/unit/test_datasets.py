@@ -643,14 +643,13 @@ def test_statistics_of_few_rows_are_warned_of(tmp_path) -> None:
     folder_of(tmp_path / "few", definition_of(every=5))
     with pytest.warns(UserWarning, match=r"goes by \d+ rows of .*; collect it with statistics_every=1"):
         ActivationDataset(tmp_path / "few", at=[Point(2, "z")], normalise="standard")
+    # By itself: the checks of shapes that tests run with are frames between.
     script = """if True:
         import sys
         from steercap import ActivationDataset
         ActivationDataset(sys.argv[1], at="z[2]", normalise="standard")
     """
-    said = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "few"], check=True, capture_output=True, text=True
-    )  # no jaxtyping
+    said = subprocess.run([sys.executable, "-c", script, tmp_path / "few"], check=True, capture_output=True, text=True)
     assert "<string>:4: UserWarning: normalise='standard' goes by" in said.stderr
     ActivationDataset(tmp_path / "few", at=[Point(2, "z")])
     folder_of(tmp_path / "all", definition_of(every=1))
