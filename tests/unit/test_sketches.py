@@ -130,10 +130,12 @@ def test_a_large_mean_loses_nothing(mean, dtype) -> None:
 def test_a_float32_sum_without_compensation_would_not_do() -> None:
     """Many blocks: what rounding takes from the sum is kept, and brought back."""
     terms = torch.rand(20_000, 4, generator=torch.Generator().manual_seed(1))
+    given = terms.clone()
     total, lost, plain = torch.zeros(4), torch.zeros(4), torch.zeros(4)
     for term in terms:
-        add_compensated(total, lost, term.clone())
+        add_compensated(total, lost, term)
         plain += term
+    assert torch.equal(terms, given)
     exact = terms.double().sum(0)
     assert ((total.double() + lost - exact).abs() < 1e-9 * exact).all()
     assert ((plain.double() - exact).abs() > 1e-7 * exact).any()
@@ -261,16 +263,27 @@ def test_a_sketch_is_read_back_bit_for_bit(name, tmp_path) -> None:
 
 @pytest.mark.parametrize("name", SKETCHES)
 def test_sketches_are_merged_and_neither_changes(name) -> None:
-    """Rows, requests and versions of all; what it says is that of the rows of all."""
+    """Rows, requests and versions of all; its statistics are those of the rows of all, and its parts stay as they are."""
     one, other = a_sketch(name, 300), a_sketch(name, 500, seed=7, versions=("torch 0",))
-    before = copy.deepcopy(dict(one.states))
+    before = copy.deepcopy((one, other))
     both = one.merge(other, other)
     assert (both.rows, both.requests) == (1300, 6)
     assert set(both.versions) == {*one.versions, "torch 0"}
-    rows = torch.cat([some_rows(300, seed=1), *[some_rows(500, seed=8)] * 2]).double()
-    torch.testing.assert_close(both.mean(1), rows.mean(0))
-    assert all(torch.equal(state.tensors["mean"], one.states[p].tensors["mean"]) for p, state in before.items())
-    assert one.rows == 300
+    for layer in (1, 3):
+        rows = torch.cat([some_rows(300, seed=layer), *[some_rows(500, seed=7 + layer)] * 2]).double()
+        torch.testing.assert_close(both.mean(layer), rows.mean(0))
+        if name != "frequent_directions":
+            torch.testing.assert_close(both.variance(layer), rows.var(0), rtol=ROUNDING, atol=0)
+        if name == "moments":
+            moments_agree(both.states[Point(layer, "resid_post")], rows.float())
+    for kept, now in zip(before, (one, other), strict=True):
+        for point, state in kept.states.items():
+            assert (state.rows, state.squares, state.filled) == (
+                now.states[point].rows,
+                now.states[point].squares,
+                now.states[point].filled,
+            )
+            assert all(torch.equal(tensor, now.states[point].tensors[key]) for key, tensor in state.tensors.items())
 
 
 @pytest.mark.parametrize(
