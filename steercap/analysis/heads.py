@@ -89,28 +89,36 @@ def qk_circuit(
         vectors, weights, layer, layers, random, seed: as for `head_reads`.
 
     Returns:
-        Columns `query`, `key` (names: every ordered pair, each with itself included), `layer`, `head`, `score`, `z`
-        (from the mean of random vectors, in their standard deviations: one random vector on both sides where query and
-        key are the same, else two).
+        Columns `query`, `key` (names: every ordered pair, each with itself included), `layer`, `head`, `score`, `z`:
+        the score's distance from the mean of random pairs, in their standard deviations. Null: pairs of random unit
+        vectors whose cosine is that of the two given ones, so 1 where query and key are the same, -1 of opposite ones.
 
     Raises:
         The errors of `head_reads`.
     """
     directions, given, drawn = _sets(vectors, weights, layer, random, seed)
-    others = random_units(random, weights.width, seed + 1)
+    across = random_units(random, weights.width, seed + 1)
+    across -= (across * drawn).sum(1, keepdim=True) * drawn
+    across /= across.norm(dim=1, keepdim=True)
+    cosines = (given @ given.T).clamp(-1, 1)[:, :, None]
+    sines = (1 - cosines.square()).sqrt()
     names, rows = list(directions), []
     for at in readers(weights, directions.site, layer, "attention", layers):
         attention = weights.attention(at)
-        asked, seen = (_queries(attention, given), _keys(attention, given))
-        scores = torch.einsum("ahd,bhd->abh", asked, seen)
-        alike = (_queries(attention, drawn) * _keys(attention, drawn)).sum(2)
-        apart = (_queries(attention, drawn) * _keys(attention, others)).sum(2)
-        for (one, query), (other, key) in product(enumerate(names), repeat=2):
-            z = _standard(scores[one, other][None], alike if one == other else apart)[0]
-            rows += [
-                {"query": query, "key": key, "layer": at, "head": head, "score": float(score), "z": float(z[head])}
-                for head, score in enumerate(scores[one, other])
-            ]
+        scores = torch.einsum("ahd,bhd->abh", _queries(attention, given), _keys(attention, given))
+        asked = _queries(attention, drawn)
+        alike, apart = ((asked * _keys(attention, keys)).sum(2).double() for keys in (drawn, across))
+        both = ((alike - alike.mean(0)) * (apart - apart.mean(0))).sum(0) / (random - 1)
+        mean = cosines * alike.mean(0) + sines * apart.mean(0)
+        spread = (cosines**2 * alike.var(0) + sines**2 * apart.var(0) + 2 * cosines * sines * both).clamp(min=0).sqrt()
+        z = torch.where(spread > 0, (scores - mean) / spread, 0.0)
+        rows += [
+            {"query": query, "key": key, "layer": at, "head": head, "score": score, "z": z_score}
+            for (one, query), (other, key) in product(enumerate(names), repeat=2)
+            for head, (score, z_score) in enumerate(
+                zip(scores[one, other].tolist(), z[one, other].tolist(), strict=True)
+            )
+        ]
     made = origin(directions, at=layer, random=random, seed=seed)
     return _table(rows, ("query", "key", "layer", "head", "score", "z"), made)
 

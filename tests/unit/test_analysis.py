@@ -325,10 +325,29 @@ def test_z_scores_of_random_vectors_are_standard_normal(family) -> None:
     for name, scores in found.items():
         assert len(scores) == 300
         assert stats.kstest(scores, "norm").pvalue > 1e-3, name
-    pairs = analysis.qk_circuit(vectors.select([f"v{one}" for one in range(18)]), weights, 1, layers=[3], **many)
-    apart = pairs.filter(pc.and_(pc.not_equal(pairs["query"], pairs["key"]), pc.equal(pairs["head"], 1)))
-    assert abs(np.mean(apart["z"].to_pylist())) < 0.25
-    assert np.std(apart["z"].to_pylist()) == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.parametrize("cosine", [1.0, -1.0, -0.6, None], ids=str)
+def test_z_scores_of_pairs_are_standard_normal_whatever_their_relation(llama, cosine) -> None:
+    """The same vector twice, opposite ones, those of a given cosine, and independent ones: 200 random pairs each."""
+    generator = torch.Generator().manual_seed(11)
+    scores: list[float] = []
+    for _ in range(10):
+        pairs: dict[str, LayerVectors] = {}
+        for number in range(20):
+            one, other = torch.nn.functional.normalize(torch.randn(2, WIDTH, generator=generator), dim=1)
+            if cosine is not None:
+                across = torch.nn.functional.normalize(other - (other @ one) * one, dim=0)
+                other = cosine * one + math.sqrt(1 - cosine**2) * across
+            pairs |= {f"{number}q": LayerVectors({1: 3 * one}), f"{number}k": LayerVectors({1: other / 7})}
+        found = analysis.qk_circuit(pairs, llama, 1, layers=[3]).to_pylist()
+        scores += [
+            row["z"]
+            for row in found
+            if row["head"] == 1 and row["key"] == row["query"][:-1] + "k" and "q" in row["query"]
+        ]
+    assert len(scores) == 200
+    assert stats.kstest(scores, "norm").pvalue > 1e-3
 
 
 def test_a_planted_vector_is_found(tmp_path) -> None:
