@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,35 +21,41 @@ from transformers import (
 
 from steercap import SteerModel
 from steercap.testing import Reference
-from steercap.testing.rows import random_prompt
 
 #: Tokens of a text, and texts of each way of sampling.
 TOKENS, TEXTS = 12, 32
-#: One test in a million of right tokens is below it; tokens from a wrong distribution are below 1e-12 with so many.
+#: The chance that right tokens of one way of sampling are taken for wrong ones. With so many tokens, those of a
+#: temperature a third too high, of no penalty or of one top-k too many are below it.
 LEAST = 1e-6
-#: What `logit_bias` and `min_p` do, vLLM refuses beside drafts.
-WITHOUT_DRAFTS: Sequence[Mapping[str, Any]] = (
-    {"temperature": 0.7, "min_p": 0.1},
-    {"temperature": 0.7, "logit_bias": {7: 2.0, 11: -3.0, 40: 3.0}},
-)
-ASKED: Sequence[Mapping[str, Any]] = (
+#: Tokens of prompts, and of most texts: so few that there is much to draft, and that penalties matter.
+FEW = list(range(20, 32))
+AMONG_FEW: Sequence[Mapping[str, Any]] = (
+    {"temperature": 0.7},
     {"temperature": 0.0},
     {"temperature": 0.3},
-    {"temperature": 0.7},
     {"temperature": 1.5},
-    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 0.7, "top_k": 3},
     {"temperature": 1.0, "top_p": 0.6},
-    {"temperature": 0.8, "top_k": 40, "top_p": 0.9},
+    {"temperature": 0.8, "top_k": 6, "top_p": 0.9},
     {"temperature": 0.7, "repetition_penalty": 1.4},
     {"temperature": 0.7, "presence_penalty": 1.0},
     {"temperature": 0.7, "frequency_penalty": 0.9},
-    {"temperature": 0.7, "allowed_token_ids": list(range(20, 120))},
-    {"temperature": 0.7, "bad_words": ["a"]},
-    {"temperature": 0.7, "min_tokens": TOKENS, "stop_token_ids": list(range(60, 180))},
     {"temperature": 0.0, "repetition_penalty": 1.4},
     {"temperature": 0.0, "frequency_penalty": 0.9},
     {"temperature": 0.0, "presence_penalty": 1.0},
+)
+ASKED: Sequence[Mapping[str, Any]] = (
+    *({**asked, "allowed_token_ids": FEW} for asked in AMONG_FEW),
     {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 0.3, "top_k": 5},
+    {"temperature": 0.7, "bad_words": ["a"]},
+    {"temperature": 0.7, "min_tokens": TOKENS, "stop_token_ids": list(range(60, 180))},
+)
+#: What vLLM refuses beside drafts.
+WITHOUT_DRAFTS: Sequence[Mapping[str, Any]] = (
+    {"temperature": 0.7, "min_p": 0.1},
+    {"temperature": 0.7, "logit_bias": {7: 2.0, 11: -3.0, 40: 3.0}},
 )
 
 
@@ -102,8 +109,10 @@ def check_drawn(
 ) -> None:
     """Check that texts can come, and that they come as often as they should.
 
-    Each token is a number from 0 to 1: the probability of all that are likelier, and a random part of its own. These
-    numbers are uniform and independent, whatever came before, if and only if tokens are drawn from what is expected.
+    Each token is a number from 0 to 1: the probability of all tokens before it, and a random part of its own, in an
+    order in which those that the text has already come first (drafts, and what penalties are about), and the likeliest
+    of them before the others. These numbers are uniform and independent, whatever came before, if tokens are drawn from
+    what is expected.
 
     Raises:
         AssertionError: a token that cannot come, or numbers that are not uniform (Kolmogorov and Smirnov).
@@ -115,11 +124,12 @@ def check_drawn(
     chance = torch.Generator().manual_seed(0)
     for place in range(drawn.shape[1]):
         expected = probabilities(logits[:, place], given, drawn[:, :place], asked, banned)
-        own = expected.gather(1, drawn[:, place : place + 1])
+        own, chosen = drawn[:, place : place + 1], torch.cat((given, drawn[:, :place]), 1)
+        order = expected + 2.0 * (torch.nn.functional.one_hot(chosen, expected.shape[1]).sum(1) > 0)
+        before, own = (expected * (order > order.gather(1, own))).sum(1), expected.gather(1, own)
         assert (own > 0).all(), f"{asked}: tokens that cannot come, at place {place}: {drawn[:, place].tolist()}"
-        likelier = (expected * (expected > own)).sum(1)
         part = torch.rand(len(own), generator=chance, dtype=torch.float64)
-        numbers.append((likelier + part * own[:, 0])[expected.amax(1) < 1])
+        numbers.append((before + part * own[:, 0])[expected.amax(1) < 1])
     found = torch.cat(numbers).numpy()
     assert len(found) == 0 or kstest(found, "uniform").pvalue > LEAST, f"{asked}: drawn from another distribution"
 
@@ -130,7 +140,7 @@ async def samplers_agree(model: SteerModel, reference: Reference, every: Sequenc
     Raises:
         AssertionError: as of `check_drawn`, or a seed gives other texts when it is asked again.
     """
-    prompts = [random_prompt(12, 70 + number) * 3 for number in range(len(every))]  # from which there is much to draft
+    prompts = [random.Random(number).sample(FEW, len(FEW)) * 3 for number in range(len(every))]
 
     async def run(*, seeded: bool) -> list[list[list[int]]]:
         return await asyncio.gather(
@@ -139,11 +149,10 @@ async def samplers_agree(model: SteerModel, reference: Reference, every: Sequenc
 
     both = [await run(seeded=seeded) for seeded in (False, True)]
     assert await run(seeded=True) == both[1]
-    for found in both:
-        for asked, prompt, texts in zip(every, prompts, found, strict=True):
-            vocabulary = range(reference.model.config.vocab_size)
-            allowed = set(asked.get("allowed_token_ids", vocabulary)) - set(asked.get("stop_token_ids", ()))
-            allowed -= {model.tokenizer.encode(word)[0] for word in asked.get("bad_words", ())}
-            if "min_tokens" in asked:
-                allowed -= {reference.model.config.eos_token_id}
-            check_drawn(reference, prompt, texts, asked, sorted({*vocabulary} - allowed))
+    for asked, prompt, free, seeded in zip(every, prompts, *both, strict=True):
+        vocabulary = range(reference.model.config.vocab_size)
+        allowed = set(asked.get("allowed_token_ids", vocabulary)) - set(asked.get("stop_token_ids", ()))
+        allowed -= {model.tokenizer.encode(word)[0] for word in asked.get("bad_words", ())}
+        if "min_tokens" in asked:
+            allowed -= {reference.model.config.eos_token_id}
+        check_drawn(reference, prompt, [*free, *seeded], asked, sorted({*vocabulary} - allowed))
