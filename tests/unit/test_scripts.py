@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 import bench_capture
 import bench_fetch
 import bench_pass
 import bench_tap
+import bench_training
 import pytest
 import torch
 from workers import CUDA, DEVICE, LateTransfers
 
+from steercap.testing import tiny_checkpoint
+from steercap.training import HookedModel
 from steercap.worker.taps.transfers import CudaTransfers
 
 
@@ -66,3 +70,13 @@ async def test_fetching_is_timed_with_rows() -> None:
 def test_an_idle_tap_costs_microseconds() -> None:
     """A hook and an operator: more than nothing, less than a millisecond."""
     assert 0 < bench_capture.idle_tap_cost(calls=50) < 1e-3
+
+
+def test_a_step_of_training_trains() -> None:
+    """Vectors of both traits are other ones after a step."""
+    args = argparse.Namespace(batch_size=1, tokens=8)
+    bench = bench_training.Bench(HookedModel(tiny_checkpoint("qwen3"), torch.float32, device="cpu"), 2, args)
+    before = [[one.detach().clone() for one in trait.spec.parameters()] for trait in bench.traits]
+    assert bench.step() > 0
+    for trait, known in zip(bench.traits, before, strict=True):
+        assert any(not torch.equal(one, other) for one, other in zip(trait.spec.parameters(), known, strict=True))
