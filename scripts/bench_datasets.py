@@ -82,8 +82,9 @@ class Ours:
         return count
 
     def live(self, ids: list[list[int]]) -> int:
-        how = {"context": self.ask.context, "batch_size": self.ask.batch, "buffer": self.ask.buffer}
-        return sum(len(batch) for batch in self.model.activations(ids, layers=LAYER, **how))
+        how: dict[str, Any] = {"context": self.ask.context, "batch_size": self.ask.batch, "buffer": self.ask.buffer}
+        model: Any = self.model  # whose methods are made of coroutines, and have their types
+        return sum(len(batch) for batch in model.activations(ids, layers=LAYER, **how))
 
     def close(self) -> None:
         self.model.close()

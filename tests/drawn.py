@@ -23,7 +23,7 @@ from steercap import SteerModel
 from steercap.testing import Reference
 
 #: Tokens of a text, and texts of each way of sampling.
-TOKENS, TEXTS = 12, 32
+TOKENS, TEXTS = 12, 24
 #: The chance that right tokens of one way of sampling are taken for wrong ones. With so many tokens, those of a
 #: temperature a third too high, of no penalty or of one top-k too many are below it.
 LEAST = 1e-6
@@ -142,13 +142,12 @@ async def samplers_agree(model: SteerModel, reference: Reference, every: Sequenc
     """
     prompts = [random.Random(number).sample(FEW, len(FEW)) * 3 for number in range(len(every))]
 
-    async def run(*, seeded: bool) -> list[list[list[int]]]:
-        return await asyncio.gather(
-            *(texts_of(model, asked, prompt, seeded=seeded) for asked, prompt in zip(every, prompts, strict=True))
-        )
+    async def run(count: int, *, seeded: bool) -> list[list[list[int]]]:
+        pairs = zip(every[:count], prompts[:count], strict=True)
+        return await asyncio.gather(*(texts_of(model, asked, prompt, seeded=seeded) for asked, prompt in pairs))
 
-    both = [await run(seeded=seeded) for seeded in (False, True)]
-    assert await run(seeded=True) == both[1]
+    both = [await run(len(every), seeded=seeded) for seeded in (False, True)]
+    assert await run(2, seeded=True) == both[1][:2]  # whatever is beside them
     for asked, prompt, free, seeded in zip(every, prompts, *both, strict=True):
         vocabulary = range(reference.model.config.vocab_size)
         allowed = set(asked.get("allowed_token_ids", vocabulary)) - set(asked.get("stop_token_ids", ()))
