@@ -105,13 +105,12 @@ async def fetch_styles(model: Any, repeats: int) -> dict[str, float]:
     return {style: statistics.median(found) for style, found in times.items()}
 
 
-def idle_tap_cost() -> float:
+def idle_tap_cost(calls: int = 20_000) -> float:
     """Seconds that one idle tap adds to the call of a module: hook, operator, and the look at empty tables."""
     import torch
     from torch import nn
 
     from steercap.core.schema import PointSchema
-    from steercap.families import FAMILIES
     from steercap.kernels.tap import bind
     from steercap.sites.base import Tap, output_tap
     from steercap.worker.taps.base import Installed, TapSizes
@@ -121,7 +120,7 @@ def idle_tap_cost() -> float:
         def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return hidden, residual
 
-    def per_call(module: nn.Module, calls: int = 20_000) -> float:
+    def per_call(module: nn.Module) -> float:
         best = float("inf")
         for _ in range(5):
             start = time.perf_counter()
@@ -135,7 +134,7 @@ def idle_tap_cost() -> float:
     hidden, residual = torch.randn(16, 576), torch.randn(16, 576)
     tapped = Layer()
     tap = Tap(torch.zeros(1, dtype=torch.int32), 0)
-    output_tap(tapped, "", "resid_post", tap, FAMILIES["llama"], stream=1)
+    output_tap(tapped, "", "resid_post", tap, stream=1)
     with torch.inference_mode():
         return per_call(tapped) - per_call(Layer())
 

@@ -44,15 +44,15 @@ def documents(tokens: int, context: int, seed: int) -> list[list[int]]:
     """Random token ids: what a forward pass costs does not depend on them."""
     import numpy as np
 
-    drawn = np.random.default_rng(seed).integers(100, 40_000, (tokens // context, context))
-    return drawn.tolist()
+    drawn: list[list[int]] = np.random.default_rng(seed).integers(100, 40_000, (tokens // context, context)).tolist()
+    return drawn
 
 
 def rate(work: Callable[[], int], side: Any) -> float:
     """Tokens a second of something that says how many it read."""
     side.began = time.perf_counter()
     count = work()
-    return count / (time.perf_counter() - side.began)
+    return count / float(time.perf_counter() - side.began)
 
 
 class Ours:
@@ -68,7 +68,7 @@ class Ours:
         self.model = SteerModel(smollm2(), preset="cpu", use_tqdm_on_load=False).start()
 
     def to_disk(self, ids: list[list[int]], where: Path) -> int:
-        return self.model.collect(ids, where, layers=LAYER, context=self.ask.context).totals.tokens
+        return int(self.model.collect(ids, where, layers=LAYER, context=self.ask.context).totals.tokens)
 
     def from_disk(self, where: Path) -> int:
         from steercap import ActivationDataset
@@ -82,8 +82,9 @@ class Ours:
         return count
 
     def live(self, ids: list[list[int]]) -> int:
-        how = {"context": self.ask.context, "batch_size": self.ask.batch, "buffer": self.ask.buffer}
-        return sum(map(len, self.model.activations(ids, layers=LAYER, **how)))
+        how: dict[str, Any] = {"context": self.ask.context, "batch_size": self.ask.batch, "buffer": self.ask.buffer}
+        model: Any = self.model  # whose methods are made of coroutines, and have their types
+        return sum(len(batch) for batch in model.activations(ids, layers=LAYER, **how))
 
     def close(self) -> None:
         self.model.close()
@@ -150,7 +151,7 @@ class SAELens:
         runner.model = runner.activations_store.model = self.model  # which hooks one layer and not all modules
         self.began = time.perf_counter()  # loading the model is not timed
         runner.run()
-        return self.ask.tokens
+        return int(self.ask.tokens)
 
     def from_disk(self, where: Path) -> int:
         began, count = time.perf_counter(), 0
@@ -200,13 +201,13 @@ class TransformerLens:
                     tokens, names_filter=self.hook, stop_at_layer=LAYER + 1, return_type=None, prepend_bos=False
                 )
             torch.save(cache[self.hook].flatten(0, 1).clone(), where / f"{start:06}.pt")
-        return self.ask.tokens
+        return int(self.ask.tokens)
 
     def close(self) -> None:
         pass
 
 
-SIDES = {"steercap": Ours, "SAELens": SAELens, "TransformerLens": TransformerLens}
+SIDES: dict[str, Any] = {"steercap": Ours, "SAELens": SAELens, "TransformerLens": TransformerLens}
 
 
 def measured(ask: argparse.Namespace, name: str, folder: Path) -> list[dict[str, float]]:

@@ -19,7 +19,7 @@ from steercap.core.messages import Attached, LineRange, Owner, Parcel
 from steercap.core.records import LINE_BYTES
 from steercap.core.rows import page_shape
 from steercap.core.schema import PointSchema
-from steercap.encodings import ENCODINGS
+from steercap.encodings import record_of
 from steercap.engine.fetching import Fetcher
 from steercap.engine.ranks import Rank
 from steercap.transport.reader import SharedReader
@@ -31,7 +31,7 @@ TICK = 0.0005
 def parcels(args: argparse.Namespace) -> tuple[SharedSegment, Attached, list[Parcel]]:
     """An arena full of requests, and where each one's rows are."""
     schemas = (PointSchema((args.width,), "bfloat16"),) * args.points
-    record = ENCODINGS["raw"].record(schemas).lines
+    record = record_of(schemas, RAW).lines
     shape = page_shape(record)
     pages = shape.pages(args.rows, record)
     segment = SharedSegment.create(args.requests * pages * shape.page_bytes)
@@ -78,27 +78,24 @@ def parcels(args: argparse.Namespace) -> tuple[SharedSegment, Attached, list[Par
 
 
 async def stalls(seen: list[float]) -> None:
-    """Longest time for which the loop did nothing else."""
+    """Seconds by which the loop was late, until cancelled."""
     while True:
         before = time.perf_counter()
         await asyncio.sleep(TICK)
         seen.append(time.perf_counter() - before - TICK)
 
 
-async def main() -> None:
-    parser = argparse.ArgumentParser()
-    for name, value in (("requests", 24), ("rows", 128), ("points", 36), ("width", 4096), ("repeat", 5)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--threads", type=int, nargs="+", default=[0])
-    args = parser.parse_args()
+async def main(args: argparse.Namespace) -> dict[int, list[float]]:
+    """Deliver everything, a few times; GB a second by the number of threads."""
     _segment, attached, found = parcels(args)
     moved = args.requests * args.rows * args.points * args.width * 2
     reader = SharedReader(attached)
     rank = Rank(0, attached, reader)
     lines = (await reader.read(())).lines
+    rates: dict[int, list[float]] = {}
     for threads in args.threads:
         fetcher = Fetcher(threads or None)
-        seconds, seen = [], []
+        seconds, seen = [], list[float]()
         for _ in range(args.repeat):
             watch = asyncio.create_task(stalls(seen))
             start = time.perf_counter()
@@ -111,13 +108,27 @@ async def main() -> None:
                 size = args.width * 2
                 last = lines[stop - -(-size // LINE_BYTES) : stop].flatten()[:size]
                 (rows,) = delivery.shards[args.points - 1]
+                assert isinstance(rows, torch.Tensor)
                 assert torch.equal(rows[-1].view(torch.uint8), last)
             del deliveries
-        rates = ", ".join(f"{moved / 1e9 / second:.2f}" for second in seconds)
+        late = seen or [0.0]
+        rates[fetcher.threads] = [moved / 1e9 / second for second in seconds]
         print(
-            f"{moved / 1e9:.2f} GB, {fetcher.threads} threads: {rates} GB/s; the loop was late by {np.quantile(seen, 0.99) * 1e3:.2f} ms (99 %), {max(seen) * 1e3:.2f} ms at most"
+            f"{moved / 1e9:.2f} GB, {fetcher.threads} threads: {', '.join(f'{rate:.2f}' for rate in rates[fetcher.threads])} GB/s; "
+            f"the loop was late by {np.quantile(late, 0.99) * 1e3:.2f} ms (99 %), {max(late) * 1e3:.2f} ms at most"
         )
         fetcher.close()
+    return rates
 
 
-asyncio.run(main())
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (("requests", 24), ("rows", 128), ("points", 36), ("width", 4096), ("repeat", 5)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--threads", type=int, nargs="+", default=[0])
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(arguments()))

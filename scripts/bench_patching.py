@@ -35,29 +35,27 @@ def pairs(tokenizer: Any, count: int, length: int) -> list[tuple[list[int], list
     return found[:count]
 
 
-async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    from steercap import SteerModel
+async def measure(model: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """What the table says, of SmolLM2 with both sites armed."""
     from steercap.patching import Grid, LogitDifference, patch
-    from steercap.testing import smollm2
 
-    async with SteerModel(smollm2(), preset="cpu", sites=SITES) as model:
-        chosen = pairs(model.tokenizer, options.pairs, options.tokens)
-        clean, corrupted, answers = map(list, zip(*chosen, strict=True))
-        metric, grid = LogitDifference(answers), Grid(layers=range(options.layers), sites=SITES)
-        one, first = LogitDifference(answers[:1]), (model, clean[:1], corrupted[:1])
-        await patch(*first, Grid(layers=[0], sites=SITES), metric=one)  # warms up
-        start = time.perf_counter()
-        effects = await patch(model, clean, corrupted, grid, metric=metric, concurrent=options.concurrent)
-        together = time.perf_counter() - start
-        stats = await model.stats()
-        layers = range(0, options.layers, max(options.layers * options.tokens * len(SITES) // options.alone, 1))
-        few = Grid(layers=layers, sites=SITES)
-        start = time.perf_counter()
-        alone = await patch(*first, few, metric=one, concurrent=1)
-        each = (time.perf_counter() - start) / len(alone)
-        worst, most = compared(model.tokenizer, effects, chosen[: options.check]) if options.check else (None, None)
-        again = [effects.where(pair=0, layer=one.layer, site=one.site, position=one.position) for one in alone.records]
-        apart = max(abs(one.value - same.records[0].value) for one, same in zip(alone.records, again, strict=True))
+    chosen = pairs(model.tokenizer, options.pairs, options.tokens)
+    clean, corrupted, answers = map(list, zip(*chosen, strict=True))
+    metric, grid = LogitDifference(answers), Grid(layers=range(options.layers), sites=SITES)
+    one, first = LogitDifference(answers[:1]), (model, clean[:1], corrupted[:1])
+    await patch(*first, Grid(layers=[0], sites=SITES), metric=one)  # warms up
+    start = time.perf_counter()
+    effects = await patch(model, clean, corrupted, grid, metric=metric, concurrent=options.concurrent)
+    together = time.perf_counter() - start
+    stats = await model.stats()
+    layers = range(0, options.layers, max(options.layers * options.tokens * len(SITES) // options.alone, 1))
+    few = Grid(layers=layers, sites=SITES)
+    start = time.perf_counter()
+    alone = await patch(*first, few, metric=one, concurrent=1)
+    each = (time.perf_counter() - start) / len(alone)
+    worst, most = compared(model.tokenizer, effects, chosen[: options.check]) if options.check else (None, None)
+    again = [effects.where(pair=0, layer=one.layer, site=one.site, position=one.position) for one in alone.records]
+    apart = max(abs(one.value - same.records[0].value) for one, same in zip(alone.records, again, strict=True))
     return {
         "runs": len(effects),
         "in one call, s": together,
@@ -109,7 +107,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    found = asyncio.run(measure(options))
+
+    async def run() -> dict[str, Any]:
+        from steercap import SteerModel
+        from steercap.testing import smollm2
+
+        async with SteerModel(smollm2(), preset="cpu", sites=SITES) as model:
+            return await measure(model, options)
+
+    found = asyncio.run(run())
     for name, value in found.items():
         print(f"{name:55s} {value:.6g}" if isinstance(value, float) else f"{name:55s} {value}")
     if options.json is not None:

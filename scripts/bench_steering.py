@@ -18,6 +18,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ async def compare(
         "plain vLLM": lambda tokens: plain_run(plain, tokens, generated)
     }
     for name, chosen in asked.items():
-        runs[name] = lambda tokens, chosen=chosen: steered_run(model, tokens, generated, chosen)
+        runs[name] = partial(steered_run, model, generated=generated, chosen=chosen)
     if count >= 64:
         wide = asked["add, all layers, K=64"]
         runs[f"add, all layers, K=64, {SLOTS} slots"] = lambda tokens: steered_run(narrow, tokens, generated, wide)

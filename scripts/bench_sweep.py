@@ -37,24 +37,21 @@ def tokens_of(raws: list[Any]) -> list[list[int]]:
     return [list(raw.output.outputs[0].token_ids) for raw in raws]
 
 
-async def measure(count: int, tokens: int) -> dict[str, Any]:
-    from steercap import SteerModel
-    from steercap.testing import smollm2
-
+async def measure(model: Any, count: int, tokens: int) -> dict[str, Any]:
+    """What is printed, of a model without prefix caching."""
     params = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-    async with SteerModel(smollm2(), preset="cpu", enable_prefix_caching=False, use_tqdm_on_load=False) as model:
-        every = specs(count, model.hidden_size)
-        warm = specs(count + 8, model.hidden_size)[count:]
-        await model.generate([PROMPT] * len(warm), params, steering=warm)
+    every = specs(count, model.hidden_size)
+    warm = specs(count + 8, model.hidden_size)[count:]
+    await model.generate([PROMPT] * len(warm), params, steering=warm)
 
-        start = time.perf_counter()
-        together = await model.generate([PROMPT] * count, params, steering=every, raw_output=True)
-        batch = time.perf_counter() - start
+    start = time.perf_counter()
+    together = await model.generate([PROMPT] * count, params, steering=every, raw_output=True)
+    batch = time.perf_counter() - start
 
-        start = time.perf_counter()
-        alone = [await model.generate(PROMPT, params, steering=spec, raw_output=True) for spec in every]
-        serial = time.perf_counter() - start
-        clean = await model.generate(PROMPT, params, steering=None, raw_output=True)
+    start = time.perf_counter()
+    alone = [await model.generate(PROMPT, params, steering=spec, raw_output=True) for spec in every]
+    serial = time.perf_counter() - start
+    clean = await model.generate(PROMPT, params, steering=None, raw_output=True)
     equal = sum(a == b for a, b in zip(tokens_of(together), tokens_of(alone), strict=True))
     changed = sum(said != tokens_of([clean])[0] for said in tokens_of(together))
     return {
@@ -77,7 +74,15 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     arguments = parser.parse_args()
-    found = json.dumps(asyncio.run(measure(arguments.specs, arguments.tokens)), indent=1)
+
+    async def run() -> dict[str, Any]:
+        from steercap import SteerModel
+        from steercap.testing import smollm2
+
+        async with SteerModel(smollm2(), preset="cpu", enable_prefix_caching=False, use_tqdm_on_load=False) as model:
+            return await measure(model, arguments.specs, arguments.tokens)
+
+    found = json.dumps(asyncio.run(run()), indent=1)
     print(found)
     if arguments.json:
         arguments.json.write_text(found)

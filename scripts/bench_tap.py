@@ -16,8 +16,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-import triton
+import triton  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.table import Table
 
@@ -31,7 +32,7 @@ from steercap.worker.layouts import Form
 from steercap.worker.step import Step
 from steercap.worker.taps.base import Installed, TapSizes
 from steercap.worker.taps.cuda import CudaTaps
-from steercap.worker.taps.transfers import CudaTransfers
+from steercap.worker.taps.transfers import CudaTransfers, Transfers
 
 POINTS = 36
 #: Mode: are rows copied, how many specs, which operation.
@@ -67,17 +68,20 @@ def spec_of(operation: str, width: int, seed: int) -> SteeringSpec:
     return SteeringSpec([LowRank(read, write, layers="all")])
 
 
-def cost(width: int, tokens: int, mode: str, *, weights: Sequence[torch.Tensor] = ()) -> float:
-    """Microseconds of one tap, behind a product with weights of its own if there are any, else a small kernel."""
-    import numpy as np
-
-    copies, specs, operation = MODES[mode]
-    device = torch.device("cuda")
-    slots = min(specs, tokens)
-    sizes = TapSizes(slots=256, bank_rows=4096, entries=16, tokens=max(tokens, 256), arena_bytes=None)
+def cuda_taps(width: int, tokens: int, transfers: Transfers, arena_bytes: int | None = None) -> CudaTaps:
+    """The taps of a worker whose passes have so many tokens."""
+    sizes = TapSizes(slots=256, bank_rows=4096, entries=16, tokens=max(tokens, 256), arena_bytes=arena_bytes)
     schema = PointSchema((width,), "bfloat16")
     installed = Installed(tuple(range(POINTS)), (schema,) * POINTS, (True,) * POINTS)
-    taps = CudaTaps(installed, sizes, CudaTransfers(device))
+    return CudaTaps(installed, sizes, transfers)
+
+
+def opened(taps: CudaTaps, tokens: int, mode: str, device: torch.device) -> None:
+    """Have the taps open for a pass in which every token is copied, edited or both."""
+    copies, specs, operation = MODES[mode]
+    slots = min(specs, tokens)
+    schema = taps.schemas[0]
+    width = schema.width
     armed = {Point(layer, "resid_post"): layer for layer in range(POINTS)}
     schemas = dict.fromkeys(armed, schema)
     row = 0
@@ -116,7 +120,15 @@ def cost(width: int, tokens: int, mode: str, *, weights: Sequence[torch.Tensor] 
     )
     ids = torch.arange(tokens, device=device)
     if mode != "idle":
-        taps.open(step, BatchRows(["all"], every[:1], np.array([tokens]), ids, ids), None)
+        failure = taps.open(step, BatchRows(["all"], every[:1], np.array([tokens]), ids, ids), None)
+        assert failure is None, failure
+
+
+def cost(width: int, tokens: int, mode: str, *, weights: Sequence[torch.Tensor] = ()) -> float:
+    """Microseconds of one tap, behind a product with weights of its own if there are any, else a small kernel."""
+    device = torch.device("cuda")
+    taps = cuda_taps(width, tokens, CudaTransfers(device))
+    opened(taps, tokens, mode, device)
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, dtype=torch.bfloat16, device=device)
     residual = torch.randn(tokens, width, dtype=torch.bfloat16, device=device)

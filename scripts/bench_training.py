@@ -68,11 +68,13 @@ class Bench:
 
     def _spec(self, number: int, layers: int) -> TrainableSpec:
         start = TrainableAdd(layers=[layers // 2]).spec(self.model.width, layers, generator("bench", number))
-        return TrainableSpec(start).to(self.model.device)
+        spec: TrainableSpec = TrainableSpec(start).to(self.model.device)
+        return spec
 
     def _tokens(self, trait: int, example: int) -> Tokens:
         drawn = random.Random(1000 * trait + example)
-        ids = tuple(drawn.randrange(3, 5000) for _ in range(self.args.tokens))
+        known = min(5000, self.model.model.config.get_text_config().vocab_size)
+        ids = tuple(drawn.randrange(3, known) for _ in range(self.args.tokens))
         return Tokens(ids, self.args.tokens // 2)
 
 

@@ -45,7 +45,7 @@ def twin(pkg: griffe.Module, owner: griffe.Module | griffe.Class, name: str) -> 
         found = getattr(importlib.import_module(owner.path), name)
     work = inspect.unwrap(found)
     there = pkg[f"{work.__module__}.{work.__qualname__}".removeprefix("steercap.")]
-    here = copy.copy(there)
+    here: griffe.Function = copy.copy(there)
     here.parent = owner
     here.labels = there.labels - {"async"}
     gives = re.sub(r"^Coroutine\[Any, Any, (.*)\]$", r"\1", str(there.returns))

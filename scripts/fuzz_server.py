@@ -323,7 +323,7 @@ class Fuzz:
         if (verb, what, name) == ("DELETE", "vectors", "calm"):
             return
         ranges = ["bytes=0-5", "bytes=-0", f"bytes={'9' * 5000}-", "bytes=5-1", "bytes=0-0,1-1", "x", "bytes=\u00b2-"]
-        headers = {"range": self.rng.choice(ranges).encode("latin-1")}
+        headers = {b"range": self.rng.choice(ranges).encode("latin-1")}
         answer = await self.http.request(verb, f"/v1/steercap/{what}/{_path(name)}", headers=headers)
         self.count(f"{verb} {what}", answer)
 

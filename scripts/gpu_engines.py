@@ -145,7 +145,7 @@ class Bench:
 
         mode, model = Mode.parse(name), self.model
         chosen = [self.specs[strong][place % mode.specs] for place in range(len(given))] if mode.specs else None
-        layers = [model.num_layers // 2] if mode.capture == "one" else "all"
+        layers: Any = [model.num_layers // 2] if mode.capture == "one" else "all"
         how: dict[str, Any] = {"reduce": "mean"} if mode.capture == "mean" else {}
         if (codec := (mode.capture or "").removeprefix("neurons-")) in {*CODECS, "topk8"}:
             how = {"codec": codec}
@@ -204,7 +204,7 @@ def _stored_bytes(found: Sequence[Sequence[Any]]) -> int:
     """What rows take in the arenas of all workers together."""
     from steercap.core.records import LINE_BYTES
 
-    return LINE_BYTES * sum(lines.count for parcels in found for parcel in parcels for lines in parcel.lines)
+    return LINE_BYTES * int(sum(lines.count for parcels in found for parcel in parcels for lines in parcel.lines))
 
 
 def _check_outputs(run: Run, workload: Workload) -> None:

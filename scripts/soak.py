@@ -14,7 +14,7 @@ import json
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from verify_gpu import environment
@@ -71,7 +71,7 @@ async def tell(report: Report) -> None:
         print(f"{last.seconds:.0f} s: {last.answered} answered, {len(report.failures)} found", flush=True)
 
 
-def draw(moments: list, picture: Path) -> None:
+def draw(moments: list[Any], picture: Path) -> None:
     """What was held over time, as a picture."""
     import matplotlib as mpl
 

@@ -127,10 +127,8 @@ class Stress:
     @asynccontextmanager
     async def client(self, ask: Ask) -> AsyncIterator[tuple[AsyncOpenAI, httpx.AsyncClient]]:
         async with self.server.http(ask.key) as http:
-            yield (
-                AsyncOpenAI(base_url=f"{self.server.url}/v1", api_key=ask.key, http_client=http, max_retries=0),
-                http,
-            )
+            how: dict[str, Any] = {"http_client": http, "max_retries": 0}
+            yield AsyncOpenAI(base_url=f"{self.server.url}/v1", api_key=ask.key, **how), http
 
     async def one(self, ask: Ask) -> None:
         async with self.client(ask) as (client, http):
@@ -251,7 +249,8 @@ async def forgets(_stress: Stress, ask: Ask, client: AsyncOpenAI, _http: httpx.A
 
 async def leaves_a_stream(_stress: Stress, ask: Ask, client: AsyncOpenAI, _http: httpx.AsyncClient) -> None:
     """Cancels in mid-stream: capturing, steering, both."""
-    field = ask.rng.choice([{"capture": _asked(ask.rng)}, {"steering": "calm"}])
+    asked: list[dict[str, Any]] = [{"capture": _asked(ask.rng)}, {"steering": "calm"}]
+    field = ask.rng.choice(asked)
     body = _body(ask, field | ({"capture": {"layers": [0]}} if ask.rng.random() < 0.3 else {}), max_tokens=150)
     chunks = await client.completions.create(stream=True, **body)
     for _ in range(ask.rng.randrange(1, 5)):
@@ -261,7 +260,8 @@ async def leaves_a_stream(_stress: Stress, ask: Ask, client: AsyncOpenAI, _http:
 
 async def leaves(_stress: Stress, ask: Ask, client: AsyncOpenAI, _http: httpx.AsyncClient) -> None:
     """Goes before the answer comes."""
-    field = ask.rng.choice([{"capture": _asked(ask.rng)}, {"steering": "calm"}, {"capture": True, "steering": "calm"}])
+    asked: list[dict[str, Any]] = [{"capture": _asked(ask.rng)}, {"steering": "calm"}]
+    field = ask.rng.choice([*asked, {"capture": True, "steering": "calm"}])
     body = _body(ask, field, max_tokens=150)
     try:
         async with asyncio.timeout(ask.rng.uniform(0.01, 3.0)):

@@ -16,7 +16,7 @@ import argparse
 import asyncio
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -173,7 +173,8 @@ def probe(found: np.ndarray[Any, Any], labels: np.ndarray[Any, Any], given: Task
 def direction(found: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The difference of means, of length 1."""
     between = found[labels].mean(0) - found[~labels].mean(0)
-    return between / np.linalg.norm(between)
+    unit: np.ndarray[Any, Any] = between / np.linalg.norm(between)
+    return unit
 
 
 def cka(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
@@ -190,8 +191,9 @@ def in_row_space(numbers: np.ndarray[Any, Any], coded: Any) -> np.ndarray[Any, A
     if not coded.codec.startswith("rp"):
         return numbers
     matrix = signs(coded.coding.k, coded.schema.width, coded.coding.seed).double().numpy()
-    back: np.ndarray[Any, Any] = numbers @ matrix
-    return back / np.linalg.norm(back)
+    back = numbers @ matrix
+    unit: np.ndarray[Any, Any] = back / np.linalg.norm(back)
+    return unit
 
 
 def interval(count: int, measure: Callable[[np.ndarray[Any, Any]], float], rng: np.random.Generator) -> list[float]:
@@ -385,7 +387,7 @@ async def study(out: Path, *, quick: bool) -> dict[str, Any]:
     return results
 
 
-def raw_science(raw: dict[str, Sequence[Any]], given: dict[str, Task]) -> dict[str, Any]:
+def raw_science(raw: Mapping[str, Sequence[Any]], given: dict[str, Task]) -> dict[str, Any]:
     """What the raw rows give."""
     found = {}
     for name, one in given.items():

@@ -77,7 +77,9 @@ async def run(out: Path, folder: Path, names: list[str], *, draw: bool) -> dict[
         for name in names
     }
     tasks = [Passages(first=6), Choices(first=12)]
-    measures = {name: [Score(name), "perplexity", "repetition", "refusal", "length"] for name in names}
+    measures: dict[str, list[Any]] = {
+        name: [Score(name), "perplexity", "repetition", "refusal", "length"] for name in names
+    }
     if draw:
         return {name: read_results(asked[name], out=out, measures=measures[name], tasks=tasks) for name in names}
     async with SteerModel(smollm2(), preset="cpu", max_model_len=512, use_tqdm_on_load=False) as model:
@@ -106,7 +108,7 @@ def report(results: dict[str, Any], out: Path) -> None:
 
 def cost_of(results: Any) -> float:
     """The neutral perplexity at which methods are compared."""
-    return DEARER * next(line.means["neutral"].value for line in results.summary() if line.method == "none")
+    return DEARER * float(next(line.means["neutral"].value for line in results.summary() if line.method == "none"))
 
 
 def main() -> None:

@@ -112,7 +112,7 @@ def linked(source: str, target: str) -> None:
 def pip(python: Path, *arguments: str) -> None:
     """Run a command of pip, with what PIP_ARGS holds beside its own arguments."""
     more = shlex.split(os.environ.get("PIP_ARGS", ""))
-    command = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments, *more]
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments, *more]
     subprocess.run(command, check=True, cwd=ROOT)
 
 
@@ -150,7 +150,7 @@ def run(release: str, python: Path, arguments: Sequence[str]) -> dict[str, Any]:
     """
     log, report = OUT / f"{release}.log", OUT / f"{release}.xml"
     report.unlink(missing_ok=True)
-    command = [python, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
+    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
     begun = time.monotonic()
     with log.open("w") as file:
         done = subprocess.run(

@@ -40,6 +40,7 @@ async def captured(model: SteerModel, steering: SteeringSpec | None = None) -> C
     """All rows of one request."""
     spec = CaptureSpec(layers="all", sites=ARMED)
     _, handle = await model.generate(random_prompt(PROMPT, 1), GREEDY, capture=spec, steering=steering)
+    assert isinstance(handle, CaptureHandle)
     return await handle.fetch()
 
 

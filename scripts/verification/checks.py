@@ -189,6 +189,7 @@ async def check_bf16(run: Run, show: Show) -> None:
     async def one(name: str) -> None:
         model = await run.engines.get(name)
         path = Path(model.model)
+        handles: Any
         if name == "smollm2":
             prompts = ["The capital of France is", "Once upon a time there was", "def fibonacci(n):", "1"]
             _, handles = await model.generate(prompts, {"max_tokens": 24, **GREEDY}, capture=EVERYTHING)
@@ -267,6 +268,7 @@ def _pairs(machine: Machine) -> list[tuple[str, str]]:
 async def _prefilled(model: SteerModel, handles: Sequence[CaptureHandle]) -> list[CaptureHandle]:
     """The same tokens again, all of them prompts."""
     prompts = [{"prompt_token_ids": inputs_of(handle)} for handle in handles]
+    again: Any
     _, again = await model.generate(prompts, {"max_tokens": 1}, capture=EVERYTHING)
     await model.fetch_captures_batch(again)
     found: list[CaptureHandle] = again
@@ -417,7 +419,7 @@ async def check_cache(run: Run, show: Show) -> None:
             before = time.perf_counter()
             if sites is None:
                 seconds, tokens[name] = await plain_tokens(wanted)
-                shown = {"start s": seconds}
+                shown: Show = {"start s": seconds}
             else:
                 model = await run.engines.start(wanted, sites=sites)
                 try:
@@ -546,6 +548,7 @@ async def check_spec(run: Run, show: Show) -> None:
         specs = [
             spec(OPERATIONS[place % len(OPERATIONS)], 128, seed=place, layers="all") for place in range(len(prompts))
         ]
+        handles: Any
         _, handles = await model.generate(prompts, params, capture=EVERYTHING)
         await model.fetch_captures_batch(handles)
         drafts = {name: count - before[name] for name, count in _drafts(model).items()}

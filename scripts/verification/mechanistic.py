@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from steercap import SAE, Add, CaptureSpec, SteeringSpec
+from steercap.core.spec import Point
 from steercap.patching import Grid
 from steercap.testing import tiny_checkpoint
 from steercap.testing.patching import Hooked, patches_agree
@@ -31,6 +32,7 @@ async def check_lens(run: Run, show: dict[str, Any]) -> None:
     model, reference = await run.engines.get("qwen3"), run.engines.reference(tiny_checkpoint("qwen3"))
     asked = {"max_tokens": 5, "logprobs": 8, **GREEDY}
     prompts = [random_prompt(length, length) for length in (3, 30, 90)]
+    handles: Any
     answers, handles = await model.generate(prompts, asked, capture=CaptureSpec(), raw_output=True)
     await model.fetch_captures_batch(handles)
     said_off = rows_off = 0.0
@@ -56,11 +58,12 @@ async def check_modules(run: Run, show: dict[str, Any]) -> None:
     """Modules by their paths, read and written, against transformers."""
     model, reference = await run.engines.get("modules"), run.engines.reference(tiny_checkpoint("qwen3"))
     prompts = [random_prompt(length, length) for length in (3, 40, 150)]
-    edits = [None] + [
-        SteeringSpec([Add(torch.randn(model.points[layer, site].width), 3.0, layer=layer, site=site)])
-        for layer, site in ((1, PATHS[1]), (2, PATHS[2]))
-    ]
+    edits: list[SteeringSpec | None] = [None]
+    for layer, site in ((1, PATHS[1]), (2, PATHS[2])):
+        width = model.points[Point(layer, site)].width
+        edits.append(SteeringSpec([Add(torch.randn(width), 3.0, layer=layer, site=site)]))
     params = {"max_tokens": 9, **GREEDY}
+    handles: Any
     _, handles = await model.generate(prompts, params, capture=CaptureSpec(at=PATHS), steering=edits)
     await model.fetch_captures_batch(handles)
     found = []

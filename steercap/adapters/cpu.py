@@ -1,5 +1,5 @@
-"""What vLLM's CPU runner gets wrong, repaired in the worker: seeds of chunked prompts, and requests without an adapter
-beside others with one.
+"""What vLLM's CPU runner gets wrong, repaired in the worker: seeds of chunked prompts, requests without an adapter
+beside others with one, and the temperature, top-k and top-p of drafted tokens.
 
 Each part says what it relies on, and when it can go.
 """
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
+from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from steercap.adapters.hooks import wrap
@@ -30,8 +31,11 @@ def hook() -> None:
     """Repair this process's classes and operators; a second call does nothing."""
     require("Model Runner V1's sampling", GPUModelRunner)
     require("lora_ops", lora_ops)
+    require("rejection_sampler", rejection_sampler)
     wrap(GPUModelRunner, "_sample", _sample)
     wrap(GPUModelRunner, "_bookkeeping_sync", _bookkeeping_sync)
+    wrap(rejection_sampler, "expand_batch_to_tokens", _for_each_draft)
+    wrap(rejection_sampler, "apply_sampling_constraints", _constrained)
     for name in _BY_INDEX:
         operator = getattr(lora_ops, name)
         if not hasattr(operator, _MASKED):
@@ -81,3 +85,36 @@ def _without_rows_of_none(operator: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(masked, _MASKED, True)
     return masked
+
+
+def _constrained(original: Callable[[], Any], logits: torch.Tensor, *_args: Any, **_options: Any) -> Any:
+    """Constrain the logits of drafts, if there are any.
+
+    vLLM verifies drafts in every pass of an engine that drafts, those of prompts too. There are none then, and of no
+    values its `apply_top_k_only`, for CPU, takes the greatest: the worker dies of the first request with top-k. Can go
+    when that takes no rows.
+    """
+    return original() if len(logits) else logits
+
+
+def _for_each_draft(
+    original: Callable[[], Any],
+    values: torch.Tensor,
+    ends: torch.Tensor,
+    _drafts: int,
+    replace_from: float = 0,
+    replace_to: float = 0,
+    *_args: Any,
+    **_options: Any,
+) -> Any:
+    """Repeat each request's temperature, top-k or top-p for each token drafted for it.
+
+    vLLM's operator for CPU writes into a copy of its output, as int64, and leaves the output as it was allocated. So as
+    soon as one request of a batch is random, the logits of every draft are divided by whatever lay there. Relies on
+    `values`, one for each request, and on `ends`, how many drafts there are up to and with each request's own. Can go
+    when vLLM's `_expand_kernel_impl` writes its output.
+    """
+    if values.device.type != "cpu":
+        return original()
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    return values.masked_fill(values == replace_from, replace_to).repeat_interleave(counts)

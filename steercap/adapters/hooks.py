@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -42,8 +43,11 @@ _OUTPUT_STREAMS: Final = ("output_copy_stream", "async_output_copy_stream")
 _PADDING: Final = 1024
 
 
-def wrap(owner: type, name: str, hook: Callable[..., Any]) -> None:
-    """Replace a method by `hook(original, runner, *args)`; `original` takes no arguments. Safe to call again."""
+def wrap(owner: type | ModuleType, name: str, hook: Callable[..., Any]) -> None:
+    """Replace a method, or a module's function, by `hook(original, *args)`; `original` takes no arguments.
+
+    Safe to call again.
+    """
     original = getattr(owner, name)
     if getattr(original, _HOOKED, False):
         return

@@ -128,6 +128,10 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
     "Model Runner V1 on CPU": ("load_model",),
     "Model Runner V1's sampling": ("_sample", "_bookkeeping_sync"),
     "Sampler": ("forward(logits, sampling_metadata)", "gather_logprobs(logprobs, num_logprobs, token_ids)"),
+    "rejection_sampler": (
+        "apply_sampling_constraints(logits, cu_num_draft_tokens, sampling_metadata)",
+        "expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from, replace_to)",
+    ),
     "RejectionSampler": ("forward(metadata, draft_probs, logits, sampling_metadata)",),
     "SamplingMetadata": ("logprob_token_ids", "max_num_logprobs"),
     "Model Runner V1 with its model": (

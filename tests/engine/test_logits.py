@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import opened
+from drawn import ASKED as SAMPLED
+from drawn import WITHOUT_DRAFTS, samplers_agree
 
 from steercap import LogitBias, SteeringSpec, SteerModel
-from steercap.errors import EmptySelection, InvalidSpec
+from steercap.errors import EmptySelection, InvalidRequest, InvalidSpec
 from steercap.testing import tiny_checkpoint
 from steercap.testing.biases import VOCABULARY, biases_agree, positions_biased, varied
 from steercap.testing.rows import GREEDY, TINY_ENGINE, counter, random_prompt, settled
@@ -91,6 +93,24 @@ async def test_the_log_probabilities_of_named_tokens_are_those_of_the_whole_voca
     for at, whole in zip(named, everything, strict=True):
         for token, (_, value) in at.items():
             assert value == pytest.approx(whole[token][1], abs=1e-5)
+
+
+# Sampling
+
+
+async def test_tokens_are_drawn_from_the_distribution_of_transformers(model, tiny_reference) -> None:
+    """Temperatures, top-k, top-p, penalties, bans and samples of a seed, beside greedy requests in one batch."""
+    before = counter(model, "counter_spec_decode_num_accepted_tokens") if drafts(model) else 0
+    await samplers_agree(model, tiny_reference, SAMPLED if drafts(model) else [*SAMPLED, *WITHOUT_DRAFTS])
+    if drafts(model):
+        assert counter(model, "counter_spec_decode_num_accepted_tokens") > before + 100
+
+
+async def test_what_vllm_cannot_sample_with_drafts_is_refused(drafting) -> None:
+    """By its name, before the engine sees it."""
+    for asked in WITHOUT_DRAFTS:
+        with pytest.raises(InvalidRequest, match=r"min_p and logit_bias .*speculative decoding"):
+            await drafting.generate([5, 6, 7], {"max_tokens": 2, **asked})
 
 
 # Biases

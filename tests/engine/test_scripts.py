@@ -1,0 +1,100 @@
+"""The scripts that have a trial on CPU, on one engine of SmolLM2: each measures something, and the figure is right."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import AsyncIterator
+from typing import Any
+
+import bench_capture
+import bench_collect
+import bench_gpu
+import bench_patching
+import bench_steering
+import bench_sweep
+import gpu_engines
+import numpy as np
+import pytest
+import study_codecs
+from conftest import opened
+from gpu_rounds import BASE, CONTROL, HEADS, MODES, NEURONS, Workload
+from gpu_shapes import Shape
+
+from steercap import SteerModel
+from steercap.testing import smollm2
+
+#: The model's sizes, as the scripts know a model.
+SMOLLM2 = Shape(576, 1536, 30, 9, 3, 64, 49_152, tie_word_embeddings=True, dtype="float32")
+SITES = ("resid_post", *bench_patching.SITES, "neurons", "z")
+
+
+@pytest.fixture(scope="module")
+async def model() -> AsyncIterator[SteerModel]:
+    """SmolLM2 as the scripts start it, with all the sites that any of them arms."""
+    async with opened(smollm2(), preset="cpu", sites=SITES, enable_prefix_caching=False) as model:
+        yield model
+
+
+async def test_bench_capture(model) -> None:
+    """Rows of every layer and token are fetched; texts take time."""
+    plain = dict.fromkeys(("plain vLLM", "plain again"), model.engine)
+    found = await bench_capture.compare(plain, model, repeats=2, count=2, length=8, generated=2)
+    assert found["bytes, all layers"] == 2 * 9 * SMOLLM2.row_bytes("resid_post")
+    assert min(map(min, (*found["wall"].values(), *found["fetch"].values()))) > 0
+    bench_capture.show("a trial", found)
+
+
+async def test_bench_steering(model) -> None:
+    """Every operation runs, and the library has compared each receipt with what its spec demands."""
+    walls = await bench_steering.compare(model.engine, model, model, repeats=2, count=2, length=8, generated=2)
+    assert len(walls) == 6
+    assert min(map(min, walls.values())) > 0
+    bench_steering.show("a trial", walls)
+
+
+async def test_bench_gpu(model) -> None:
+    """Each mode of the bench for GPUs, checked as there: rows of all points, receipts, texts that steering changes."""
+    bench = gpu_engines.Bench(model.engine, model, gpu_engines.specs_of(2, SMOLLM2, per_layer=False), 1e6)
+    modes = [CONTROL, *(mode for mode in MODES[1:] if not mode.startswith("steer-")), *NEURONS, HEADS, "steer-2"]
+    load, failed = Workload(2, 8, 3), dict[str, str]()
+    tokens = bench_capture.prompts(2, 8, 0)
+    records = await bench_gpu.one_pass(bench, load, [BASE, *modes], tokens, failed, warm_up=False)
+    assert not failed
+    assert [record["mode"] for record in records] == [BASE, *modes]
+    stored = {record["mode"]: record.get("bytes_per_token", 0) for record in records}
+    assert stored["capture-all"] >= SMOLLM2.row_bytes("resid_post") > stored["capture-one"] > 0
+    assert all((stored[mode] > 0) == mode.startswith("capture") for mode in stored)
+
+
+async def test_bench_collect(model, tmp_path) -> None:
+    """Documents are read by plain vLLM and collected, in every mode, and the bytes are those of the rows."""
+    args = argparse.Namespace(modes=list(bench_collect.MODES), folder=tmp_path, shard_mb=1, statistics_every=None)
+    runs = await bench_collect.one_round(model.engine, model, bench_collect.documents(3, "16", "a", 40_000), args)
+    stored = {run["mode"]: run["bytes"] for run in runs}
+    assert stored["all-raw"] >= 3 * 16 * SMOLLM2.row_bytes("resid_post") > stored["all-full8"] > stored["one"] > 0
+    assert min(run["ratio"] for run in runs) > 0
+
+
+async def test_bench_sweep(model) -> None:
+    """A batch says what each of its requests says alone, and the vectors change texts."""
+    found = await bench_sweep.measure(model, 3, 6)
+    assert found["same tokens"] == 3
+    assert found["other than without steering"] > 0
+
+
+async def test_bench_patching(model) -> None:
+    """Patches make a difference, and it is that of transformers with hooks."""
+    options = argparse.Namespace(layers=1, pairs=1, tokens=16, alone=8, check=1, concurrent=64)
+    found: dict[str, Any] = await bench_patching.measure(model, options)
+    assert found["runs"] == 2 * 16
+    assert found["against hooks, worst value"] < 1e-2 < found["against hooks, greatest difference that a patch made"]
+
+
+async def test_study_codecs(model) -> None:
+    """Codes are smaller than rows, and point where these do."""
+    texts = study_codecs.tasks()["topic"].texts[:8]
+    raw = await study_codecs.read(model, texts)
+    for codec, least in (("full8", 0.999), ("int4", 0.9)):
+        coded = await study_codecs.read(model, texts, codec=codec)
+        found = study_codecs.geometry(raw, coded, np.random.default_rng(0))
+        assert least < found["cosine with the row"][0] < 1
