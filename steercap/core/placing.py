@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 _T = TypeVar("_T")
@@ -70,20 +71,19 @@ def place(
 
 def _texts(message: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[str], Mapping[str, Any]]]]:
     """Each text in a message's content, and the message with another in its place."""
-    content = message.get("content")
+    content: Any = message.get("content")
     if isinstance(content, str):
         yield content, lambda given: {**message, "content": given}
-    for at, part in enumerate(content if isinstance(content, (list, tuple)) else ()):
-        if isinstance(part, str):
-            yield part, lambda given, at=at: {**message, "content": [*content[:at], given, *content[at + 1 :]]}
-        elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
-            yield (
-                part["text"],
-                lambda given, at=at, part=part: {
-                    **message,
-                    "content": [*content[:at], {**part, "text": given}, *content[at + 1 :]],
-                },
-            )
+    elif isinstance(content, (list, tuple)):
+        for at, part in enumerate(content):
+            words = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(words, str):
+                yield words, partial(_with_part, message, content, at)
+
+
+def _with_part(message: Mapping[str, Any], content: Sequence[Any], at: int, given: str) -> Mapping[str, Any]:
+    part = {**content[at], "text": given} if isinstance(content[at], Mapping) else given
+    return {**message, "content": [*content[:at], part, *content[at + 1 :]]}
 
 
 class _Words:

@@ -222,8 +222,8 @@ def shortens(talk):
 
 
 #: Share of messages that may be unclear where a template decides by equality or by words of a content, of which no
-#: rendering keeps the decision; each such message must say so.
-MAY_BE_UNCLEAR = {"drops_repeats": 0.5, "censors": 0.1}
+#: rendering keeps the decision, or drops tags from the middle of one; each such message must say so.
+MAY_BE_UNCLEAR = {"drops_repeats": 0.5, "censors": 0.1, "qwen3": 0.05}
 WORDS = [
     "Why? Why?",
     "Why?",
@@ -249,6 +249,22 @@ WORDS = [
     "{{ messages }} \\n 'x' \"y\"",
     "\ue000\ue001",
     "a long text of many words, " * 9,
+]
+
+#: Contents are also made of these, in any order.
+PIECES = [
+    "<think>",
+    "</think>",
+    "\n",
+    " ",
+    "<tool_response>",
+    "</tool_response>",
+    "x",
+    "Why",
+    "[A]",
+    "<",
+    "[INST] ",
+    "é",
 ]
 
 
@@ -278,7 +294,8 @@ def real():
 def talk_of(draw: random.Random) -> list[dict[str, str]]:
     """A conversation of one to six messages, a system message first or none; roles may follow themselves."""
     roles = ["system"] * draw.randrange(2) + draw.choices(["user", "assistant"], k=draw.randrange(1, 6))
-    words = draw.choices(WORDS, k=3) if draw.randrange(3) else WORDS
+    made = ["".join(draw.choices(PIECES, k=draw.randrange(7))) for _ in range(6)]
+    words = draw.choice([draw.choices(WORDS, k=3), WORDS, made])
     return [{"role": role, "content": draw.choice(words)} for role in roles]
 
 
