@@ -89,7 +89,10 @@ def _captures(path: Path) -> tuple[dict[str, Any], list[RenderableType]]:
         + (f", the {header.reduce} of {shapes['positions']['shape'][0]}" if header.reduce else ""),
         "layers": "; ".join(f"{site}: {span(layers)}" for site, layers in sites.items()) + f" of {header.num_layers}",
         "directions": ", ".join(header.directions),
-        "messages": ", ".join(f"{one.role} {one.start} to {one.stop - 1}" for one in header.messages),
+        "messages": ", ".join(
+            f"{one.role} {'nowhere' if one.start == one.stop else f'{one.start} to {one.stop - 1}'}"
+            for one in header.messages
+        ),
         "steered": ""
         if header.steering is None
         else f"rows by edit {list(header.steering.rows)}, {header.steering.cached} tokens read from the cache",

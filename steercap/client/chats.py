@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, cast
 
 from steercap.client.connection import Connection
-from steercap.core.chat import MessageSpan, content_region, token_span
+from steercap.core.chat import MessageSpan, message_spans, token_span
+from steercap.core.placing import Region, place
 from steercap.errors import InvalidRequest
 
-#: Stands in for a content: one character and one byte, so that none of it is in any token of a content's.
-_STAND_IN: Final = "\x01"
 #: Arguments of a template that vLLM's server takes beside the others.
 _BESIDE: Final = ("add_generation_prompt", "continue_final_message", "chat_template", "add_special_tokens", "tools")
+
+
+#: Bytes as vocabularies of bytes write them: those that print as themselves, the others in order from U+0100.
+_PRINTED: Final = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTES: Final = {chr(byte): byte for byte in _PRINTED} | {
+    chr(0x100 + at): byte for at, byte in enumerate(byte for byte in range(0x100) if byte not in _PRINTED)
+}
 
 
 class Rendered(NamedTuple):
@@ -22,7 +30,7 @@ class Rendered(NamedTuple):
 
     Args:
         ids: token ids.
-        texts: of each token, as the tokenizer's vocabulary writes it.
+        texts: of each token: its bytes, each as the character of its number.
     """
 
     ids: list[int]
@@ -30,7 +38,7 @@ class Rendered(NamedTuple):
 
     @property
     def text(self) -> str:
-        """All of it, in the vocabulary's writing, of which equal texts have equal ones."""
+        """All of it."""
         return "".join(self.texts)
 
     @property
@@ -38,6 +46,25 @@ class Rendered(NamedTuple):
         """Where each token lies in it."""
         ends = [0, *itertools.accumulate(map(len, self.texts))]
         return list(itertools.pairwise(ends))
+
+
+def spelled(text: str) -> str:
+    """A text as its bytes in UTF-8, each as the character of its number: of tokens that divide characters, too."""
+    return text.encode(errors="surrogatepass").decode("latin-1")
+
+
+def token_text(token: str, *, in_bytes: bool) -> str:
+    """The bytes of a token, each as the character of its number.
+
+    Args:
+        token: as the vocabulary writes it.
+        in_bytes: whether the vocabulary is one of bytes (as GPT-2's), not of text with "▁" for spaces (SentencePiece).
+    """
+    if in_bytes and all(one in _BYTES for one in token):
+        return "".join(chr(_BYTES[one]) for one in token)
+    if not in_bytes and (byte := re.fullmatch(r"<0x([0-9A-F]{2})>", token)):
+        return chr(int(byte[1], 16))
+    return spelled(token if in_bytes else token.replace("▁", " "))
 
 
 async def tokenised(connection: Connection, text: str) -> list[int]:
@@ -60,56 +87,60 @@ async def templated(
         connection: to the server, which renders it.
         conversation: {"role", "content"} dicts.
         arguments: further ones of the chat template.
-        spans: whether to look for the messages, which takes one rendering each.
+        spans: whether to look for the messages, which takes one rendering each, and more where the template decides
+            by what a message says.
 
     Raises:
         InvalidRequest: the server has no chat template, or it refuses the conversation.
         The errors of `Connection.ask`.
     """
-    whole = await _rendered(connection, conversation, arguments)
+    in_bytes = spans and await _in_bytes(connection)
+
+    async def render(messages: Sequence[Mapping[str, Any]], **further: Any) -> Rendered:
+        return await _rendered(connection, messages, {**arguments, **further}, in_bytes=in_bytes)
+
+    whole = await render(conversation)
     if not spans:
         return whole.ids, ()
-    found = await asyncio.gather(
-        *(_span(connection, whole, conversation, index, arguments) for index in range(len(conversation))),
-        _invitation(connection, whole, conversation, arguments),
-    )
-    return whole.ids, tuple(span for span in found if span is not None)
+    placed = await asyncio.gather(*(_placed(whole, conversation, at, render) for at in range(len(conversation))))
+    found = message_spans(conversation, placed, whole.offsets)
+    with contextlib.suppress(InvalidRequest):
+        closed = await render(conversation, add_generation_prompt=False)
+        if whole.text.startswith(closed.text) and len(closed.text) < len(whole.text):
+            region = len(closed.text), len(whole.text)
+            found.append(MessageSpan("generation_prompt", None, *token_span(whole.offsets, region)))
+    return whole.ids, tuple(found)
 
 
-async def _span(
-    connection: Connection,
+async def _placed(
     whole: Rendered,
     conversation: Sequence[Mapping[str, Any]],
     index: int,
-    arguments: Mapping[str, Any],
-) -> MessageSpan | None:
-    """Where the content of a message lies; None where the template says nothing of it."""
-    message = {**conversation[index], "content": _STAND_IN}
-    changed = [*conversation[:index], message, *conversation[index + 1 :]]
+    render: Callable[[Sequence[Mapping[str, Any]]], Awaitable[Rendered]],
+) -> list[Region] | str:
+    """Regions of a message's content, or why there are none."""
+    steps = place(whole.text, conversation, index, spelled)
     try:
-        other = await _rendered(connection, changed, arguments)
-    except InvalidRequest:  # it expects words of its own there
-        return None
-    region = content_region(whole.text, other.text)
-    return region and MessageSpan(str(message.get("role")), index, *token_span(whole.offsets, region))
+        changed = next(steps)
+        while True:
+            rendered = None
+            with contextlib.suppress(InvalidRequest):  # a template may refuse what the content is changed to
+                rendered = (await render(changed)).text
+            changed = steps.send(rendered)
+    except StopIteration as end:
+        return cast("list[Region] | str", end.value)
 
 
-async def _invitation(
-    connection: Connection, whole: Rendered, conversation: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
-) -> MessageSpan | None:
-    """The tokens that invite the reply."""
-    try:
-        closed = await _rendered(connection, conversation, {**arguments, "add_generation_prompt": False})
-    except InvalidRequest:
-        return None
-    if not whole.text.startswith(closed.text) or len(closed.text) == len(whole.text):
-        return None
-    region = len(closed.text), len(whole.text)
-    return MessageSpan("generation_prompt", None, *token_span(whole.offsets, region))
+async def _in_bytes(connection: Connection) -> bool:
+    """Whether the server's vocabulary is one of bytes."""
+    body = {"model": connection.here().name, "prompt": "é", "return_token_strs": True}
+    answer = await connection.ask("POST", "/tokenize", json=body)
+    with connection.answering():
+        return spelled("é") in "".join(map(str, answer["token_strs"]))
 
 
 async def _rendered(
-    connection: Connection, conversation: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
+    connection: Connection, conversation: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], *, in_bytes: bool
 ) -> Rendered:
     beside = {name: value for name, value in arguments.items() if name in _BESIDE}
     others = {name: value for name, value in arguments.items() if name not in _BESIDE}
@@ -122,4 +153,5 @@ async def _rendered(
     }
     answer = await connection.ask("POST", "/tokenize", json=body)
     with connection.answering():
-        return Rendered(list(map(int, answer["tokens"])), list(map(str, answer["token_strs"])))
+        texts = [token_text(str(one), in_bytes=in_bytes) for one in answer["token_strs"]]
+        return Rendered(list(map(int, answer["tokens"])), texts)

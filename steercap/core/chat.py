@@ -1,57 +1,68 @@
-"""Which tokens of a templated conversation are which message's words.
-
-A chat template is a program: it may drop, move or decorate messages, and treat the last one differently from the rest.
-So nothing is read off its markers. The conversation is rendered again with one message's content changed: that content
-is where the two texts differ.
-"""
+"""Positions of each message's content in a templated conversation."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any
 
-#: Stands in for a message's content: one character that no content and no template holds.
-STAND_IN: Final = "\u241e"
+from steercap.core.placing import UNCLEAR, Region
 
 
 @dataclass(frozen=True)
 class MessageSpan:
     """Positions of one message's content, the template's own tokens around it left out: [start, stop).
 
+    A message that the template writes several times has several spans.
+
     Args:
         role: the message's role; "generation_prompt" for the tokens that invite the reply, and
             "assistant" with `index` None for the reply itself.
         index: index of the message in the conversation, or None.
         start: first position.
-        stop: position after the last.
+        stop: position after the last; `start` where the message has no token.
+        missing: why a message has no span, if it has none: the template leaves it out, or its place is unclear.
     """
 
     role: str
     index: int | None
     start: int
     stop: int
+    missing: str = ""
 
 
-def content_region(text: str, changed: str) -> tuple[int, int] | None:
-    """Where a content lies in the rendered conversation.
+def message_spans(
+    conversation: Sequence[Mapping[str, Any]],
+    placed: Sequence[list[Region] | str],
+    offsets: Sequence[tuple[int, int]],
+) -> list[MessageSpan]:
+    """Spans of all messages, in their order.
 
     Args:
-        text: the rendered conversation.
-        changed: the same with the content replaced by `STAND_IN`.
-
-    Returns:
-        Characters [start, stop) of the content in `text`, or None where the template leaves it out.
+        conversation: the messages.
+        placed: of each, what `place` returned.
+        offsets: characters [start, stop) of each token.
     """
-    if text == changed:
-        return None
-    start = _common(text, changed)
-    most = min(len(text), len(changed)) - start
-    tail = _common(text[::-1][:most], changed[::-1][:most])
-    return start, len(text) - tail
+    every = [(region, index) for index, one in enumerate(placed) if isinstance(one, list) for region in one]
+    every = sorted(one for one in every if one[0][0] < one[0][1])
+    shared = {
+        index
+        for left, right in itertools.pairwise(every)
+        if left[1] != right[1] and right[0][0] < left[0][1]
+        for index in (left[1], right[1])
+    }
+    spans: list[MessageSpan] = []
+    for index, (message, one) in enumerate(zip(conversation, placed, strict=True)):
+        role = str(message.get("role"))
+        if isinstance(one, str) or index in shared:
+            spans.append(MessageSpan(role, index, 0, 0, one if isinstance(one, str) else UNCLEAR))
+        else:
+            spans += [MessageSpan(role, index, *token_span(offsets, region)) for region in one or [(0, 0)]]
+    return spans
 
 
-def token_span(offsets: Sequence[tuple[int, int]], region: tuple[int, int]) -> tuple[int, int]:
+def token_span(offsets: Sequence[tuple[int, int]], region: Region) -> tuple[int, int]:
     """The tokens that hold any character of a region: [start, stop), empty where the region is.
 
     Args:
@@ -60,11 +71,3 @@ def token_span(offsets: Sequence[tuple[int, int]], region: tuple[int, int]) -> t
     """
     inside = [index for index, (start, stop) in enumerate(offsets) if start < region[1] and stop > region[0]]
     return (inside[0], inside[-1] + 1) if inside else (0, 0)
-
-
-def _common(left: str, right: str) -> int:
-    """Length of the common prefix."""
-    for index, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
-            return index
-    return min(len(left), len(right))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
-from steercap.core.chat import STAND_IN, MessageSpan, content_region, token_span
+from steercap.core.chat import MessageSpan, message_spans, token_span
+from steercap.core.placing import Region, place
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.core.values import flag_of, index_of, shown
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
@@ -173,7 +174,8 @@ def templated(
         tokenizer: the model's tokenizer.
         conversation: {"role", "content"} dicts.
         kwargs: further arguments of the chat template.
-        spans: whether to look for the messages, which takes one rendering each.
+        spans: whether to look for the messages, which takes one rendering each, and more where the template decides
+            by what a message says.
 
     Raises:
         InvalidRequest: there is no template, or it refuses the conversation.
@@ -190,23 +192,27 @@ def templated(
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     except Exception as error:
         raise InvalidRequest(f"the chat template or the tokenizer refuses {shown(conversation)}: {error}") from error
-    regions = [(role, index, region) for role, index, region in _regions(text, conversation, render) if region]
-    found = [
-        MessageSpan(role, index, *token_span(encoded["offset_mapping"], region)) for role, index, region in regions
-    ]
-    return list(encoded["input_ids"]), found
-
-
-def _regions(
-    text: str, conversation: Sequence[Mapping[str, Any]], render: Callable[..., str]
-) -> Iterator[tuple[str, int | None, tuple[int, int] | None]]:
-    """Characters of each message's content, and of what invites the reply; None where the template says nothing."""
-    for index, message in enumerate(conversation):
-        changed = [*conversation[:index], {**message, "content": STAND_IN}, *conversation[index + 1 :]]
-        # A template may refuse the stand-in where it expects words of its own; that message then has no span.
-        with contextlib.suppress(Exception):
-            yield str(message.get("role")), index, content_region(text, render(changed))
+    placed = [_placed(text, conversation, index, render) for index in range(len(conversation))]
+    found = message_spans(conversation, placed, encoded["offset_mapping"])
     with contextlib.suppress(Exception):
         closed = render(conversation, invite=False)
         if text.startswith(closed) and len(closed) < len(text):
-            yield "generation_prompt", None, (len(closed), len(text))
+            region = (len(closed), len(text))
+            found.append(MessageSpan("generation_prompt", None, *token_span(encoded["offset_mapping"], region)))
+    return list(encoded["input_ids"]), found
+
+
+def _placed(
+    text: str, conversation: Sequence[Mapping[str, Any]], index: int, render: Callable[..., str]
+) -> list[Region] | str:
+    """Regions of a message's content, or why there are none."""
+    steps = place(text, conversation, index)
+    try:
+        changed = next(steps)
+        while True:
+            rendered = None
+            with contextlib.suppress(Exception):  # a template may refuse what the content is changed to
+                rendered = render(changed)
+            changed = steps.send(rendered)
+    except StopIteration as end:
+        return cast("list[Region] | str", end.value)

@@ -387,9 +387,9 @@ class Engine:
         """See `Workers.settle`."""
         return await self._workers.settle(wanted, ended=ended)
 
-    async def engage(self, owner: Owner) -> int:
+    async def engage(self, owners: Sequence[Owner]) -> list[int]:
         """See `Workers.engage`."""
-        return await self._workers.engage(owner)
+        return await self._workers.engage(owners)
 
     async def census(self) -> list[list[Counted]]:
         """Engine by engine, what each capturing worker holds."""

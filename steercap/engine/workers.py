@@ -168,20 +168,25 @@ class Workers:
         )
         return [[next(records) for _ in items] for items, _ in asked]
 
-    async def engage(self, owner: Owner) -> int:
-        """Let the steering of a sample begin that was held back; returns the first position that is steered.
+    async def engage(self, owners: Sequence[Owner]) -> list[int]:
+        """Let the steering of samples begin that was held back; returns the first position of each that is steered.
 
         Raises:
-            SteeringNotApplied: its workers do not begin with the same.
+            SteeringNotApplied: the workers of one do not begin with the same.
         """
-        engines = await self.ask(Engage((owner,)), Engaged)
-        known = [[one for answer in answers for one in answer.positions] for answers in engines]
-        found = [set(positions) for positions in known if any(one is not None for one in positions)]
-        if len(found) != 1 or len(found[0]) != 1:
-            raise SteeringNotApplied(f"{owner.key}: steering was to begin, and its workers begin at positions {known}")
-        (start,) = found[0]
-        assert start is not None
-        return start
+        engines = await self.ask(Engage(tuple(owners)), Engaged)
+        starts = []
+        for number, owner in enumerate(owners):
+            known = [[answer.positions[number] for answer in answers] for answers in engines]
+            found = [set(positions) for positions in known if any(one is not None for one in positions)]
+            if len(found) != 1 or len(found[0]) != 1:
+                raise SteeringNotApplied(
+                    f"{owner.key}: steering was to begin, and its workers begin at positions {known}"
+                )
+            (start,) = found[0]
+            assert start is not None
+            starts.append(start)
+        return starts
 
     async def configure(self, question: Configure) -> list[Configured]:
         """Send vectors, and what slots hold."""

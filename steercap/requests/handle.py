@@ -18,6 +18,7 @@ from steercap.core.chat import MessageSpan
 from steercap.core.coding import RAW
 from steercap.core.media import MediaSpan, types_at
 from steercap.core.ownership import Unshared
+from steercap.core.placing import LEFT_OUT
 from steercap.core.receipt import Receipt
 from steercap.core.spec import Point
 from steercap.core.tokens import Tokens, TokenSelection, selected
@@ -68,7 +69,7 @@ class CaptureHandle(Unshared, instead=INSTEAD):
         prompt_token_ids: token ids of the prompt.
         output_token_ids: generated token ids; the last one has no row, since it was never an input.
         points: what was captured, layer by layer.
-        messages: for `chat`, the span of positions of each message.
+        messages: for `chat`, the spans of positions of each message, or why it has none.
         media: the spans of positions of the prompt that stand for pictures, sound or video.
         directions: with `project=`, the names of what rows were projected on.
         marks: fingerprints of these directions, by layer; empty in files of older versions.
@@ -194,22 +195,27 @@ class CaptureHandle(Unshared, instead=INSTEAD):
                 "assistant" included; a role covers all its messages.
 
         Raises:
-            InvalidSpec: no such message, or the handle is not from `chat`.
+            InvalidSpec: no such message, the chat template leaves it out of the prompt, its place there is unclear, or
+                the handle is not from `chat`.
         """
-        given = [span for span in self.messages if span.index is not None]
+        count = 1 + max((span.index for span in self.messages if span.index is not None), default=-1)
         index = None if isinstance(message, str) else index_of(message)
-        if isinstance(message, str):
-            spans = [span for span in self.messages if span.role == message]
-        elif index is not None and -len(given) <= index < 0:
-            spans = [given[index]]
-        else:
-            spans = [span for span in given if span.index == index]
+        if index is not None and -count <= index < 0:
+            index += count
+        spans = [
+            span
+            for span in self.messages
+            if (span.role == message if isinstance(message, str) else span.index is not None and span.index == index)
+        ]
         if not spans:
             known = (
                 ", ".join(f"{span.index}: {span.role}" for span in self.messages)
                 or "none, for this handle is not from chat"
             )
             raise InvalidSpec(f"no message {shown(message)}; messages: {known}")
+        missing = [span for span in spans if span.missing]
+        if unclear := [span for span in missing if span.missing != LEFT_OUT or len(missing) == len(spans)]:
+            raise InvalidSpec(f"message {unclear[0].index} ({unclear[0].role}) {unclear[0].missing}")
         positions = self.positions
         mask = torch.zeros_like(positions, dtype=torch.bool)
         for span in spans:

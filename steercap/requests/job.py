@@ -227,7 +227,7 @@ def outputs_of(
         outputs,
         lambda samples: rows_so_far(job, samples),
         lambda tokens: job.engine.vllm.text(job.prompt, cast("SamplingParams", job.params), tokens),
-        lambda index: job.engine.engage(Owner(cast("Plan", job.plan).key, index)),
+        lambda indices: job.engine.engage([Owner(cast("Plan", job.plan).key, index) for index in indices]),
         new=partial is None and kind == "DELTA",
         final=final,
     )

@@ -49,7 +49,8 @@ class MonitorReport:
         scored: rows that it scored. The last token of a text has no row.
         crossings: where it fired, in the order of the tokens.
         stopped: whether it ended the text.
-        steered_from: the first position whose row its steering could edit; None where it let none begin.
+        steered_from: the first position whose row its steering edits; None where it edits none.
+        late: whether it fired to steer, and the text ended before there was a row to edit.
     """
 
     monitor: str
@@ -57,6 +58,7 @@ class MonitorReport:
     crossings: tuple[Crossing, ...]
     stopped: bool = False
     steered_from: int | None = None
+    late: bool = False
 
 
 @dataclass
@@ -116,16 +118,22 @@ class Watch:
         """What each monitor found in a sample so far."""
         sample = self._samples[index]
         stopped = None if sample.stop is None else sample.stop.monitor
-        return tuple(
-            MonitorReport(
-                gauge.label,
-                sample.scored[number],
-                tuple(one for one in sample.crossings if one.monitor == gauge.label),
-                stopped == gauge.label,
-                sample.steered if gauge.monitor.do == "steer" else None,
+        reports = []
+        for number, gauge in enumerate(self._gauges):
+            fired = tuple(one for one in sample.crossings if one.monitor == gauge.label)
+            steers = gauge.monitor.do == "steer"
+            begun = steers and sample.steered is not None and sample.steered < self._prompt_len + len(sample.tokens) - 1
+            reports.append(
+                MonitorReport(
+                    gauge.label,
+                    sample.scored[number],
+                    fired,
+                    stopped == gauge.label,
+                    sample.steered if begun else None,
+                    late=steers and sample.ended and bool(fired) and not begun,
+                )
             )
-            for number, gauge in enumerate(self._gauges)
-        )
+        return tuple(reports)
 
     def crossings(self, index: int = 0) -> tuple[Crossing, ...]:
         """Where monitors fired in a sample so far, in the order of the tokens."""
@@ -140,7 +148,7 @@ class Watch:
         outputs: AsyncGenerator[RequestOutput, None],
         rows: Rows,
         text: Callable[[Sequence[int]], str],
-        engage: Callable[[int], Awaitable[int]],
+        engage: Callable[[Sequence[int]], Awaitable[Sequence[int]]],
         *,
         new: bool,
         final: bool,
@@ -153,7 +161,7 @@ class Watch:
             outputs: of the engine, as they come.
             rows: gives rows of its samples.
             text: gives the text of generated tokens.
-            engage: lets the steering of a sample begin, and says at which position.
+            engage: lets the steering of samples begin, and says at which positions.
             new: whether an output holds what is new of each sample; else all of it.
             final: whether only the last is wanted, with all samples.
 
@@ -198,14 +206,21 @@ class Watch:
         for index, came in found.items():
             self._enter(some[index], came)
 
-    async def _engage(self, engage: Callable[[int], Awaitable[int]], grown: Collection[int]) -> None:
+    async def _engage(
+        self, engage: Callable[[Sequence[int]], Awaitable[Sequence[int]]], grown: Collection[int]
+    ) -> None:
         """Let steering begin where a monitor first says so, of samples that go on."""
         steering = {gauge.label for gauge in self._gauges if gauge.monitor.do == "steer"}
-        for index in grown:
-            sample = self._samples[index]
-            due = sample.steered is None and any(one.monitor in steering for one in sample.crossings)
-            if due and not sample.ended:
-                sample.steered = await engage(index)
+        due = [
+            index
+            for index in sorted(grown)
+            if (sample := self._samples[index]).steered is None
+            and not sample.ended
+            and any(one.monitor in steering for one in sample.crossings)
+        ]
+        # In one question: one each would let the engine run on, and the last begin when their texts have ended.
+        for index, start in zip(due, await engage(due) if due else (), strict=True):
+            self._samples[index].steered = start
 
     def _enter(self, sample: _Sample, came: Arrived) -> None:
         """Enter the scores of one sample's rows, up to the first at which it is to stop."""

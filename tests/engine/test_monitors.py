@@ -411,6 +411,22 @@ async def test_steering_begins_where_a_probe_says(tiny: SteerModel) -> None:
     assert await settled(tiny) == (0, 0, 0)
 
 
+async def test_samples_are_steered_or_say_that_they_were_not(tiny: SteerModel) -> None:
+    """Of sixteen short texts whose probe fires at once, the receipt of each counts the rows that its report names."""
+    prompt = random_prompt(20, 19)
+    monitor = Monitor(CALM[LAYER], -1e6, LAYER, do="steer", steering=Add(TRAITS["warm"][1], layer=1), name="calm")
+    for length in (2, 24):
+        params = {"max_tokens": length, "seed": 5, "n": 16, **IGNORED}
+        raw = await tiny.generate(prompt, params, monitors=[monitor], raw_output=True)
+        inputs = len(prompt) + length - 1
+        for receipt, (report,) in zip(raw.steering, raw.monitors, strict=True):
+            assert report.crossings[0].position == len(prompt)
+            assert report.late == (report.steered_from is None)
+            assert receipt.rows == (0 if report.late else inputs - report.steered_from,)
+        assert length > 2 or all(report.late for (report,) in raw.monitors)
+    assert await settled(tiny) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_server_steers_from_a_token_on(served: AsyncOpenAI, tiny: SteerModel, stream) -> None:
     """One whose probe never fires is as if nothing had been asked."""

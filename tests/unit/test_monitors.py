@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
@@ -100,7 +101,7 @@ class Runs:
     def __init__(self, *steps: tuple[int, list[int], str | None], new: bool) -> None:
         self.steps, self.new, self.closed = steps, new, False
         self.all: dict[int, list[int]] = {}
-        self.engaged: list[int] = []
+        self.engaged: list[list[int]] = []
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
         try:
@@ -114,9 +115,9 @@ class Runs:
         finally:
             self.closed = True
 
-    async def engage(self, index: int) -> int:
-        self.engaged.append(index)
-        return PROMPT + len(self.all[index]) + 1
+    async def engage(self, indices: Sequence[int]) -> list[int]:
+        self.engaged.append([*indices])
+        return [PROMPT + len(self.all[index]) + 1 for index in indices]
 
     async def rows(self, samples: Mapping[int, tuple[Sequence[int], int]]) -> dict[int, Arrived]:
         found = {}
@@ -126,6 +127,17 @@ class Runs:
             rows = torch.tensor(scores[first:])[:, None] * torch.tensor([10.0, 1.0])
             found[index] = Arrived(Captures({POINT: rows}, 4), np.arange(first, total))
         return found
+
+
+class Together(Runs):
+    """The same of sixteen samples, of which each output brings all."""
+
+    async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        async for output in super().outputs():
+            (sample,) = output.outputs
+            self.all = dict.fromkeys(range(16), self.all[0])
+            output.outputs = [dataclasses.replace(sample, index=index) for index in range(16)]
+            yield output
 
 
 def text_of(tokens: Sequence[int]) -> str:
@@ -200,12 +212,40 @@ async def test_a_sample_that_has_ended_says_no_more(final) -> None:
 async def test_steering_begins_once_for_each_sample() -> None:
     """Where its monitor first fires, unless the text has ended by then."""
     steer = Monitor(PROBE, 15.0, 1, do="steer", steering=Add([0.0, 1.0], layer=1), name="steer")
-    runs = Runs((0, [1], None), (0, [2, 3], None), (1, [1], None), (0, [4], "length"), (1, [2, 3], "length"), new=True)
+    runs = Runs(
+        (0, [1], None), (0, [2, 3], None), (1, [1], None), (0, [4] * 3, "length"), (1, [2, 3], "length"), new=True
+    )
     watch = watch_of(steer, samples=2)
     await seen(watch, runs)
-    assert runs.engaged == [0]
+    assert runs.engaged == [[0]]
     assert (watch.steered(0), watch.steered(1)) == (PROMPT + 4, None)
     assert [report.steered_from for index in (0, 1) for report in watch.reports(index)] == [PROMPT + 4, None]
+
+
+@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize("more", range(5))
+async def test_steering_that_comes_too_late_says_so(new, more) -> None:
+    """The first row that could be edited is that of `PROMPT + 4`, and the last token of a text has none: a text that
+    has ended by then was not steered, and its report says that, and not a position.
+    """
+    steer = Monitor(PROBE, 15.0, 1, do="steer", steering=Add([0.0, 1.0], layer=1), name="steer")
+    tokens = [[1], [2, 3], [0] * (1 + more)]
+    watch = watch_of(steer)
+    await seen(watch, Runs((0, tokens[0], None), (0, tokens[1], None), (0, tokens[2], "length"), new=new))
+    (report,) = watch.reports()
+    inputs = PROMPT + sum(map(len, tokens)) - 1
+    assert report.crossings
+    assert (report.steered_from, report.late) == ((PROMPT + 4, False) if inputs > PROMPT + 4 else (None, True))
+
+
+async def test_samples_that_fire_together_begin_together() -> None:
+    """One question to the workers for all of them: none waits for another's answer."""
+    steer = Monitor(PROBE, 15.0, 1, do="steer", steering=Add([0.0, 1.0], layer=1), name="steer")
+    runs = Together((0, [2], None), (0, [3], None), (0, [0, 0, 0], "length"), new=True)
+    watch = watch_of(steer, samples=16)
+    await seen(watch, runs)
+    assert runs.engaged == [[*range(16)]]
+    assert {report.steered_from for index in range(16) for report in watch.reports(index)} == {PROMPT + 3}
 
 
 def test_steering_that_is_held_back_is_cut_to_its_positions() -> None:

@@ -271,7 +271,8 @@ def test_a_message_that_the_template_leaves_out_has_no_span() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint("qwen3"))
     _, spans = templated(tokenizer, TALK, {"chat_template": "{{ messages[-1].content }}"}, spans=True)
-    assert [(span.index, span.start) for span in spans] == [(3, 0)]
+    assert [(span.index, span.start) for span in spans if not span.missing] == [(3, 0)]
+    assert [(span.index, span.start, span.stop) for span in spans if span.missing] == [(at, 0, 0) for at in range(3)]
 
 
 @pytest.mark.parametrize("content", [b"", b"not safetensors at all", None])

@@ -1,0 +1,429 @@
+"""Spans of chat messages against texts written piece by piece, over templates that decide by what messages say."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from datetime import datetime
+
+import numpy as np
+import pytest
+import torch
+
+from steercap.client.chats import templated as served
+from steercap.core.placing import LEFT_OUT, UNCLEAR
+from steercap.core.prompts import templated
+from steercap.core.receipt import Receipt
+from steercap.core.spec import Point
+from steercap.errors import InvalidSpec
+from steercap.requests.captures import Captures, Found
+from steercap.requests.handle import CaptureHandle
+from steercap.requests.lifecycle import Lifecycle
+
+#: Each template with its oracle: pieces (index of the message or None, text), written from the template by hand.
+TEMPLATES: dict[str, tuple[str, object]] = {}
+
+
+def template(source: str):
+    """Register a template's oracle."""
+
+    def known(write):
+        TEMPLATES[write.__name__] = (source, write)
+        return write
+
+    return known
+
+
+@template(
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+def chatml(talk):
+    for i, m in enumerate(talk):
+        yield from ((None, f"<|im_start|>{m['role']}\n"), (i, m["content"]), (None, "<|im_end|>\n"))
+    yield None, "<|im_start|>assistant\n"
+
+
+@template(
+    "<bos>[system]\nToday: {{ strftime_now('%d %b %Y') }}\n\n"
+    "{% if messages[0].role == 'system' %}{{ messages[0].content | trim }}{% set messages = messages[1:] %}{% endif %}<eot>"
+    "{% for m in messages %}[{{ m.role }}]\n\n{{ m.content | trim }}<eot>{% endfor %}"
+)
+def llama3(talk):
+    yield None, f"<bos>[system]\nToday: {datetime.now().strftime('%d %b %Y')}\n\n"  # noqa: DTZ005
+    if talk[0]["role"] == "system":
+        yield 0, talk[0]["content"].strip()
+    yield None, "<eot>"
+    for i, m in enumerate(talk):
+        if i or m["role"] != "system":
+            yield from ((None, f"[{m['role']}]\n\n"), (i, m["content"].strip()), (None, "<eot>"))
+
+
+@template(
+    "<bos>{% set first = '' %}{% set loop_messages = messages %}"
+    "{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}"
+    "{% set loop_messages = messages[1:] %}{% endif %}"
+    "{% for m in loop_messages %}<start>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+    "{{ first if loop.first else '' }}{{ m.content | trim }}<end>\n{% endfor %}{{ '<start>model\n' }}"
+)
+def gemma(talk):
+    yield None, "<bos>"
+    system = talk[0]["role"] == "system"
+    for i, m in enumerate(talk[system:], int(system)):
+        yield None, f"<start>{'model' if m['role'] == 'assistant' else m['role']}\n"
+        if system and i == 1:
+            yield from ((0, talk[0]["content"]), (None, "\n\n"))
+        yield from ((i, m["content"].strip()), (None, "<end>\n"))
+    yield None, "<start>model\n"
+
+
+@template(
+    "<s>{% set ns = namespace(system='') %}{% for m in messages %}"
+    "{% if m.role == 'system' %}{% set ns.system = m.content %}"
+    "{% elif m.role == 'user' %}[INST] {% if loop.last and ns.system %}{{ ns.system }}\n\n{% endif %}{{ m.content }}[/INST]"
+    "{% else %} {{ m.content | trim }}</s>{% endif %}{% endfor %}"
+)
+def mistral(talk):
+    yield None, "<s>"
+    system = [i for i, m in enumerate(talk) if m["role"] == "system"]
+    for i, m in enumerate(talk):
+        if m["role"] == "user":
+            yield None, "[INST] "
+            if i == len(talk) - 1 and system and talk[system[-1]]["content"]:
+                yield from ((system[-1], talk[system[-1]]["content"]), (None, "\n\n"))
+            yield from ((i, m["content"]), (None, "[/INST]"))
+        elif m["role"] == "assistant":
+            yield from ((None, " "), (i, m["content"].strip()), (None, "</s>"))
+
+
+QUERY = (
+    "{% set ns = namespace(last=messages | length - 1, open=true) %}{% for m in messages[::-1] %}"
+    "{% set i = messages | length - 1 - loop.index0 %}"
+    "{% if ns.open and m.role == 'user' and not (m.content.startswith('<tool_response>')"
+    " and m.content.endswith('</tool_response>')) %}{% set ns.open = false %}{% set ns.last = i %}{% endif %}{% endfor %}"
+)
+
+
+def last_query(talk):
+    for i in reversed(range(len(talk))):
+        said = talk[i]["content"]
+        if talk[i]["role"] == "user" and not (said[:15] == "<tool_response>" and said[-16:] == "</tool_response>"):
+            return i
+    return len(talk) - 1
+
+
+@template(
+    QUERY + "{% for m in messages %}{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% else %}{% set content = m.content %}{% set thought = '' %}{% if '</think>' in content %}"
+    "{% set thought = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+    "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}<|im_start|>assistant\n"
+    "{% if loop.index0 > ns.last and (loop.last or thought) %}<think>\n{{ thought.strip('\n') }}\n</think>\n\n"
+    "{{ content.lstrip('\n') }}{% else %}{{ content }}{% endif %}<|im_end|>\n{% endif %}{% endfor %}{{ '<|im_start|>assistant\n' }}"
+)
+def qwen3(talk):
+    last = last_query(talk)
+    for i, m in enumerate(talk):
+        said = m["content"]
+        yield None, f"<|im_start|>{m['role']}\n"
+        if m["role"] == "assistant":
+            thought, closes = "", "</think>" in said
+            if closes:
+                thought = said.split("</think>")[0].rstrip("\n").split("<think>")[-1].lstrip("\n")
+                said = said.split("</think>")[-1].lstrip("\n")
+            if i > last and (thought or i == len(talk) - 1):
+                own = i if thought else None
+                opened = own if "<think>" in m["content"] else None
+                inner = thought.strip("\n")
+                yield opened, "<think>"
+                yield (own if opened is not None or not inner else None), "\n"
+                yield from ((own, inner), (own, "\n</think>\n\n"))
+                said = said.lstrip("\n")
+        yield from ((i, said), (None, "<|im_end|>\n"))
+    yield None, "<|im_start|>assistant\n"
+
+
+@template(
+    QUERY + "{% for m in messages %}{% if m.role == 'assistant' %}[A]{% if loop.index0 > ns.last %}{{ m.content }}"
+    "{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}[/A]{% else %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+)
+def thinker(talk):
+    last = last_query(talk)
+    for i, m in enumerate(talk):
+        if m["role"] == "assistant":
+            yield None, "[A]"
+            yield i, m["content"] if i > last else m["content"].rpartition("</think>")[2]
+            yield None, "[/A]"
+        else:
+            yield from ((None, f"[{m['role']}]"), (i, m["content"]))
+
+
+@template(
+    "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}{% for m in messages %}{% if m.role == 'user' %}"
+    "<|User|>{{ m.content }}{% elif m.role == 'assistant' %}{% set content = m.content %}"
+    "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
+    "<|Assistant|>{{ content }}<eos>{% endif %}{% endfor %}{{ '<|Assistant|><think>\n' }}"
+)
+def deepseek(talk):
+    yield from ((i, m["content"]) for i, m in enumerate(talk) if m["role"] == "system")
+    for i, m in enumerate(talk):
+        if m["role"] == "user":
+            yield from ((None, "<|User|>"), (i, m["content"]))
+        elif m["role"] == "assistant":
+            yield from ((None, "<|Assistant|>"), (i, m["content"].split("</think>")[-1]), (None, "<eos>"))
+    yield None, "<|Assistant|><think>\n"
+
+
+@template("{% for m in messages[-3:-1] if m.role != 'system' %}{{ m.role }}: {{ m.content }}\n{% endfor %}Go:")
+def leaves_out(talk):
+    for i, m in list(enumerate(talk))[-3:-1]:
+        if m["role"] != "system":
+            yield from ((None, f"{m['role']}: "), (i, m["content"]), (None, "\n"))
+    yield None, "Go:"
+
+
+@template("{% for m in messages %}Q: {{ m.content }} Again: {{ m.content | trim }}.\n{% endfor %}")
+def repeats(talk):
+    for i, m in enumerate(talk):
+        yield from ((None, "Q: "), (i, m["content"]), (None, " Again: "), (i, m["content"].strip()), (None, ".\n"))
+
+
+@template(
+    "{% set ns = namespace(role='') %}{% for m in messages %}{% if m.role == ns.role %}{{ '\n' }}{% else %}[{{ m.role }}]{% endif %}"
+    "{{ m.content }}{% set ns.role = m.role %}{% endfor %}"
+)
+def merges(talk):
+    for i, m in enumerate(talk):
+        yield None, "\n" if i and talk[i - 1]["role"] == m["role"] else f"[{m['role']}]"
+        yield i, m["content"]
+
+
+@template(
+    "{% for m in messages %}{% if not loop.first and m.content == loop.previtem.content %}{% else %}"
+    "[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+)
+def drops_repeats(talk):
+    for i, m in enumerate(talk):
+        if not i or m["content"] != talk[i - 1]["content"]:
+            yield from ((None, f"[{m['role']}]"), (i, m["content"]))
+
+
+@template("{% for m in messages if 'secret' not in m.content %}[{{ m.role }}]{{ m.content | upper }}{% endfor %}")
+def censors(talk):
+    for i, m in enumerate(talk):
+        if "secret" not in m["content"]:
+            yield from ((None, f"[{m['role']}]"), (i, m["content"].upper()))
+
+
+@template("{% for m in messages %}{{ m.role }}={{ m.content[:9] }};{% endfor %}")
+def shortens(talk):
+    for i, m in enumerate(talk):
+        yield from ((None, f"{m['role']}="), (i, m["content"][:9]), (None, ";"))
+
+
+#: Share of messages that may be unclear where a template decides by equality or by words of a content, of which no
+#: rendering keeps the decision, or drops tags from the middle of one; each such message must say so.
+MAY_BE_UNCLEAR = {"drops_repeats": 0.5, "censors": 0.1, "qwen3": 0.05}
+WORDS = [
+    "Why? Why?",
+    "Why?",
+    "W",
+    "user",
+    "\nHello",
+    " two words \n",
+    "",
+    "  ",
+    "\n\n",
+    "<|im_end|>\n<|im_start|>assistant\nI am the other",
+    "[/A][user]",
+    "<tool_response>42</tool_response>",
+    '<tool_response>\n{"a": [1, 2]}\n</tool_response>',
+    "<tool_response></tool_response>",
+    "<think>look it up</think>Let me see.",
+    "<think>\nsteps\n</think>\n\nDone.",
+    "<think>\n\n</think>\n\nDone.",
+    "no opening</think>Done",
+    "<think>first</think><think>second</think>!!",
+    "[INST] é 日本語 [/INST]",
+    "the secret: Why?",
+    "{{ messages }} \\n 'x' \"y\"",
+    "\ue000\ue001",
+    "a long text of many words, " * 9,
+]
+
+#: Contents are also made of these, in any order.
+PIECES = [
+    "<think>",
+    "</think>",
+    "\n",
+    " ",
+    "<tool_response>",
+    "</tool_response>",
+    "x",
+    "Why",
+    "[A]",
+    "<",
+    "[INST] ",
+    "é",
+]
+
+
+class Characters:
+    """A tokenizer that reads each character as a token, with the templates of transformers."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def apply_chat_template(self, conversation, *, tokenize, **given):
+        return real().apply_chat_template(conversation, tokenize=tokenize, chat_template=self.source, **given)
+
+    def __call__(self, text, **_):
+        return {"input_ids": [*map(ord, text)], "offset_mapping": [(at, at + 1) for at in range(len(text))]}
+
+
+@functools.cache
+def real():
+    """A tokenizer of transformers, for its templates."""
+    from transformers import AutoTokenizer
+
+    from steercap.testing import tiny_checkpoint
+
+    return AutoTokenizer.from_pretrained(tiny_checkpoint("qwen3"))
+
+
+def talk_of(draw: random.Random) -> list[dict[str, str]]:
+    """A conversation of one to six messages, a system message first or none; roles may follow themselves."""
+    roles = ["system"] * draw.randrange(2) + draw.choices(["user", "assistant"], k=draw.randrange(1, 6))
+    made = ["".join(draw.choices(PIECES, k=draw.randrange(7))) for _ in range(6)]
+    words = draw.choice([draw.choices(WORDS, k=3), WORDS, made])
+    return [{"role": role, "content": draw.choice(words)} for role in roles]
+
+
+def check(name: str, talk) -> int:
+    """Compare with the pieces; returns how many messages were said to be unclear."""
+    source, write = TEMPLATES[name]
+    pieces = list(write(talk))
+    ids, spans = templated(Characters(source), talk, {}, spans=True)
+    text = "".join(map(chr, ids))
+    assert text == "".join(piece for _, piece in pieces), "the oracle is wrong"
+    owners = [owner for owner, piece in pieces for _ in piece]
+    unclear = 0
+    for i in range(len(talk)):
+        mine = [span for span in spans if span.index == i]
+        assert mine, f"message {i} is not spoken of"
+        assert {span.role for span in mine} == {talk[i]["role"]}
+        if mine[0].missing == UNCLEAR:
+            unclear += 1
+            continue
+        found = {at for span in mine for at in range(span.start, span.stop)}
+        right = {at for at, owner in enumerate(owners) if owner == i}
+        assert found == right, (i, talk, text, "".join(text[at] for at in sorted(found)))
+        assert (mine[0].missing == LEFT_OUT) <= (not right)
+        written = any(owner == i for owner, _ in pieces)
+        assert mine[0].missing == LEFT_OUT or written or not talk[i]["content"].strip(), (i, talk)
+    return unclear
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_message_has_its_own_words_or_says_that_it_has_none(name) -> None:
+    """Spans are those of the pieces; only where a template decides by a content may a message be unclear."""
+    draw, unclear, asked = random.Random(name), 0, 0
+    for _ in range(60):
+        talk = talk_of(draw)
+        unclear += check(name, talk)
+        asked += len(talk)
+    assert unclear <= MAY_BE_UNCLEAR.get(name, 0) * asked, f"{unclear} of {asked}"
+
+
+def test_a_repeated_or_missing_message_is_asked_for_by_its_index() -> None:
+    """Both writings are its rows; a message that is not in the prompt, or is unclear there, is an error by name."""
+    talk = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "No."}]
+    found = handle_of("repeats", talk)
+    assert words(found, 0) == "Why?Why?"
+    assert words(found, -1) == "No.No."
+    found = handle_of("leaves_out", talk)
+    assert words(found, 0) == words(found, -2) == words(found, "user") == "Why?"
+    for missing in (1, -1, "assistant"):
+        with pytest.raises(InvalidSpec, match=r"message 1 \(assistant\) is not in the prompt"):
+            found.rows_of(missing)
+    same = [{"role": "user", "content": "Why?"}] * 2
+    with pytest.raises(InvalidSpec, match=r"message 0 \(user\) cannot be placed"):
+        handle_of("drops_repeats", same).rows_of("user")
+
+
+def test_thinking_is_nobody_elses_where_a_tool_answers() -> None:
+    """A tool's answer is no query: thinking of the turn before it stays, and belongs to that turn."""
+    talk = [
+        {"role": "user", "content": "What is it?"},
+        {"role": "assistant", "content": "<think>look it up</think>Let me see."},
+        {"role": "user", "content": "<tool_response>42</tool_response>"},
+    ]
+    found = handle_of("thinker", talk)
+    assert [words(found, index) for index in range(3)] == [message["content"] for message in talk]
+
+
+def test_parts_of_a_content_are_one_message() -> None:
+    """Texts of a list count together; the template writes them one behind the other."""
+    source = "{% for m in messages %}[{{ m.role }}]{% for part in m.content %}{{ part.text | trim }}\n{% endfor %}{% endfor %}"
+    parts = [{"type": "text", "text": text} for text in ("Why? ", "", "Why?")]
+    talk = [{"role": "user", "content": parts}, {"role": "user", "content": parts[:1]}]
+    _, spans = templated(Characters(source), talk, {}, spans=True)
+    assert [(span.index, span.start, span.stop) for span in spans] == [(0, 6, 16), (1, 23, 27)]
+
+
+def handle_of(name: str, talk) -> CaptureHandle:
+    """A handle with a row for each character of a prompt."""
+    ids, spans = templated(Characters(TEMPLATES[name][0]), talk, {}, spans=True)
+    point = Point(0, "resid_post")
+    captures = Captures({point: torch.ones(len(ids), 1)}, 1)
+    receipt = Receipt((point,), np.arange(len(ids)), np.array(ids), len(ids), None)
+    return CaptureHandle(
+        request_id="r",
+        model="m",
+        text="",
+        prompt_token_ids=ids,
+        output_token_ids=[],
+        points=(point,),
+        num_layers=1,
+        lifecycle=Lifecycle("r", found=Found(captures, receipt)),
+        messages=spans,
+    )
+
+
+def words(handle: CaptureHandle, message: int | str) -> str:
+    """Characters of a message's rows."""
+    return "".join(map(chr, handle.token_ids[handle.rows_of(message)].tolist()))
+
+
+class Server:
+    """A server's `/tokenize`, by a tokenizer of transformers."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.name = "m"
+
+    def here(self):
+        return self
+
+    def answering(self):
+        return contextlib.nullcontext()
+
+    async def ask(self, _method, _path, *, json):
+        text = json.get("prompt")
+        if text is None:
+            text = Characters(self.source).apply_chat_template(
+                json["messages"], tokenize=False, add_generation_prompt=json.get("add_generation_prompt", True)
+            )
+        ids = real().encode(text, add_special_tokens=False)
+        return {"tokens": ids, "token_strs": real().convert_ids_to_tokens(ids)}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+async def test_a_server_gives_the_same_spans(name) -> None:
+    """What a client finds through tokens of a server's is what the tokenizer itself gives, in any script."""
+    source, _ = TEMPLATES[name]
+    draw = random.Random(f"served {name}")
+    for _ in range(3):
+        talk = talk_of(draw)
+        ids, spans = templated(real(), talk, {"chat_template": source}, spans=True)
+        assert await served(Server(source), talk, {}, spans=True) == (ids, tuple(spans))
