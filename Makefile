@@ -22,6 +22,8 @@ PARALLEL := --numprocesses=logical --maxprocesses=2 --dist=loadfile --max-worker
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Some images forbid it: then each of the thousand processes of the tests compiles the library anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo test test-all test-extended versions lint docs clean
 

@@ -33,6 +33,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     os.environ["TRITON_INTERPRET"] = "1"
 
 import shapes  # noqa: F401 -- before any module that it checks
+from preloaded import Preloaded
 from stalls import (  # noqa: F401 -- hooks of pytest
     pytest_runtest_logreport,
     pytest_timeout_cancel_timer,
@@ -82,6 +83,7 @@ class Mapped(threading.Thread):
 
 
 _MAPPED = Mapped()
+_PRELOADED = Preloaded()
 
 
 class Leftovers:
@@ -135,12 +137,21 @@ def two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def opened(path: str | Path, **arguments: Any) -> AsyncIterator[SteerModel]:
-    """A SteerModel, and the proof that closing it left nothing of what it made (others may open meanwhile)."""
-    before = Leftovers()
+async def opened(path: str | Path, *, spawned: bool = False, **arguments: Any) -> AsyncIterator[SteerModel]:
+    """Open a SteerModel, and prove that closing it leaves nothing of what it made (others may open meanwhile).
+
+    Args:
+        path: of the checkpoint.
+        spawned: start its processes as a user's are started, and not as copies of one that has imported vLLM.
+        **arguments: of `SteerModel`.
+    """
+    model = SteerModel(str(path), **arguments)
+    with contextlib.nullcontext() if spawned else _PRELOADED.starting():
+        before = Leftovers()
+        await model.start()
     made: dict[str, set[Any]] = {}
     try:
-        async with SteerModel(str(path), **arguments) as model:
+        async with model:
             made = before.new()
             yield model
     finally:
@@ -151,7 +162,7 @@ async def opened(path: str | Path, **arguments: Any) -> AsyncIterator[SteerModel
 @pytest.fixture(scope="session")
 async def tiny() -> AsyncIterator[SteerModel]:
     """Tiny qwen3, all sites armed, eager, float32."""
-    async with opened(tiny_checkpoint("qwen3"), sites=ALL_SITES, **TINY_ENGINE) as model:
+    async with opened(tiny_checkpoint("qwen3"), spawned=True, sites=ALL_SITES, **TINY_ENGINE) as model:
         yield model
 
 

@@ -20,7 +20,7 @@ HERE = {"core_killed", "core_killed_restart", "cancelled"}
 @pytest.mark.slow
 async def test_a_killed_engine_core_is_told_to_all_at_once() -> None:
     """Who runs, who waits for memory, whose rows wait, who asks afterwards: EngineDied, with the signal, within seconds."""
-    async with opened(TINY, **TINY_ENGINE, **CROWDED) as model:
+    async with opened(TINY, spawned=True, **TINY_ENGINE, **CROWDED) as model:
         outcomes = await deaths(model, "EngineCore")
     assert len(outcomes) == 6
 
@@ -28,7 +28,7 @@ async def test_a_killed_engine_core_is_told_to_all_at_once() -> None:
 @pytest.mark.slow
 async def test_a_killed_engine_core_is_started_again(tiny_reference) -> None:
     """With restart=True all are answered, rows are those of transformers, and what cannot go on says why."""
-    async with opened(TINY, restart=True, **TINY_ENGINE) as model:
+    async with opened(TINY, spawned=True, restart=True, **TINY_ENGINE) as model:
         outcomes = await survived(model, "EngineCore", tiny_reference)
     assert len(outcomes) == 7
 
@@ -44,14 +44,14 @@ async def test_a_task_that_is_cancelled_at_any_await_leaves_nothing(tiny) -> Non
 @pytest.mark.usefixtures("two_workers")
 async def test_a_killed_worker_is_told_to_all_at_once() -> None:
     """vLLM waits for the other worker first, for up to 10 s; nobody here does."""
-    async with opened(TINY, **TINY_ENGINE, **CROWDED, tensor_parallel_size=2) as model:
+    async with opened(TINY, spawned=True, **TINY_ENGINE, **CROWDED, tensor_parallel_size=2) as model:
         await deaths(model, "Worker")
 
 
 @pytest.mark.extended
 async def test_an_engine_survives_ten_kills(tiny_reference) -> None:
     """Core and worker in turn, each in the middle of a batch: all are answered, every row is right."""
-    async with opened(TINY, restart=True, **TINY_ENGINE) as model:
+    async with opened(TINY, spawned=True, restart=True, **TINY_ENGINE) as model:
         took = await killed_in_a_row(model, 10, tiny_reference)
     assert len(took) == 10
 

