@@ -22,6 +22,7 @@ from steercap.adapters import detokenizer
 from steercap.adapters.arguments import check_heads, check_supported, read_arguments
 from steercap.adapters.cluster import tell_workers
 from steercap.adapters.connection import Connection
+from steercap.adapters.hardware import check_kernels
 from steercap.adapters.lora import Adapters
 from steercap.adapters.pooling import read_pooling, tasks_of
 from steercap.adapters.prompts import Rendered, render
@@ -108,7 +109,7 @@ class VllmEngine:
 
         Raises:
             InvalidSetting: an engine argument that does not exist or does not fit.
-            ModelNotLoaded: vLLM cannot load the model.
+            ModelNotLoaded: vLLM cannot load the model, or has not the kernels for it on this processor.
             UnsupportedModel, UnsupportedRunner: it lacks a site, steercap has no adapter, or vLLM lacks what one needs.
         """
         # A forked child of a process with threads can deadlock; vLLM's own server spawns too.
@@ -124,6 +125,7 @@ class VllmEngine:
         require("VllmConfig", config)
         expected, hf_config = expected_family(config.model_config), config.model_config.hf_text_config
         check_supported(config)
+        check_kernels(config)
         if config.model_config.runner_type == "pooling":
             require("an AsyncLLM that pools", AsyncLLM)
 
