@@ -22,7 +22,7 @@ from steercap.adapters import detokenizer
 from steercap.adapters.arguments import check_heads, check_supported, read_arguments
 from steercap.adapters.cluster import tell_workers
 from steercap.adapters.connection import Connection
-from steercap.adapters.hardware import check_kernels
+from steercap.adapters.hardware import bound, check_kernels
 from steercap.adapters.lora import Adapters
 from steercap.adapters.pooling import read_pooling, tasks_of
 from steercap.adapters.prompts import Rendered, render
@@ -50,6 +50,10 @@ class Starting(Protocol):
     @property
     def reaper(self) -> Reaper:
         """Of its processes."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of its processes, besides those of its reaper."""
 
     def require_wanted(self) -> None:
         """Check that it was not given up."""
@@ -108,7 +112,7 @@ class VllmEngine:
             candidate: which of the families that its layers may be of to try; see `families.families_of`.
 
         Raises:
-            InvalidSetting: an engine argument that does not exist or does not fit.
+            InvalidSetting: an engine argument that does not exist or does not fit, or fewer cores than workers.
             ModelNotLoaded: vLLM cannot load the model, or has not the kernels for it on this processor.
             UnsupportedModel, UnsupportedRunner: it lacks a site, steercap has no adapter, or vLLM lacks what one needs.
         """
@@ -143,6 +147,7 @@ class VllmEngine:
         check_heads(config, points)
         config.additional_config[CONFIG_KEY] = worker_config(points, settings, candidate)
         tell_workers(config, launch.reaper.environment)
+        launch.environment.update(bound(config))
         launch.require_wanted()
         try:
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=args.disable_log_stats)
