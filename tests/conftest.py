@@ -33,6 +33,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     os.environ["TRITON_INTERPRET"] = "1"
 
 import shapes  # noqa: F401 -- before any module that it checks
+from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 -- hooks of pytest
 from stalls import (  # noqa: F401 -- hooks of pytest
     pytest_runtest_logreport,
     pytest_timeout_cancel_timer,
