@@ -49,7 +49,7 @@ def _in_4_bits(_architectures: Sequence[str], quantization: Mapping[str, Any]) -
     return quantization.get("quant_method") in {"gptq", "awq"} and bits == 4 and not some_plain
 
 
-#: Those of vLLM 0.32 that its library for AVX2 lacks, and that nothing stands in for.
+#: Those that vLLM's library for AVX2 lacks, and that nothing stands in for.
 NEEDS: Final = (
     Need(
         "flash_mla_with_kvcache_cpu",
