@@ -25,7 +25,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Some images forbid it: then each of the thousand processes of the tests compiles the library anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-all test-extended versions lint docs clean
+.PHONY: setup demo test test-all test-avx2 test-extended versions lint docs clean
 
 setup: $(STAMP)
 
@@ -57,6 +57,14 @@ test: lint
 # That, and then the rest.
 test-all: test
 	$(BIN)/python -m pytest -m "slow and not extended" $(PARALLEL) --durations=15
+
+# Capture and steering with vLLM's kernels for AVX2, where the processor's own are others: two minutes, one engine.
+AVX2 := PYTHONPATH="$(CURDIR)/tests/avx2_alone$${PYTHONPATH:+:$$PYTHONPATH}" ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 STEERCAP_TEST_LIBRARY=_C_AVX2
+test-avx2: setup
+	@$(BIN)/python -c 'import sys; from steercap.adapters.hardware import AVX2, library; sys.exit(3 * (library() in {"", AVX2}))'; case $$? in \
+	0) $(AVX2) $(BIN)/python -m pytest -m "not slow" tests/unit/test_hardware.py tests/engine/test_library.py tests/engine/test_capture.py tests/engine/test_steering.py;; \
+	3) echo "test-avx2: make test has run the library that it would run";; \
+	*) exit 1;; esac
 
 # What others among those tests stand for: before a release, and after a change of the taps.
 test-extended: setup

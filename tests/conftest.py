@@ -34,6 +34,7 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 
 import shapes  # noqa: F401 -- before any module that it checks
 from preloaded import Preloaded
+from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 -- hooks of pytest
 from stalls import (  # noqa: F401 -- hooks of pytest
     pytest_runtest_logreport,
     pytest_timeout_cancel_timer,
@@ -43,7 +44,7 @@ from stalls import (  # noqa: F401 -- hooks of pytest
 from steercap import SteerModel
 from steercap.adapters.reaper import mapped
 from steercap.testing import Reference, smollm2, tiny_checkpoint
-from steercap.testing.faults.base import one_core_each
+from steercap.testing.faults.base import for_two_workers
 from steercap.testing.rows import ALL_SITES, CRAMPED, TINY_ENGINE
 
 settings.register_profile("steercap", deadline=None)  # examples differ in what they compile
@@ -130,10 +131,10 @@ class Leftovers:
 
 @pytest.fixture
 def two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's CPU workers want cores of their own."""
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("two workers need two cores")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", one_core_each())
+    """Two workers on CPU, whose cores steercap names."""
+    if reason := for_two_workers():
+        pytest.skip(reason)
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
 
 
 @asynccontextmanager

@@ -18,7 +18,6 @@ from steercap.families import FAMILIES
 from steercap.testing import Reference, tiny_checkpoint
 from steercap.testing.architectures import ENGINES, ON_CUDA
 from steercap.testing.experts import routed_checkpoint
-from steercap.testing.faults.base import one_core_each
 from steercap.testing.lora import LORA_ENGINE
 from steercap.testing.quantised import KINDS, quantised_checkpoint
 from steercap.testing.rows import ALL_SITES, CRAMPED, TINY_ENGINE
@@ -111,12 +110,9 @@ class Machine:
             "ngram": {"speculative_config": {"method": "ngram", **drafts}},
             "ngram_gpu": {"speculative_config": {"method": "ngram_gpu", **drafts}},
         }
-        # vLLM's CPU workers want cores of their own; without as many NUMA nodes they must be told which.
-        two = name.endswith(("_parallel_size", "split")) and not self.cuda
         return EngineChoice(
             tiny_checkpoint("qwen3" if name in of_qwen3 else name),
             self.base("float32") | of_qwen3.get(name, {}),
-            {"VLLM_CPU_OMP_THREADS_BIND": one_core_each()} if two else {},
         )
 
 

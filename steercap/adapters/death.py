@@ -20,6 +20,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Final
 
+from steercap.adapters.hardware import missing_kernel
 from steercap.adapters.refusal import FOLDER
 from steercap.adapters.refusal import NAME as REFUSAL
 
@@ -110,7 +111,7 @@ class Processes:
             return f"{name} (process {pid}) {_said(code)}"
         with contextlib.suppress(OSError, ValueError):
             kind, says = json.loads((self._folder / REFUSAL).read_text())
-            return f"{', '.join(cores) or 'its engine core'} ended with {kind}: {says}"
+            return f"{', '.join(cores) or 'its engine core'} ended with {missing_kernel(says) or f'{kind}: {says}'}"
         return ", ".join(f"{name} {_said(code)}" for name, code in cores.items())
 
     @property

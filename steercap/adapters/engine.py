@@ -22,6 +22,7 @@ from steercap.adapters import detokenizer
 from steercap.adapters.arguments import check_heads, check_supported, read_arguments
 from steercap.adapters.cluster import tell_workers
 from steercap.adapters.connection import Connection
+from steercap.adapters.hardware import bound, check_kernels
 from steercap.adapters.lora import Adapters
 from steercap.adapters.pooling import read_pooling, tasks_of
 from steercap.adapters.prompts import Rendered, render
@@ -49,6 +50,10 @@ class Starting(Protocol):
     @property
     def reaper(self) -> Reaper:
         """Of its processes."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of its processes, besides those of its reaper."""
 
     def require_wanted(self) -> None:
         """Check that it was not given up."""
@@ -107,8 +112,8 @@ class VllmEngine:
             candidate: which of the families that its layers may be of to try; see `families.families_of`.
 
         Raises:
-            InvalidSetting: an engine argument that does not exist or does not fit.
-            ModelNotLoaded: vLLM cannot load the model.
+            InvalidSetting: an engine argument that does not exist or does not fit, or fewer cores than workers.
+            ModelNotLoaded: vLLM cannot load the model, or has not the kernels for it on this processor.
             UnsupportedModel, UnsupportedRunner: it lacks a site, steercap has no adapter, or vLLM lacks what one needs.
         """
         # A forked child of a process with threads can deadlock; vLLM's own server spawns too.
@@ -124,6 +129,7 @@ class VllmEngine:
         require("VllmConfig", config)
         expected, hf_config = expected_family(config.model_config), config.model_config.hf_text_config
         check_supported(config)
+        check_kernels(config)
         if config.model_config.runner_type == "pooling":
             require("an AsyncLLM that pools", AsyncLLM)
 
@@ -141,6 +147,7 @@ class VllmEngine:
         check_heads(config, points)
         config.additional_config[CONFIG_KEY] = worker_config(points, settings, candidate)
         tell_workers(config, launch.reaper.environment)
+        launch.environment.update(bound(config))
         launch.require_wanted()
         try:
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=args.disable_log_stats)

@@ -58,6 +58,8 @@ class Launch:
             self.reaper: Final = Reaper()
         except OSError as error:
             raise EngineFailure(f"no process can be started beside the engine, to end it with us: {error}") from error
+        #: What the environment of the engine's processes must say besides.
+        self.environment: dict[str, str] = {}
         self._given_up = threading.Event()
         self._thread: threading.Thread | None = None
         self._engine: VllmEngine | None = None
@@ -144,7 +146,7 @@ class Launch:
         while a notebook still needs it, with a traceback from each process. A blocked signal stays blocked in whatever
         a process starts.
         """
-        with _SPAWNING, _environment(self.reaper.environment), _entries():
+        with _SPAWNING, _environment({**self.environment, **self.reaper.environment}), _entries():
             self.require_wanted()
             blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from steercap import errors
+from steercap.adapters.hardware import missing_kernel
 
 #: vLLM's own variable, which says where the folder is.
 FOLDER: Final = "VLLM_RPC_BASE_PATH"
@@ -54,4 +55,4 @@ def refusal(folder: Path, start: str) -> errors.SteercapError | None:
     ours = getattr(errors, name, None)
     if isinstance(ours, type) and issubclass(ours, errors.EngineFailure):
         return ours(says)
-    return errors.ModelNotLoaded(f"{start}: {name}: {says}")
+    return errors.ModelNotLoaded(f"{start}: {missing_kernel(says) or f'{name}: {says}'}")

@@ -76,6 +76,8 @@ NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
         "model_config.runner_type",
         "model_config.using_transformers_backend",
         "parallel_config.data_parallel_backend",
+        "parallel_config.data_parallel_size_local",
+        "parallel_config.local_world_size",
         "parallel_config.prefill_context_parallel_size",
         "parallel_config.use_ray",
         "parallel_config.use_sequence_parallel_moe",

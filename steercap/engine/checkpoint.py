@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -36,6 +37,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
         dtype: that its weights are kept in.
         bytes: of its weights.
         context: tokens that its positions are made for, 0 if unknown.
+        quantization: its `quantization_config`.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     dtype: str = ""
     bytes: int = 0
     context: int = 0
+    quantization: Mapping[str, Any] = {}
 
 
 def is_path(name: str) -> bool:
@@ -130,6 +133,7 @@ def look_up(name: str, folder: Path | None = None) -> Checkpoint:
         str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or ""),
         weights_of(found),
         _first(text, "max_position_embeddings", "n_positions"),
+        quantization if isinstance(quantization := config.get("quantization_config"), dict) else {},
     )
 
 

@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import nn
 
+from steercap.adapters import hardware
 from steercap.core.extras import extra
 from steercap.testing.cache import cached
 from steercap.testing.reference import Reference
@@ -113,8 +114,7 @@ def unfit(kind: str, device: str = "cpu") -> str:
         return ""
     if how.cpu == "none":
         return "vLLM has kernels for CUDA alone"
-    capability = torch.backends.cpu.get_cpu_capability()
-    return "" if "AVX512" in capability else f"vLLM's kernel needs AVX-512, and this CPU has {capability}"
+    return "vLLM's kernel needs AVX-512" if hardware.library() == hardware.AVX2 else ""
 
 
 def quantised_checkpoint(kind: str) -> Path:

@@ -20,6 +20,8 @@ from cli_calls import call, captured, directions, shell, vectors
 
 import steercap
 from steercap import Add, Cap, Point, Sketch, SteeringSpec
+from steercap.adapters import hardware
+from steercap.adapters.hardware import BIND
 from steercap.adapters.releases import TRIED
 from steercap.cli.doctor.checks import CHECKS, Check, examine
 from steercap.cli.doctor.facts import Facts, free_memory, gather
@@ -680,7 +682,14 @@ def test_a_machine_in_order_has_no_finding(facts) -> None:
         (changed(SMALL, memory_bytes=8 << 30), "memory", "problem", "smaller model"),
         (changed(SMALL, memory_bytes=20 << 30), "memory", "warning", "capture_bytes"),
         (changed(SMALL, cores=1), "cores", "warning", "slow"),
-        (changed(SMALL, arguments={"tensor_parallel_size": 2}), "CPU workers", "problem", "'0-0|1-1'"),
+        (changed(SMALL, cores=1, arguments={"tensor_parallel_size": 2}), "CPU workers", "problem", f"{BIND}=nobind"),
+        (
+            changed(SMALL, environment={BIND: "auto"}, arguments={"pipeline_parallel_size": 2}),
+            "CPU workers",
+            "problem",
+            f"unset {BIND}",
+        ),
+        (changed(SMALL, unfit="no kernel 'x'"), "model", "problem", "no kernel 'x'"),
         (changed(FINE, model=Checkpoint("a/b"), hub="unknown"), "model hub", "problem", "spelled"),
         (changed(FINE, model=Checkpoint("a/b"), hub="no answer in 5 s"), "model hub", "problem", "HF_ENDPOINT"),
         (changed(FINE, model=Checkpoint("/no/such"), model_error="nothing there"), "model", "problem", "nothing there"),
@@ -724,6 +733,17 @@ def test_the_doctor_finds_what_is_wrong(facts, name, state, advice) -> None:
 def test_the_doctor_knows_the_model_runner(facts, runner) -> None:
     """V2 wherever its kernels run: on CPU too, with a Triton that has a backend for it."""
     assert check_of("model runner", facts).found.startswith(runner)
+
+
+def test_the_doctor_says_what_workers_run_on() -> None:
+    """Kernels and cores of this machine, and that two workers on two cores need nothing of the user."""
+    facts = changed(SMALL, library="_C_AVX2", arguments={"tensor_parallel_size": 2})
+    assert "for CPU, kernels of _C_AVX2" in check_of("vLLM", facts).found
+    check = check_of("CPU workers", facts)
+    assert (check.state, check.found) == ("ok", "2, 1 NUMA nodes, 2 cores: each gets cores of its own")
+    facts = gather("smollm2", {})
+    if facts.vllm_for == "cpu":
+        assert (facts.library, facts.cores) == (hardware.library(), len(hardware.cores()))
 
 
 def test_the_doctor_says_on_what_a_release_was_tried() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+import steercap
 from steercap.concurrency.loops import Home, finished, on_thread, over, running_loop
 from steercap.errors import ModelClosed, WrongEventLoop
 from steercap.sync.loop import LoopThread
@@ -160,3 +163,14 @@ def test_an_interpreter_ends_although_a_loop_still_runs() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert (ended.stdout, ended.stderr) == ("done\n", "")
+
+
+def test_nothing_waits_by_a_clock_that_can_be_set() -> None:
+    """Whoever sets the machine's time must not end a wait, or keep one from its end: only the age of a file uses it."""
+    root = Path(steercap.__file__).parent
+    found = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if re.search(r"\btime\.time(_ns)?\(|\bdatetime\b|from time import", path.read_text())
+    }
+    assert {path for path in found if not path.startswith("testing/")} == {"serve/library.py"}

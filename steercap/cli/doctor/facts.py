@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from steercap.adapters import releases
+from steercap.adapters import hardware, releases
 from steercap.cli.doctor.gpus import Gpu, gather_gpus, visible_of
 from steercap.cli.engines import SMOLLM2, ModelOptions
 from steercap.engine.checkpoint import Checkpoint
@@ -66,6 +66,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         torch_sees_gpu: whether torch can use a GPU.
         vllm: version, "" if there is none.
         vllm_for: "cuda" or "cpu", what vLLM was built for.
+        library: of vLLM's kernels for this processor, "" if it was not built for CPU.
         transformers: version, "" if there is none.
         companions: packages of `COMPANIONS` that are installed, with why they cannot be imported, "" if they can.
         triton: version, "" if there is none.
@@ -76,10 +77,12 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
         shm_bytes: free in /dev/shm.
         memory_bytes: memory that a process may take now, limits of a container included.
         cores: that a process may use.
+        nodes: NUMA nodes that it may use.
         disk: free bytes by folder of a cache.
         extras: packages of `EXTRAS`, and whether they are installed.
         model: the one asked for.
         model_error: why such a model is impossible, "" if it is not.
+        unfit: why this processor cannot run it, "" if it can.
         hub: what asking the hub for the model came to; "" if it was not asked.
         arguments: what the engine is to get.
     """
@@ -91,6 +94,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     torch_sees_gpu: bool = False
     vllm: str
     vllm_for: str = "cuda"
+    library: str = ""
     transformers: str
     companions: Mapping[str, str] = {}
     triton: str = ""
@@ -101,10 +105,12 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     shm_bytes: int
     memory_bytes: int
     cores: int
+    nodes: int = 1
     disk: Mapping[str, int] = {}
     extras: Mapping[str, bool] = {}
     model: Checkpoint
     model_error: str = ""
+    unfit: str = ""
     hub: str = ""
     arguments: Mapping[str, Any] = {}
 
@@ -165,6 +171,7 @@ def gather(model: str, arguments: Mapping[str, Any]) -> Facts:
     vllm, vllm_for = _vllm()
     checkpoint, model_error = _model(model)
     torch_cuda, sees_gpu = _torch() if _version("torch") else ("", False)
+    on_cpu = bool(vllm) and vllm_for == "cpu"
     return Facts(
         python=sys.version_info[:3],
         system=platform.system(),
@@ -173,6 +180,7 @@ def gather(model: str, arguments: Mapping[str, Any]) -> Facts:
         torch_sees_gpu=sees_gpu,
         vllm=vllm,
         vllm_for=vllm_for,
+        library=hardware.library() if on_cpu else "",
         transformers=_version("transformers"),
         companions={name: _import_error(name) for name in COMPANIONS if _version(name)},
         triton=_version("triton"),
@@ -182,11 +190,13 @@ def gather(model: str, arguments: Mapping[str, Any]) -> Facts:
         sharing=_sharing(),
         shm_bytes=_free(Path("/dev/shm")),  # noqa: S108 -- looked at, not written to
         memory_bytes=free_memory(),
-        cores=len(os.sched_getaffinity(0)),
+        cores=len(hardware.cores()),
+        nodes=len(hardware.numa_nodes()),
         disk={str(folder): _free(folder) for folder in _caches()},
         extras={name: importlib.util.find_spec(module) is not None for name, module in EXTRAS.items()},
         model=checkpoint,
         model_error=model_error,
+        unfit=hardware.unfit(checkpoint.architectures, checkpoint.quantization) if on_cpu else "",
         hub="" if checkpoint.folder or model_error or model == SMOLLM2 or is_offline(os.environ) else _ask_hub(model),
         arguments=dict(arguments),
     )

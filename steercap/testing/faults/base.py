@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from steercap.adapters import hardware
 from steercap.core.extras import extra
 from steercap.errors import SteercapError
 from steercap.requests.handle import CaptureHandle, flat
@@ -71,6 +72,11 @@ def for_root() -> str:
     return "" if os.geteuid() == 0 else "only root can mount here"
 
 
+def for_two_workers() -> str:
+    """Why two workers of vLLM's for CPU have not a core each on this machine."""
+    return "" if len(hardware.cores()) > 1 else "two workers need two cores"
+
+
 @asynccontextmanager
 async def opened(**arguments: Any) -> AsyncIterator[SteerModel]:
     """A tiny model in an engine of its own."""
@@ -78,16 +84,6 @@ async def opened(**arguments: Any) -> AsyncIterator[SteerModel]:
 
     async with SteerModel(tiny_checkpoint("qwen3"), **{**TINY_ENGINE, **arguments}) as model:
         yield model
-
-
-def one_core_each() -> str:
-    """What vLLM's CPU workers must be told, two of them, without as many NUMA nodes: a core each of those there are.
-
-    Raises:
-        ValueError: this process may use one core only.
-    """
-    first, second, *_ = sorted(os.sched_getaffinity(0))
-    return f"{first}|{second}"
 
 
 def prompts(count: int, length: int = 30, first: int = 0) -> list[list[int]]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from steercap.testing.faults.base import Fault, Outcome, one_core_each, opened
+from steercap.testing.faults.base import Fault, Outcome, for_two_workers, opened
 from steercap.testing.faults.deaths import CROWDED, TOLD, deaths
 
 
 async def inject(_folder: Path) -> list[Outcome]:
     """Kill one of two tensor-parallel workers."""
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = one_core_each()
     async with opened(tensor_parallel_size=2, **CROWDED) as model:
         return await deaths(model, "Worker")
 
@@ -21,4 +19,5 @@ MEMBER = Fault(
     how="SIGKILL to one of two workers while 16 requests run or wait, a stream runs and a handle waits",
     must=TOLD,
     inject=inject,
+    missing=for_two_workers,
 )

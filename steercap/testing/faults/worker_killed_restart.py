@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from steercap.testing.faults.base import Fault, Outcome, one_core_each, opened
+from steercap.testing.faults.base import Fault, Outcome, for_two_workers, opened
 from steercap.testing.faults.deaths import SURVIVED, survived
 from steercap.testing.reference import Reference
 from steercap.testing.tiny import tiny_checkpoint
@@ -13,7 +12,6 @@ from steercap.testing.tiny import tiny_checkpoint
 
 async def inject(_folder: Path) -> list[Outcome]:
     """Kill one of two tensor-parallel workers."""
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = one_core_each()
     async with opened(tensor_parallel_size=2, restart=True) as model:
         return await survived(model, "Worker", Reference(tiny_checkpoint("qwen3")))
 
@@ -23,4 +21,5 @@ MEMBER = Fault(
     how="SIGKILL to one of two workers while 16 requests run, 8 handles wait, two streams and a sketch are open",
     must=SURVIVED,
     inject=inject,
+    missing=for_two_workers,
 )

@@ -1,0 +1,198 @@
+"""Cores, NUMA nodes and kernels of this machine: `steercap doctor`, an engine's start and tests ask here.
+
+What it relies on: vLLM's platform for CPU loads one of several libraries by the processor's instruction sets, whose
+kernels are `torch.ops._C`; and `VLLM_CPU_OMP_THREADS_BIND`, unset or "auto", gives each worker a NUMA node. It imports
+nothing heavy until a function needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from steercap.errors import InvalidSetting, ModelNotLoaded
+
+#: vLLM's variable of which worker's threads run on which cores.
+BIND: Final = "VLLM_CPU_OMP_THREADS_BIND"
+#: vLLM's library for x86 processors without AVX-512.
+AVX2: Final = "_C_AVX2"
+#: Where torch keeps the kernels of whichever of them is loaded.
+_KERNELS: Final = "_C"
+#: torch's words for a kernel that the loaded library does not have.
+_NO_KERNEL: Final = re.compile(r"'_OpNamespace' '_C' object has no attribute '(\w+)'")
+
+
+@dataclass(frozen=True)
+class Need:
+    """A kernel that some models cannot do without.
+
+    Args:
+        kernel: its name in `torch.ops._C`.
+        what: the models, in words.
+        processor: where vLLM has it, in words.
+        applies: whether a model is one of them, by its architectures and its `quantization_config`.
+    """
+
+    kernel: str
+    what: str
+    processor: str
+    applies: Callable[[Sequence[str], Mapping[str, Any]], bool]
+
+
+def _in_4_bits(_architectures: Sequence[str], quantization: Mapping[str, Any]) -> bool:
+    bits = quantization.get("bits", quantization.get("w_bit"))
+    some_plain = quantization.get("modules_to_not_convert") or quantization.get("dynamic")
+    return quantization.get("quant_method") in {"gptq", "awq"} and bits == 4 and not some_plain
+
+
+#: Those that vLLM's library for AVX2 lacks, and that nothing stands in for.
+NEEDS: Final = (
+    Need(
+        "flash_mla_with_kvcache_cpu",
+        "DeepSeek-V4's attention",
+        "processors with AVX-512 and BF16",
+        lambda architectures, _quantization: "DeepseekV4ForCausalLM" in architectures,
+    ),
+    Need("cpu_gemm_wna16", "GPTQ's and AWQ's weights of 4 bits", "processors with AVX-512", _in_4_bits),
+)
+
+
+def cores() -> tuple[int, ...]:
+    """Logical cores that this process may use."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+def numa_nodes() -> tuple[int, ...]:
+    """NUMA nodes whose memory this process may use, and that `CPU_VISIBLE_MEMORY_NODES` leaves."""
+    status = Path("/proc/self/status").read_text()
+    (allowed,) = re.findall(r"^Mems_allowed_list:\s*(\S*)", status, re.MULTILINE) or [""]
+    nodes = _numbers(allowed)
+    named = os.environ.get("CPU_VISIBLE_MEMORY_NODES")
+    return tuple(node for node in nodes if node in _numbers(named)) if named else nodes
+
+
+def _numbers(ranges: str) -> tuple[int, ...]:
+    """Numbers written as "0-2,5"."""
+    found = (part.partition("-") for part in ranges.split(",") if part)
+    return tuple(number for first, _, last in found for number in range(int(first), int(last or first) + 1))
+
+
+def cores_each(workers: int, allowed: Sequence[int], topology: Path = Path("/sys/devices/system/cpu")) -> str:
+    """A value of `BIND` that gives each worker cores of its own, in equal numbers: "0,1|2,3".
+
+    As vLLM does, it takes one logical core of each physical one, and leaves a physical core for each worker to other
+    processes, wherever that leaves each worker one.
+
+    Args:
+        workers: how many.
+        allowed: logical cores, at least as many.
+        topology: where the kernel says which of them share a physical core.
+    """
+    physical = dict[str, int]()
+    for core in allowed:
+        siblings = topology / f"cpu{core}" / "topology" / "thread_siblings_list"
+        physical[siblings.read_text().strip() if siblings.exists() else str(core)] = core
+    usable = sorted(physical.values()) if len(physical) >= workers else sorted(allowed)
+    each = len(usable) // workers
+    taken = each - 1 if each > 1 else each
+    return "|".join(",".join(map(str, usable[rank * each : rank * each + taken])) for rank in range(workers))
+
+
+def bound(config: Any) -> dict[str, str]:
+    """What the environment of an engine's processes must say of cores, so that vLLM starts its workers.
+
+    Args:
+        config: vLLM's.
+
+    Returns:
+        `BIND`, where there are more workers on this machine than NUMA nodes and the user has not set it; else nothing.
+
+    Raises:
+        InvalidSetting: there are fewer cores than workers, or the user asks for a node for each.
+    """
+    parallel = config.parallel_config
+    part = parallel.local_world_size
+    workers = part * parallel.data_parallel_size_local
+    simulated = os.environ.get("VLLM_CPU_SIM_MULTI_NUMA", "0") != "0"
+    if config.device_config.device_type != "cpu" or parallel.use_ray or simulated or workers == 1:
+        return {}
+    nodes, allowed, said = numa_nodes(), cores(), os.environ.get(BIND)
+    if workers <= len(nodes) or said not in {None, "auto"}:
+        return {}
+    if said is None and len(allowed) >= workers:
+        return {BIND: cores_each(workers, allowed)}
+    if part <= len(nodes):  # vLLM has the engines share the nodes
+        return {}
+    works = cores_each(workers, allowed) if len(allowed) >= workers else "nobind"
+    raise InvalidSetting(
+        f"{BIND} is {'not set' if said is None else repr(said)}: vLLM then gives each of {workers} workers a NUMA "
+        f"node, and this process may use {len(nodes)} of them, and {len(allowed)} cores; set {BIND}={works!r}, or "
+        "lower tensor_parallel_size or pipeline_parallel_size"
+    )
+
+
+def library() -> str:
+    """The library of kernels that vLLM has loaded for this processor, such as "_C_AVX2"; "" where it runs on GPUs.
+
+    It loads it if it was not; vLLM must be installed.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return ""
+    current_platform.import_kernels()
+    found = re.search(r"/vllm/(_C(?:_\w+)?)\.", Path("/proc/self/maps").read_text())
+    return found[1] if found else ""
+
+
+def unfit(architectures: Sequence[str], quantization: Mapping[str, Any]) -> str:
+    """Why vLLM cannot run a model on this processor, or "".
+
+    Args:
+        architectures: of its config.json.
+        quantization: its `quantization_config`.
+    """
+    needs = [need for need in NEEDS if need.applies(architectures, quantization)]
+    return next(filter(None, (lacks(need.kernel) for need in needs)), "")
+
+
+def lacks(kernel: str) -> str:
+    """Why vLLM has no kernel of a name on this processor; "" if it has, or runs on GPUs."""
+    import torch
+
+    loaded = library()
+    return "" if not loaded or hasattr(getattr(torch.ops, _KERNELS), kernel) else _says(kernel, loaded)
+
+
+def _says(kernel: str, loaded: str) -> str:
+    need = next((need for need in NEEDS if need.kernel == kernel), None)
+    what = f", which {need.what} need{'' if need.what.endswith('bits') else 's'}" if need else ""
+    where = f" on {need.processor}, or" if need else " on a newer processor, perhaps, or"
+    return f"vLLM's library for this processor, {loaded}, has no kernel {kernel!r}{what}; run it{where} on a GPU"
+
+
+def missing_kernel(says: str) -> str:
+    """Why an error of vLLM's came, if it is torch's of a kernel that vLLM's library lacks; "" for any other."""
+    found = _NO_KERNEL.search(says)
+    return _says(found[1], library()) if found else ""
+
+
+def check_kernels(config: Any) -> None:
+    """Check that vLLM has the kernels that a model needs.
+
+    Args:
+        config: vLLM's.
+
+    Raises:
+        ModelNotLoaded: it lacks one on this processor.
+    """
+    model = config.model_config
+    quantization = getattr(model.hf_config, "quantization_config", None)
+    if config.device_config.device_type != "cpu":
+        return
+    if reason := unfit(model.architectures, quantization if isinstance(quantization, Mapping) else {}):
+        raise ModelNotLoaded(f"vLLM cannot run {model.model!r} here: {reason}")
