@@ -350,7 +350,7 @@ def read_back(path: Path) -> dict[str, torch.Tensor]:
 def test_a_damaged_file_is_an_error_of_ours(name, tmp_path) -> None:
     """Whatever is changed: it loads, or says that the file is wrong; nothing else escapes."""
     case, random, refused = CASES[name], np.random.default_rng(len(name)), 0
-    for number in range(30):
+    for number in range(8):
         folder = case.write(tmp_path / str(number))
         what = damage(tmp_path / str(number), random)
         try:
@@ -362,7 +362,7 @@ def test_a_damaged_file_is_an_error_of_ours(name, tmp_path) -> None:
         except Exception as error:
             raise AssertionError(f"{name}, {number}, {what}: {type(error).__name__}: {error}") from error
         shutil.rmtree(tmp_path / str(number))
-    assert refused > 8
+    assert refused > 1
 
 
 @pytest.mark.parametrize(
