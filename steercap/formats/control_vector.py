@@ -1,8 +1,8 @@
 """GGUF control vectors, as repeng and llama.cpp write and read them, by way of the package `gguf`.
 
-Architecture "controlvector", keys `controlvector.model_hint` and `controlvector.layer_count`, float32 tensors
-`direction.<N>` [hidden]. Both programs add direction.N to the output of decoder layer N counted from 0: our
-`resid_post` of layer N. llama.cpp refuses a file with direction.0.
+Architecture "controlvector", keys `controlvector.model_hint` and `controlvector.layer_count`, tensors `direction.<N>`
+[hidden], written in float32 and read in float16, float32 or float64. Both programs add direction.N to the output of
+decoder layer N counted from 0: our `resid_post` of layer N. llama.cpp refuses a file with direction.0.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from steercap.vectors import LayerVectors
 ARCHITECTURE: Final = "controlvector"
 #: Architecture, name and model in the header.
 TEXTS: Final = ("general.architecture", "general.name", "controlvector.model_hint")
+#: What directions may be, as GGUF calls it.
+FLOATS: Final = ("F32", "F16", "F64")
 #: What gguf's reader raises on damaged files: collected by changing and cutting bytes at random.
 _NO_GGUF: Final = (OSError, ValueError, LookupError, TypeError, OverflowError, MemoryError)
 
@@ -29,7 +31,7 @@ def load_control_vector(path: str | Path) -> LayerVectors:
     """Read the directions, with the model hint as `model` and GGUF's name, if there is one, as `name`.
 
     Raises:
-        InvalidFile: damaged, a GGUF file of something else, or a tensor that is not a finite float32 direction.
+        InvalidFile: damaged, a GGUF file of something else, or a tensor that is no finite direction in F16, F32, F64.
     """
     with extra("gguf"):
         from gguf import GGUFReader
@@ -45,7 +47,7 @@ def load_control_vector(path: str | Path) -> LayerVectors:
         raise InvalidFile(
             f"{path} is a GGUF file of architecture {architecture!r}; a control vector has {ARCHITECTURE!r}"
         )
-    with blame(path):
+    with blame(path), np.errstate(over="ignore"):  # what float32 cannot hold is refused as infinite
         directions = {_layer(path, tensor): np.array(tensor.data, dtype=np.float32) for tensor in reader.tensors}
         return LayerVectors(directions, name=name, model=model)
 
@@ -110,13 +112,13 @@ def _text(reader: Any, key: str) -> str:
 
 
 def _layer(path: Path, tensor: Any) -> int:
-    """The layer of a direction, which must be float32 [hidden]."""
+    """The layer of a direction, which must be floats [hidden]."""
     match = re.fullmatch(r"direction\.(0|[1-9]\d*)", tensor.name, re.ASCII)
     if not match:
         raise InvalidFile(
             f"{path} has a tensor {tensor.name!r}; those of a control vector are called direction.<layer>"
         )
     shape, kind = tuple(reversed(tensor.shape.tolist())), tensor.tensor_type.name
-    if len(shape) != 1 or kind != "F32":
-        raise InvalidFile(f"{path}: {tensor.name} is {kind} {list(shape)}; expected F32 [hidden]")
+    if len(shape) != 1 or kind not in FLOATS:
+        raise InvalidFile(f"{path}: {tensor.name} is {kind} {list(shape)}; expected {' or '.join(FLOATS)} [hidden]")
     return int(match[1])

@@ -3,30 +3,78 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
-from steercap.saes import gemma_scope, sae_lens
+from steercap.saes import gemma_scope, layouts, sae_lens
+from steercap.saes.layouts import Place
+from steercap.saes.reading import Recipe
 
-#: Weights and the configuration beside them, if there is one, in the order in which they are looked for.
+
+class Layout(NamedTuple):
+    """A format.
+
+    Args:
+        name: of it, for messages.
+        weights: the name of the file of its tensors; a pattern where a folder has many and a user names one.
+        configuration: the name of the file beside it, "" for none; `{}` is the name of the weights without ending.
+        recipe: what is known of it; None of a format that is known and not read, whose `name` says why.
+        turned: tensors that lie the other way, besides the weights of linear layers.
+        optional: whether the configuration may be missing.
+    """
+
+    name: str
+    weights: str | re.Pattern[str]
+    configuration: str
+    recipe: Callable[[Place], Recipe] | None
+    turned: frozenset[str] = frozenset()
+    optional: bool = False
+
+
+SAE_LENS: Final = Layout("SAELens", "sae_weights.safetensors", "cfg.json", sae_lens.read_recipe)
+#: In the order in which they are looked for.
 LAYOUTS: Final = (
-    (sae_lens.WEIGHTS, sae_lens.CONFIGURATION),
-    (gemma_scope.WEIGHTS, gemma_scope.CONFIGURATION),
-    (gemma_scope.ARRAYS, None),
+    SAE_LENS,
+    Layout("Gemma Scope 2", "params.safetensors", "config.json", gemma_scope.read_recipe, optional=True),
+    Layout("Gemma Scope", "params.npz", "", gemma_scope.recipe_of_arrays),
+    Layout("Llama Scope R1", "sae_weights.safetensors", "config.json", layouts.llama_scope),
+    Layout("Llama Scope", "checkpoints/final.safetensors", "hyperparams.json", layouts.llama_scope),
+    Layout("dictionary_learning", "ae.pt", "config.json", layouts.dictionary_learning),
+    Layout("a temporal SAE, whose features depend on earlier tokens too", "latest_ckpt.safetensors", "", None),
+    Layout("sparsify's, whose published descriptions disagree", "sae.safetensors", "", None),
 )
+#: Of which a folder has many.
+NAMED: Final = (
+    Layout("Qwen Scope", re.compile(r"layer\d+\.sae\.pt"), "", layouts.qwen_scope, frozenset({"W_enc", "W_dec"})),
+    Layout("mwhanna's", re.compile(r"layer_\d+\.safetensors"), "", layouts.mwhanna, frozenset({"W_enc"})),
+    Layout("Goodfire's and qresearch's", re.compile(r".+-SAE-l\d+\.pth?"), "", layouts.of_model),
+    Layout("Kissane's", re.compile(r".+Hcat_z.*\.pt"), "{}_cfg.json", layouts.kissane),
+    Layout(
+        "a part of a cross-layer transcoder, whose features write at many layers",
+        re.compile(r"(?:W_enc|W_dec|params_layer)_\d+\.safetensors"),
+        "",
+        None,
+    ),
+)
+#: Repositories whose folders tell nothing, of formats that are not read.
+_CROSS_LAYER: Final = re.compile(r"(?:^|/)clt(?:-|/|$)")
+_FILE: Final = re.compile(r".+\.(?:pth?|safetensors|npz)")
 
 
 class Found(NamedTuple):
     """Where an SAE lies.
 
     Args:
+        layout: its format.
         weights: the file of its tensors.
-        configuration: the file beside it; None where its format has none.
+        configuration: the file beside it; None where there is none.
     """
 
+    layout: Layout
     weights: Path
     configuration: Path | None
 
@@ -36,40 +84,62 @@ def find(source: str | os.PathLike[str], folder: str, revision: str | None) -> F
 
     Args:
         source: a folder, or the name of a repository on the hub.
-        folder: within it.
+        folder: within it, or one file of it.
         revision: of the repository.
 
     Raises:
         InvalidFile: there are none.
         MissingExtra: `source` is no folder, and huggingface_hub is not installed.
     """
-    path = Path(source)
+    path, named = Path(source), os.fspath(source)
+    if path.is_file() and not folder:
+        path, folder = path.parent, path.name
     if path.is_dir():
-        place = path / folder
-        return _first(lambda name: place / name if (place / name).is_file() else None, str(place))
-    named = os.fspath(source)
+        return _first(lambda name: path / name if (path / name).is_file() else None, folder, str(path))
     if not isinstance(source, str) or named.startswith((".", "/", "~")) or named.count("/") != 1:
         raise InvalidFile(f"{named!r} is no folder; give one, or the name of a repository on the hub: owner/name")
-    where = f"{named}/{folder}".rstrip("/") + " (as far as the hub, or its cache here, can be read)"
-    return _first(lambda name: _from_hub(named, f"{folder}/{name}".lstrip("/"), revision), where)
+    where = f"{named} (as far as the hub, or its cache here, can be read)"
+    return _first(lambda name: _from_hub(named, name, revision), folder, where)
 
 
-def _first(file: Callable[[str], Path | None], place: str) -> Found:
+def _first(file: Callable[[str], Path | None], folder: str, place: str) -> Found:
     """The first layout whose files are there.
 
+    Args:
+        file: a file of the source by its path, None where there is none.
+        folder: within the source, or one file in it.
+        place: the source, for messages.
+
     Raises:
-        InvalidFile: none is.
+        InvalidFile: none is, or one that is not read.
     """
-    for weights, configuration in LAYOUTS:
-        found = file(weights)
-        if found is None:
+    within, known = folder.rstrip("/").rpartition("/")[::2] if _FILE.fullmatch(folder) else (folder, "")
+    where, lacking = f"{place}, in {folder!r}," if folder else place, ""
+    for layout in _candidates(known):
+        weights = known or str(layout.weights)
+        if (found := file(f"{within}/{weights}".lstrip("/"))) is None:
             continue
-        beside = None if configuration is None else file(configuration)
-        if configuration is not None and beside is None:
-            raise InvalidFile(f"{place} has {weights}, but no {configuration} beside it")
-        return Found(found, beside)
-    known = ", ".join(weights for weights, _ in LAYOUTS)
-    raise InvalidFile(f"{place} has none of {known}; if it holds several SAEs, name one: SAE.load(source, folder)")
+        if layout.recipe is None:
+            raise InvalidFile(f"{where} has {weights}, {layout.name}; steercap does not read that")
+        wanted = layout.configuration.format(weights.rpartition(".")[0])
+        beside = file(f"{within}/{wanted}".lstrip("/")) if wanted else None
+        if beside is not None or not wanted or layout.optional:
+            return Found(layout, found, beside)
+        lacking = lacking or f"{where} has {weights}, but no {wanted} beside it"
+    if lacking:
+        raise InvalidFile(lacking)
+    if _CROSS_LAYER.search(f"{place.partition(' ')[0]}/{folder}"):
+        raise InvalidFile(f"{where} is a cross-layer transcoder, whose features write at many layers; it is not read")
+    names = ", ".join(dict.fromkeys(str(one.weights) for one in LAYOUTS if one.recipe))
+    raise InvalidFile(
+        f"{where} has none of {names}; if it holds several SAEs, name one, a folder or a file: SAE.load(source, folder)"
+    )
+
+
+def _candidates(name: str) -> Iterator[Layout]:
+    """The layouts that a file of this name may be of; of any that a folder alone tells where it is ""."""
+    yield from (one for one in LAYOUTS if name in ("", one.weights))
+    yield from (one for one in NAMED if isinstance(one.weights, re.Pattern) and one.weights.fullmatch(name))
 
 
 def _from_hub(repository: str, name: str, revision: str | None) -> Path | None:

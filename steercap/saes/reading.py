@@ -43,6 +43,9 @@ class Recipe:
         shifted: whether the decoder's bias is subtracted from what is read.
         normalisation: what is done to a row first.
         scale: what rows are multiplied by first, on average to a norm of √d_in.
+        threshold: of all features alike, where the file has none of each.
+        by_norm: whether a feature is active where its pre-activation times the norm of its decoder row is above.
+        unused: tensors of the file that change nothing.
         centred: whether the model's rows were centred on their mean.
         name, model: labels.
         size: d_in and d_sae, as far as it is said.
@@ -57,6 +60,9 @@ class Recipe:
     shifted: bool = False
     normalisation: Normalisation = "none"
     scale: float = 1.0
+    threshold: float | None = None
+    by_norm: bool = False
+    unused: frozenset[str] = frozenset()
     centred: bool = False
     name: str = ""
     model: str = ""
@@ -85,20 +91,22 @@ class Parts(NamedTuple):
     skip: torch.Tensor | None
 
 
-def parts_of(tensors: Tensors, names: Mapping[str, str], recipe: Recipe) -> Parts:
+def parts_of(tensors: Tensors, recipe: Recipe) -> Parts:
     """Read and check the tensors of an SAE.
 
     Args:
-        tensors: of the file.
-        names: in the file, of those in `ARCHITECTURES`.
+        tensors: of the file, by the names in `ARCHITECTURES`.
         recipe: what its configuration says.
 
     Raises:
         InvalidFile: a tensor is missing, is one too many, has another shape, or holds what is not finite.
     """
-    _check_shapes(tensors, names, recipe)
-    read = {known: tensors.read(names[known]) for known in ARCHITECTURES[recipe.architecture]}
+    read = {name: tensors.read(name) for name in _check_shapes(tensors, recipe)}
     weight, decoder, decoder_bias = read["W_enc"], read["W_dec"], read["b_dec"]
+    if recipe.threshold is not None:
+        read["threshold"] = torch.full((len(decoder),), recipe.threshold)
+    if recipe.by_norm and "threshold" in read:
+        read["threshold"] = (read["threshold"] / decoder.norm(dim=1)).nan_to_num(nan=0.0)
     if recipe.scale != 1.0:
         weight, decoder, decoder_bias = weight * recipe.scale, decoder / recipe.scale, decoder_bias / recipe.scale
     threshold = read["threshold"].clamp_(min=0) if "threshold" in read else None
@@ -121,31 +129,33 @@ def parts_of(tensors: Tensors, names: Mapping[str, str], recipe: Recipe) -> Part
     return Parts(encoder, decoder, decoder_bias, read.get("W_skip"))
 
 
-def _check_shapes(tensors: Tensors, names: Mapping[str, str], recipe: Recipe) -> None:
-    """Check that the tensors are those of the architecture, before any is read.
+def _check_shapes(tensors: Tensors, recipe: Recipe) -> tuple[str, ...]:
+    """Check that the tensors are those of the architecture, before any is read; returns their names.
 
     Raises:
         InvalidFile: they are not.
     """
-    path, wanted = tensors.path, ARCHITECTURES[recipe.architecture]
-    if missing := [names[known] for known in wanted if names[known] not in tensors.shapes]:
+    path, known = tensors.path, recipe.threshold is not None
+    wanted = tuple(name for name in ARCHITECTURES[recipe.architecture] if name != "threshold" or not known)
+    if missing := [name for name in wanted if name not in tensors.shapes]:
         raise InvalidFile(f"{path} lacks {', '.join(missing)}, which a {recipe.architecture} SAE has")
-    if others := sorted(set(tensors.shapes) - {names[known] for known in wanted}):
+    if others := sorted(set(tensors.shapes) - set(wanted) - recipe.unused):
         raise InvalidFile(
             f"{path} holds {', '.join(others)}, which steercap knows no use for in a {recipe.architecture} SAE, and "
             "would be wrong to leave out"
         )
-    shapes = {known: tensors.shapes[names[known]] for known in wanted}
+    shapes = {name: tensors.shapes[name] for name in wanted}
     d_in, d_sae, d_out = _sizes(path, shapes["W_enc"], shapes["W_dec"], transcodes=recipe.transcodes)
     exact = {"W_enc": (d_in, d_sae), "W_dec": (d_sae, d_out), "b_dec": (d_out,), "W_skip": (d_out, d_in)}
-    for known, shape in shapes.items():
-        if shape != exact.get(known, (d_sae,)):
-            raise InvalidFile(f"{path}: {names[known]} is {shape}, and must be {exact.get(known, (d_sae,))}")
+    for name, shape in shapes.items():
+        if shape != exact.get(name, (d_sae,)):
+            raise InvalidFile(f"{path}: {name} is {shape}, and must be {exact.get(name, (d_sae,))}")
     for said, found, name in zip(recipe.size, (d_in, d_sae), ("d_in", "d_sae"), strict=True):
         if said is not None and said != found:
             raise InvalidFile(f"{path}: its configuration says {name}={said}, and its weights have {found}")
     if not 0 <= recipe.k <= d_sae or (recipe.architecture == "topk" and not recipe.k):
         raise InvalidFile(f"{path}: k={recipe.k} of {d_sae} features")
+    return wanted
 
 
 def _sizes(path: Path, encoder: tuple[int, ...], decoder: tuple[int, ...], *, transcodes: bool) -> tuple[int, int, int]:

@@ -16,12 +16,12 @@ from steercap.edits.add import Add
 from steercap.edits.sae_feature import SAEFeature
 from steercap.encodings.features import read, rows_at_once
 from steercap.errors import InvalidFile, InvalidSpec
-from steercap.saes import gemma_scope, sae_lens
 from steercap.saes.encoder import Encoder
 from steercap.saes.features import Features
-from steercap.saes.finding import Found, find
+from steercap.saes.finding import SAE_LENS, Found, find
+from steercap.saes.layouts import Place, named
 from steercap.saes.reading import Parts, Recipe, parts_of
-from steercap.saes.tensors import read_npz, read_safetensors
+from steercap.saes.tensors import read_npz, read_pt_tensors, read_safetensors
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -63,16 +63,16 @@ class SAE:
         activation_scale: float | None = None,
         centred: bool | None = None,
     ) -> SAE:
-        """Read an SAE of SAELens (`cfg.json`, `sae_weights.safetensors`), or of Gemma Scope (`params.npz`, or
-        `config.json` and `params.safetensors`).
+        """Read an SAE of SAELens (`cfg.json`, `sae_weights.safetensors`), or of another format in the table of
+        docs/saes.md.
 
-        Nothing is unpickled, and everything is checked: names, shapes before anything is read, and that numbers are
+        No code in a file is run, and everything is checked: names, shapes before anything is read, and that numbers are
         finite.
 
         Args:
             source: a folder, or the name of a repository on the hub, from which huggingface_hub takes the files, out of
                 its cache where they are there.
-            folder: within the source.
+            folder: within the source; or one file, of formats with a file for each layer.
             revision: of the repository.
             input, output: points as (layer, site), where the file names none that steercap has, or another is meant.
             activation_scale: what rows are multiplied by first, for files with `normalize_activations`
@@ -272,18 +272,17 @@ def _read(found: Found, source: str, scale: float | None, centred: bool | None) 
     Raises:
         InvalidFile: see `SAE.load`.
     """
-    if found.weights.name == sae_lens.WEIGHTS:
-        assert found.configuration is not None
-        recipe = sae_lens.read_recipe(found.configuration, source=source, scale=scale, centred=flag_of(centred))
-        return recipe, parts_of(read_safetensors(found.weights), sae_lens.NAMES, recipe)
-    if scale is not None or centred:
-        raise InvalidFile(f"{found.weights}: SAEs of Gemma Scope read rows as they are; leave activation_scale= out")
-    if found.configuration is None:
-        tensors = read_npz(found.weights)
-        recipe = gemma_scope.recipe_of_arrays(found.weights, tensors, source)
-    else:
-        tensors, recipe = read_safetensors(found.weights), gemma_scope.read_recipe(found.configuration)
-    return recipe, parts_of(tensors, gemma_scope.NAMES, recipe)
+    layout, path = found.layout, found.weights
+    assert layout.recipe is not None
+    reader = {".npz": read_npz, ".safetensors": read_safetensors}.get(path.suffix, read_pt_tensors)
+    tensors = named(reader(path), layout.turned)
+    recipe = layout.recipe(Place(path, found.configuration, source, tensors, scale, flag_of(centred)))
+    if layout is not SAE_LENS and (centred or (scale is not None and recipe.scale != scale)):
+        raise InvalidFile(
+            f"{path}: SAEs of {layout.name} say how rows are scaled, and none is centred; leave activation_scale= and "
+            "centred= out"
+        )
+    return recipe, parts_of(tensors, recipe)
 
 
 def _point(name: str, given: Any, known: Point | None) -> Point | None:

@@ -16,13 +16,9 @@ from steercap.core.values import index_of, number_of, shown
 from steercap.errors import InvalidFile
 from steercap.saes.encoder import NORMALISATIONS, Normalisation
 from steercap.saes.hooks import point_of
+from steercap.saes.layouts import Place
 from steercap.saes.reading import ARCHITECTURES, Recipe
-from steercap.saes.tensors import read_configuration
 
-CONFIGURATION: Final = "cfg.json"
-WEIGHTS: Final = "sae_weights.safetensors"
-#: Tensors have the names by which steercap knows them.
-NAMES: Final = {name: name for names in ARCHITECTURES.values() for name in names}
 #: What architectures that are saved only while they are trained become for use.
 TRAINED: Final = frozenset({"batchtopk", "matryoshka_batchtopk"})
 #: Older names of fields.
@@ -52,24 +48,18 @@ LAYER_NORMED: Final = re.compile(
 )
 
 
-def read_recipe(path: Path, *, source: str = "", scale: float | None = None, centred: bool | None = None) -> Recipe:
+def read_recipe(place: Place) -> Recipe:
     """What a configuration says.
-
-    Args:
-        path: of the file.
-        source: what the user named, a repository perhaps.
-        scale: what rows are multiplied by first, for a file that says so and not by what; None where nobody knows.
-        centred: whether the model's rows were centred on their mean; None for what the file says.
 
     Raises:
         InvalidFile: it cannot be read, or asks for what steercap does not do.
     """
-    found = read_configuration(path)
+    found, path, centred = place.said(), place.configuration or place.weights, place.centred
     said: dict[str, object] = {RENAMED.get(name, name): value for name, value in found.items()}
     metadata = said.get("metadata")
     if isinstance(metadata, Mapping):
         said = {**said, **metadata}
-    said |= PUBLISHED.get(source.lower(), {})
+    said |= PUBLISHED.get(place.source.lower(), {})
     architecture, k = _architecture(path, said)
     if said.get("hook_head_index") is not None:
         raise InvalidFile(f"{path}: it reads head {said['hook_head_index']} alone; steercap reads whole points")
@@ -80,9 +70,9 @@ def read_recipe(path: Path, *, source: str = "", scale: float | None = None, cen
     rescaled = said.get("rescale_acts_by_decoder_norm", False)
     if not isinstance(rescaled, bool):
         raise InvalidFile(f"{path}: rescale_acts_by_decoder_norm={shown(rescaled)}; it is true or false")
-    normalisation, factor = _normalisation(path, said, scale, transcodes=transcodes)
-    hook, target = said.get("hf_hook_name") or said.get("hook_name"), said.get("hook_name_out")
-    target = (said.get("hf_hook_name_out") or target) if transcodes else hook
+    normalisation, factor = _normalisation(path, said, place.scale, transcodes=transcodes)
+    hook = _hook(said.get("hf_hook_name"), said.get("hook_name"))
+    target = _hook(said.get("hf_hook_name_out"), said.get("hook_name_out")) if transcodes else hook
     reads = point_of(hook)
     if centred is None:
         centred = _centred(path, said, reads, normalisation)
@@ -101,6 +91,11 @@ def read_recipe(path: Path, *, source: str = "", scale: float | None = None, cen
         size=(index_of(said.get("d_in")), index_of(said.get("d_sae"))),
         hooks=(hook, target),
     )
+
+
+def _hook(module: object, hook: object) -> object:
+    """The name by which a point is known: that of transformers' module, or else TransformerLens's."""
+    return hook if module is None or (point_of(module) is None and point_of(hook) is not None) else module
 
 
 def _architecture(path: Path, said: Mapping[str, object]) -> tuple[str, int]:

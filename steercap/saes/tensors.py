@@ -14,11 +14,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from steercap.errors import InvalidFile
+from steercap.files.base import read_pt
 
 #: Most bytes of a configuration: they have one or two thousand.
 MOST_CONFIGURATION: Final = 1 << 20
 #: What numbers of an SAE may be, as safetensors calls it.
 FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
+#: What dictionary_learning saves of training, whose numbers change nothing in use.
+OF_TRAINING: Final = frozenset({"k", "group_sizes", "group_indices", "active_groups"})
 #: What damaged archives raise.
 _DAMAGED: Final = (zipfile.BadZipFile, OSError, ValueError, EOFError, KeyError, NotImplementedError)
 
@@ -99,6 +102,26 @@ def read_npz(path: Path) -> Tensors:
             raise InvalidFile(f"{path}: {name} cannot be read: {error}") from error
 
     return Tensors(path, shapes, read)
+
+
+def read_pt_tensors(path: Path) -> Tensors:
+    """The tensors of a `.pt` that holds a dictionary of them, less what only training needs.
+
+    Raises:
+        InvalidFile: it is missing, damaged, or holds something other than floating-point numbers; no code in it is run.
+    """
+    found = read_pt(path)
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise InvalidFile(f"{path} holds {type(found).__name__}; expected a dictionary of tensors by name")
+    kept = {name: one for name, one in found.items() if name not in OF_TRAINING}
+    if others := sorted(
+        name
+        for name, one in kept.items()
+        if not isinstance(one, torch.Tensor) or not one.is_floating_point() or one.layout != torch.strided
+    ):
+        raise InvalidFile(f"{path}: {', '.join(others)} must be floating-point numbers")
+    shapes = {name: tuple(one.shape) for name, one in kept.items()}
+    return Tensors(path, shapes, lambda name: _finite(path, name, kept[name]))
 
 
 def _shape_in(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> tuple[int, ...]:

@@ -462,12 +462,13 @@ def repeng_export(
     return path
 
 
-def test_a_control_vector_of_repeng_is_read_layer_for_layer(tmp_path) -> None:
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_a_control_vector_of_repeng_is_read_layer_for_layer(dtype, tmp_path) -> None:
     """direction.N is added after decoder layer N counted from 0: layer N of resid_post."""
-    directions = {layer: np.random.default_rng(layer).normal(size=WIDTH).astype(np.float32) for layer in (5, 1, 3)}
+    directions = {layer: np.random.default_rng(layer).normal(size=WIDTH).astype(dtype) for layer in (5, 1, 3)}
     vectors = load_control_vector(repeng_export(tmp_path / "x.gguf", directions))
     assert list(vectors) == [1, 3, 5]
-    assert all(np.array_equal(vectors[layer].numpy(), directions[layer]) for layer in directions)
+    assert all(np.array_equal(vectors[layer].numpy(), directions[layer].astype(np.float32)) for layer in directions)
     assert (vectors.name, vectors.model, vectors.site) == ("", "llama", "resid_post")
 
 
@@ -508,7 +509,8 @@ def test_a_control_vector_nobody_could_use_is_not_written(vectors, says, tmp_pat
         ({"one": np.ones(WIDTH, np.float32)}, "controlvector", r"'direction\.one'"),
         ({"01": np.ones(WIDTH, np.float32)}, "controlvector", r"'direction\.01'"),
         ({1: np.ones((2, WIDTH), np.float32)}, "controlvector", r"F32 \[2, 8\]"),
-        ({1: np.ones(WIDTH, np.float16)}, "controlvector", r"F16 \[8\]"),
+        ({1: np.ones(WIDTH, np.int8)}, "controlvector", r"I8 \[8\]; expected F32 or F16 or F64"),
+        ({1: np.full(WIDTH, 1e300)}, "controlvector", "inf"),
         ({1: np.full(WIDTH, np.nan, np.float32)}, "controlvector", "NaN"),
         ({1: np.ones(2, np.float32), 2: np.ones(3, np.float32)}, "controlvector", "widths"),
         ({}, "controlvector", "no vectors"),

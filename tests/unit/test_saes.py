@@ -37,6 +37,8 @@ from steercap.saes import sae_lens
 from steercap.saes.compiling import compile_readers
 from steercap.saes.encoder import Encoder, image_bytes
 from steercap.saes.features import Features
+from steercap.saes.layouts import Place
+from steercap.saes.tensors import Tensors
 from steercap.testing.saes import OWN, RandomSAE, check_features
 from steercap.transport.shared import HEADER_BYTES, SharedSegment
 
@@ -185,10 +187,12 @@ def test_what_sae_lens_knows_of_a_repository_is_known(tmp_path) -> None:
     """Of published SAEs whose files do not say how rows were processed."""
     said = {"hook_point": "blocks.8.hook_resid_pre", "model_name": "gpt2-small"}
     (tmp_path / "cfg.json").write_text(json.dumps(said))
-    assert sae_lens.read_recipe(tmp_path / "cfg.json", source="jbloom/GPT2-Small-SAEs-Reformatted").centred
+    empty = Tensors(tmp_path, {}, torch.zeros)
+    place = Place(tmp_path, tmp_path / "cfg.json", "jbloom/GPT2-Small-SAEs-Reformatted", empty)
+    assert sae_lens.read_recipe(place).centred
     said = {"hook_name": "blocks.8.hook_resid_pre", "model_name": "mistral-7b", "normalize_activations": "none"}
     (tmp_path / "cfg.json").write_text(json.dumps(said))
-    rescaled = sae_lens.read_recipe(tmp_path / "cfg.json", source="JoshEngels/Mistral-7B-Residual-Stream-SAEs")
+    rescaled = sae_lens.read_recipe(place._replace(source="JoshEngels/Mistral-7B-Residual-Stream-SAEs"))
     assert rescaled.normalisation == "constant_norm_rescale"
 
 
@@ -297,8 +301,10 @@ def test_tensors_are_checked(tmp_path) -> None:
     own, folder = some(), some().write(tmp_path)
     path = folder / "sae_weights.safetensors"
     whole = path.read_bytes()
+    save_file({**own.tensors, "scaling_factor": np.ones(400, np.float32)}, path)  # as older files have it
+    check_features(SAE.load(folder).strongest(ROWS, 400), own.encode(ROWS), own.slack(ROWS))
     for change, says in (
-        ({"scaling_factor": np.ones(400, np.float32)}, "holds scaling_factor"),
+        ({"scaling_factor": np.full(400, 2, np.float32)}, "holds scaling_factor"),
         ({"b_enc": np.zeros(399, np.float32)}, "b_enc is"),
         ({"W_dec": np.zeros((400, 40), np.float32)}, "only transcoders do"),
         ({"W_enc": np.zeros(48, np.float32)}, "they are matrices"),

@@ -1,0 +1,273 @@
+"""Published SAEs of other programs, format by format: how each lies on disk, and what is known of it.
+
+Tensors get SAELens's names as they are read. The weights of a linear layer (`*.weight`) lie the other way, [d_sae,
+d_in] and [d_out, d_sae]; which of the others do, the table of layouts says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+from steercap.core.spec import Point
+from steercap.core.values import index_of, number_of, shown
+from steercap.errors import InvalidFile
+from steercap.saes.hooks import point_of
+from steercap.saes.reading import Recipe
+from steercap.saes.tensors import Tensors, read_configuration
+
+#: Names of tensors in files, where they are others than SAELens's.
+NAMES: Final[Mapping[str, str]] = {
+    "w_enc": "W_enc",
+    "w_dec": "W_dec",
+    "affine_skip_connection": "W_skip",
+    "encoder.weight": "W_enc",
+    "encoder.bias": "b_enc",
+    "decoder.weight": "W_dec",
+    "decoder.bias": "b_dec",
+    "encoder_linear.weight": "W_enc",
+    "encoder_linear.bias": "b_enc",
+    "decoder_linear.weight": "W_dec",
+    "decoder_linear.bias": "b_dec",
+    "bias": "b_dec",
+    "decoder_bias": "b_dec",
+    "mag_bias": "b_mag",
+    "gate_bias": "b_gate",
+    "log_jumprelu_threshold": "threshold",
+}
+#: Prefix of the tensors of Llama Scope that hold the average norm of rows, by point.
+NORMS: Final = "dataset_average_activation_norm."
+#: Architecture of each class of dictionary_learning, and whether it subtracts the decoder's bias from what it reads.
+CLASSES: Final[Mapping[str, tuple[str, bool]]] = {
+    "AutoEncoder": ("standard", True),
+    "AutoEncoderNew": ("standard", False),
+    "AutoEncoderTopK": ("topk", True),
+    "BatchTopKSAE": ("jumprelu", True),
+    "MatryoshkaBatchTopKSAE": ("jumprelu", True),
+    "GatedAutoEncoder": ("gated", True),
+    "JumpReluAutoEncoder": ("jumprelu", False),
+}
+_QWEN: Final = re.compile(r"SAE-Res-(Qwen[\w.-]+?)-W(\d{1,5})K-L0_(\d{1,5})(?!\d)")
+_OF_MODEL: Final = re.compile(r"([\w.-]+)-SAE-l(\d{1,4})\.pth?")
+
+
+class Place(NamedTuple):
+    """An SAE's files, as they were found.
+
+    Args:
+        weights: the file of its tensors.
+        configuration: the file beside it, if there is one.
+        source: what the user named, a repository perhaps.
+        tensors: those of the file, by SAELens's names.
+        scale: what rows are multiplied by first, if the user said so.
+        centred: whether rows are centred first, if the user said so.
+    """
+
+    weights: Path
+    configuration: Path | None
+    source: str
+    tensors: Tensors
+    scale: float | None = None
+    centred: bool | None = None
+
+    def said(self) -> dict[str, object]:
+        """The configuration.
+
+        Raises:
+            InvalidFile: it cannot be read, or is missing.
+        """
+        if self.configuration is None:
+            raise InvalidFile(f"{self.weights} has no configuration beside it")
+        return read_configuration(self.configuration)
+
+
+def named(tensors: Tensors, turned: frozenset[str]) -> Tensors:
+    """Tensors by SAELens's names and in its orientation, less factors that are 1.
+
+    Args:
+        tensors: of the file.
+        turned: names of those that lie the other way, besides the weights of linear layers.
+
+    Raises:
+        InvalidFile: two of one name, or a `scaling_factor` other than 1.
+    """
+    found: dict[str, str] = {}
+    for name in tensors.shapes:
+        if (known := NAMES.get(name, name)) in found:
+            raise InvalidFile(f"{tensors.path} has {known} twice, as {found[known]} and as {name}")
+        found[known] = name
+    if (factor := found.pop("scaling_factor", None)) and not bool((tensors.read(factor) - 1).abs().le(1e-5).all()):
+        raise InvalidFile(
+            f"{tensors.path} holds scaling_factor, by which activations are multiplied, other than 1, and steercap "
+            "does not do that; fold it into W_dec and save the SAE again"
+        )
+    flipped = {
+        known
+        for known, name in found.items()
+        if known in turned or name == "affine_skip_connection" or name.endswith(".weight")
+    }
+
+    def read(known: str) -> torch.Tensor:
+        tensor = tensors.read(found[known])
+        if found[known] == "log_jumprelu_threshold":
+            tensor = tensor.exp()
+        return tensor.T.contiguous() if known in flipped else tensor
+
+    shapes = {known: tensors.shapes[name] for known, name in found.items()}
+    shapes = {known: shape[::-1] if known in flipped else shape for known, shape in shapes.items()}
+    return Tensors(tensors.path, shapes, read)
+
+
+# Formats of one program each
+
+
+def llama_scope(place: Place) -> Recipe:
+    """Llama Scope: `hyperparams.json` with one threshold for all features, or `config.json` with one for each.
+
+    Rows are scaled to an average norm of √d_in. The one threshold is in the rows' own units: the authors scale it too.
+    """
+    said, path = place.said(), place.configuration
+    hook, target, width = said.get("hook_point_in"), said.get("hook_point_out"), index_of(said.get("d_model"))
+    if target not in (None, hook):
+        raise InvalidFile(f"{path}: a Llama Scope transcoder, with norms of its own on both sides, which is not read")
+    if said.get("act_fn", "jumprelu") != "jumprelu" or said.get("norm_activation", "dataset-wise") != "dataset-wise":
+        raise InvalidFile(
+            f"{path}: Llama Scope with act_fn={shown(said.get('act_fn'))} and norm_activation="
+            f"{shown(said.get('norm_activation'))}; jumprelu and dataset-wise are read"
+        )
+    norms = said.get("dataset_average_activation_norm")
+    stored = {name for name in place.tensors.shapes if name.startswith(NORMS)}
+    values = [norms.get("in")] if isinstance(norms, Mapping) else [scalar(place.tensors, name) for name in stored]
+    norm = number_of(values[0]) if values and len(set(map(str, values))) == 1 else None
+    scale = place.scale if norm is None or norm <= 0 or width is None else width**0.5 / norm
+    if scale is None or width is None or not 0 < scale < float("inf"):
+        raise InvalidFile(
+            f"{path}: Llama Scope with d_model={shown(said.get('d_model'))} and average norms "
+            f"{shown(values)}; rows are scaled by them: give activation_scale= (√d_model / norm)"
+        )
+    threshold = None
+    if "threshold" not in place.tensors.shapes:
+        one = number_of(said.get("jump_relu_threshold"))
+        if one is None or not 0 <= one < float("inf"):
+            raise InvalidFile(f"{path}: Llama Scope with jump_relu_threshold={shown(said.get('jump_relu_threshold'))}")
+        threshold = one * scale
+    size = index_of(said.get("d_sae"))
+    factor = index_of(said.get("expansion_factor"))
+    return Recipe(
+        "jumprelu",
+        point_of(hook),
+        point_of(hook),
+        shifted=said.get("apply_decoder_bias_to_pre_encoder") is True,
+        scale=scale,
+        threshold=threshold,
+        by_norm=said.get("sparsity_include_decoder_norm") is True,
+        unused=frozenset(stored),
+        name=place.weights.parent.name,
+        size=(width, size if size is not None or factor is None else width * factor),
+        hooks=(hook, hook),
+    )
+
+
+def scalar(tensors: Tensors, name: str) -> float:
+    """One number of a file.
+
+    Raises:
+        InvalidFile: it is an array of several.
+    """
+    if tensors.shapes[name] not in ((), (1,)):
+        raise InvalidFile(f"{tensors.path}: {name} is {tensors.shapes[name]}, and must be one number")
+    return tensors.read(name).item()
+
+
+def dictionary_learning(place: Place) -> Recipe:
+    """dictionary_learning: `ae.pt`, beside a `config.json` whose `trainer` says what it is."""
+    said, path = place.said(), place.configuration
+    trainer = said.get("trainer")
+    if not isinstance(trainer, Mapping):
+        raise InvalidFile(f"{path}: dictionary_learning's trainer={shown(trainer)}; it is an object")
+    kind, layer = trainer.get("dict_class"), index_of(trainer.get("layer"))
+    if not isinstance(kind, str) or kind not in CLASSES:
+        raise InvalidFile(
+            f"{path}: dictionary_learning's dict_class={shown(kind)}; steercap knows {', '.join(CLASSES)}"
+        )
+    architecture, shifted = CLASSES[kind]
+    k = index_of(trainer.get("k")) if architecture == "topk" else 0
+    if k is None or (architecture == "topk" and k < 1):
+        raise InvalidFile(f"{path}: {kind} of dictionary_learning with k={shown(trainer.get('k'))}")
+    module = trainer.get("submodule_name", f"resid_post_layer_{layer}")
+    known = layer is not None and 0 <= layer < 10_000 and module == f"resid_post_layer_{layer}"
+    point = Point(layer, "resid_post") if known and layer is not None else None
+    threshold, unused = None, frozenset[str]()
+    if architecture == "topk":
+        unused = frozenset({"threshold"})  # it saves one, and chooses by k
+    elif kind.endswith("TopKSAE") and "threshold" in place.tensors.shapes:
+        threshold, unused = max(scalar(place.tensors, "threshold"), 0.0), frozenset({"threshold"})
+    return Recipe(
+        architecture,
+        point,
+        point,
+        k,
+        shifted=shifted,
+        threshold=threshold,
+        unused=unused,
+        name="/".join(place.weights.parent.parts[-2:]),
+        model=str(trainer.get("lm_name") or ""),
+        size=(index_of(trainer.get("activation_dim")), index_of(trainer.get("dict_size"))),
+        hooks=(module, module),
+    )
+
+
+def kissane(place: Place) -> Recipe:
+    """SAEs of GPT-2's attention by Kissane and others: a `.pt`, beside a `_cfg.json`."""
+    said = place.said()
+    hook, size = said.get("act_name"), (index_of(said.get("act_size")), index_of(said.get("dict_size")))
+    point = point_of(hook)
+    return Recipe("standard", point, point, shifted=True, model="gpt2-small", size=size, hooks=(hook, hook))
+
+
+# Formats that say nothing but their names
+
+
+def of_model(place: Place) -> Recipe:
+    """Goodfire's and qresearch's: one file, whose name says model and layer."""
+    model, layer = _fields(place, _OF_MODEL, place.weights.name)
+    point = Point(int(layer), "resid_post")
+    return Recipe("standard", point, point, name=place.weights.stem, model=model)
+
+
+def qwen_scope(place: Place) -> Recipe:
+    """Qwen Scope: `layer<N>.sae.pt` in a repository whose name says model, width and k."""
+    (layer,) = _fields(place, re.compile(r"layer(\d{1,4})\.sae\.pt"), place.weights.name)
+    model, width, k = _fields(place, _QWEN, f"{place.source}/{place.weights}")
+    point = Point(int(layer), "resid_post")
+    size = (None, int(width) << 10)
+    return Recipe("topk", point, point, int(k), name=f"layer{layer}", model=f"Qwen/{model}", size=size)
+
+
+def mwhanna(place: Place) -> Recipe:
+    """Transcoders of Qwen 3 by mwhanna: `layer_<N>.safetensors`, from what the MLP reads to what it writes."""
+    (layer,) = _fields(place, re.compile(r"layer_(\d{1,4})\.safetensors"), place.weights.name)
+    sizes = re.findall(r"qwen3-([\d.]+b)", f"{place.source}/{place.weights}".lower())
+    model = f"Qwen/Qwen3-{sizes[-1].upper()}" if sizes else ""
+    reads, writes = Point(int(layer), "mlp_in"), Point(int(layer), "mlp_out")
+    return Recipe("transcoder", reads, writes, name=place.weights.stem, model=model)
+
+
+def _fields(place: Place, pattern: re.Pattern[str], text: str) -> tuple[str, ...]:
+    """The groups of what a name or a path must have.
+
+    Raises:
+        InvalidFile: it has not.
+    """
+    found = set(pattern.findall(text))
+    if len(found) != 1:
+        raise InvalidFile(
+            f"{place.weights}: its format says model, layer and k in names alone, and {text!r} has not one part like "
+            f"{pattern.pattern}; keep the names of the repository and the file"
+        )
+    one = found.pop()
+    return (one,) if isinstance(one, str) else tuple(one)
