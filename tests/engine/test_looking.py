@@ -13,7 +13,7 @@ from steercap.adapters import server
 from steercap.errors import InvalidFile, InvalidSpec
 from steercap.saes.features import Features
 from steercap.serve import looking
-from steercap.serve.features import loaded
+from steercap.serve.features import loaded, require_fitting
 from steercap.serve.server import ServerSettings, application
 from steercap.testing.rows import GREEDY, random_prompt
 from steercap.testing.saes import RandomSAE, check_features
@@ -151,16 +151,17 @@ async def test_features_are_of_what_was_captured_by_its_key(app) -> None:
 
 def test_an_sae_of_another_model_is_refused_at_the_start(tiny: SteerModel, tmp_path) -> None:
     with pytest.raises(InvalidSpec, match="reads rows of 64, and those of"):
-        loaded({"thin": RandomSAE("standard", 64, 100).write(tmp_path / "thin")}, tiny)
+        require_fitting(loaded({"thin": RandomSAE("standard", 64, 100).write(tmp_path / "thin")}), tiny)
     elsewhere = (
         ("metadata", {"sae_lens_version": "6.54.12", "model_name": "m", "hook_name": "blocks.9.hook_resid_post"}),
     )
+    far = RandomSAE("standard", 128, 100, configuration=elsewhere).write(tmp_path / "far")
     with pytest.raises(InvalidSpec, match="which is not armed"):
-        loaded({"far": RandomSAE("standard", 128, 100, configuration=elsewhere).write(tmp_path / "far")}, tiny)
+        require_fitting(loaded({"far": far}), tiny)
     with pytest.raises(InvalidSpec, match="give letters"):
-        loaded({"a/b": tmp_path / "far"}, tiny)
+        loaded({"a/b": tmp_path / "far"})
     with pytest.raises(InvalidFile):
-        loaded({"none": tmp_path}, tiny)
+        loaded({"none": tmp_path})
 
 
 async def test_a_direction_of_texts_is_the_one_extracted_here(app, tiny: SteerModel) -> None:
