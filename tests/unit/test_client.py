@@ -249,6 +249,8 @@ def test_parameters_left_out_are_vllms_own() -> None:
 
 DESCRIBED = {
     "model": "there/m",
+    "revision": "",
+    "dtype": "float32",
     "num_layers": 2,
     "hidden_size": 8,
     "points": [{"layer": 1, "site": "resid_post", "shape": [8], "dtype": "float32", "shards": 1}],
