@@ -30,7 +30,7 @@ from steercap.vectors.layers import LayerVectors
 
 Made = TypeVar("Made")
 
-#: What `capture` may hold: fields of CaptureSpec whose values JSON has, and `project` by name.
+#: What `capture` may hold: fields of CaptureSpec whose values JSON has, and `project` and `sae` by name.
 CAPTURE: Final = (
     "layers",
     "sites",
@@ -43,6 +43,7 @@ CAPTURE: Final = (
     "before_edits",
     "allow_nonfinite",
     "project",
+    "sae",
 )
 #: Fields of edits that hold a vector, or several.
 VECTORS: Final = ("vector", "probe", "read", "write", "rows", "encoder", "decoder", "decoder_bias")
@@ -104,6 +105,8 @@ def capture_of(asked: Any, library: Library, owner: str) -> CaptureSpec:
         given["at"] = [tuple(one) if isinstance(one, list) else one for one in given["at"]]
     if (project := given.get("project")) is not None:
         given["project"] = directions_of(project, library, owner)
+    if (saes := given.get("sae")) is not None:
+        given["sae"] = [library.sae(name) for name in (saes if isinstance(saes, list) else [saes])]
     return CaptureSpec(**given)
 
 

@@ -21,13 +21,12 @@ from steercap.serve.folder import MOST_BYTES as FOLDER_BYTES
 from steercap.serve.folder import MOST_BYTES_OF_A_KEY as FOLDER_BYTES_OF_A_KEY
 from steercap.serve.folder import Folder
 from steercap.serve.library import NAME, OPERATOR, Library
-from steercap.serve.middleware import PATHS, Asking
+from steercap.serve.middleware import PATHS, Asking, Keyless
 from steercap.serve.presets import Presets
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from steercap.saes import SAE
     from steercap.steering.spec import SteeringSpec
 
 
@@ -63,14 +62,12 @@ class Names:
     """What the operator gave names.
 
     Args:
-        library: vectors and steering.
+        library: vectors, steering and SAEs.
         presets: what each preset steers by.
-        saes: those that rows can be looked at with.
     """
 
     library: Library
     presets: Mapping[str, SteeringSpec]
-    saes: Mapping[str, SAE]
 
     @staticmethod
     def of(settings: ServerSettings) -> Names:
@@ -80,7 +77,10 @@ class Names:
             InvalidSpec: not a name, or a preset that means nothing.
             InvalidFile: a file of vectors, or of an SAE, that cannot be used.
         """
-        library = Library(folder=settings.folder is not None)
+        with extra("cuda", "cpu"):
+            from steercap.serve.features import loaded
+
+        library = Library(folder=settings.folder is not None, saes=loaded(settings.saes))
         for name, path in settings.vectors.items():
             try:
                 library.add(name, OPERATOR, path.read_bytes())
@@ -91,10 +91,7 @@ class Names:
             if not NAME.fullmatch(name):
                 raise InvalidSpec(f"preset {name!r}: give letters, digits, dots, dashes and underscores")
         presets = {name: steering_of(asked, library, OPERATOR) for name, asked in settings.presets.items()}
-        with extra("cuda", "cpu"):
-            from steercap.serve.features import loaded
-
-        return Names(library, presets, loaded(settings.saes))
+        return Names(library, presets)
 
 
 async def application(
@@ -132,7 +129,7 @@ async def application(
         from steercap.serve.routes import Routes
 
     names = names or Names.of(settings)
-    require_fitting(names.saes, model)
+    require_fitting(names.library.saes, model)
     library, served_names = names.library, flags.served_model_name or [flags.model]
     presets = Presets(served_names, names.presets)
     served = argparse.Namespace(**{**vars(flags), "served_model_name": [*served_names, *presets.aliases]})
@@ -146,8 +143,10 @@ async def application(
         engine, served, PATHS, lambda route: Asking(route, library, presets), lambda route: Elsewhere(route, presets)
     )
     app.router.routes.extend(Routes(model, captures, library, presets.aliases, folder).routes)
-    looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, names.saes).routes]
+    looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]
     app.router.routes.extend([*looking, *explorer.routes()])
+    if not server.tells_clients_apart(flags):
+        app.router.middleware_stack = Keyless(app.router.middleware_stack)
     return app
 
 

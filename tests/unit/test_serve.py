@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 
 from steercap import Ablate, Add, CaptureSpec, LogitBias, SteeringSpec
+from steercap.adapters import server
 from steercap.client.connection import ERROR_HEADER
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSpec
 from steercap.serve.asks import asked_of, capture_of, ranges, steering_of
@@ -144,7 +145,10 @@ def test_a_name_that_means_no_vector_is_told_what_would(place, name, says, libra
         (5, "steercap=5; give an object"),
         ({"captures": {}}, "'captures', which means nothing; known: capture, steering, monitors, codec, deliver"),
         ({"capture": {"layer": 3}}, "steercap.capture has 'layer'"),
-        ({"capture": {"sae": "x"}}, "steercap.capture has 'sae'"),
+        ({"capture": {"sae": "x"}}, "no SAE is called 'x'; known: none"),
+        ({"capture": {"sae": ["x"]}}, "no SAE is called 'x'; known: none"),
+        ({"capture": {"sae": {}}}, "no SAE is called {}; known: none"),
+        ({"capture": {"sae": []}}, "sae=\\[\\] reads nothing"),
         ({"capture": {"reduce": "median"}}, "unknown reduce="),
         ({"codec": "full8"}, "steercap.codec is for rows"),
         ({"deliver": "/etc"}, "give 'fetch' or 'inline' or 'folder'"),
@@ -255,6 +259,26 @@ def test_files_are_vectors_and_nothing_is_run(library, tmp_path) -> None:
     small = Library(most_of_a_key=100)
     with pytest.raises(CaptureMemoryFull, match="100 may be kept"):
         small.add("calm", ME, content(LayerVectors({0: torch.ones(WIDTH)}), tmp_path))
+
+
+# Whose it is
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "apart"),
+    [
+        ([], None, False),
+        ([], "key", True),
+        ([], "", False),
+        (["--api-key", "one", "two"], None, True),
+        (["--middleware", "json.loads"], None, True),
+    ],
+)
+def test_keys_are_told_apart_where_the_server_asks_for_them(flags, variable, apart, monkeypatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("VLLM_API_KEY", variable)
+    assert server.tells_clients_apart(server.read_flags("m", flags)) is apart
 
 
 # What waits
