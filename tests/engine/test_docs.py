@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import inspect
 import os
 import subprocess
@@ -13,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import listening, opened
 from docs_pages import ROOT, Block, blocks, is_cheap, model_of, pages, steercap_commands
 from typer.testing import CliRunner
@@ -25,9 +23,8 @@ from steercap.serve.server import ServerSettings, application
 from steercap.testing import smollm2
 from steercap.testing.multimodal import wrapper_checkpoint
 from steercap.testing.rows import TINY_ENGINE
-from steercap.vectors import DirectionSet, LayerVectors, extract
+from steercap.vectors import DirectionSet, extract
 
-CALM = LayerVectors({15: torch.randn(576, generator=torch.Generator().manual_seed(1))}, name="calm")
 PAGES = [page for page in pages() if model_of(page)]
 SCRIPTS = {block.text: block for page in pages() for block in blocks(page) if block.is_script and not block.reason}
 SHELL = [
@@ -53,11 +50,10 @@ async def test_the_blocks_of_a_page_about_sites_run(page: Path, tiny: SteerModel
 
 
 @pytest.fixture(scope="module")
-async def served(smol: SteerModel, tmp_path_factory) -> AsyncIterator[str]:
-    """The address of a server of SmolLM2, which asks for no key and has the vectors `calm`."""
-    settings = ServerSettings(vectors={"calm": CALM.save(tmp_path_factory.mktemp("served") / "calm.safetensors")})
+async def served(smol: SteerModel) -> AsyncIterator[str]:
+    """The address of a server of SmolLM2, which asks for no key."""
     flags = server.read_flags(smol.serving.model, ["--served-model-name", "smollm2"])
-    async with listening(await application(smol, flags, settings)) as url:
+    async with listening(await application(smol, flags, ServerSettings())) as url:
         yield url
 
 
@@ -74,30 +70,6 @@ async def test_the_readme_runs_at_a_server(served: str, tmp_path, monkeypatch, c
     told = [line.split(":", 1)[1] for line in capsys.readouterr().out.splitlines() if "My day at work was" in line]
     assert len(told) == len(set(told)) == 3, "steering changed nothing"
     assert list(DirectionSet.load("out/praise.safetensors")) == ["praise"]
-
-
-async def test_what_the_page_asks_a_server_is_answered(served: str, tmp_path, monkeypatch) -> None:
-    """Its blocks of Python, with a key that nobody asked for, and curl with another: the file is the same."""
-    monkeypatch.chdir(tmp_path)
-    namespace: dict = {"__name__": "page", "calm": CALM}
-    found = blocks(ROOT / "docs" / "serve.md")
-    asking = [block for block in found if block.language == "python" and block.reason]
-    assert len(asking) == 3
-    for block in asking:
-        there = replace(block, text=block.text.replace("http://127.0.0.1:8000", served))
-        # The server is in this loop, which a block that does not await would hold up.
-        await (
-            run(there, namespace) if "await " in there.text else asyncio.to_thread(asyncio.run, run(there, namespace))
-        )
-    assert namespace["rows"].shape == (8, 576)
-    file = tmp_path / "rows.safetensors"
-    known = file.read_bytes()
-    file.unlink()
-    (fetch,) = [block.text for block in found if block.text.startswith("curl ")]
-    command = fetch.replace("http://127.0.0.1:8000", served).replace("ID", namespace["one"]["capture"]["id"])
-    done = await asyncio.to_thread(subprocess.run, command, shell=True, check=False)
-    assert done.returncode == 0
-    assert file.read_bytes() == known
 
 
 @pytest.fixture(scope="module")
