@@ -78,7 +78,7 @@ ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"project": PAIR["warm"]}, {"project": "pair/warm"}),
     ({"project": SOME, "tokens": "generated"}, {"project": "some", "tokens": "generated"}),
     ({"project": DirectionSet({"one": OTHER})}, {"project": "single"}),
-    ({"project": OTHER}, {"project": "single/one"}),
+    ({"project": DirectionSet({"one": OTHER})["one"]}, {"project": "single/one"}),
     ({"sae": "own", "k": 7}, {"sae": "own", "k": 7}),
     ({"sae": ["second", "own"], "tokens": "generated"}, {"sae": ["second", "own"], "tokens": "generated"}),
     ({}, {}),
