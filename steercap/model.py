@@ -29,7 +29,7 @@ from steercap.requests.serving import Serving
 from steercap.requests.sketching import RunningSketch, begun
 from steercap.steering.spec import SteeringSpec
 from steercap.vectors.calibration import Calibration, calibrate
-from steercap.vectors.extraction import BUT_THE_FIRST, Text
+from steercap.vectors.extraction import BUT_THE_FIRST, Text, tokens_of
 
 if TYPE_CHECKING:
     import torch
@@ -319,6 +319,20 @@ class SteerModel(Unshared, Calls[CaptureHandle], CorpusCalls, instead=INSTEAD):
         model = str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
         return partial(_alike, model, self.settings, serving.engine_args, serving.cut)
 
+    async def token_ids(self, text: Any, *, special: bool = True) -> list[int]:
+        """Tokenise a prompt as the model reads it.
+
+        Args:
+            text: a str, token ids, which stay as they are, or a conversation of {"role", "content"} dicts, put through
+                the chat template.
+            special: whether a str gets the tokens that the tokenizer puts around a prompt.
+
+        Raises:
+            InvalidSpec: something else.
+            InvalidRequest: no chat template, or one that refuses the conversation.
+        """
+        return tokens_of(self.tokenizer, text, special=special)
+
     async def stats(self) -> Stats:
         """What the model holds now, and its limits."""
         return await self.serving.surviving(lambda engine: stats_of(engine, self.serving.restarts))
@@ -334,6 +348,12 @@ class SteerModel(Unshared, Calls[CaptureHandle], CorpusCalls, instead=INSTEAD):
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         return self.serving.opened().vllm.tokenizer
+
+    @property
+    def origin(self) -> Mapping[str, str]:
+        """The `revision` of the model, "" if none was asked for, and the `dtype` that it computes in."""
+        config = self.engine.model_config
+        return {"revision": config.revision or "", "dtype": str(config.dtype).removeprefix("torch.")}
 
     @property
     def num_layers(self) -> int:

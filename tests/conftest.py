@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import os
+import socket
 import sys
 import threading
 import time
@@ -24,6 +26,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # tests beside these need a core too
 import psutil
 import pytest
 import torch
+import uvicorn
 from hypothesis import settings
 
 # Triton looks at it when it is imported, when a kernel is defined, and when one runs: before any test imports it.
@@ -85,6 +88,19 @@ class Mapped(threading.Thread):
 
 _MAPPED = Mapped()
 _PRELOADED = Preloaded()
+
+
+@asynccontextmanager
+async def listening(app: Any) -> AsyncIterator[str]:
+    """The address of a server of this process that answers with an application."""
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        served = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+        running = asyncio.create_task(served.serve([sock]))
+        try:
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        finally:
+            served.should_exit = True
+            await running
 
 
 class Leftovers:

@@ -67,6 +67,12 @@ def read_flags(model: str, flags: Sequence[str]) -> argparse.Namespace:
     return found
 
 
+def tells_clients_apart(flags: argparse.Namespace) -> bool:
+    """Whether a server asks for API keys, or has middleware of the operator's that may."""
+    keys = flags.api_key or [os.environ.get("VLLM_API_KEY")]
+    return any(keys) or bool(flags.middleware)
+
+
 def engine_arguments(flags: argparse.Namespace) -> dict[str, Any]:
     """The engine's part of flags, as far as they differ from vLLM's defaults."""
     given, plain = AsyncEngineArgs.from_cli_args(flags), AsyncEngineArgs(model=flags.model)

@@ -15,7 +15,7 @@ import typer
 
 from steercap.cli.command import command
 from steercap.cli.engines import SMOLLM2, located, pairs_of
-from steercap.cli.serve import named, parted, uv_loops
+from steercap.cli.serve import checked, named, parted, uv_loops
 from steercap.cli.terminal import Terminal
 from steercap.config import CPU
 
@@ -60,17 +60,18 @@ def register(app: typer.Typer) -> None:
         from steercap.serve.server import serve as run
 
         model, flags = parted(model, flags)
-        path, chosen = str(located(model)), port or free_port()
         settings = ServerSettings(
             vectors={name: Path(file) for name, file in named(vectors or (), "--vectors")},
             saes={name: Path(folder) for name, folder in named(sae or (), "--sae")},
         )
+        names = checked(settings, model, flags, engine_arg)
+        path, chosen = str(located(model)), port or free_port()
         own: dict[str, Any] = dict(CPU) if model == SMOLLM2 else {}
         said = ["--host", HOST, "--port", str(chosen), "--served-model-name", model, *flags]
         terminal.say(f"starting {model}; the page opens once it is up, in a minute or so")
         page = asyncio.create_task(opening(terminal, f"http://{HOST}:{chosen}", browser=browser))
         try:
-            await run(path, said, settings, **(own | dict(pairs_of(engine_arg or (), "--engine-arg"))))
+            await run(path, said, settings, names, **(own | dict(pairs_of(engine_arg or (), "--engine-arg"))))
         finally:
             page.cancel()
             with suppress(asyncio.CancelledError):

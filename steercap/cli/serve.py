@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 import typer
 
 from steercap.cli.command import Loops, command
-from steercap.cli.engines import SMOLLM2, located, pairs_of
+from steercap.cli.engines import SMOLLM2, ModelOptions, located, pairs_of
+from steercap.cli.foreseen import STREAM, foreseen
 from steercap.cli.terminal import Terminal
 from steercap.config import CPU
 from steercap.core.extras import extra
 
+if TYPE_CHECKING:
+    from steercap.serve.server import Names, ServerSettings
+
 KEPT: Final = "What is kept"
+#: Flags of vLLM's that change what a model's config.json says.
+CHANGING: Final = ("--hf-overrides", "--hf-config-path", "--hf_overrides", "--hf_config_path")
 
 
 def register(app: typer.Typer) -> None:
@@ -86,7 +92,6 @@ def register(app: typer.Typer) -> None:
         from steercap.serve.server import serve as run
 
         model, flags = parted(model, flags)
-        path = str(located(model))
         settings = ServerSettings(
             vectors={name: Path(file) for name, file in named(vectors or (), "--vectors")},
             saes={name: Path(folder) for name, folder in named(sae or (), "--sae")},
@@ -98,18 +103,53 @@ def register(app: typer.Typer) -> None:
             folder_bytes=int(folder_gib * 2**30),
             folder_bytes_of_a_key=int(folder_gib_of_a_key * 2**30),
         )
+        names = checked(settings, model, flags, engine_arg, sites=sites.split(","))
+        path = str(located(model))
         own: dict[str, Any] = dict(CPU) if model == SMOLLM2 else {}
         own |= {"sites": sites.split(","), **dict(pairs_of(engine_arg or (), "--engine-arg"))}
         said = ["--host", host, "--port", str(port), "--served-model-name", model]
         said += ["--api-key", *api_key] if api_key else []
         terminal.say(f"starting vLLM's server with {model}; http://{host}:{port}/v1 once it is up")
-        await run(path, [*said, *flags], settings, **own)
+        await run(path, [*said, *flags], settings, names, **own)
 
 
 def parted(model: str, flags: Sequence[str] | None) -> tuple[str, list[str]]:
     """The model and vLLM's flags: where flags alone stand behind --, the first of them is no model."""
     given = list(flags or ())
     return (SMOLLM2, [model, *given]) if model.startswith("-") else (model, given)
+
+
+def checked(
+    settings: ServerSettings, model: str, flags: Sequence[str], engine_arg: Sequence[str] | None, **own: Any
+) -> Names:
+    """Read what has names on a server, and check that it fits the model, so far as its config.json says.
+
+    Args:
+        settings: of the server.
+        model: name or path.
+        flags: of vLLM's, of which one may change what config.json says.
+        engine_arg: as of the command.
+        **own: settings of SteerModel.
+
+    Raises:
+        InvalidSpec, InvalidFile: files or presets that cannot be used.
+        InvalidVector, LayerOutOfRange, PointNotArmed: they are of another model, or of what is not armed.
+    """
+    from steercap.serve.library import OPERATOR
+    from steercap.serve.server import Names
+    from steercap.steering.spec import SteeringSpec
+
+    names = Names.of(settings)
+    if any(flag.startswith(CHANGING) for flag in flags):
+        return names
+    there = foreseen(ModelOptions(model, engine_arg=list(engine_arg or ())), **own)
+    for name in settings.vectors:
+        content = names.library.get(name, OPERATOR).content
+        if not isinstance(content, SteeringSpec) and content.site in STREAM:
+            there.check_width(content.width, f"--vectors {name}")
+    for steering in names.presets.values():
+        there.check_steering(steering)
+    return names
 
 
 def uv_loops() -> Loops:

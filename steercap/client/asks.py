@@ -24,7 +24,7 @@ MOST_NUMBERS: Final = 4096
 #: What a server cannot be asked, of a CaptureSpec, and what to do instead.
 _REFUSED: Final[Mapping[str, str]] = {
     "calibration": "a server keeps codes without one; leave it out",
-    "sae": "a server holds no SAEs; capture the rows and encode them here, with SAE.encode",
+    "sae": "a server reads with its own SAEs, by their names in HTTP; capture the rows and use SAE.encode here",
     "gather": "a server hands over whole rows; leave it out",
 }
 

@@ -67,13 +67,14 @@ def token_text(token: str, *, in_bytes: bool) -> str:
     return spelled(token if in_bytes else token.replace("▁", " "))
 
 
-async def tokenised(connection: Connection, text: str) -> list[int]:
-    """Token ids of a text, as the server reads it for a prompt.
+async def tokenised(connection: Connection, text: str, *, special: bool = True) -> list[int]:
+    """Token ids of a text, as the server reads it for a prompt, or without the special tokens around it.
 
     Raises:
         The errors of `Connection.ask`.
     """
-    answer = await connection.ask("POST", "/tokenize", json={"model": connection.here().name, "prompt": text})
+    body = {"model": connection.here().name, "prompt": text, "add_special_tokens": special}
+    answer = await connection.ask("POST", "/tokenize", json=body)
     with connection.answering():
         return list(map(int, answer["tokens"]))
 

@@ -46,7 +46,7 @@ class Described:
         name: of the model in requests; of several, or with a preset, the one that was asked for.
         model: its path, or name on the hub.
         context: tokens that a prompt and its reply may have together, None if it does not say.
-        num_layers, hidden_size, points: as of `SteerModel`.
+        num_layers, hidden_size, points, origin: as of `SteerModel`.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Described:
     num_layers: int
     hidden_size: int
     points: Mapping[Point, PointSchema]
+    origin: Mapping[str, str]
 
 
 class Connection:
@@ -146,7 +147,9 @@ class Connection:
                 for one in said["points"]
             }
             name = self._name or next(iter(names))
-            return Described(name, said["model"], names[name], said["num_layers"], said["hidden_size"], points)
+            origin = {part: str(said[part]) for part in ("revision", "dtype")}
+            width = said["hidden_size"]
+            return Described(name, said["model"], names[name], said["num_layers"], width, points, origin)
 
     async def aclose(self) -> None:
         """Cancel what runs, let the server free what it holds for us, close the connection. Idempotent."""

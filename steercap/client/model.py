@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap.client.answers import RemoteAnswers
+from steercap.client.chats import templated, tokenised
 from steercap.client.connection import Connection
 from steercap.client.uploads import VECTORS, Uploads, encoded
 from steercap.core.extras import extra
@@ -21,6 +22,7 @@ from steercap.requests.context import steered
 from steercap.requests.fetching import fetch_all
 from steercap.requests.handle import CaptureHandle, flat
 from steercap.steering.spec import SteeringSpec
+from steercap.vectors.extraction import given_ids, is_conversation
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -43,7 +45,7 @@ LACKING: Final[Mapping[str, str]] = {
     "serving": "it is in the server's process",
     "settings": "they are the server's; `stats()` has its limits",
     "sketch": "a server keeps no statistics; sketch where the model is open, or fetch rows",
-    "tokenizer": "the server has it; handles have token ids, and `chat` uses its template",
+    "tokenizer": "the server has it; `await model.token_ids(text)` asks it, and handles have token ids",
     "unembed": "the server does not run the norm and unembedding by themselves",
     "verified": "it is said of each capture, `handle.receipt.verified`",
 }
@@ -144,6 +146,22 @@ class RemoteModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         """
         await fetch_all([handle.lifecycle for handle in flat(handles)])
 
+    async def token_ids(self, text: Any, *, special: bool = True) -> list[int]:
+        """Tokenise a prompt as the model reads it, by the server's tokenizer.
+
+        Args:
+            text, special: as for `SteerModel.token_ids`.
+
+        Raises:
+            InvalidSpec: neither text, token ids nor a conversation.
+            InvalidRequest: the server has no chat template, or it refuses the conversation.
+        """
+        if isinstance(text, str):
+            return await self.connection.run(lambda: tokenised(self.connection, text, special=special))
+        if is_conversation(text):
+            return (await self.connection.run(lambda: templated(self.connection, text, {}, spans=False)))[0]
+        return given_ids(text)
+
     async def stats(self) -> Stats:
         """What the server's model holds now, for everybody, and its limits."""
         said = await self.connection.run(lambda: self.connection.ask("GET", "/v1/steercap/model"))
@@ -223,6 +241,11 @@ class RemoteModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
     def served_name(self) -> str:
         """The name of the model in requests."""
         return self.connection.opened().name
+
+    @property
+    def origin(self) -> Mapping[str, str]:
+        """The `revision` of the model, "" if none was asked for, and the `dtype` that it computes in."""
+        return self.connection.opened().origin
 
     @property
     def num_layers(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -29,6 +29,13 @@ class ReadingModel(OpenModel, Protocol):
     @property
     def num_layers(self) -> int:
         """Decoder layers."""
+
+    @property
+    def origin(self) -> Mapping[str, str]:
+        """See `SteerModel.origin`."""
+
+    async def token_ids(self, text: Any, *, special: bool = True) -> list[int]:
+        """See `SteerModel.token_ids`."""
 
     async def read(self, prompts: Any, *, capture: Any, steering: Any) -> Any:
         """See `SteerModel.read`."""

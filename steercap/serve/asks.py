@@ -30,7 +30,7 @@ from steercap.vectors.layers import LayerVectors
 
 Made = TypeVar("Made")
 
-#: What `capture` may hold: fields of CaptureSpec whose values JSON has, and `project` by name.
+#: What `capture` may hold: fields of CaptureSpec whose values JSON has, and `project` and `sae` by name.
 CAPTURE: Final = (
     "layers",
     "sites",
@@ -43,6 +43,7 @@ CAPTURE: Final = (
     "before_edits",
     "allow_nonfinite",
     "project",
+    "sae",
 )
 #: Fields of edits that hold a vector, or several.
 VECTORS: Final = ("vector", "probe", "read", "write", "rows", "encoder", "decoder", "decoder_bias")
@@ -104,6 +105,8 @@ def capture_of(asked: Any, library: Library, owner: str) -> CaptureSpec:
         given["at"] = [tuple(one) if isinstance(one, list) else one for one in given["at"]]
     if (project := given.get("project")) is not None:
         given["project"] = directions_of(project, library, owner)
+    if (saes := given.get("sae")) is not None:
+        given["sae"] = [library.sae(name) for name in (saes if isinstance(saes, list) else [saes])]
     return CaptureSpec(**given)
 
 
@@ -157,8 +160,10 @@ def _monitor_of(asked: Any, library: Library, owner: str) -> Monitor:
 
 def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | LogitBias | SteeringSpec]:
     if isinstance(asked, str):
-        content = library.get(asked, owner).content
-        if isinstance(content, SteeringSpec):
+        if (
+            isinstance(content := library.get(asked.partition("/")[0], owner).content, SteeringSpec)
+            and "/" not in asked
+        ):
             return [content]
         return _edits_of({"op": "add", "vector": asked}, library, owner)
     if not isinstance(asked, Mapping):
@@ -223,20 +228,30 @@ def _made(kind: type[Made], given: Mapping[str, Any]) -> Made:
     return made
 
 
-def layer_vectors(name: Any, library: Library, owner: str) -> LayerVectors:
-    """Vectors by name: "calm", or one direction of a set, "traits/calm".
+def layer_vectors(name: str, library: Library, owner: str) -> LayerVectors:
+    """Find the vectors of a name: "calm", the only direction of a set "calm", or one of several, "traits/calm".
 
     Raises:
-        InvalidSpec: nothing has the name, or what has it is no vector.
+        InvalidSpec: nothing has the name, or what has it is not one direction.
     """
-    first, _, direction = str(name).partition("/")
+    first, slash, direction = name.partition("/")
     content = library.get(first, owner).content
-    if isinstance(content, DirectionSet) and direction in content:
-        return content[direction]
-    if isinstance(content, LayerVectors) and not direction:
+    if isinstance(content, LayerVectors):
+        if slash:
+            raise InvalidSpec(
+                f"{name!r}: {first!r} holds one vector for each layer, and no directions by name; give {first!r}"
+            )
         return content
-    kind = f"directions {', '.join(content)}" if isinstance(content, DirectionSet) else "something else"
-    raise InvalidSpec(f"{name!r} is no vector: {first!r} holds {kind}")
+    if not isinstance(content, DirectionSet):
+        raise InvalidSpec(f"{name!r} is no vector: {first!r} holds steering; give the name of vectors")
+    known = list(content)
+    if not slash and len(known) == 1:
+        return content[known[0]]
+    if direction in content:
+        return content[direction]
+    why = f"{first!r} has no direction {direction!r}" if slash else f"{first!r} is no vector: it holds directions"
+    listed = "" if slash else f" {', '.join(known)}"
+    raise InvalidSpec(f"{why}{listed}; give one of them, such as {f'{first}/{known[0]}'!r}")
 
 
 def directions_of(name: Any, library: Library, owner: str) -> LayerVectors | DirectionSet:

@@ -26,24 +26,31 @@ if TYPE_CHECKING:
 MOST_ROWS: Final = 1 << 13
 
 
-def loaded(folders: Mapping[str, Path], model: SteerModel) -> dict[str, SAE]:
-    """SAEs by name, each of rows that the model has.
+def loaded(folders: Mapping[str, Path]) -> dict[str, SAE]:
+    """Load SAEs by name.
 
     Raises:
-        InvalidSpec: not a name, or the SAE reads what this model does not have, or is not armed.
+        InvalidSpec: not a name.
         InvalidFile: a folder that holds no SAE.
     """
-    found = {}
-    for name, folder in folders.items():
+    for name in folders:
         if not NAME.fullmatch(name):
             raise InvalidSpec(f"SAE {name!r}: give letters, digits, dots, dashes and underscores")
-        found[name] = sae = SAE.load(folder)
+    return {name: SAE.load(folder) for name, folder in folders.items()}
+
+
+def require_fitting(saes: Mapping[str, SAE], model: SteerModel) -> None:
+    """Check that SAEs are of rows that the model has.
+
+    Raises:
+        InvalidSpec: one reads what this model does not have, or is not armed.
+    """
+    for name, sae in saes.items():
         schema = model.points.get(sae.input)
         if schema is None:
             raise InvalidSpec(f"SAE {name!r} reads {sae.input}, which is not armed; see --sites")
         if schema.width != sae.d_in:
             raise InvalidSpec(f"SAE {name!r} reads rows of {sae.d_in}, and those of {sae.input} have {schema.width}")
-    return found
 
 
 class FeaturesOfRows:

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from steercap.core.values import shown
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidSpec, SteercapError
 from steercap.files import native
 from steercap.formats import load_control_vector
+from steercap.saes import SAE
 from steercap.steering.spec import SteeringSpec
 from steercap.vectors.directions import DirectionSet
 from steercap.vectors.layers import LayerVectors
@@ -81,6 +83,7 @@ class Library:
         most_of_a_key: of all files of a key.
         most_of_all: of all files of all keys.
         folder: whether the operator gave a folder to write rows to.
+        saes: the operator's SAEs, by name.
     """
 
     def __init__(
@@ -90,7 +93,9 @@ class Library:
         most_of_a_key: int = MOST_BYTES_OF_A_KEY,
         most_of_all: int = MOST_BYTES_OF_ALL,
         folder: bool = False,
+        saes: Mapping[str, SAE] | None = None,
     ) -> None:
+        self.saes = saes or {}
         self.folder = folder
         self.most_bytes = most_bytes
         self.most_of_a_key = most_of_a_key
@@ -156,6 +161,16 @@ class Library:
                 return found
         known = ", ".join(sorted(one.name for one in self.of(owner))) or "none"
         raise InvalidSpec(f"no vector or steering is called {name[:80]!r}; known: {known}")
+
+    def sae(self, name: Any) -> SAE:
+        """Find an SAE by name.
+
+        Raises:
+            InvalidSpec: the operator gave none of the name.
+        """
+        if not isinstance(name, str) or name not in self.saes:
+            raise InvalidSpec(f"no SAE is called {shown(name)}; known: {', '.join(sorted(self.saes)) or 'none'}")
+        return self.saes[name]
 
     def of(self, owner: str) -> Iterator[Named]:
         """What an owner sees."""

@@ -46,6 +46,26 @@ _KINDS: Final[Mapping[int, str]] = {
 _OBJECT: Final = b"data: {"
 
 
+class Keyless:
+    """Put around the routes of a server that asks for no API key: all clients are one, whichever key they send.
+
+    OpenAI's clients always send one, and curl sends none: what one of them captured, the other fetches.
+
+    Args:
+        app: the routes.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request without the key that it brought."""
+        if scope["type"] == "http":
+            headers = [(name, said) for name, said in scope["headers"] if name.lower() != b"authorization"]
+            scope = {**scope, "headers": headers}
+        await self._app(scope, receive, send)
+
+
 class Asking:
     """Put around a route of vLLM's.
 

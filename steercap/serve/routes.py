@@ -80,6 +80,7 @@ class Routes:
         return JSONResponse(
             {
                 "model": model.serving.model,
+                **model.origin,
                 "num_layers": model.num_layers,
                 "hidden_size": model.hidden_size,
                 "points": points,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from steercap.adapters.releases import importing
 from steercap.core.extras import extra
-from steercap.errors import InvalidSetting, InvalidSpec
+from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec
 from steercap.model import SteerModel
 from steercap.serve.asks import steering_of
 from steercap.serve.captures import MOST_BYTES, MOST_BYTES_OF_A_KEY, TIME_TO_LIVE, Captures
@@ -21,11 +21,13 @@ from steercap.serve.folder import MOST_BYTES as FOLDER_BYTES
 from steercap.serve.folder import MOST_BYTES_OF_A_KEY as FOLDER_BYTES_OF_A_KEY
 from steercap.serve.folder import Folder
 from steercap.serve.library import NAME, OPERATOR, Library
-from steercap.serve.middleware import PATHS, Asking
+from steercap.serve.middleware import PATHS, Asking, Keyless
 from steercap.serve.presets import Presets
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+
+    from steercap.steering.spec import SteeringSpec
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,49 @@ class ServerSettings:
     folder_bytes_of_a_key: int = FOLDER_BYTES_OF_A_KEY
 
 
+@dataclass(frozen=True)
+class Names:
+    """What the operator gave names.
+
+    Args:
+        library: vectors, steering and SAEs.
+        presets: what each preset steers by.
+    """
+
+    library: Library
+    presets: Mapping[str, SteeringSpec]
+
+    @staticmethod
+    def of(settings: ServerSettings) -> Names:
+        """Read the files that settings name; no model is needed for it, so that it comes before the engine's start.
+
+        Raises:
+            InvalidSpec: not a name, or a preset that means nothing.
+            InvalidFile: a file of vectors, or of an SAE, that cannot be used.
+        """
+        with extra("cuda", "cpu"):
+            from steercap.serve.features import loaded
+
+        library = Library(folder=settings.folder is not None, saes=loaded(settings.saes))
+        for name, path in settings.vectors.items():
+            try:
+                library.add(name, OPERATOR, path.read_bytes())
+            except (InvalidFile, OSError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                raise InvalidFile(f"vectors {name}={path}: {reason}") from error
+        for name in settings.presets:
+            if not NAME.fullmatch(name):
+                raise InvalidSpec(f"preset {name!r}: give letters, digits, dots, dashes and underscores")
+        presets = {name: steering_of(asked, library, OPERATOR) for name, asked in settings.presets.items()}
+        return Names(library, presets)
+
+
 async def application(
-    model: SteerModel, flags: argparse.Namespace, settings: ServerSettings, folder: Folder | None = None
+    model: SteerModel,
+    flags: argparse.Namespace,
+    settings: ServerSettings,
+    folder: Folder | None = None,
+    names: Names | None = None,
 ) -> FastAPI:
     """vLLM's application over an open model, with routes and a field of a request's body of our own.
 
@@ -65,12 +108,13 @@ async def application(
         flags: of `vllm serve`, see `adapters.server.read_flags`; those of the engine count for nothing here.
         settings: of the server.
         folder: where rows are written that are asked for so; open, and for as long as it is served.
+        names: what `Names.of` read of the settings; read here if left out.
 
     Raises:
-        InvalidSpec: a preset that means nothing, or an SAE of rows that this model does not have.
-        InvalidFile: a file of vectors, or of an SAE, that cannot be used.
+        InvalidSpec: an SAE of rows that this model does not have.
         UnsupportedRunner: vLLM's server is not what is known of it.
         InvalidSetting: the model's engine is to be started again if it dies.
+        The errors of `Names.of`.
     """
     if model.settings.restart:
         raise InvalidSetting(
@@ -80,21 +124,15 @@ async def application(
     with extra("cuda", "cpu"), importing():
         from steercap.adapters import server
         from steercap.serve import explorer
-        from steercap.serve.features import FeaturesOfRows, loaded
+        from steercap.serve.features import FeaturesOfRows, require_fitting
         from steercap.serve.looking import Looking
         from steercap.serve.routes import Routes
 
-    library = Library(folder=folder is not None)
-    for name, path in settings.vectors.items():
-        library.add(name, OPERATOR, path.read_bytes())
-    for name in settings.presets:
-        if not NAME.fullmatch(name):
-            raise InvalidSpec(f"preset {name!r}: give letters, digits, dots, dashes and underscores")
-    steering = {name: steering_of(asked, library, OPERATOR) for name, asked in settings.presets.items()}
-    saes = loaded(settings.saes, model)
-    names = flags.served_model_name or [flags.model]
-    presets = Presets(names, steering)
-    served = argparse.Namespace(**{**vars(flags), "served_model_name": [*names, *presets.aliases]})
+    names = names or Names.of(settings)
+    require_fitting(names.library.saes, model)
+    library, served_names = names.library, flags.served_model_name or [flags.model]
+    presets = Presets(served_names, names.presets)
+    served = argparse.Namespace(**{**vars(flags), "served_model_name": [*served_names, *presets.aliases]})
     captures = Captures(
         time_to_live=settings.captures_seconds,
         most_bytes=settings.captures_bytes,
@@ -105,18 +143,23 @@ async def application(
         engine, served, PATHS, lambda route: Asking(route, library, presets), lambda route: Elsewhere(route, presets)
     )
     app.router.routes.extend(Routes(model, captures, library, presets.aliases, folder).routes)
-    looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, saes).routes]
+    looking = [*Looking(model, captures, library).routes, *FeaturesOfRows(captures, library.saes).routes]
     app.router.routes.extend([*looking, *explorer.routes()])
+    if not server.tells_clients_apart(flags):
+        app.router.middleware_stack = Keyless(app.router.middleware_stack)
     return app
 
 
-async def serve(model: str, flags: Sequence[str], settings: ServerSettings, **steercap: Any) -> None:
+async def serve(
+    model: str, flags: Sequence[str], settings: ServerSettings, names: Names | None = None, **steercap: Any
+) -> None:
     """Open a model, and serve it until the process is told to end.
 
     Args:
         model: path or name of the model.
         flags: of `vllm serve`.
         settings: of the server.
+        names: what `Names.of` read of the settings; read here, before the engine's start, if left out.
         **steercap: of `SteerModel`, beside vLLM's arguments, which are among the flags.
 
     Raises:
@@ -126,6 +169,7 @@ async def serve(model: str, flags: Sequence[str], settings: ServerSettings, **st
     with extra("cuda", "cpu"), importing():
         from steercap.adapters import server
 
+    names = names or Names.of(settings)
     read = server.read_flags(model, flags)
     with closing(server.listening(read)) as sock:  # before the engine: a port that is taken is known at once
         # Pictures that vLLM's cache leaves out of one request must have come with another before; requests that wait
@@ -133,7 +177,7 @@ async def serve(model: str, flags: Sequence[str], settings: ServerSettings, **st
         arguments = {"mm_processor_cache_gb": 0, **server.engine_arguments(read), **steercap}
         with opened_folder(model, settings) as folder:
             async with SteerModel(model, **arguments) as opened:
-                await server.serve(await application(opened, read, settings, folder), sock, read)
+                await server.serve(await application(opened, read, settings, folder, names), sock, read)
 
 
 @contextmanager

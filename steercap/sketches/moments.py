@@ -63,7 +63,7 @@ class Moments(Kind):
 
 
 def add_compensated(total: torch.Tensor, lost: torch.Tensor, term: torch.Tensor) -> None:
-    """Add `term` to `total` in place, and the rounding error to `lost`: float32, all of one shape; `term` is not changed.
+    """Add `term`, which is not changed, to `total` in place, and the rounding error to `lost`: float32, of one shape.
 
     Source: Knuth, The Art of Computer Programming 2, 4.2.2, theorem B.
     """

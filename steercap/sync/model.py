@@ -90,6 +90,7 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
     calibrate = blocking(_model.SteerModel.calibrate)
     collect = blocking(_model.SteerModel.collect)
     fetch_captures_batch = blocking(_model.SteerModel.fetch_captures_batch)
+    token_ids = blocking(_model.SteerModel.token_ids)
     unembed = blocking(_model.SteerModel.unembed)
     stats: Callable[[SteerModel], Stats] = blocking(_model.SteerModel.stats)
 
@@ -201,6 +202,11 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
     def points(self) -> Mapping[Point, PointSchema]:
         """Points that have a tap, layer by layer, and what the tensor at each of them is."""
         return self.bridge.model.points
+
+    @property
+    def origin(self) -> Mapping[str, str]:
+        """See `SteerModel.origin`."""
+        return self.bridge.model.origin
 
     @property
     def tokenizer(self) -> Any:

@@ -63,6 +63,7 @@ class RemoteModel(Unshared, Bridged[Awaited], instead=INSTEAD):
     stream = iterating(Awaited.stream)
     fetch_captures_batch = blocking(Awaited.fetch_captures_batch)
     stats = blocking(Awaited.stats)
+    token_ids = blocking(Awaited.token_ids)
     upload_vectors = blocking(Awaited.upload_vectors)
     list_vectors = blocking(Awaited.list_vectors)
     delete_vectors = blocking(Awaited.delete_vectors)
@@ -108,6 +109,11 @@ class RemoteModel(Unshared, Bridged[Awaited], instead=INSTEAD):
     def served_name(self) -> str:
         """See `steercap.client.RemoteModel.served_name`."""
         return self.awaited.served_name
+
+    @property
+    def origin(self) -> Mapping[str, str]:
+        """See `steercap.client.RemoteModel.origin`."""
+        return self.awaited.origin
 
     @property
     def num_layers(self) -> int:

@@ -153,7 +153,8 @@ async def mean_rows(
     check_texts(texts)
     if not texts:
         raise InvalidSpec("no texts to read; give at least one")
-    asked = [asked_of(model.tokenizer, text, TokenSelection.parse(tokens)) for text in texts]
+    selection = TokenSelection.parse(tokens)
+    asked = await each_of(texts, lambda text: asked_of(model, text, selection), CALL_TEXTS)
     finished = 0
     captured: set[int] = set()  # of all layers, those that have the site
 
@@ -201,8 +202,7 @@ def labelled(found: DirectionSet, model: ReadingModel, **known: Any) -> Directio
         model: whose rows they were made from.
         known: further fields of `Provenance`.
     """
-    config = model.engine.model_config
-    known |= {"revision": config.revision or "", "dtype": str(config.dtype).removeprefix("torch.")}
+    known |= model.origin
     vectors = {
         name: LayerVectors(one.vectors, name=name, model=model_name(model.model), site=one.site)
         for name, one in found.items()
@@ -221,51 +221,77 @@ def sha_of(ids: Sequence[int]) -> bytes:
     return hashlib.sha256(torch.tensor(ids, dtype=torch.int64).numpy().tobytes()).digest()
 
 
-def asked_of(tokenizer: Any, text: Text, selection: TokenSelection) -> tuple[list[int], TokenSelection]:
-    """What the model reads of a text, and which of its rows are wanted."""
-    if not isinstance(text, Exchange):
-        return ids_of(tokenizer, text), selection
-    prompt, response = _parts_of(tokenizer, text)
-    return prompt + response, TokenSelection.parse(slice(len(prompt), None))
-
-
-def ids_of(tokenizer: Any, text: Text) -> list[int]:
-    """The token ids of a text, of an exchange those of prompt and response.
+async def asked_of(model: ReadingModel, text: Text, selection: TokenSelection) -> tuple[list[int], TokenSelection]:
+    """Find what the model reads of a text, and which of its rows are wanted.
 
     Raises:
         InvalidSpec: an exchange with an empty response, or no text at all.
     """
-    if isinstance(text, Exchange):
-        prompt, response = _parts_of(tokenizer, text)
-        return prompt + response
-    return _ids(tokenizer, text, special=True)
+    parts = [await model.token_ids(part, special=special) for part, special in _parts_of(text)]
+    ids = _joined(text, parts)
+    return ids, TokenSelection.parse(slice(len(parts[0]), None)) if isinstance(text, Exchange) else selection
 
 
-def _parts_of(tokenizer: Any, text: Exchange) -> tuple[list[int], list[int]]:
-    """The token ids of prompt and response."""
-    response = _ids(tokenizer, text.response, special=False)
-    if not response:
-        raise InvalidSpec(f"{text!r} has an empty response, which has no rows")
-    return _prompt_ids(tokenizer, text.prompt), response
+def ids_of(tokenizer: Any, text: Text) -> list[int]:
+    """Find the token ids of a text, of an exchange those of prompt and response.
+
+    Raises:
+        InvalidSpec: an exchange with an empty response, or no text at all.
+    """
+    return _joined(text, [tokens_of(tokenizer, part, special=special) for part, special in _parts_of(text)])
 
 
-def _prompt_ids(tokenizer: Any, prompt: Any) -> list[int]:
-    if isinstance(prompt, Sequence) and prompt and all(isinstance(part, Mapping) for part in prompt):
-        return templated(tokenizer, prompt, {}, spans=False)[0]
-    return _ids(tokenizer, prompt, special=True)
+def tokens_of(tokenizer: Any, text: Any, *, special: bool) -> list[int]:
+    """Tokenise a str or a conversation, by the chat template; token ids stay as they are.
 
+    Args:
+        tokenizer: the model's.
+        text: str, token ids, or {"role", "content"} dicts.
+        special: whether a str gets the tokens that the tokenizer puts around a prompt.
 
-def _ids(tokenizer: Any, text: Any, *, special: bool) -> list[int]:
+    Raises:
+        InvalidSpec: something else.
+        InvalidRequest: no chat template, or one that refuses the conversation.
+    """
     if isinstance(text, str):
         return list(tokenizer.encode(text, add_special_tokens=special))
+    if is_conversation(text):
+        return templated(tokenizer, text, {}, spans=False)[0]
+    return given_ids(text)
+
+
+def is_conversation(text: Any) -> bool:
+    """Whether it is a list of {"role", "content"} dicts."""
+    return isinstance(text, Sequence) and bool(text) and all(isinstance(part, Mapping) for part in text)
+
+
+def given_ids(text: Any) -> list[int]:
+    """Check token ids that stand for a text.
+
+    Raises:
+        InvalidSpec: something else.
+    """
     try:
         nothing = not len(text)
     except TypeError as error:  # such as one of several ids, where the ids of one text were given for texts
         raise InvalidSpec(f"{shown(text)} is no text; give several in a list: str, token ids, or Exchange") from error
     if nothing:
         return []
+    if isinstance(text, Mapping) or any(isinstance(part, (str, bytes, Sequence, Mapping)) for part in text):
+        raise InvalidSpec(f"{shown(text)} is no text; give several in a list: str, token ids, or Exchange")
     _, (prompt,) = listed(list(text))
     return list(prompt["prompt_token_ids"])
+
+
+def _parts_of(text: Text) -> list[tuple[Any, bool]]:
+    """What is tokenised by itself of a text, each with whether it gets the tokenizer's special tokens."""
+    return [(text.prompt, True), (text.response, False)] if isinstance(text, Exchange) else [(text, True)]
+
+
+def _joined(text: Text, parts: Sequence[list[int]]) -> list[int]:
+    if isinstance(text, Exchange) and not parts[1]:
+        raise InvalidSpec(f"{text!r} has an empty response, which has no rows")
+    return [token for part in parts for token in part]
 
 
 def _row(captures: Mapping[Any, torch.Tensor]) -> torch.Tensor:

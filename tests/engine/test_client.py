@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
-import uvicorn
+from conftest import listening
 
 from steercap import (
     Ablate,
@@ -33,6 +32,7 @@ from steercap.client import RemoteModel
 from steercap.serve.server import ServerSettings, application
 from steercap.sync import SteerModel as Blocking
 from steercap.testing.rows import random_prompt, settled
+from steercap.vectors import Exchange, extract
 from steercap.vectors.directions import DirectionSet
 from steercap.vectors.layers import LayerVectors
 
@@ -53,27 +53,14 @@ CALM = LayerVectors({1: vector(1)}, name="calm")
 TRAITS = DirectionSet({name: LayerVectors({1: vector(k), 2: vector(k + 9)}) for k, name in enumerate(("warm", "cold"))})
 
 
-@asynccontextmanager
-async def listening(tiny: SteerModel, settings: ServerSettings) -> AsyncIterator[str]:
-    """The address of a server of this process."""
-    app = await application(tiny, server.read_flags(tiny.serving.model, FLAGS), settings)
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        served = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-        running = asyncio.create_task(served.serve([sock]))
-        try:
-            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-        finally:
-            served.should_exit = True
-            await running
-
-
 @pytest.fixture(scope="module")
 async def url(tiny: SteerModel, tmp_path_factory) -> AsyncIterator[str]:
     """`calm` is the operator's; `tiny+calm` a model that is steered by it."""
     file = tmp_path_factory.mktemp("client") / "calm.safetensors"
     CALM.save(file)
     settings = ServerSettings(vectors={"calm": file}, presets={"calm": {"op": "add", "vector": "calm", "scale": 4.0}})
-    async with listening(tiny, settings) as found:
+    app = await application(tiny, server.read_flags(tiny.serving.model, FLAGS), settings)
+    async with listening(app) as found:
         yield found
 
 
@@ -387,6 +374,46 @@ async def test_each_sample_has_reports_of_its_own(remote: RemoteModel, tiny: Ste
             with pytest.raises(kind):
                 await model.generate(prompts[0], params, monitors=asked, raw_output=True)
     assert await settled(tiny) == (0, 0, 0)
+
+
+async def test_a_direction_extracted_over_the_connection_is_the_local_one(
+    remote: RemoteModel, tiny: SteerModel
+) -> None:
+    """Of every kind of text that `extract` reads: text, token ids, and exchanges of each with each; with the provenance."""
+    draw = random.Random(11)
+    words = ["red", "blue", "Ünder", "über 7", "one\ntwo", "  cat", "dog ", "3.14"]
+
+    def text() -> str:
+        return " ".join(draw.choices(words, k=draw.randint(3, 8)))
+
+    kinds: list[Any] = [
+        text,
+        lambda: random_prompt(draw.randint(3, 9), draw.randint(0, 999)),
+        lambda: Exchange(text(), text()),
+        lambda: Exchange(random_prompt(5, draw.randint(0, 999)), text()),
+        lambda: Exchange(text(), random_prompt(4, draw.randint(0, 999))),
+    ]
+    for method, count in (("difference", 10), ("pca", 5), ("difference", 70)):
+        more, less = ([draw.choice(kinds)() for _ in range(count)] for _ in range(2))
+        here = await extract(tiny, more, less, name="kind", method=method, layers=[1, 3])
+        there = await extract(remote, more, less, name="kind", method=method, layers=[1, 3])
+        assert (there.model, there.provenance.prompts) == (here.model, here.provenance.prompts)
+        assert (there.provenance.revision, there.provenance.dtype) == ("", "float32")
+        assert (there.provenance.rows, there.provenance.tokens) == (here.provenance.rows, here.provenance.tokens)
+        for layer, known in here["kind"].items():
+            torch.testing.assert_close(there["kind"][layer], known, rtol=1e-3, atol=1e-3)
+    for wrong in ([3], [Exchange("a", "")], [{"a": 1}, 5]):
+        for model in (tiny, remote):
+            with pytest.raises(errors.InvalidRequest):
+                await extract(model, wrong * 2, wrong * 2, name="kind", held_out=0.0)
+    chat: Any = [{"role": "user", "content": "Hello"}]
+    assert await remote.token_ids(chat) == list(
+        (await remote.chat(chat, GREEDY, capture_layers=[1]))[1].prompt_token_ids
+    )
+    for special in (True, False):
+        assert await remote.token_ids("Hello there", special=special) == await tiny.token_ids(
+            "Hello there", special=special
+        )
 
 
 async def test_what_the_server_says_of_the_model(remote: RemoteModel, tiny: SteerModel, url: str) -> None:

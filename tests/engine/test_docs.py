@@ -8,19 +8,22 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import opened
+from conftest import listening, opened
 from docs_pages import ROOT, Block, blocks, is_cheap, model_of, pages, steercap_commands
 from typer.testing import CliRunner
 
 from steercap import CaptureRun, SteerModel
+from steercap.adapters import server
 from steercap.cli.app import app
+from steercap.serve.server import ServerSettings, application
 from steercap.testing import smollm2
 from steercap.testing.multimodal import wrapper_checkpoint
 from steercap.testing.rows import TINY_ENGINE
-from steercap.vectors import extract
+from steercap.vectors import DirectionSet, extract
 
 PAGES = [page for page in pages() if model_of(page)]
 SCRIPTS = {block.text: block for page in pages() for block in blocks(page) if block.is_script and not block.reason}
@@ -44,6 +47,29 @@ async def test_the_blocks_of_a_page_run(page: Path, smol: SteerModel, tmp_path, 
 async def test_the_blocks_of_a_page_about_sites_run(page: Path, tiny: SteerModel, tmp_path, monkeypatch) -> None:
     """The same with an engine whose sites are all armed."""
     await read(page, tiny, tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+async def served(smol: SteerModel) -> AsyncIterator[str]:
+    """The address of a server of SmolLM2, which asks for no key."""
+    flags = server.read_flags(smol.serving.model, ["--served-model-name", "smollm2"])
+    async with listening(await application(smol, flags, ServerSettings())) as url:
+        yield url
+
+
+async def test_the_readme_runs_at_a_server(served: str, tmp_path, monkeypatch, capsys) -> None:
+    """With `SteerModel.connect(url)` in place of `SteerModel(name)`, every line of it, and of the script first.py."""
+    page, opening = ROOT / "README.md", 'SteerModel(smollm2(), preset="cpu")'
+    async with SteerModel.connect(served) as model:
+        await read(page, model, tmp_path, monkeypatch)
+    (script,) = [block for block in blocks(page) if block.is_script]
+    assert opening in script.text
+    namespace: dict = {"__name__": "first"}
+    await run(replace(script, text=script.text.replace(opening, f"SteerModel.connect({served!r})")), namespace)
+    await namespace["main"]()
+    told = [line.split(":", 1)[1] for line in capsys.readouterr().out.splitlines() if "My day at work was" in line]
+    assert len(told) == len(set(told)) == 3, "steering changed nothing"
+    assert list(DirectionSet.load("out/praise.safetensors")) == ["praise"]
 
 
 @pytest.fixture(scope="module")

@@ -5,34 +5,52 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import torch
 
-from steercap import CaptureSpec, SteerModel
+from steercap import SAE, CaptureHandle, CaptureSpec, SteerModel
 from steercap.adapters import server
-from steercap.errors import InvalidFile, InvalidSpec
+from steercap.core.spec import REDUCTIONS
+from steercap.core.texts import texts_of
+from steercap.errors import InvalidFile, InvalidRequest, InvalidSpec
 from steercap.saes.features import Features
 from steercap.serve import looking
-from steercap.serve.features import loaded
+from steercap.serve.features import loaded, require_fitting
 from steercap.serve.server import ServerSettings, application
 from steercap.testing.rows import GREEDY, random_prompt
 from steercap.testing.saes import RandomSAE, check_features
 from steercap.vectors import extract
+from steercap.vectors.directions import DirectionSet
 from steercap.vectors.layers import LayerVectors
 
 FLAGS = ["--served-model-name", "tiny", "--api-key", "mine", "yours"]
 SOME = LayerVectors({layer: torch.randn(128, generator=torch.Generator().manual_seed(layer)) for layer in (0, 2)})
 OWN = RandomSAE("standard", 128, 512)
 OTHER = LayerVectors({layer: torch.randn(128, generator=torch.Generator().manual_seed(9 + layer)) for layer in (2, 3)})
+PAIR = DirectionSet({"warm": SOME, "cold": LayerVectors({0: OTHER[2], 2: OTHER[3]})})
 
 
 @pytest.fixture(scope="module")
-async def app(tiny: SteerModel, tmp_path_factory) -> Any:
+def folders(tmp_path_factory) -> dict[str, Any]:
+    """Two SAEs, of different layers."""
+    folder, elsewhere = (
+        tmp_path_factory.mktemp("saes"),
+        (("metadata", {"sae_lens_version": "6.54.12", "model_name": "m", "hook_name": "blocks.3.hook_resid_post"}),),
+    )
+    second = RandomSAE("topk", 128, 256, k=20, seed=4, configuration=elsewhere)
+    return {"own": OWN.write(folder / "own"), "second": second.write(folder / "second")}
+
+
+@pytest.fixture(scope="module")
+async def app(tiny: SteerModel, tmp_path_factory, folders) -> Any:
     folder = tmp_path_factory.mktemp("looking")
     vectors = {"some": SOME.save(folder / "some.safetensors"), "other": OTHER.save(folder / "other.safetensors")}
     vectors["thin"] = LayerVectors({1: torch.ones(7)}).save(folder / "thin.safetensors")
     vectors["elsewhere"] = LayerVectors({1: torch.ones(128)}, site="attn_out").save(folder / "elsewhere.safetensors")
-    settings = ServerSettings(vectors=vectors, saes={"own": OWN.write(folder / "own")})
+    vectors["pair"] = PAIR.save(folder / "pair.safetensors")
+    vectors["single"] = DirectionSet({"one": OTHER}).save(folder / "single.safetensors")
+    settings = ServerSettings(vectors=vectors, saes=folders)
     return await application(tiny, server.read_flags(tiny.serving.model, FLAGS), settings)
 
 
@@ -47,6 +65,67 @@ async def waiting(app: Any, prompt: list[int], **capture: Any) -> str:
     found = (await client(app).post("/v1/completions", json=body | GREEDY)).json()
     address: str = found["steercap"]["results"][0]["capture"]["url"]
     return address
+
+
+#: Captures as local specs and as they are asked for over HTTP, where vectors and SAEs stand by name.
+ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *(
+        (asked, asked)
+        for how in REDUCTIONS
+        for asked in ({"reduce": how}, {"reduce": how, "tokens": "prompt", "layers": [1, 3]})
+    ),
+    ({"project": PAIR}, {"project": "pair"}),
+    ({"project": PAIR["warm"]}, {"project": "pair/warm"}),
+    ({"project": SOME, "tokens": "generated"}, {"project": "some", "tokens": "generated"}),
+    ({"project": DirectionSet({"one": OTHER})}, {"project": "single"}),
+    ({"project": DirectionSet({"one": OTHER})["one"]}, {"project": "single/one"}),
+    ({"sae": "own", "k": 7}, {"sae": "own", "k": 7}),
+    ({"sae": ["second", "own"], "tokens": "generated"}, {"sae": ["second", "own"], "tokens": "generated"}),
+    ({}, {}),
+    ({"codec": "full8", "layers": [2]}, {"codec": "full8", "layers": [2]}),
+]
+
+
+@pytest.mark.parametrize("number", range(len(ALIKE)))
+async def test_over_http_a_capture_is_the_local_one(app, folders, tiny: SteerModel, number, tmp_path) -> None:
+    """Of every reduction, projections and SAEs by name: points, dtypes and numbers of the file that is fetched; then
+    the lens, which both answer alike or both refuse.
+    """
+    spec, asked = ALIKE[number]
+    if names := spec.get("sae"):
+        read = {name: SAE.load(folders[name]) for name in folders}
+        spec = {**spec, "sae": read[names] if isinstance(names, str) else [read[name] for name in names]}
+    prompt, http = random_prompt(17 + number, number), client(app)
+    _, here = await tiny.generate(prompt, {"max_tokens": 4, **GREEDY}, capture=CaptureSpec(**spec))
+    stream = number % 2 == 1
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "stream": stream, "steercap": {"capture": asked}}
+    said = await http.post("/v1/completions", json=body | GREEDY)
+    assert said.status_code == 200, said.text
+    events = said.text.split("data: ")[-2] if stream else said.text
+    address = msgspec.json.decode(events)["steercap"]["results"][0]["capture"]["url"]
+    file = tmp_path / "rows.safetensors"
+    file.write_bytes((await http.get(address)).content)
+    there = CaptureHandle.load(file)
+    await here.fetch()
+    assert there.points == here.points
+    assert (there.directions, there.receipt.reduce) == (here.directions, here.receipt.reduce)
+    assert torch.equal(there.positions, here.positions)
+    for point, rows in here.captures.items():
+        assert there.captures[point].dtype == rows.dtype
+        torch.testing.assert_close(there.captures[point], rows, rtol=1e-4, atol=1e-4)
+        if names:
+            torch.testing.assert_close(there.features[point].ids, here.features[point].ids)
+    looked = await http.post(f"{address}/lens", json={"layers": [2], "top": 3})
+    try:
+        known = await here.lens(2, top=3)
+    except InvalidRequest:
+        assert looked.status_code == 400, looked.text
+        return
+    found = looked.json()
+    assert found["positions"] == known.positions.tolist()
+    for row, (ids, chances) in enumerate(zip(known.token_ids.tolist(), known.log_probs.exp().tolist(), strict=True)):
+        assert [text for text, _ in found["top"][0][row]] == texts_of(tiny.tokenizer, ids)
+        assert [chance for _, chance in found["top"][0][row]] == pytest.approx(chances, abs=1e-4)
 
 
 async def test_scores_are_those_of_local_rows(app, tiny: SteerModel) -> None:
@@ -151,16 +230,17 @@ async def test_features_are_of_what_was_captured_by_its_key(app) -> None:
 
 def test_an_sae_of_another_model_is_refused_at_the_start(tiny: SteerModel, tmp_path) -> None:
     with pytest.raises(InvalidSpec, match="reads rows of 64, and those of"):
-        loaded({"thin": RandomSAE("standard", 64, 100).write(tmp_path / "thin")}, tiny)
+        require_fitting(loaded({"thin": RandomSAE("standard", 64, 100).write(tmp_path / "thin")}), tiny)
     elsewhere = (
         ("metadata", {"sae_lens_version": "6.54.12", "model_name": "m", "hook_name": "blocks.9.hook_resid_post"}),
     )
+    far = RandomSAE("standard", 128, 100, configuration=elsewhere).write(tmp_path / "far")
     with pytest.raises(InvalidSpec, match="which is not armed"):
-        loaded({"far": RandomSAE("standard", 128, 100, configuration=elsewhere).write(tmp_path / "far")}, tiny)
+        require_fitting(loaded({"far": far}), tiny)
     with pytest.raises(InvalidSpec, match="give letters"):
-        loaded({"a/b": tmp_path / "far"}, tiny)
+        loaded({"a/b": tmp_path / "far"})
     with pytest.raises(InvalidFile):
-        loaded({"none": tmp_path}, tiny)
+        loaded({"none": tmp_path})
 
 
 async def test_a_direction_of_texts_is_the_one_extracted_here(app, tiny: SteerModel) -> None:

@@ -17,6 +17,7 @@ from safetensors.torch import load
 
 from steercap import Add, CaptureHandle, CaptureSpec, SteerModel
 from steercap.adapters import server
+from steercap.client.uploads import encoded
 from steercap.requests.manifest import Manifest
 from steercap.serve.server import ServerSettings, application, opened_folder
 from steercap.testing.rows import random_prompt, settled
@@ -178,6 +179,30 @@ async def test_captures_are_of_their_key(served: Clients) -> None:
     assert (await served.http("yours").delete(url)).status_code == 404
     assert (await served.http("mine").delete(url)).status_code == 200
     assert (await served.http("mine").get(url)).status_code == 404
+
+
+async def test_without_keys_all_clients_are_one(tiny: SteerModel) -> None:
+    """OpenAI's clients send a key that nobody asked for, and curl none: each fetches what the other captured."""
+    flags = server.read_flags(tiny.serving.model, FLAGS[:2])
+    clients = Clients(await application(tiny, flags, ServerSettings()))
+    nobody = httpx.AsyncClient(transport=httpx.ASGITransport(clients._app), base_url="http://test")
+    asking: dict[str, httpx.AsyncClient] = {
+        "": nobody,
+        "none": clients.http("none"),
+        "another": clients.http("another"),
+    }
+    for asks, http in asking.items():
+        body = {"model": "tiny", "prompt": [3, 4, 5], "steercap": {"capture": True}, **GREEDY}
+        said = (await http.post("/v1/completions", json=body)).json()
+        url = said["steercap"]["results"][0]["capture"]["url"]
+        for fetches, other in asking.items():
+            assert (await other.get(url)).status_code == 200, f"{asks!r} captured, {fetches!r} fetches"
+            assert len((await other.get("/v1/steercap/captures")).json()["data"]) == 1
+        assert (await nobody.delete(url)).status_code == 200
+    put = await asking["none"].put("/v1/steercap/vectors/mine", content=encoded(CALM))
+    assert put.status_code == 201
+    body = {"model": "tiny", "prompt": [3, 4, 5], "steercap": {"steering": "mine"}, **GREEDY}
+    assert (await nobody.post("/v1/completions", json=body)).status_code == 200
 
 
 async def test_rows_written_to_the_folder_are_those_of_local_requests(delivering, tiny: SteerModel, tmp_path) -> None:

@@ -65,6 +65,7 @@ def here(tmp_path, directions, monkeypatch) -> Path:  # noqa: ARG001 -- makes a 
     return tmp_path
 
 
+SERVE = "serve model --port 0 --vectors"
 SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
 
 
@@ -110,6 +111,20 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         (f"{SWEEP} deep.safetensors --layers 2 --measures score:mine.yaml", 1, "mine.yaml holds no trait"),
         (f"{SWEEP} deep.safetensors --layers 2 --measures length,length", 1, "have the same label"),
         (f"{SWEEP} deep.safetensors --layers 2 --temperature inf", 2, "finite number"),
+        (f"{SERVE} nowhere=", 2, "give NAME=..."),
+        (f"{SERVE} some=nowhere.safetensors", 1, "vectors some=nowhere.safetensors: No such file"),
+        (f"{SERVE} some=a.txt", 1, "vectors some=a.txt: the file cannot be used"),
+        (f"{SERVE} some=wide.safetensors", 1, "--vectors some: the vectors have width 16"),
+        (f"{SERVE} a/b=deep.safetensors", 1, "give letters, digits, dots, dashes"),
+        (f"{SERVE} some=deep.safetensors --preset posh=none", 1, "no vector or steering is called 'none'"),
+        (f"{SERVE} some=deep.safetensors --preset a/b=some", 1, "preset 'a/b': give letters"),
+        (f"{SERVE} some=deep.safetensors --preset posh=some", 1, "layer 9 is outside this model of 4 layers"),
+        (f"{SERVE} some=traits.safetensors --preset posh=some", 1, "give one of them, such as 'some/kind'"),
+        (f"{SERVE} some=traits.safetensors --preset posh=some/other", 1, "'some' has no direction 'other'"),
+        (f"{SERVE} some=traits.safetensors --preset posh=some/kind --sites attn_out", 1, "has no tap"),
+        (f"{SERVE} some=traits.safetensors --sae own=rows", 1, "rows"),
+        ("explore model --vectors some=nowhere.safetensors", 1, "vectors some=nowhere.safetensors: No such file"),
+        ("explore model --vectors some=wide.safetensors", 1, "--vectors some: the vectors have width 16"),
         ("demo --out a.txt", 2, "is a file"),
         ("demo --out a.txt/folder", 2, "cannot be written to"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 
 from steercap import Ablate, Add, CaptureSpec, LogitBias, SteeringSpec
+from steercap.adapters import server
 from steercap.client.connection import ERROR_HEADER
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidRequest, InvalidSpec
 from steercap.serve.asks import asked_of, capture_of, ranges, steering_of
@@ -38,7 +40,9 @@ def content(value: Any, tmp_path) -> bytes:
 
 @pytest.fixture
 def library(tmp_path) -> Library:
-    """`calm`, of two layers; `traits`, two directions; `both`, two edits; all the operator's, and one of mine."""
+    """`calm`, of two layers; `traits`, two directions; `single`, one; `both`, two edits; all the operator's, and one of
+    mine.
+    """
     found = Library()
     calm = LayerVectors({3: torch.ones(WIDTH), 5: 2 * torch.ones(WIDTH)}, name="calm")
     found.add("calm", OPERATOR, content(calm, tmp_path))
@@ -49,6 +53,7 @@ def library(tmp_path) -> Library:
         content(SteeringSpec([Add(torch.ones(WIDTH), layer=1), Ablate(torch.ones(WIDTH), layer=2)]), tmp_path),
     )
     found.add("mine", ME, content(calm, tmp_path))
+    found.add("single", OPERATOR, content(DirectionSet({"formal": calm}), tmp_path))
     return found
 
 
@@ -79,22 +84,80 @@ def test_steering_is_edits_or_names(library) -> None:
     assert [type(edit) for edit in steering_of(["both", "mine"], library, ME).flat()] == [Add, Ablate, Add, Add]
 
 
+#: Every place of a request where vectors stand by name.
+PLACES: dict[str, Any] = {
+    "steering": lambda name: name,
+    "steering, in a list": lambda name: ["both", name],
+    "steering.edits": lambda name: {"edits": [name], "preserve_norm": True},
+    "vector": lambda name: {"op": "add", "vector": name, "layers": [3]},
+    "probe": lambda name: {"op": "add_if", "vector": [1.0] * WIDTH, "probe": name, "threshold": 0.5, "layers": [3]},
+    "monitors": lambda name: [{"probe": name, "layer": 3, "threshold": 1.0}],
+    "monitors.steering": lambda name: [
+        {"probe": "calm", "layer": 3, "threshold": 1.0, "do": "steer", "steering": name}
+    ],
+    "project": lambda name: {"project": name},
+}
+
+
+@pytest.mark.parametrize("name", ["calm", "mine", "single", "single/formal", "traits/warm", "traits/cold"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_name_of_one_direction_stands_wherever_a_name_does(place, name, library) -> None:
+    """A file of one direction answers to its own name, and each direction to `name/direction`."""
+    sign = -1.0 if name == "traits/cold" else 1.0
+    field = place.partition(".")[0].partition(",")[0]
+    said = PLACES[place](name)
+    body = {"capture" if field == "project" else field if field == "monitors" else "steering": said}
+    found = asked_of(body, library, ME)
+    if field == "project":
+        assert found.capture is not None
+        project = found.capture.project
+        vectors = project if isinstance(project, LayerVectors) else project["formal"]
+        assert float(vectors[5][0]) == 2.0 * sign
+    elif place == "monitors":
+        assert float(found.monitors[0].probe[0]) == sign
+    else:
+        steering = found.monitors[0].steering if field == "monitors" else found.steering
+        last = steering.flat()[-1]
+        assert float((last.probe if place == "probe" else last.vector)[0]) == sign * (1.0 if last.layer == 3 else 2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("traits", "'traits' is no vector: it holds directions warm, cold; give one of them, such as 'traits/warm'"),
+        ("traits/calm", "'traits' has no direction 'calm'; give one of them, such as 'traits/warm'"),
+        ("single/calm", "'single' has no direction 'calm'; give one of them, such as 'single/formal'"),
+        ("calm/calm", "'calm' holds one vector for each layer, and no directions by name; give 'calm'"),
+        ("both/calm", "'both' holds steering"),
+        ("none/calm", "no vector or steering is called 'none'; known: both, calm, mine, single, traits"),
+    ],
+)
+@pytest.mark.parametrize("place", ["steering", "vector", "monitors"])
+def test_a_name_that_means_no_vector_is_told_what_would(place, name, says, library) -> None:
+    body = {"monitors" if place == "monitors" else "steering": PLACES[place](name)}
+    with pytest.raises(InvalidSpec, match=re.escape(says)):
+        asked_of(body, library, ME)
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
         (5, "steercap=5; give an object"),
         ({"captures": {}}, "'captures', which means nothing; known: capture, steering, monitors, codec, deliver"),
         ({"capture": {"layer": 3}}, "steercap.capture has 'layer'"),
-        ({"capture": {"sae": "x"}}, "steercap.capture has 'sae'"),
+        ({"capture": {"sae": "x"}}, "no SAE is called 'x'; known: none"),
+        ({"capture": {"sae": ["x"]}}, "no SAE is called 'x'; known: none"),
+        ({"capture": {"sae": {}}}, "no SAE is called {}; known: none"),
+        ({"capture": {"sae": []}}, "sae=\\[\\] reads nothing"),
         ({"capture": {"reduce": "median"}}, "unknown reduce="),
         ({"codec": "full8"}, "steercap.codec is for rows"),
         ({"deliver": "/etc"}, "give 'fetch' or 'inline' or 'folder'"),
         ({"deliver": "folder"}, "this server has no folder; `steercap serve --folder` gives it one"),
         ({"deliver": "inline", "steering": "calm"}, "give it beside capture="),
-        ({"steering": "nothing"}, "no vector or steering is called 'nothing'; known: both, calm, mine, traits"),
+        ({"steering": "nothing"}, "no vector or steering is called 'nothing'; known: both, calm, mine, single, traits"),
         ({"steering": {"op": "__class__"}}, "op='__class__'|unknown edit"),
-        ({"steering": {"op": "add", "vector": "both"}}, "'both' is no vector"),
-        ({"steering": {"op": "add", "vector": "traits"}}, "'traits' holds directions warm, cold"),
+        ({"steering": {"op": "add", "vector": "both"}}, "'both' holds steering"),
+        ({"steering": {"op": "add", "vector": "traits"}}, "'traits' is no vector: it holds directions warm, cold"),
         ({"steering": {"op": "add", "vector": "calm", "layer": 4}}, r"has vectors for layers \[3, 5\]"),
         ({"steering": {"op": "add", "vector": [1.0, None], "layer": 4}}, "is not made of real numbers"),
         ({"steering": {"op": "add", "layer": 4}}, "Add: .*vector"),
@@ -164,8 +227,8 @@ def test_no_body_is_an_error_of_ours(body) -> None:
 
 
 def test_each_key_sees_its_own(library, tmp_path) -> None:
-    assert {one.name for one in library.of(ME)} == {"calm", "traits", "both", "mine"}
-    assert {one.name for one in library.of(OTHER)} == {"calm", "traits", "both"}
+    assert {one.name for one in library.of(ME)} == {"calm", "traits", "single", "both", "mine"}
+    assert {one.name for one in library.of(OTHER)} == {"calm", "traits", "single", "both"}
     with pytest.raises(InvalidSpec, match="no vector or steering is called 'mine'"):
         library.get("mine", OTHER)
     library.add("calm", ME, content(LayerVectors({0: torch.zeros(WIDTH) + 7}), tmp_path))
@@ -196,6 +259,26 @@ def test_files_are_vectors_and_nothing_is_run(library, tmp_path) -> None:
     small = Library(most_of_a_key=100)
     with pytest.raises(CaptureMemoryFull, match="100 may be kept"):
         small.add("calm", ME, content(LayerVectors({0: torch.ones(WIDTH)}), tmp_path))
+
+
+# Whose it is
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "apart"),
+    [
+        ([], None, False),
+        ([], "key", True),
+        ([], "", False),
+        (["--api-key", "one", "two"], None, True),
+        (["--middleware", "json.loads"], None, True),
+    ],
+)
+def test_keys_are_told_apart_where_the_server_asks_for_them(flags, variable, apart, monkeypatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("VLLM_API_KEY", variable)
+    assert server.tells_clients_apart(server.read_flags("m", flags)) is apart
 
 
 # What waits
