@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from steercap.core.values import shown
+from steercap.core.values import choices, shown
 from steercap.errors import UnknownName
 
 #: TransformerLens's names within a block, and the sites whose rows are the same.
@@ -90,7 +90,7 @@ def read_name(name: str) -> Name:
     if within in _OTHERS:
         raise UnknownName(f"{shown(name)} is not the same here: {_OTHERS[within]}")
     if block and within not in TRANSFORMER_LENS:
-        raise UnknownName(f"unknown name {shown(name)}; known: {', '.join(TRANSFORMER_LENS)}, behind 'blocks.<layer>.'")
+        raise UnknownName(f"unknown name {shown(name)}; behind 'blocks.<layer>.': {choices(within, TRANSFORMER_LENS)}")
     if within in TRANSFORMER_LENS:
         return Name(TRANSFORMER_LENS[within], None if layer == EVERY else _number(layer, name))
     if not is_module(name):

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar, get_args
 
 from steercap.core.spec import CaptureSpec, resolve_layers
-from steercap.core.values import shown
+from steercap.core.values import choices, shown
 from steercap.edits import EDITS
 from steercap.edits.base import Edit
 from steercap.errors import InvalidSpec
@@ -168,7 +168,7 @@ def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | Logit
         return [_bias_of(asked)]
     kind = EDITS[op] if isinstance(op, str) else None
     if kind is None:
-        raise InvalidSpec(f"op={shown(op)}; known: {', '.join((*EDITS, LOGIT_BIAS))}")
+        raise InvalidSpec(f"op={shown(op)}; {choices(op, (*EDITS, LOGIT_BIAS))}")
     known = [one.name for one in dataclasses.fields(kind) if one.init]
     given = dict(_object(asked, f"an edit {op!r}", ("op", *known)))
     given.pop("op", None)
@@ -266,5 +266,5 @@ def _object(value: Any, what: str, known: Sequence[str]) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise InvalidSpec(f"{what}={shown(value)}; give an object")
     if unknown := [name for name in value if name not in known]:
-        raise InvalidSpec(f"{what} has {shown(unknown[0])}, which means nothing; known: {', '.join(known)}")
+        raise InvalidSpec(f"{what} has an unknown field {shown(unknown[0])}; {choices(unknown[0], known)}")
     return value

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from steercap.core.values import choices
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidSpec, SteercapError
 from steercap.files import native
 from steercap.formats import load_control_vector
@@ -154,8 +155,8 @@ class Library:
         for whose in (owner, OPERATOR):
             if (found := self._kept.get((whose, name))) is not None:
                 return found
-        known = ", ".join(sorted(one.name for one in self.of(owner))) or "none"
-        raise InvalidSpec(f"no vector or steering is called {name[:80]!r}; known: {known}")
+        known = sorted(one.name for one in self.of(owner))
+        raise InvalidSpec(f"no vector or steering is called {name[:80]!r}; {choices(name, known)}")
 
     def of(self, owner: str) -> Iterator[Named]:
         """What an owner sees."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from steercap.core.values import index_of, parts_of, shown
+from steercap.core.values import choices, index_of, parts_of, shown
 from steercap.errors import InvalidSpec, InvalidVector, UnknownName
 from steercap.files import native
 from steercap.files.native import Kind
@@ -220,7 +220,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
             UnknownName: there is none of this name; a KeyError too.
         """
         if not isinstance(name, str) or name not in self.directions:
-            raise UnknownName(f"no direction {shown(name)}; known: {', '.join(map(repr, self))}")
+            raise UnknownName(f"no direction {shown(name)}; {choices(name, self)}")
         return self.directions[name]
 
     def __iter__(self) -> Iterator[str]:

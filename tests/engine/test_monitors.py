@@ -535,7 +535,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"monitors": [{**MONITOR, "probe": [1.0, 2.0]}]}, "width 2"),
     ({"monitors": [{**MONITOR, "probe": "nothing"}]}, "no vector or steering is called"),
     ({"monitors": [{**MONITOR, "layer": 2}]}, "has vectors for layers"),
-    ({"monitors": [{**MONITOR, "sight": "resid_post"}]}, "which means nothing"),
+    ({"monitors": [{**MONITOR, "sight": "resid_post"}]}, "unknown field 'sight'"),
     ({"monitors": [{**MONITOR, "do": "stop", "tokens": "all"}]}, "ends at a generated token alone"),
     ({"monitors": [MONITOR, MONITOR]}, "a name= of its own"),
     ({"monitors": [{"probe": "calm", "layer": LAYER}]}, "threshold"),

@@ -646,7 +646,7 @@ def test_a_scorer_says_what_it_must_be_told() -> None:
     for make in (lambda: make_scorer("judge"), lambda: Score("optimistic", "judge")):
         with pytest.raises(InvalidSetting, match=r"must be told base_url and model; .* Judge\(base_url=\.\.\., model="):
             make()
-    with pytest.raises(InvalidSetting, match="no argument colour; it takes density"):
+    with pytest.raises(InvalidSetting, match="no argument colour; known: 'density"):
         make_scorer("keywords", {"colour": 1})
     with pytest.raises(InvalidSpec, match=r"must be told its trait; give Score\(trait=\.\.\.\)"):
         measures_of(["score"])
