@@ -78,13 +78,17 @@ def read_name(name: str) -> Name:
 
     Raises:
         UnknownName: a name of TransformerLens's for rows that are other ones here, a path with several layers, or a
-            name that says its layer twice.
+            name that says its layer twice, or with brackets around something other than one layer.
     """
     if found := _SHOWN.fullmatch(name):
         inner = read_name(found[1])
         if inner.layer is not None:
             raise UnknownName(f"{shown(name)} says its layer twice, {inner.layer} and {found[2]}; say it once")
         return inner._replace(layer=_number(found[2], name))
+    if "[" in name or "]" in name:
+        path = re.sub(r"\[(-?\w+|\*)\]", r".\1", name)
+        hint = f"did you mean {path!r}?" if is_module(path) else "for several layers, give a name for each, or layers="
+        raise UnknownName(f"{shown(name)}: brackets hold the number of one layer, as in 'resid_post[5]'; {hint}")
     block = _BLOCK.fullmatch(name)
     layer, within = (block[1], block[2]) if block else (EVERY, name)
     if within in _OTHERS:

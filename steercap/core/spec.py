@@ -385,17 +385,15 @@ def check_armed(
         if point.site not in known_sites:
             raise UnknownName(f"unknown site {point.site!r}; {choices(point.site, known_sites)}")
         if point not in taps:
-            armed_sites = sorted({tap.site for tap in taps})
-            armed_layers = sorted({tap.layer for tap in taps if tap.site == point.site})
-            at = f" at layers {armed_layers} for {point.site!r}" if armed_layers else ""
+            layers = sorted({tap.layer for tap in taps if tap.site == point.site})
+            sites = ", ".join(sorted({repr(tap.site) for tap in taps}))
+            where = f"{point.site!r} has taps at layers {layers}" if layers else f"taps are at sites {sites or 'none'}"
+            where += ", those of steercap's own checks included"
             if not exists(point):
-                raise PointNotArmed(
-                    f"this model has no {point.site!r} at layer {point.layer}; "
-                    f"this engine was started with sites={armed_sites}{at}"
-                )
+                raise PointNotArmed(f"this model has no {point.site!r} at layer {point.layer}; in this engine {where}")
             raise PointNotArmed(
-                f"{point} has no tap in this engine, which was started with sites={armed_sites}{at}"
-                f"; arm it with SteerModel(..., sites=[..., {point.site!r}], layers=...)"
+                f"{point} has no tap in this engine, where {where}; arm it at the start: "
+                f"SteerModel(..., sites=[..., {point.site!r}], layers=[..., {point.layer}])"
             )
 
 

@@ -378,7 +378,9 @@ def test_a_model_that_cannot_be_had_is_an_error_at_once(settings, says, tmp_path
         if not says:
             require_reachable(name)
             return
-        with pytest.raises(ModelNotLoaded, match=r"^'nobody/nothing' is not on .*hf download nobody/nothing$") as raised:
+        with pytest.raises(
+            ModelNotLoaded, match=r"^'nobody/nothing' is not on .*hf download nobody/nothing$"
+        ) as raised:
             require_reachable(name)
     assert says.format_map(told) in str(raised.value)
 

@@ -98,7 +98,18 @@ def test_steering_is_edits_or_names(library) -> None:
         ({"steering": {"op": "__class__"}}, "op='__class__'|unknown edit"),
         ({"steering": {"op": "add", "vector": "both"}}, "'both' is no vector"),
         ({"steering": {"op": "add", "vector": "traits"}}, "'traits' holds directions warm, cold"),
-        ({"steering": {"op": "add", "vector": "calm", "layer": 4}}, r"has vectors for layers \[3, 5\]"),
+        (
+            {"steering": {"op": "add", "vector": "calm", "layer": 40}},
+            r"vector='calm' and layer=40: .* layers \[3, 5\]; .* is 5",
+        ),
+        (
+            {"steering": {"op": "add", "vector": "calm", "layers": [3, "x"]}},
+            r"vector='calm' and layer='x': .* layers \[3, 5\]",
+        ),
+        (
+            {"monitors": [{"probe": "calm", "threshold": 1, "layer": -4}]},
+            r"probe='calm' and layer=-4: .*the nearest is 3",
+        ),
         ({"steering": {"op": "add", "vector": [1.0, None], "layer": 4}}, "is not made of real numbers"),
         ({"steering": {"op": "add", "layer": 4}}, "Add: .*vector"),
         ({"steering": {"op": "add", "vector": [1.0], "layer": 4, "__init__": 1}}, "unknown field '__init__'"),
