@@ -398,6 +398,7 @@ FURTHER: dict[str, Callable[[Any], Any]] = {
     "DirectionSet.at": lambda value: directions().at(value),
     "DirectionSet.select": lambda value: directions().select(value),
     "DirectionSet.at_layers": lambda value: directions().at_layers(value),
+    "LayerVectors.at_layers": lambda value: next(iter(directions().values())).at_layers(value),
     "DirectionSet.project": lambda value: directions().project(value, 0),
     "DirectionSet.project layer": lambda value: directions().project(torch.ones(2, WIDTH), value),
     "DirectionSet.cosines": lambda value: directions().cosines(value),
