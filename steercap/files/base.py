@@ -79,7 +79,8 @@ def require_file(path: Path) -> None:
     if path.is_dir():
         names = sorted(one.name for one in path.iterdir() if one.suffix in WRITTEN and not one.name.startswith("."))
         hint = f"give one of the files in it: {', '.join(names[:SHOWN])}" if names else "give a file"
-        raise InvalidFile(f"{path} cannot be read: it is a folder; {hint}{' ...' if len(names) > SHOWN else ''}")
+        more = " ..." if len(names) > SHOWN else ""
+        raise InvalidFile(f"{path} cannot be read: it is a folder; {hint}{more}")
     if not path.exists():
         where = path.absolute().parent
         folder = "" if where.is_dir() else f", nor a folder {where}"

@@ -66,6 +66,26 @@ def test_every_public_name_is_there() -> None:
         _ = steercap.SteerModle
 
 
+def test_public_packages_are_attributes_of_steercap() -> None:
+    """After `import steercap` alone; of the others, and of slips of the pen, the error says what to write."""
+    packages = [path.parent.name for path in ROOT.glob("*/__init__.py") if "__all__" in path.read_text()]
+    assert {"roles", "evaluation", "collecting"} <= set(packages)
+    names = sorted({*packages, "quantisation", "sketches"})
+    code = (
+        "import steercap\n"
+        f"for name in {names}:\n    assert getattr(steercap, name).__name__ == f'steercap.{{name}}', name\n"
+        f"assert set({names}) <= set(dir(steercap))\n"
+        "try:\n    steercap.worker\nexcept AttributeError as error:\n    print(error)\n"
+        "steercap.rolls"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (
+        done.stdout
+        == "module 'steercap' has no attribute 'worker' before it is imported; write import steercap.worker\n"
+    )
+    assert done.stderr.endswith("module 'steercap' has no attribute 'rolls'. Did you mean: 'roles'?\n")
+
+
 def test_the_tree_of_errors_is_the_one_drawn() -> None:
     """The drawing in errors.py names every class, at its depth."""
     drawn = {}
