@@ -73,9 +73,9 @@ def test_public_packages_are_attributes_of_steercap() -> None:
     names = sorted({*packages, "quantisation", "sketches"})
     code = (
         "import steercap\n"
+        "try:\n    steercap.worker\nexcept AttributeError as error:\n    print(error)\n"
         f"for name in {names}:\n    assert getattr(steercap, name).__name__ == f'steercap.{{name}}', name\n"
         f"assert set({names}) <= set(dir(steercap))\n"
-        "try:\n    steercap.worker\nexcept AttributeError as error:\n    print(error)\n"
         "steercap.rolls"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
