@@ -3,21 +3,30 @@
 Importing it loads neither vLLM nor torch; the public names load what they need when first used.
 """
 
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     # The packages of _PACKAGES, for type checkers.
     from steercap import analysis as analysis
     from steercap import client as client
+    from steercap import collecting as collecting
     from steercap import datasets as datasets
     from steercap import edits as edits
+    from steercap import encodings as encodings
     from steercap import errors as errors
+    from steercap import evaluation as evaluation
     from steercap import experiments as experiments
     from steercap import formats as formats
     from steercap import patching as patching
     from steercap import persona as persona
+    from steercap import quantisation as quantisation
+    from steercap import roles as roles
     from steercap import saes as saes
+    from steercap import sites as sites
+    from steercap import sketches as sketches
     from steercap import sync as sync
     from steercap import testing as testing
     from steercap import training as training
@@ -99,14 +108,21 @@ _PACKAGES = frozenset(
     {
         "analysis",
         "client",
+        "collecting",
         "datasets",
         "edits",
+        "encodings",
         "errors",
+        "evaluation",
         "experiments",
         "formats",
         "patching",
         "persona",
+        "quantisation",
+        "roles",
         "saes",
+        "sites",
+        "sketches",
         "sync",
         "testing",
         "training",
@@ -158,7 +174,9 @@ def __getattr__(name: str) -> object:
     if name in _PACKAGES:
         return import_module(f"steercap.{name}")
     if name not in _HOMES:
-        raise AttributeError(f"module 'steercap' has no attribute {name!r}")
+        inner = not name.startswith("_") and find_spec(f"steercap.{name}") is not None
+        hint = f" before it is imported; write import steercap.{name}" if inner else ""
+        raise AttributeError(f"module 'steercap' has no attribute {name!r}{hint}", name=name, obj=sys.modules[__name__])
     return getattr(import_module(_HOMES[name]), name)
 
 

@@ -19,7 +19,7 @@ from steercap.core.spec import (
     points_of,
     resolve_layers,
 )
-from steercap.core.values import index_of, number_of, shown
+from steercap.core.values import choices, index_of, number_of, shown
 from steercap.encodings import codec_of
 from steercap.errors import InvalidSetting, UnsupportedModel
 from steercap.families.derived import SITES as DERIVED_SITES
@@ -163,7 +163,7 @@ class Settings:
         for name, allowed in (("overflow", get_args(Overflow)), ("transport", get_args(Transport))):
             value = getattr(self, name)
             if not (isinstance(value, str) and value in allowed):
-                raise InvalidSetting(f"{name}={shown(value)}; use one of {', '.join(map(repr, allowed))}")
+                raise InvalidSetting(f"{name}={shown(value)}; {choices(value, allowed)}")
         keep(self, "spill_folder", _path("spill_folder", self.spill_folder))
         for name in ("capture_bytes", "spill_bytes", "steering_slots", "vector_bytes", "edits_per_point"):
             keep(self, name, _whole(name, getattr(self, name), least=1))
@@ -238,7 +238,7 @@ def with_preset(preset: str | None, engine_args: Mapping[str, Any]) -> dict[str,
         InvalidSetting: no such preset.
     """
     if preset is not None and not (isinstance(preset, str) and preset in PRESETS):
-        raise InvalidSetting(f"preset={shown(preset)}; use one of {', '.join(map(repr, PRESETS))}, or leave it out")
+        raise InvalidSetting(f"preset={shown(preset)}; {choices(preset, PRESETS)}, or leave it out")
     return {**PRESETS.get(preset or "", {}), **engine_args}
 
 

@@ -7,7 +7,6 @@ a misspelt name is never a default that nobody asked for. One that is empty coun
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -16,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from steercap.config import Settings
-from steercap.core.values import shown
+from steercap.core.values import choices, shown
 from steercap.errors import InvalidSetting, SteercapError
 
 PREFIX: Final = "STEERCAP_"
@@ -122,10 +121,9 @@ def check_names() -> None:
     known = [*map(variable_of, SETTINGS), *OTHERS]
     for name in sorted(os.environ):
         if name.startswith(PREFIX) and not name.startswith(TESTS) and name not in {*known, *OWN}:
-            (nearest,) = difflib.get_close_matches(name, known, 1, cutoff=0.0)
             raise InvalidSetting(
-                f"{name} is set in the environment, and is no setting of steercap; did you mean {nearest}? "
-                "Unset it, or see docs/settings.md"
+                f"{name} is set in the environment, and is no setting of steercap; unset it, or see docs/settings.md; "
+                f"{choices(name, known)}"
             )
 
 

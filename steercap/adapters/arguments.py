@@ -6,14 +6,15 @@ a `VllmConfig`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 
+from steercap.config import Settings
 from steercap.core.spec import Point
+from steercap.core.values import choices
 from steercap.errors import InvalidSetting, ModelNotLoaded, UnsupportedRunner
 from steercap.sites import SITES
 
@@ -32,9 +33,9 @@ def read_arguments(model: str, engine_args: Mapping[str, Any]) -> AsyncEngineArg
     known = {field.name for field in fields(AsyncEngineArgs)}
     for name in engine_args:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "SteerModel takes its own settings and AsyncEngineArgs'"
-            raise InvalidSetting(f"vLLM has no engine argument {name!r}; {hint}")
+            own = [field.name for field in fields(Settings)]
+            hint = choices(name, (*own, *sorted(known)))
+            raise InvalidSetting(f"vLLM has no engine argument {name!r}, and steercap no setting; {hint}")
     if engine_args.get("speculative_config"):
         # A row's line and scopes follow from its position, which a scheduler that speculates knows only without async
         # scheduling.

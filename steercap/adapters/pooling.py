@@ -6,7 +6,6 @@ for each task in `poolers_by_task`, and that those of single tokens have a `head
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -16,7 +15,7 @@ import torch
 from vllm.pooling_params import PoolingParams
 
 from steercap.adapters.complaints import named
-from steercap.core.values import shown
+from steercap.core.values import choices, shown
 from steercap.errors import InvalidRequest, UnsupportedModel
 
 #: What can be asked for: other tasks of vLLM's have plug-ins of their own that read the request.
@@ -81,9 +80,7 @@ def _fields(given: Any) -> dict[str, Any]:
         raise InvalidRequest(f"pooling={shown(given)}; give vLLM's PoolingParams, or a dict of its fields")
     for name, value in found.items():
         if name not in _Given.__struct_fields__:
-            close = difflib.get_close_matches(str(name), _Given.__struct_fields__, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(_Given.__struct_fields__)}"
-            raise InvalidRequest(f"there is no pooling parameter {name!r}; {hint}")
+            raise InvalidRequest(f"there is no pooling parameter {name!r}; {choices(name, _Given.__struct_fields__)}")
         if isinstance(value, np.generic):
             found[name] = value.item()
     return found

@@ -15,7 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from steercap.adapters.media import media_of
 from steercap.core.media import MediaSpan
-from steercap.core.values import index_of, shown
+from steercap.core.values import choices, index_of, shown
 from steercap.errors import InvalidPrompt
 
 _PROMPT_KEYS: Final = ("prompt", "prompt_token_ids", "cache_salt", "multi_modal_data")
@@ -89,7 +89,7 @@ def prompt_dict(prompt: Mapping[Any, Any]) -> dict[str, Any]:
     if unknown := [key for key in prompt if key not in _PROMPT_KEYS and key not in _FOREIGN]:
         raise InvalidPrompt(
             f"the prompt dict has {', '.join(map(repr, unknown))}, which would be ignored; "
-            f"it may have {', '.join(map(repr, _PROMPT_KEYS))}"
+            f"{choices(unknown[0], _PROMPT_KEYS)}"
         )
     salt = found.get("cache_salt")
     if salt is not None and not isinstance(salt, str):

@@ -7,7 +7,6 @@ vLLM takes values of any type here and fails where they are used, in the engine.
 from __future__ import annotations
 
 import copy
-import difflib
 import math
 from collections.abc import Mapping
 from typing import Any, Final
@@ -19,7 +18,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from steercap.adapters.complaints import named
 from steercap.core.plan import EXTRA_ARGS_KEY
-from steercap.core.values import shown
+from steercap.core.values import choices, shown
 from steercap.errors import InvalidRequest
 
 #: Fields that vLLM fills in itself, and those it says are its own.
@@ -81,9 +80,7 @@ def _fields(given: Any) -> dict[str, Any]:
         raise InvalidRequest(f"sampling_params={shown(given)}; give vLLM's SamplingParams, or a dict of its fields")
     for name, value in found.items():
         if name not in _PUBLIC:
-            close = difflib.get_close_matches(str(name), _PUBLIC, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "see vLLM's SamplingParams"
-            raise InvalidRequest(f"there is no sampling parameter {name!r}; {hint}")
+            raise InvalidRequest(f"there is no sampling parameter {name!r}; {choices(name, _PUBLIC)}")
         if isinstance(value, np.generic):
             found[name] = value.item()
     if isinstance(found.get("output_kind"), RequestOutputKind):

@@ -17,7 +17,7 @@ from steercap.analysis.pictures.components import plot_scores, plot_scree
 from steercap.analysis.pictures.cosines import plot_cosines
 from steercap.analysis.pictures.tokens import plot_tokens
 from steercap.analysis.tokens import nearest_tokens, vector_lens
-from steercap.core.values import shown
+from steercap.core.values import choices, shown
 from steercap.errors import UnknownName
 from steercap.saes.sae import SAE
 from steercap.vectors.directions import DirectionSet
@@ -102,7 +102,7 @@ def anatomy(
         "features": lambda: nearest_features(directions, sae, top=top),  # type: ignore[arg-type]
     }
     if unknown := [part for part in wanted if part not in how]:
-        raise UnknownName(f"unknown part {shown(unknown[0])}; known: {', '.join(PARTS)}")
+        raise UnknownName(f"unknown part {shown(unknown[0])}; {choices(unknown[0], PARTS)}")
     return Anatomy({part: how[part]() for part in wanted}, left_out)
 
 

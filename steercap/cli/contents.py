@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from steercap.core.values import choices
 from steercap.errors import InvalidFile, InvalidSpec
 
 if TYPE_CHECKING:
@@ -140,6 +141,5 @@ def chosen(experiments: dict[str, SteeringSpec], path: Path, name: str | None) -
     if name is None and len(experiments) == 1:
         return next(iter(experiments.values()))
     if name not in experiments:
-        known = ", ".join(experiments)
-        raise InvalidSpec(f"{path} has {len(experiments)} experiments; give --name, one of {known}, not {name!r}")
+        raise InvalidSpec(f"{path} has no experiment {name!r}; give --name; {choices(name, experiments)}")
     return experiments[name]

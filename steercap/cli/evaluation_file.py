@@ -14,6 +14,7 @@ from steercap.cli.selections import tokens_of
 from steercap.cli.steering import base_of
 from steercap.cli.sweep_file import measure_from, measure_of
 from steercap.core.extras import extra
+from steercap.core.values import choices
 from steercap.errors import InvalidFile, InvalidSpec
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class EvaluationFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         for name, one in self.methods.items():
             if one.random:
                 if one.random not in found:
-                    raise InvalidSpec(f"{name!r} is a random control of {one.random!r}; there are {', '.join(found)}")
+                    raise InvalidSpec(f"{name!r} is a random control of {one.random!r}; {choices(one.random, found)}")
                 methods += found[one.random].random(one.count, seed=one.seed)
         return Evaluation(
             methods=methods,

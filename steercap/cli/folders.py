@@ -1,4 +1,4 @@
-"""What a folder is: a run of personas, a sweep, captures, a data set, or a model; by what is in it."""
+"""What a folder is: a run of personas, a sweep, captures, a data set, an SAE, or a model; by what is in it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def inspected_folder(path: Path, *, verify: bool = False) -> Found:
 
     Args:
         path: a run of `steercap persona run`, of `steercap sweep`, of `steercap evaluate`, of `steercap capture`,
-            of `steercap collect`, a model, or a folder with other files that steercap knows.
+            of `steercap collect`, an SAE, a model, or a folder with other files that steercap knows.
         verify: whether to read the files that a manifest lists; otherwise their sizes alone are compared.
 
     Raises:
@@ -49,6 +49,10 @@ def inspected_folder(path: Path, *, verify: bool = False) -> Found:
         ("config.json", _model),
     )
     how = next((how for name, how in known if (path / name).is_file()), _files)
+    if how in {_model, _files}:  # an SAE may have a config.json
+        from steercap.saes.finding import LAYOUTS
+
+        how = _sae if any((path / weights).is_file() for weights, _ in LAYOUTS) else how
     document, tables = how(path)
     return {"folder": str(path), **document}, tables
 
@@ -161,13 +165,23 @@ def _model(path: Path) -> Found:
     return {**known, "bytes": found.bytes}, [facts(str(path), known)]
 
 
+def _sae(path: Path) -> Found:
+    from steercap.saes.sae import SAE
+
+    found = SAE.load(path)
+    known = {"kind": "SAE", "name": found.name, "model": found.model, "architecture": found.architecture}
+    known |= {"reads": str(found.input), "writes": str(found.output)}
+    known |= {"features": f"{found.d_sae:,}", "width": str(found.d_in)}
+    return {**known, "features": found.d_sae, "width": found.d_in}, [facts(str(path), known)]
+
+
 def _files(path: Path) -> Found:
     files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
     kinds = {file: kind for file in files if (kind := _kind(file))}
     if not kinds:
         raise InvalidFile(
-            f"{path} has no file in it that steercap knows; it knows runs of personas, sweeps, captures, data sets "
-            "and models, and .safetensors, .gguf, .pt and .parquet files"
+            f"{path} has no file in it that steercap knows; it knows runs of personas, sweeps, captures, data sets, "
+            "SAEs and models, and .safetensors, .gguf, .pt and .parquet files"
         )
     captures = [file for file, kind in kinds.items() if kind == "captures"]
     if len(captures) == len(kinds):

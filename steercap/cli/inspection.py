@@ -233,8 +233,9 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Say what a file or folder is: captures, steering, vectors, directions or a sketch of steercap, a Parquet
         table of a pipeline or a sweep, a GGUF control vector, a .pt; the folder of a run of personas, a sweep,
-        captures, a data set of activations or a model. Shapes, layers, texts and where it comes from; of captures and
-        data sets no row is read, but with --verify. Exit code 1 says that their files are not as they are listed.
+        captures, a data set of activations, an SAE or a model. Shapes, layers, texts and where it comes from; of
+        captures and data sets no row is read, but with --verify. Exit code 1 says that their files are not as they are
+        listed.
         """
         document, tables = inspected(file, verify=verify)
         terminal.show(document, *tables)

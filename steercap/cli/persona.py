@@ -24,6 +24,7 @@ from steercap.cli.selections import layers_of
 from steercap.cli.tables import document_of, facts
 from steercap.cli.terminal import Terminal
 from steercap.core.extras import require
+from steercap.core.values import choices
 
 if TYPE_CHECKING:
     from steercap.core.spec import Layers
@@ -365,6 +366,6 @@ def _register_traits(app: typer.Typer) -> None:
         for name in names:
             trait = trait_of(name)
             if isinstance(trait, str) and trait not in shipped():
-                raise UnknownName(f"unknown trait {name!r}; known: {', '.join(map(repr, shipped()))}")
+                raise UnknownName(f"unknown trait {name!r}; {choices(name, shipped())}")
             found.append(shipped()[trait] if isinstance(trait, str) else trait)
         terminal.show({trait.name: trait for trait in found}, *(trait_facts(trait) for trait in found))

@@ -14,7 +14,7 @@ from steercap.core.extras import extra
 from steercap.core.idiom import AWAITED
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
-from steercap.core.values import shown
+from steercap.core.values import choices, shown
 from steercap.errors import CaptureMemoryFull, InvalidRequest, InvalidSetting, ModelClosed, ServerFailure, SteercapError
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Connection:
         with self.answering():
             names = {one["id"]: one.get("max_model_len") for one in listed["data"]}
             if self._name is not None and self._name not in names:
-                raise InvalidRequest(f"{self.url} has no model {shown(self._name)}; known: {', '.join(names)}")
+                raise InvalidRequest(f"{self.url} has no model {shown(self._name)}; {choices(self._name, names)}")
             points = {
                 Point(one.pop("layer"), one.pop("site")): PointSchema(**{**one, "shape": tuple(one["shape"])})
                 for one in said["points"]

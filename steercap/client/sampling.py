@@ -5,14 +5,13 @@ not what the server's own configuration would put there.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from steercap.core.values import shown
+from steercap.core.values import choices, shown
 from steercap.errors import InvalidRequest
 
 #: Defaults of vLLM's SamplingParams that a server may have others for.
@@ -64,11 +63,7 @@ def sampling_asked(given: Any) -> dict[str, Any]:
     asked = dict(DEFAULTS)
     for name, value in _fields(given).items():
         if name not in KNOWN:
-            close = difflib.get_close_matches(str(name), KNOWN, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise InvalidRequest(
-                f"sampling parameter {name!r} cannot be asked of a server, which takes {', '.join(KNOWN)}{hint}"
-            )
+            raise InvalidRequest(f"sampling parameter {name!r} cannot be asked of a server; {choices(name, KNOWN)}")
         if value is not None or name == "max_tokens":  # None is as many as the context holds
             asked[name] = _plain(value)
     return asked

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from steercap.core.values import shown
+from steercap.core.values import choices, shown
 from steercap.errors import UnknownName
 
 #: TransformerLens's names within a block, and the sites whose rows are the same.
@@ -78,19 +78,23 @@ def read_name(name: str) -> Name:
 
     Raises:
         UnknownName: a name of TransformerLens's for rows that are other ones here, a path with several layers, or a
-            name that says its layer twice.
+            name that says its layer twice, or with brackets around something other than one layer.
     """
     if found := _SHOWN.fullmatch(name):
         inner = read_name(found[1])
         if inner.layer is not None:
             raise UnknownName(f"{shown(name)} says its layer twice, {inner.layer} and {found[2]}; say it once")
         return inner._replace(layer=_number(found[2], name))
+    if "[" in name or "]" in name:
+        path = re.sub(r"\[(-?\w+|\*)\]", r".\1", name)
+        hint = f"did you mean {path!r}?" if is_module(path) else "for several layers, give a name for each, or layers="
+        raise UnknownName(f"{shown(name)}: brackets hold the number of one layer, as in 'resid_post[5]'; {hint}")
     block = _BLOCK.fullmatch(name)
     layer, within = (block[1], block[2]) if block else (EVERY, name)
     if within in _OTHERS:
         raise UnknownName(f"{shown(name)} is not the same here: {_OTHERS[within]}")
     if block and within not in TRANSFORMER_LENS:
-        raise UnknownName(f"unknown name {shown(name)}; known: {', '.join(TRANSFORMER_LENS)}, behind 'blocks.<layer>.'")
+        raise UnknownName(f"unknown name {shown(name)}; behind 'blocks.<layer>.': {choices(within, TRANSFORMER_LENS)}")
     if within in TRANSFORMER_LENS:
         return Name(TRANSFORMER_LENS[within], None if layer == EVERY else _number(layer, name))
     if not is_module(name):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Generic, TypeVar
 
-from steercap.core.values import shown
+from steercap.core.values import choices, shown
 from steercap.errors import UnknownName
 
 Member = TypeVar("Member")
@@ -44,8 +44,7 @@ class Registry(Mapping[str, Member], Generic[Member]):
     def __getitem__(self, name: str) -> Member:
         members = self._loaded()
         if name not in self:
-            known = ", ".join(repr(known) for known in members)
-            raise UnknownName(f"unknown {self._axis} {shown(name)}; known: {known}")
+            raise UnknownName(f"unknown {self._axis} {shown(name)}; {choices(name, members)}")
         return members[name]
 
     def __contains__(self, name: object) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 from steercap.core.names import EVERY, Name, is_module, read_name
 from steercap.core.tokens import Tokens, TokenSelection
-from steercap.core.values import Mask, flag_of, index_of, mask_of, parts_of, plain, shown
+from steercap.core.values import Mask, choices, flag_of, index_of, mask_of, parts_of, plain, shown
 from steercap.errors import InvalidSpec, LayerOutOfRange, PointNotArmed, UnknownName
 
 #: Layers as a user writes them; negative indices count from the last layer, and a mask has a truth value for each.
@@ -128,7 +128,7 @@ class CaptureSpec:
 
     def __post_init__(self) -> None:
         if self.reduce is not None and not (isinstance(self.reduce, str) and self.reduce in REDUCTIONS):
-            raise InvalidSpec(f"unknown reduce={shown(self.reduce)}; known: None, {', '.join(map(repr, REDUCTIONS))}")
+            raise InvalidSpec(f"unknown reduce={shown(self.reduce)}; {choices(self.reduce, REDUCTIONS)}, or None")
         if not (self.codec is None or isinstance(self.codec, str)):
             raise InvalidSpec(f"codec={shown(self.codec)}; give the name of one codec, such as 'raw'")
         for name, least, most in (("k", 1, MOST_NUMBERS), ("seed", 0, MOST_SEED)):
@@ -383,19 +383,17 @@ def check_armed(
     taps = set(armed)
     for point in points:
         if point.site not in known_sites:
-            raise UnknownName(f"unknown site {point.site!r}; known: {', '.join(map(repr, known_sites))}")
+            raise UnknownName(f"unknown site {point.site!r}; {choices(point.site, known_sites)}")
         if point not in taps:
-            armed_sites = sorted({tap.site for tap in taps})
-            armed_layers = sorted({tap.layer for tap in taps if tap.site == point.site})
-            at = f" at layers {armed_layers} for {point.site!r}" if armed_layers else ""
+            layers = sorted({tap.layer for tap in taps if tap.site == point.site})
+            sites = ", ".join(sorted({repr(tap.site) for tap in taps}))
+            where = f"{point.site!r} has taps at layers {layers}" if layers else f"taps are at sites {sites or 'none'}"
+            where += ", those of steercap's own checks included"
             if not exists(point):
-                raise PointNotArmed(
-                    f"this model has no {point.site!r} at layer {point.layer}; "
-                    f"this engine was started with sites={armed_sites}{at}"
-                )
+                raise PointNotArmed(f"this model has no {point.site!r} at layer {point.layer}; in this engine {where}")
             raise PointNotArmed(
-                f"{point} has no tap in this engine, which was started with sites={armed_sites}{at}"
-                f"; arm it with SteerModel(..., sites=[..., {point.site!r}], layers=...)"
+                f"{point} has no tap in this engine, where {where}; arm it at the start: "
+                f"SteerModel(..., sites=[..., {point.site!r}], layers=[..., {point.layer}])"
             )
 
 

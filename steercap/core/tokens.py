@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from steercap.core.framing import Step, Whole
-from steercap.core.values import FAR, Mask, index_of, mask_of, parts_of, plain, shown
+from steercap.core.values import FAR, Mask, choices, index_of, mask_of, parts_of, plain, shown
 from steercap.errors import EmptySelection, InvalidSelection
 
 #: What a user may write: a name, a slice, a range, positions, a mask, or a union (a list or tuple) of these.
@@ -102,7 +102,7 @@ def _terms(tokens: Any, depth: int) -> Iterable[Term]:
     if isinstance(tokens, str):
         if tokens not in NAMES:
             raise InvalidSelection(
-                f"unknown tokens={shown(tokens)}; known: {', '.join(map(repr, NAMES))}, slices, positions, masks"
+                f"unknown tokens={shown(tokens)}; {choices(tokens, NAMES)}, slices, positions, masks"
             )
         yield tokens
     elif isinstance(tokens, slice):

@@ -6,6 +6,7 @@ index: `operator.index(torch.tensor(True))` is 1.
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 import reprlib
@@ -22,6 +23,9 @@ from steercap.errors import InvalidRequest, InvalidSpec
 #: Most values of one selection, and what no position or layer reaches: beyond any context, within 64 bits.
 MOST_VALUES: Final = 1 << 20
 FAR: Final = 1 << 31
+#: Names that a message lists at most, and letters of a wrong name that are compared with them.
+MOST_NAMES: Final = 40
+MOST_LETTERS: Final = 120
 
 
 @runtime_checkable
@@ -160,6 +164,21 @@ def shown(value: Any) -> str:
     """A value in few words, for messages."""
     text = " ".join(_short.repr(value).split())
     return text if len(text) <= _short.maxother else f"{text[: _short.maxother - 3]}..."
+
+
+def choices(name: object, known: Iterable[object]) -> str:
+    """Say which names there are, after the nearest to a wrong one: "did you mean 'z'? known: 'q', 'z'".
+
+    Args:
+        name: what was given.
+        known: the names that exist; of many only some are listed.
+    """
+    names = [str(one) for one in known]
+    folded = {one.casefold(): one for one in reversed(names)}
+    near = difflib.get_close_matches(str(name).strip().casefold()[:MOST_LETTERS], folded, n=1)
+    meant = f"did you mean {folded[near[0]]!r}? " if near else ""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"{meant}known: {', '.join(map(repr, names[:MOST_NAMES])) or 'none'}{more}"
 
 
 def _line(found: list[Any]) -> Any:

@@ -17,7 +17,7 @@ from steercap.core.program import Response
 from steercap.core.spec import Layers, Point, parse_layers, resolve_layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import flag_of, index_of, number_of, shown
-from steercap.edits.inputs import Vector, float32_copy
+from steercap.edits.inputs import Vector, at_layer, float32_copy
 from steercap.errors import InvalidEdit, InvalidVector
 from steercap.sites import placed
 
@@ -48,7 +48,8 @@ class Edit(ABC):
     """A change to rows; its scope is the same for every operation.
 
     Vectors are float32 copies of what was given, and every look at one gives another copy: an edit is compiled once,
-    and means the same for as long as it lives.
+    and means the same for as long as it lives. Of `LayerVectors`, or a dict by layer, an edit takes the vector of its
+    `layer`.
 
     Args:
         layer: one layer; negative counts from the last.
@@ -157,7 +158,9 @@ class Edit(ABC):
             field: name of the field.
             shapes: what it may have: "width" for one vector, "rows width" for several; "width" if none is given.
         """
-        kept = float32_copy(vars(self)[field], f"{self.name}: {field}", *(shapes or ("width",)))
+        what = f"{self.name}: {field}"
+        given = at_layer(vars(self)[field], what, self.layer, self.site)
+        kept = float32_copy(given, what, *(shapes or ("width",)))
         object.__setattr__(self, field, kept)
         return kept
 

@@ -5,7 +5,7 @@ A copy, so that no later change of the user's tensor reaches what was checked.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -15,11 +15,44 @@ from jaxtyping import Float
 from steercap.core.values import shown
 from steercap.errors import InvalidVector
 
-#: What a user may give as a vector, or as rows: a tensor, an array, or numbers; kept as a float32 copy.
-Vector: TypeAlias = "torch.Tensor | np.ndarray[Any, Any] | Sequence[float] | Sequence[Sequence[float]]"
+#: What a user may give as a vector, or as rows: a tensor, an array, or numbers; kept as a float32 copy. For something
+#: at one layer also vectors by layer, see `at_layer`.
+Vector: TypeAlias = (
+    "torch.Tensor | np.ndarray[Any, Any] | Sequence[float] | Sequence[Sequence[float]] | Mapping[int, torch.Tensor]"
+)
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+
+def at_layer(value: Any, what: str, layer: int | None, site: str) -> Any:
+    """Take the vector of one layer from `LayerVectors` or a dict by layer; anything else is returned as it is.
+
+    Args:
+        value: what a user gave as a vector.
+        what: what it is, for messages: "Add: vector".
+        layer: the layer that it is for; None if it is for several.
+        site: the site that it is for.
+
+    Raises:
+        InvalidVector: there is none for this layer, or they are of another site, or by name.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    known = list(value)
+    if not known or not all(isinstance(key, int) for key in known):
+        hint = f", as in directions[{known[0]!r}]" if known else ""
+        raise InvalidVector(f"{what} is a mapping with keys {shown(known)}; give a vector, or vectors by layer{hint}")
+    if layer is None:
+        raise InvalidVector(f"{what} has a vector for each of layers {known}; give layer=, one of these, to each edit")
+    if layer not in value:
+        near = min(known, key=lambda one: abs(one - layer))
+        hint = f"the nearest is {near}" if layer >= 0 else "count from 0 here, as they do"
+        raise InvalidVector(f"{what} has no vector for layer={layer}; it has them for layers {known}; {hint}")
+    of = getattr(value, "site", site)  # a dict has none
+    if of != site:
+        raise InvalidVector(f"{what} is of site {of!r}, and site={site!r} is asked for; give site={of!r}")
+    return value[layer]
 
 
 def float32_copy(value: Any, what: str, *shapes: str) -> Float[torch.Tensor, " ..."]:
@@ -34,6 +67,8 @@ def float32_copy(value: Any, what: str, *shapes: str) -> Float[torch.Tensor, " .
     Raises:
         InvalidVector: no such numbers, another shape, empty, or NaN or inf in float32.
     """
+    if isinstance(value, Mapping):  # NumPy would take the keys of some for the numbers
+        raise InvalidVector(f"{what} is a mapping with keys {shown(list(value))}; give one of its values")
     try:
         given = _tensor(value)
         dense = given.detach().to_dense()

@@ -9,6 +9,7 @@ from steercap.core.coding import RAW, Coding
 from steercap.core.records import RecordShape
 from steercap.core.registry import Registry
 from steercap.core.schema import PointSchema
+from steercap.core.values import choices
 from steercap.encodings.base import Encoding
 from steercap.errors import InvalidSpec, UnknownName
 
@@ -34,7 +35,7 @@ def codec_of(name: str, k: int | None = None, seed: int | None = None) -> Coding
     """
     codecs = {known: encoding for known, encoding in ENCODINGS.items() if encoding.is_codec}
     if name not in codecs:
-        raise UnknownName(f"unknown codec {name!r}; known: {', '.join(map(repr, codecs))}")
+        raise UnknownName(f"unknown codec {name!r}; {choices(name, codecs)}")
     parameters = (
         ("k", k, [known for known, codec in codecs.items() if codec.default_k]),
         ("seed", seed, [known for known, codec in codecs.items() if codec.seeded]),

@@ -1,7 +1,5 @@
 """What can be known of a model without starting anything: where it is, and what its config.json says. It needs neither
 torch nor vLLM, so it is looked at first.
-
-Neither torch nor vLLM is needed for it, so it is asked first.
 """
 
 from __future__ import annotations
@@ -79,31 +77,55 @@ def require_there(name: str) -> None:
 
 
 def require_reachable(name: str) -> None:
-    """See that the hub answers, where a model must come from it; blocks, for 10 s at most.
+    """Check that a model can be had: it is here, or the hub answers; blocks, for 10 s at most once names are resolved.
 
-    The hub's library tries six times to reach it, and vLLM asks it again and again: that takes a minute. Where a proxy
-    or another hub stands between, it is left to them.
+    The hub's library tries six times to reach it, and vLLM asks it again and again, after an import that takes long: it
+    is minutes until their error comes. An answer is waited for from the hub, or from the proxy before it; what a proxy
+    then answers, and another hub, are left to them.
 
     Raises:
-        ModelNotLoaded: nothing answers.
+        ModelNotLoaded: it is not on this machine, and nothing answers, or HF_HUB_OFFLINE forbids to ask.
     """
     if "://" in name or Path(name).exists() or importlib.util.find_spec("huggingface_hub") is None:
         return
     with extra("cuda", "cpu"):
         from huggingface_hub import constants
 
-    hub = urlsplit(constants.ENDPOINT)
     elsewhere = os.environ.get("VLLM_USE_MODELSCOPE", "").strip().lower() in {"1", "true"}
-    proxied = hub.scheme in urllib.request.getproxies() or "all" in urllib.request.getproxies()
-    if constants.HF_HUB_OFFLINE or elsewhere or proxied or hub.hostname is None or local_folder(name) is not None:
+    if elsewhere or local_folder(name) is not None:
+        return
+    remedy = f"give the folder of a model, or fetch it where there is a connection: hf download {name}"
+    if constants.HF_HUB_OFFLINE:
+        in_parts = name.endswith(".gguf") or ":" in name  # of a repository whose files vLLM looks for by itself
+        if not in_parts and not (Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").exists():
+            raise ModelNotLoaded(
+                f"{name!r} is not on this machine: neither a folder nor in {constants.HF_HUB_CACHE}, and "
+                f"HF_HUB_OFFLINE=1 forbids to fetch it; unset it, {remedy}"
+            )
+        return
+    address, what = _first_hop(constants.ENDPOINT)
+    if address is None:
         return
     try:
-        socket.create_connection((hub.hostname, hub.port or (80 if hub.scheme == "http" else 443)), timeout=10).close()
+        socket.create_connection(address, timeout=10).close()
     except OSError as error:
         raise ModelNotLoaded(
-            f"{name!r} is not on this machine, and {constants.ENDPOINT} cannot be reached: {error}; give the folder of "
-            "a model, or try again with a connection"
+            f"{name!r} is not on this machine, and {what} cannot be reached: {error}; {remedy}"
         ) from error
+
+
+def _first_hop(endpoint: str) -> tuple[tuple[str, int] | None, str]:
+    """The host and port that a request to the hub goes to first, None if unknown, and what it is, in words."""
+    hub = urlsplit(endpoint)
+    proxies = {} if urllib.request.proxy_bypass(hub.hostname or "") else urllib.request.getproxies()
+    proxy = proxies.get(hub.scheme) or proxies.get("all")
+    try:
+        hop = urlsplit(proxy) if proxy else hub
+        port = hop.port or {"http": 80, "https": 443}.get(hop.scheme)
+    except ValueError:  # a port that is none
+        return None, endpoint
+    what = f"the proxy before {endpoint}, {hop.hostname}:{port}," if proxy else endpoint
+    return (hop.hostname, port) if hop.hostname and port else None, what
 
 
 def look_up(name: str, folder: Path | None = None) -> Checkpoint:

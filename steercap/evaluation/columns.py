@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from steercap.core.values import choices
 from steercap.errors import InvalidSpec
 from steercap.evaluation.definition import Condition, Evaluation
 from steercap.evaluation.matching import Place, path, place_of
@@ -67,7 +68,7 @@ class Columns:
         """
         found = [dose for name, dose in self.lines if name == line]
         if not found:
-            raise InvalidSpec(f"{line!r} is not evaluated, but {', '.join(map(repr, self.methods))}")
+            raise InvalidSpec(f"{line!r} is not evaluated; {choices(line, self.methods)}")
         return found
 
     def control_of(self, line: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from steercap.core.values import flag_of, index_of, parts_of, shown
+from steercap.core.values import choices, flag_of, index_of, parts_of, shown
 from steercap.errors import InvalidSpec
 from steercap.evaluation.methods import Method, listed
 from steercap.experiments.controls import derived_seed
@@ -146,8 +146,8 @@ class Evaluation:
         for method in found:
             if method.control_of and method.control_of not in lines:
                 raise InvalidSpec(
-                    f"Method {method.name!r} is a control of {method.control_of!r}, which is not evaluated; there are "
-                    f"{', '.join(map(repr, sorted(lines)))}"
+                    f"Method {method.name!r} is a control of {method.control_of!r}, which is not evaluated; "
+                    f"{choices(method.control_of, sorted(lines))}"
                 )
         return found
 
@@ -181,7 +181,7 @@ class Evaluation:
         for method in self.methods:
             if method.name == name:
                 return method
-        raise InvalidSpec(f"{name!r} is not evaluated, but {', '.join(repr(one.name) for one in self.methods)}")
+        raise InvalidSpec(f"{name!r} is not evaluated; {choices(name, [one.name for one in self.methods])}")
 
     def conditions(self) -> tuple[Condition, ...]:
         """Every method at each of its doses, in their order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import pickle
 import re
@@ -33,11 +34,14 @@ _NO_PICKLE: Final = (
     OverflowError,
     MemoryError,
     RuntimeError,
+    SafetensorError,  # by the name of the file, torch takes it for one of these
     TypeError,
     ValueError,
 )
 
 
+#: Names of files in a folder that a message lists.
+SHOWN: Final = 6
 #: The name of a file until it is whole, and the process that writes it.
 _SCRATCH: Final = re.compile(r"\..+\.(?P<pid>[0-9a-f]{8})[0-9a-f]{24}")
 #: What is written, by the extension of its file.
@@ -64,6 +68,28 @@ def check_extension(path: Path, extension: str) -> None:
         said = f"of {path.suffix}" if path.suffix else "without an extension"
         others = "; ".join(f"{known} is written by {how}" for known, how in WRITTEN.items() if known != extension)
         raise InvalidFile(f"{path} is the name of a file {said}, and this writes {extension}: name it so ({others})")
+
+
+def require_file(path: Path) -> None:
+    """Check that a path is a file with something in it, before a library that reads it says so in words of its own.
+
+    Raises:
+        InvalidFile: nothing is there, or a folder, or an empty file.
+    """
+    if path.is_dir():
+        names = sorted(one.name for one in path.iterdir() if one.suffix in WRITTEN and not one.name.startswith("."))
+        hint = f"give one of the files in it: {', '.join(names[:SHOWN])}" if names else "give a file"
+        more = " ..." if len(names) > SHOWN else ""
+        raise InvalidFile(f"{path} cannot be read: it is a folder; {hint}{more}")
+    if not path.exists():
+        where = path.absolute().parent
+        folder = "" if where.is_dir() else f", nor a folder {where}"
+        near = difflib.get_close_matches(path.name, [one.name for one in where.glob(f"*{path.suffix}")], n=1)
+        raise InvalidFile(
+            f"{path} cannot be read: there is no such file{folder}" + (f"; did you mean {near[0]!r}?" if near else "")
+        )
+    if path.is_file() and not path.stat().st_size:
+        raise InvalidFile(f"{path} cannot be read: it is empty; copy or save it again")
 
 
 @contextmanager
@@ -151,6 +177,7 @@ def read_tensors(path: Path, *, tensors: bool = True) -> tuple[str, dict[str, to
     Raises:
         InvalidFile: missing, truncated, or not of steercap.
     """
+    require_file(path)
     try:
         with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
@@ -177,6 +204,7 @@ def read_tensors_at(path: Path, name: str, place: int) -> torch.Tensor:
     Raises:
         InvalidFile: missing, truncated, or without this tensor or place.
     """
+    require_file(path)
     try:
         with safe_open(path, framework="pt") as file:
             found: torch.Tensor = file.get_slice(name)[place]
@@ -206,6 +234,7 @@ def read_pt(path: Path) -> Any:
     Raises:
         InvalidFile: missing, truncated, no `.pt` file, or one with more than tensors, numbers, text and containers.
     """
+    require_file(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except _NO_PICKLE as error:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from steercap.core.tokens import TokenSelection
-from steercap.core.values import Mask
+from steercap.core.values import Mask, choices
 from steercap.errors import InvalidFile, InvalidSpec
 from steercap.files.base import blame, read_tensors, write_tensors
 
@@ -306,10 +306,8 @@ def _unpack(value: Any, tensors: Mapping[str, torch.Tensor], kind: Kind) -> Any:
 def _make(kind: Kind, name: str, values: dict[str, Any]) -> object:
     """A dataclass from its fields."""
     if name not in kind.types:
-        known = ", ".join(map(repr, sorted(kind.types, key=str.swapcase)))  # edits are written small, and come first
-        raise InvalidSpec(
-            f"unknown {kind.noun} {name!r}; known: {known}; upgrade steercap if the file is of a newer one"
-        )
+        known = choices(name, sorted(kind.types, key=str.swapcase))  # edits are written small, and come first
+        raise InvalidSpec(f"unknown {kind.noun} {name!r}; {known}; upgrade steercap if the file is of a newer one")
     made = kind.types[name]
     required = _fields(made)
     unknown = values.keys() - required.keys()

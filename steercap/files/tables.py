@@ -14,7 +14,7 @@ import msgspec
 
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
-from steercap.files.base import check_extension, write_whole
+from steercap.files.base import check_extension, require_file, write_whole
 
 AnyRecord = TypeVar("AnyRecord", bound=msgspec.Struct)
 
@@ -57,6 +57,7 @@ def read_table(path: str | Path, kind: type[AnyRecord]) -> list[AnyRecord]:
         import pyarrow as pa
         from pyarrow import parquet
 
+    require_file(Path(path))
     try:
         rows = parquet.read_table(Path(path)).to_pylist()
         return msgspec.convert(rows, list[kind])  # type: ignore[valid-type]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from steercap.core.values import choices
 from steercap.edits.cap import Cap
 from steercap.errors import InvalidFile, InvalidSpec, UnknownName
 from steercap.files.base import blame, read_pt
@@ -43,7 +44,7 @@ def load_capping(
     wanted = list(by_id) if experiments is None else list(experiments)
     for name in wanted:
         if name not in by_id:
-            raise UnknownName(f"unknown experiment {name!r} of {path}; known: {', '.join(map(repr, by_id))}")
+            raise UnknownName(f"unknown experiment {name!r} of {path}; {choices(name, by_id)}")
     return {name: _experiment(path, name, by_id[name], vectors, bound) for name in wanted}
 
 

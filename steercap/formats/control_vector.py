@@ -15,7 +15,7 @@ import numpy as np
 
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile, InvalidSpec
-from steercap.files.base import blame, check_extension, write_whole
+from steercap.files.base import blame, check_extension, require_file, write_whole
 from steercap.vectors import LayerVectors
 
 ARCHITECTURE: Final = "controlvector"
@@ -37,6 +37,7 @@ def load_control_vector(path: str | Path) -> LayerVectors:
         from gguf import GGUFReader
 
     path = Path(path)
+    require_file(path)
     try:
         reader = GGUFReader(path)
         architecture, name, model = (_text(reader, key) for key in TEXTS)
@@ -97,8 +98,8 @@ def _check_writable(vectors: LayerVectors, hint: str) -> None:
         raise InvalidSpec(f"{vectors!r} is not at resid_post, the one site that GGUF control vectors have")
     if 0 in vectors:
         raise InvalidSpec(
-            f"{vectors!r} has a vector at layer 0, and llama.cpp refuses files with direction.0; "
-            "leave layer 0 out, or save it with LayerVectors.save"
+            f"{vectors!r} has a vector at layer 0, and llama.cpp refuses files with direction.0; leave it out by "
+            "vectors.at_layers(list(vectors)[1:]), or save all of it with LayerVectors.save"
         )
     if not hint:
         raise InvalidSpec("repeng refuses a control vector without a model hint; give model_hint=, such as 'llama'")

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from steercap.core.extras import extra
-from steercap.core.values import shown
+from steercap.core.values import choices, shown
 from steercap.errors import InvalidFile, InvalidSpec
 from steercap.files.base import write_whole
 from steercap.patching.pairs import Pair
@@ -94,7 +94,7 @@ class Effects:
             InvalidSpec: another column, or no such run.
         """
         if unknown := sorted(set(columns) - set(KEYS)):
-            raise InvalidSpec(f"{unknown} is no column to choose by; there are {', '.join(KEYS)}")
+            raise InvalidSpec(f"{unknown} is no column to choose by; {choices(unknown[0], KEYS)}")
         found = [one for one in self.records if all(getattr(one, name) == value for name, value in columns.items())]
         if not found:
             here = {name: _few({getattr(one, name) for one in self.records}) for name in columns}

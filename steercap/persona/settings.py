@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from steercap.core.spec import CaptureSpec
-from steercap.core.values import flag_of, index_of, number_of, parts_of, shown
+from steercap.core.values import choices, flag_of, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSetting, InvalidSpec
 from steercap.persona.scores import make_scorer
 from steercap.persona.trait import Trait, traits
@@ -188,7 +188,7 @@ class PersonaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         """
         shipped = traits()
         if missing := [trait for trait in self.traits if isinstance(trait, str) and trait not in shipped]:
-            raise InvalidSetting(f"unknown traits {missing}; shipped are {list(shipped)}, others are given as Trait")
+            raise InvalidSetting(f"unknown traits {missing}; {choices(missing[0], shipped)}; others are given as Trait")
         return tuple(shipped[trait] if isinstance(trait, str) else trait for trait in self.traits)
 
 

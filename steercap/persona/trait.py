@@ -14,6 +14,7 @@ import msgspec
 
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile
+from steercap.files.base import require_file
 
 #: What a rubric must hold, in braces.
 PLACES: Final = ("{question}", "{answer}")
@@ -88,6 +89,7 @@ def load_trait(path: str | Path) -> Trait:
     """
     with extra("personas"):
         import yaml
+    require_file(Path(path))
     try:
         return msgspec.yaml.decode(Path(path).read_bytes(), type=Trait)
     except (OSError, msgspec.MsgspecError, yaml.YAMLError, UnicodeDecodeError) as error:

@@ -79,6 +79,11 @@ class Calls(Generic[Handle]):
 
     _answers: Answering
 
+    def _called(self, name: str, coming: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
+        """Give a coroutine the name of the call that made it: Python's warning about a forgotten `await` says it."""
+        coming.__qualname__ = f"{type(self).__name__}.{name}"
+        return coming
+
     @overload
     def generate(
         self, prompts: Prompt, sampling_params: Params = None, *, raw_output: Off = False, **asked: Unpack[Plain]
@@ -205,7 +210,7 @@ class Calls(Generic[Handle]):
         call = CallArguments(
             sampling_params, capture_layers, capture, steering, options, raw_output=raw_output, monitors=monitors
         )
-        return self._answers.generated(prompts, in_context(self, call))
+        return self._called("generate", self._answers.generated(prompts, in_context(self, call)))
 
     @overload
     def chat(
@@ -358,7 +363,7 @@ class Calls(Generic[Handle]):
         call = CallArguments(
             sampling_params, capture_layers, capture, steering, options, raw_output=raw_output, monitors=monitors
         )
-        return self._answers.replied(messages, in_context(self, call), chat_template_kwargs)
+        return self._called("chat", self._answers.replied(messages, in_context(self, call), chat_template_kwargs))
 
     @overload
     def read(self, prompts: Prompt, **asked: Unpack[Reading]) -> Coming[Handle]: ...
@@ -397,7 +402,7 @@ class Calls(Generic[Handle]):
         left_out = capture_layers is None and capture is None and not sketches_in_force(self)
         spec = CaptureSpec() if left_out else capture
         call = CallArguments(READ, capture_layers, spec, steering, options, reading=True)
-        return self._answers.read(prompts, in_context(self, call))
+        return self._called("read", self._answers.read(prompts, in_context(self, call)))
 
     @overload
     def encode(self, prompts: Prompt, pooling: Pooling = None, **asked: Unpack[Plain]) -> Coming[Encoded]: ...
@@ -458,7 +463,7 @@ class Calls(Generic[Handle]):
         """
         options = {"lora_request": lora_request, "priority": priority}
         call = CallArguments(pooling, capture_layers, capture, steering, options, reading=True, encoding=True)
-        return self._answers.encoded(prompts, in_context(self, call))
+        return self._called("encode", self._answers.encoded(prompts, in_context(self, call)))
 
     def stream(
         self,

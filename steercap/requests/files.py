@@ -30,6 +30,7 @@ from steercap.encodings.base import Codec
 from steercap.encodings.coded import CodedRows, Whole, end_of, parts_of
 from steercap.errors import InvalidFile
 from steercap.files.base import blame, encode_tensors, read_tensors, write_tensors
+from steercap.files.native import READERS
 from steercap.requests.captures import Rows
 
 VERSION: Final = 1
@@ -143,11 +144,14 @@ def read_header(path: Path) -> Header:
 
 def _header(path: Path, text: str) -> Header:
     try:
-        version = msgspec.json.decode(text)["version"]
+        said = msgspec.json.decode(text)
+        if (kind := said.get("kind")) in READERS:
+            raise InvalidFile(f"{path} holds {kind}, not captures; read it with {READERS[kind]}")
+        version = said["version"]
         if version != VERSION:
             raise InvalidFile(f"{path} has format version {version}; this steercap reads version {VERSION}")
         return msgspec.json.decode(text, type=Header)
-    except (msgspec.MsgspecError, KeyError, TypeError) as error:
+    except (msgspec.MsgspecError, AttributeError, KeyError, TypeError) as error:
         raise InvalidFile(f"{path} has a steercap header that cannot be read: {error}") from error
 
 

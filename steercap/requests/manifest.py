@@ -240,6 +240,8 @@ class Manifest:
             InvalidFile: there is none, it is malformed, or of another version.
         """
         folder = Path(folder)
+        if folder.is_file():
+            raise InvalidFile(f"{folder} is a file; give the folder of a run of captures")
         journal: Journal[Line] = Journal(folder / JOURNAL, Line)
         said = journal.read()
         document = CAPTURES.read(folder)

@@ -9,6 +9,7 @@ import torch
 
 from steercap.core.spec import Layers, Point, resolve_layers
 from steercap.core.tokens import Tokens, TokenSelection, selected
+from steercap.core.values import choices
 from steercap.encodings.coded import CodedRows
 from steercap.errors import InvalidRequest, InvalidSelection, LayerOutOfRange
 from steercap.requests.captures import Captures
@@ -74,7 +75,7 @@ def _place(first: CaptureHandle, layers: Layers | None, site: str | None) -> tup
     site = captures.sites[0] if site is None else site
     known = _known(first, site)
     if not known:
-        raise InvalidRequest(f"stack: site={site!r} was not captured; captured: {', '.join(captures.sites)}")
+        raise InvalidRequest(f"stack: site={site!r} was not captured; {choices(site, captures.sites)}")
     wanted = known if layers is None else list(resolve_layers(layers, first.num_layers))
     if missing := [layer for layer in wanted if layer not in known]:
         raise LayerOutOfRange(f"stack: layers {missing} were not captured at {site!r}; captured: {known}")

@@ -10,6 +10,7 @@ from typing import Final
 
 import msgspec
 
+from steercap.core.values import choices
 from steercap.errors import InvalidSetting, UnknownName
 from steercap.persona.trait import PLACES, Examples, Trait
 
@@ -116,7 +117,7 @@ class RoleSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for role in self.roles:
             if role.name == name:
                 return role
-        raise UnknownName(f"no role {name!r}; known: {', '.join(map(repr, self.names))}")
+        raise UnknownName(f"no role {name!r}; {choices(name, self.names)}")
 
     def select(self, names: Collection[str]) -> RoleSet:
         """Some of the roles, in the order given, with all that they share.

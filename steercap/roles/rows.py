@@ -12,6 +12,7 @@ from typing import Final
 import torch
 from jaxtyping import Float
 
+from steercap.core.values import choices
 from steercap.errors import InvalidSpec, LayerOutOfRange, UnknownName
 from steercap.roles.role import ASSISTANT
 from steercap.vectors import DirectionSet, LayerVectors, Provenance
@@ -89,7 +90,7 @@ class RoleRows:
             LayerOutOfRange: a layer that was not read.
         """
         if name not in self.counts:
-            raise UnknownName(f"no rows of {name!r}; there are those of {', '.join(map(repr, self.counts))}")
+            raise UnknownName(f"no rows of {name!r}; {choices(name, self.counts)}")
         if layer not in self.layers:
             raise LayerOutOfRange(f"layer {layer} was not read; {list(self.layers)} were")
         there = torch.tensor(self.counts[name]) > 0

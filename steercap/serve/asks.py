@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar, get_args
 
 from steercap.core.spec import CaptureSpec, resolve_layers
-from steercap.core.values import shown
+from steercap.core.values import choices, shown
 from steercap.edits import EDITS
 from steercap.edits.base import Edit
 from steercap.errors import InvalidSpec
@@ -153,7 +153,7 @@ def _monitor_of(asked: Any, library: Library, owner: str) -> Monitor:
         if given.get("layer") is None and len(vectors) == 1:
             given["layer"] = next(iter(vectors))
         if given.get("layer") not in list(vectors):
-            raise InvalidSpec(f"layer={shown(given.get('layer'))}: {name!r} has vectors for layers {list(vectors)}")
+            raise InvalidSpec(f"a monitor with {_lacking(given.get('layer'), {'probe': name}, list(vectors))}")
         given["probe"] = vectors[given["layer"]]
     return _made(Monitor, given)
 
@@ -173,7 +173,7 @@ def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | Logit
         return [_bias_of(asked)]
     kind = EDITS[op] if isinstance(op, str) else None
     if kind is None:
-        raise InvalidSpec(f"op={shown(op)}; known: {', '.join((*EDITS, LOGIT_BIAS))}")
+        raise InvalidSpec(f"op={shown(op)}; {choices(op, (*EDITS, LOGIT_BIAS))}")
     known = [one.name for one in dataclasses.fields(kind) if one.init]
     given = dict(_object(asked, f"an edit {op!r}", ("op", *known)))
     given.pop("op", None)
@@ -186,7 +186,7 @@ def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | Logit
     found = {name: layer_vectors(value, library, owner) for name, value in named.items()}
     site = next(iter(found.values())).site
     given.setdefault("site", site)
-    layers = _layers_of(given, found)
+    layers = _layers_of(given, found, named)
     for name in ("layer", "layers"):
         given.pop(name, None)
     return [
@@ -204,20 +204,39 @@ def _bias_of(asked: Mapping[str, Any]) -> LogitBias:
     return LogitBias(bias, **({"tokens": ranges(given["tokens"])} if "tokens" in given else {}))
 
 
-def _layers_of(given: Mapping[str, Any], found: Mapping[str, LayerVectors]) -> list[int]:
-    """The layers of edits whose vectors have names: those asked for, or all that the vectors have."""
+def _layers_of(given: Mapping[str, Any], found: Mapping[str, LayerVectors], named: Mapping[str, str]) -> list[int]:
+    """The layers of edits whose vectors have names: those asked for, or all that the vectors have.
+
+    Args:
+        given: the edit.
+        found: its vectors, by field.
+        named: their names, by field.
+    """
     common = [layer for layer in next(iter(found.values())) if all(layer in one for one in found.values())]
     asked = given.get("layer") if given.get("layer") is not None else given.get("layers")
     if asked is None:
         return common
     wanted = [asked] if isinstance(asked, int) else asked if isinstance(asked, list) else None
     if not common:
-        raise InvalidSpec(f"{', '.join(map(repr, found))} have vectors for no layer in common")
+        raise InvalidSpec(f"{', '.join(map(repr, named.values()))} have vectors for no layer in common")
     if wanted is None:
         wanted = list(resolve_layers(asked, max(common) + 1))
     if missing := [layer for layer in wanted if layer not in common]:
-        raise InvalidSpec(f"layer {missing[0]!r}: {', '.join(map(repr, found))} has vectors for layers {common}")
+        raise InvalidSpec(f"an edit with {_lacking(missing[0], named, common)}")
     return wanted
+
+
+def _lacking(layer: Any, named: Mapping[str, str], known: list[int]) -> str:
+    """Say that vectors by name have none for a layer, and for which they have one.
+
+    Args:
+        layer: that was asked for.
+        named: names of the vectors, by field.
+        known: the layers that they have, at least one.
+    """
+    what = " and ".join(f"{field}={name!r}" for field, name in named.items())
+    near = f"; the nearest is {min(known, key=lambda one: abs(one - layer))}" if isinstance(layer, int) else ""
+    return f"{what} and layer={shown(layer)}: there are vectors for layers {known}{near}"
 
 
 def _made(kind: type[Made], given: Mapping[str, Any]) -> Made:
@@ -281,5 +300,5 @@ def _object(value: Any, what: str, known: Sequence[str]) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise InvalidSpec(f"{what}={shown(value)}; give an object")
     if unknown := [name for name in value if name not in known]:
-        raise InvalidSpec(f"{what} has {shown(unknown[0])}, which means nothing; known: {', '.join(known)}")
+        raise InvalidSpec(f"{what} has an unknown field {shown(unknown[0])}; {choices(unknown[0], known)}")
     return value

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from steercap.core.values import shown
+from steercap.core.values import choices, shown
 from steercap.errors import InvalidSpec
 from steercap.saes import SAE
 from steercap.serve.captures import Captures
@@ -87,7 +87,7 @@ class FeaturesOfRows:
         name = given.get("sae")
         sae = self._saes.get(name) if isinstance(name, str) else None
         if sae is None:
-            raise InvalidSpec(f"sae={shown(name)}; known: {', '.join(self._saes) or 'none'}")
+            raise InvalidSpec(f"sae={shown(name)}; {choices(name, self._saes)}")
         top = top_of(given.get("top", 8), min(MOST_TOP, sae.d_sae))
         handle = await rows_of(request, self._captures)
         if sae.input not in handle.points:

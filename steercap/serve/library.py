@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from steercap.core.values import shown
+from steercap.core.values import choices, shown
 from steercap.errors import CaptureMemoryFull, InvalidFile, InvalidSpec, SteercapError
 from steercap.files import native
 from steercap.formats import load_control_vector
@@ -159,8 +159,8 @@ class Library:
         for whose in (owner, OPERATOR):
             if (found := self._kept.get((whose, name))) is not None:
                 return found
-        known = ", ".join(sorted(one.name for one in self.of(owner))) or "none"
-        raise InvalidSpec(f"no vector or steering is called {name[:80]!r}; known: {known}")
+        known = sorted(one.name for one in self.of(owner))
+        raise InvalidSpec(f"no vector or steering is called {name[:80]!r}; {choices(name, known)}")
 
     def sae(self, name: Any) -> SAE:
         """Find an SAE by name.
@@ -169,7 +169,7 @@ class Library:
             InvalidSpec: the operator gave none of the name.
         """
         if not isinstance(name, str) or name not in self.saes:
-            raise InvalidSpec(f"no SAE is called {shown(name)}; known: {', '.join(sorted(self.saes)) or 'none'}")
+            raise InvalidSpec(f"no SAE is called {shown(name)}; {choices(name, sorted(self.saes))}")
         return self.saes[name]
 
     def of(self, owner: str) -> Iterator[Named]:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from steercap.client.uploads import encoded
 from steercap.core.texts import texts_of
-from steercap.core.values import index_of, shown
+from steercap.core.values import choices, index_of, shown
 from steercap.errors import InvalidRequest, InvalidSpec
 from steercap.requests.handle import CaptureHandle
 from steercap.serve.asks import layer_vectors
@@ -189,7 +189,7 @@ def _layers(handle: CaptureHandle, site: Any) -> list[int]:
     found = sorted(point.layer for point in handle.points if point.site == site)
     if not found:
         sites = sorted({point.site for point in handle.points})
-        raise InvalidSpec(f"site={shown(site)} was not captured; captured: {', '.join(sites)}")
+        raise InvalidSpec(f"site={shown(site)} was not captured; {choices(site, sites)}")
     return found
 
 

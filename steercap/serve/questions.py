@@ -12,7 +12,7 @@ import torch
 from starlette.requests import Request
 from starlette.responses import Response
 
-from steercap.core.values import index_of, shown
+from steercap.core.values import choices, index_of, shown
 from steercap.errors import CaptureMemoryFull, InvalidRequest, InvalidSpec, SteercapError
 from steercap.requests.handle import CaptureHandle
 from steercap.serve.captures import Captures, owner_of
@@ -65,8 +65,9 @@ async def asked(request: Request, known: Sequence[str]) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:  # msgspec's own, and bytes that are no UTF-8
         raise InvalidSpec(f"the body is no JSON: {error}") from error
     if not isinstance(given, dict) or (unknown := [name for name in given if name not in known]):
-        what = shown(given) if not isinstance(given, dict) else shown(unknown[0])
-        raise InvalidSpec(f"the body has {what}, which means nothing; give an object with {', '.join(known)}")
+        if not isinstance(given, dict):
+            raise InvalidSpec(f"the body is {shown(given)}; give an object with {', '.join(known)}")
+        raise InvalidSpec(f"the body has an unknown field {shown(unknown[0])}; {choices(unknown[0], known)}")
     return given
 
 

@@ -16,7 +16,7 @@ from steercap.core.spec import Point, name_of_site, resolve_layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import flag_of, index_of, number_of, shown
 from steercap.edits.base import Edit
-from steercap.edits.inputs import Vector, float32_copy
+from steercap.edits.inputs import Vector, at_layer, float32_copy
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.sites import SITES, placed
 from steercap.steering.projection import Projected, read_by
@@ -69,10 +69,6 @@ class Monitor:
 
     def __post_init__(self) -> None:
         self._check_do()
-        probe = float32_copy(self.probe, "Monitor: probe", "width")
-        if not probe.any():
-            raise InvalidVector("Monitor: probe is zero, so every row would have the same score")
-        object.__setattr__(self, "probe", probe)
         for field in ("threshold", "bias"):
             number = number_of(getattr(self, field))
             if number is None or not math.isfinite(number):
@@ -90,6 +86,14 @@ class Monitor:
         object.__setattr__(self, "site", name_of_site(self.site))
         object.__setattr__(self, "tokens", TokenSelection.parse(self.tokens))
         _ = SITES[self.site]
+        self._keep_probe(layer)
+
+    def _keep_probe(self, layer: int) -> None:
+        what = "Monitor: probe"
+        probe = float32_copy(at_layer(self.probe, what, layer, self.site), what, "width")
+        if not probe.any():
+            raise InvalidVector("Monitor: probe is zero, so every row would have the same score")
+        object.__setattr__(self, "probe", probe)
 
     def _check_do(self) -> None:
         asked: object = self.do

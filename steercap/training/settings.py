@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import nn
 
-from steercap.core.values import index_of, number_of, parts_of, shown
+from steercap.core.values import choices, index_of, number_of, parts_of, shown
 from steercap.errors import InvalidSetting
 from steercap.training.penalties import Penalties
 
@@ -104,7 +104,7 @@ def settings_of(given: dict[str, Any]) -> TrainingSettings:
     """
     known = [field.name for field in fields(TrainingSettings)]
     if unknown := sorted(set(given) - set(known)):
-        raise InvalidSetting(f"unknown settings of training {unknown}; known: {', '.join(known)}")
+        raise InvalidSetting(f"unknown settings of training {unknown}; {choices(unknown[0], known)}")
     return TrainingSettings(**given)
 
 

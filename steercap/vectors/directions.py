@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from steercap.core.values import index_of, parts_of, shown
+from steercap.core.values import choices, parts_of, shown
 from steercap.errors import InvalidSpec, InvalidVector, UnknownName
 from steercap.files import native
 from steercap.files.native import Kind
@@ -160,13 +160,10 @@ class DirectionSet(Mapping[str, LayerVectors]):
         """The same directions at some of their layers alone.
 
         Raises:
-            InvalidSpec: a layer they have no vectors for.
+            LayerOutOfRange: a layer they have no vectors for.
         """
-        found = _parts(layers, "layers")
-        wanted = [index_of(layer) for layer in found]
-        if missing := [layer for layer, index in zip(found, wanted, strict=True) if index not in self.layers]:
-            raise InvalidSpec(f"no vectors for layers {shown(missing)}; they are for {list(self.layers)}")
-        return self._each(lambda vectors: replace(vectors, vectors={layer: vectors[layer] for layer in wanted}))
+        wanted = _parts(layers, "layers")
+        return self._each(lambda vectors: vectors.at_layers(wanted))
 
     def unit(self) -> DirectionSet:
         """The same directions at length 1.
@@ -220,7 +217,7 @@ class DirectionSet(Mapping[str, LayerVectors]):
             UnknownName: there is none of this name; a KeyError too.
         """
         if not isinstance(name, str) or name not in self.directions:
-            raise UnknownName(f"no direction {shown(name)}; known: {', '.join(map(repr, self))}")
+            raise UnknownName(f"no direction {shown(name)}; {choices(name, self)}")
         return self.directions[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 
 from steercap.core.spec import name_of_site
-from steercap.core.values import FAR, index_of, number_of, shown
+from steercap.core.values import FAR, index_of, number_of, parts_of, shown
 from steercap.edits.inputs import Vector, float32_copy
 from steercap.errors import InvalidSpec, InvalidVector, LayerOutOfRange
 from steercap.files import native
@@ -106,6 +106,20 @@ class LayerVectors(Mapping[int, torch.Tensor]):
     def named(self, name: str) -> LayerVectors:
         """The same vectors under another name."""
         return dataclasses.replace(self, name=name)
+
+    def at_layers(self, layers: Iterable[int]) -> LayerVectors:
+        """The same vectors at some of their layers alone, under the same name.
+
+        Raises:
+            InvalidSpec: no layer.
+            LayerOutOfRange: a layer they have no vector for.
+        """
+        wanted = parts_of(layers, "layers")
+        if wanted is None:
+            raise InvalidSpec(f"layers={shown(layers)}; give a list of some of {list(self)}")
+        if missing := [layer for layer in wanted if index_of(layer) not in self.vectors]:
+            raise LayerOutOfRange(f"no vectors for layers {shown(missing)}; they are for {list(self)}")
+        return dataclasses.replace(self, vectors={layer: self[layer] for layer in wanted})
 
     def norms(self) -> dict[int, float]:
         """Length of the vector of each layer, in the units of the stream."""

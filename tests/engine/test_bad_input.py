@@ -145,7 +145,7 @@ async def test_another_implementation_of_a_known_architecture_is_served_without_
     ("settings", "error", "says"),
     [
         ({"sites": ["resid_post", "resid_late"]}, errors.UnknownName, "unknown site 'resid_late'"),
-        ({"overflow": "drop"}, errors.InvalidSetting, "overflow='drop'; use one of 'wait', 'error'"),
+        ({"overflow": "drop"}, errors.InvalidSetting, "overflow='drop'; known: 'wait', 'error'"),
         ({"transport": "pigeon"}, errors.InvalidSetting, "transport='pigeon'"),
         ({"capture_bytes": 1e9}, errors.InvalidSetting, "whole number"),
         ({"capture_bytes": 0}, errors.InvalidSetting, "capture_bytes=0"),

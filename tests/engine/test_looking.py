@@ -207,12 +207,12 @@ async def test_features_are_those_of_local_rows(app, tiny: SteerModel) -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ({}, "sae=None; known: own"),
-        ({"sae": "other"}, "known: own"),
-        ({"sae": ["own"]}, "known: own"),
+        ({}, "sae=None; known: 'own'"),
+        ({"sae": "other"}, "known: 'own'"),
+        ({"sae": ["own"]}, "known: 'own'"),
         ({"sae": "own", "top": 51}, "from 1 to 50"),
         ({"sae": "own", "positions": [99]}, "positions whose rows were captured"),
-        ({"sae": "own", "path": "/etc"}, "means nothing"),
+        ({"sae": "own", "path": "/etc"}, "unknown field"),
     ],
 )
 async def test_features_that_cannot_be_had_are_refused(app, body, says) -> None:
@@ -265,7 +265,7 @@ async def test_a_direction_of_texts_is_the_one_extracted_here(app, tiny: SteerMo
         ("scores", {"directions": ["some"] * 17}, "17 directions; at most 16"),
         ("scores", {"site": "attn_out"}, "'attn_out' was not captured"),
         ("scores", {"site": ["x"]}, "was not captured"),
-        ("scores", {"path": "/etc"}, "'path', which means nothing"),
+        ("scores", {"path": "/etc"}, "unknown field 'path'"),
         ("scores", [1], "give an object"),
         ("lens", {"layers": [9]}, "layer 9 was not captured"),
         ("lens", {"layers": "some"}, "give a list of layers"),

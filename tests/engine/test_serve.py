@@ -288,7 +288,7 @@ async def test_the_folder_lists_no_half_of_a_request(delivering, served, tiny: S
         ({"steercap": {"capture": {"sites": "neurons"}}}, "neurons"),
         ({"steercap": {"steering": {"op": "add", "vector": [1.0, 2.0], "layer": 1}}}, "2"),
         ({"steercap": {"capture": {"tokens": [5000]}}}, "5000"),
-        ({"steercap": {"nothing": 1}}, "which means nothing"),
+        ({"steercap": {"nothing": 1}}, "unknown field 'nothing'"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

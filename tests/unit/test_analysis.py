@@ -548,7 +548,7 @@ def test_each_table_is_drawn_and_no_other(tmp_path, llama) -> None:
         with pytest.raises(errors.InvalidSpec, match=says):
             wrong(tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
-    with pytest.raises(errors.UnknownName, match="unknown part 'hands'; known: cosines"):
+    with pytest.raises(errors.UnknownName, match=r"unknown part 'hands'; did you mean 'heads'\? known: 'cosines'"):
         analysis.anatomy(vectors, llama, 1, parts=["hands"])
 
 

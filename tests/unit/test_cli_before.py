@@ -30,7 +30,7 @@ from steercap.cli.onward import folded, sweeps_of
 from steercap.cli.sweep_file import measure_of, measures_in, read_settings
 from steercap.cli.terminal import Output, Terminal
 from steercap.cli.vectors import report as extracted
-from steercap.engine.checkpoint import is_path, require_there
+from steercap.engine.checkpoint import is_path, require_reachable, require_there
 from steercap.errors import InvalidFile, ModelNotLoaded
 from steercap.experiments.grid import Definition
 from steercap.files.base import write_whole
@@ -344,28 +344,69 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path) -> None:
     assert (path.read_text(), len(list(tmp_path.iterdir()))) == ("old", 1)
 
 
-def test_a_hub_that_does_not_answer_is_an_error_at_once() -> None:
-    """Its own library would try six times, for 23 s, and vLLM asks it more than once."""
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"HF_ENDPOINT": "{dead}"}, "and {dead} cannot be reached"),
+        ({"HF_ENDPOINT": "{dead}", "http_proxy": "{live}", "no_proxy": "127.0.0.1"}, "and {dead} cannot be reached"),
+        ({"https_proxy": "{dead}"}, "and the proxy before https://huggingface.co, {dead_at}, cannot be reached"),
+        ({"all_proxy": "{dead}"}, "and the proxy before https://huggingface.co, {dead_at}, cannot be reached"),
+        (
+            {"HF_HUB_OFFLINE": "1"},
+            "neither a folder nor in {cache}, and HF_HUB_OFFLINE=1 forbids to fetch it; unset it",
+        ),
+        ({"HF_ENDPOINT": "{live}"}, ""),
+        ({"https_proxy": "{live}"}, ""),
+        ({"HF_ENDPOINT": "{dead}", "http_proxy": "nonsense"}, ""),
+        ({"HF_ENDPOINT": "{dead}", "VLLM_USE_MODELSCOPE": "true"}, ""),
+        ({"HF_ENDPOINT": "{dead}", "name": "here/cached"}, ""),
+        ({"HF_HUB_OFFLINE": "1", "name": "here/cached"}, ""),
+        ({"HF_HUB_OFFLINE": "1", "name": "here/in_parts"}, ""),
+        ({"HF_HUB_OFFLINE": "1", "name": "nobody/nothing:Q4_K_M"}, ""),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_an_error_at_once(settings, says, tmp_path, monkeypatch) -> None:
+    """The hub's library tries six times, for 23 s, and vLLM imports for longer; where one may answer, they are let."""
+    from huggingface_hub import constants
+
+    (tmp_path / "models--here--cached" / "snapshots" / "1").mkdir(parents=True)
+    (tmp_path / "models--here--cached" / "snapshots" / "1" / "config.json").write_text("{}")
+    (tmp_path / "models--here--cached" / "refs").mkdir()
+    (tmp_path / "models--here--cached" / "refs" / "main").write_text("1")
+    (tmp_path / "models--here--in_parts").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]  # nobody listens there once it is closed
-    hub = f"http://127.0.0.1:{port}"
-    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
-    environment |= {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0"}
+        dead = server.getsockname()[1]  # nobody listens there once it is closed
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        told = {"dead": f"http://127.0.0.1:{dead}", "dead_at": f"127.0.0.1:{dead}", "cache": str(tmp_path)}
+        told["live"] = f"http://127.0.0.1:{server.getsockname()[1]}"
+        given = {"HF_ENDPOINT": "https://huggingface.co", **settings}
+        given = {name: value.format_map(told) for name, value in given.items()}
+        name = given.pop("name", "nobody/nothing")
+        for variable in [*os.environ]:
+            if "proxy" in variable.lower():
+                monkeypatch.delenv(variable)
+        for variable, value in given.items():
+            monkeypatch.setenv(variable, value)
+        monkeypatch.setattr(constants, "ENDPOINT", given["HF_ENDPOINT"])  # read when the library was imported
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", "HF_HUB_OFFLINE" in given)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+        if not says:
+            require_reachable(name)
+            return
+        with pytest.raises(
+            ModelNotLoaded, match=r"^'nobody/nothing' is not on .*hf download nobody/nothing$"
+        ) as raised:
+            require_reachable(name)
+    assert says.format_map(told) in str(raised.value)
+
+
+def test_a_model_that_cannot_be_had_is_one_line_in_a_shell() -> None:
+    """Nothing of vLLM's log is there, which was not asked."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = shell("generate", "hi", "-m", "nobody/nothing", env=environment)
     assert done.returncode == 1
-    assert f"ModelNotLoaded: 'nobody/nothing' is not on this machine, and {hub} cannot be reached" in done.stderr
-    assert len(done.stderr.splitlines()) == 1  # no log of vLLM's, which was not asked
-
-
-@pytest.mark.parametrize(
-    "variable", [{"HF_HUB_OFFLINE": "1"}, {"http_proxy": "http://127.0.0.1:1"}, {"VLLM_USE_MODELSCOPE": "true"}]
-)
-def test_a_hub_is_not_asked_where_something_else_stands_for_it(variable) -> None:
-    """Offline, behind a proxy, or with another hub: vLLM knows more of it than a connection says."""
-    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
-    environment |= {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HUB_OFFLINE": "0", **variable}
-    code = "from steercap.engine.checkpoint import require_reachable; require_reachable('nobody/nothing')"
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    assert "ModelNotLoaded: 'nobody/nothing' is not on this machine" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 # Traits of one's own, and what comes after a run

@@ -310,7 +310,7 @@ async def test_what_is_no_server_of_ours_is_refused() -> None:
         await model_of(says=None).start()
     with pytest.raises(ServerFailure, match="same version"):
         await model_of(says={"model": "m"}).start()
-    with pytest.raises(InvalidRequest, match="no model 'other'; known: m, m\\+calm"):
+    with pytest.raises(InvalidRequest, match="no model 'other'; known: 'm', 'm\\+calm'"):
         await model_of(model="other").start()
     with pytest.raises(ServerFailure, match=r"http://127.0.0.1:9 cannot be reached, or broke off: ConnectError"):
         await RemoteModel("http://127.0.0.1:9").start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from workers import CUDA, KINDS, batch, device_of, known_schemas, some_runtime, tap
 
-from steercap import Ablate, Add, AddIf, Cap, LowRank, Replace, SAEFeature, SetProjection, SteeringSpec
+from steercap import Ablate, Add, AddIf, Cap, LowRank, Monitor, Replace, SAEFeature, SetProjection, SteeringSpec
 from steercap.core.messages import (
     Call,
     Configure,
@@ -39,6 +40,7 @@ from steercap.kernels.finite import EDITED_MOST
 from steercap.steering.lowering import lower, scopes_of
 from steercap.testing.edits import edited
 from steercap.testing.specs import OPERATIONS, VARIANTS, spec, vector
+from steercap.vectors import DirectionSet, LayerVectors
 
 WIDTH, LAYERS = 24, 3
 ARMED = {Point(layer, "resid_post"): layer for layer in range(LAYERS)}
@@ -353,6 +355,56 @@ def test_bad_input_is_named_and_so_is_the_remedy(make, error, says) -> None:
     with pytest.raises(error) as raised:
         ask()
     assert says in str(raised.value)
+
+
+@pytest.mark.parametrize("operation", [*OPERATIONS, *VARIANTS[:3]])
+@pytest.mark.parametrize("kind", [LayerVectors, dict])
+def test_of_vectors_by_layer_an_edit_takes_its_own(operation, kind) -> None:
+    """Every vector of every edit may be LayerVectors: it is as if the one of the edit's layer were given."""
+    (one,) = spec(operation, LAYERS, layer=1).flat()  # as wide as there are layers, so that keys could pass for numbers
+    given = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+    by_layer = {
+        name: kind({0: value + 1, 1: value, 2: value + 2})
+        for name, value in given.items()
+        if isinstance(value, torch.Tensor) and value.shape == (LAYERS,)
+    }
+    if "positions" in given:
+        given.pop("tokens")
+        by_layer, given["rows"], given["positions"] = {"rows": kind({1: given["rows"][0]})}, given["rows"][:1], 0
+    assert SteeringSpec([type(one)(**given | by_layer)]).sha256 == SteeringSpec([type(one)(**given)]).sha256
+
+
+BY_LAYER = LayerVectors({layer: [1.0, 2.0] for layer in (3, 5, 30)}, site="attn_out")
+
+
+@pytest.mark.parametrize(
+    ("scope", "given", "says"),
+    [
+        (
+            {"layer": 28},
+            BY_LAYER,
+            "has no vector for layer=28; it has them for layers [3, 5, 30]; the nearest is 30",
+        ),
+        ({"layer": -1}, BY_LAYER, "no vector for layer=-1; it has them for layers [3, 5, 30]; count from 0"),
+        ({"layers": "all"}, BY_LAYER, "has a vector for each of layers [3, 5, 30]; give layer="),
+        ({"layer": 5, "site": "resid_post"}, BY_LAYER, "is of site 'attn_out', and site='resid_post' is asked for"),
+        (
+            {"layer": 5},
+            DirectionSet({"joy": BY_LAYER}),
+            "keys ['joy']; give a vector, or vectors by layer, as in directions['joy']",
+        ),
+        ({"layer": 5}, {}, "keys []"),
+        ({"layer": 5}, {5: BY_LAYER}, "is a mapping with keys [3, 5, 30]; give one of its values"),
+    ],
+)
+def test_vectors_by_layer_that_lack_the_layer_say_what_they_have(scope, given, says) -> None:
+    """No vector of another layer, site or meaning is taken, and no number of a layer for a number of a vector."""
+    scope = {"site": "attn_out"} | scope
+    one_layer = [lambda: Monitor(given, 0.5, **scope)] if "layer" in scope else []
+    for make in (lambda: Add(given, **scope), *one_layer):
+        with pytest.raises(InvalidVector) as raised:
+            make()
+        assert says in str(raised.value)
 
 
 def test_a_spec_keeps_its_own_copies() -> None:

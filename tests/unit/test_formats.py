@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,19 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from workers import known_schemas
 
+from steercap.cli.inspection import inspected
 from steercap.core.program import Configuration
 from steercap.core.spec import Point
 from steercap.core.tokens import TokenSelection
+from steercap.datasets.dataset import ActivationDataset
 from steercap.edits import EDITS
 from steercap.edits.add import Add
 from steercap.edits.base import Edit
 from steercap.edits.cap import Cap
 from steercap.edits.replace import Replace
-from steercap.errors import InvalidFile, InvalidSpec, InvalidVector, UnknownName
+from steercap.errors import InvalidFile, InvalidSpec, InvalidVector, LayerOutOfRange, UnknownName
 from steercap.files.native import Header, _signed
+from steercap.files.tables import read_table
 from steercap.formats import (
     load_capping,
     load_control_vector,
@@ -37,10 +41,19 @@ from steercap.formats import (
     save_layers_pt,
     save_steering,
 )
+from steercap.formats.tuned_lens import TunedLens
+from steercap.persona import load_trait
+from steercap.persona.stages.capture import load_rows
+from steercap.quantisation import Codes, Quantiser
 from steercap.requests.handle import CaptureHandle
+from steercap.requests.manifest import Manifest
+from steercap.roles import AssistantAxis, load_roles, load_run
+from steercap.roles.rows_file import read_rows_header
+from steercap.saes.sae import SAE
+from steercap.sketches.sketch import Sketch
 from steercap.steering.lowering import lower
 from steercap.steering.spec import SteeringSpec
-from steercap.vectors import LayerVectors
+from steercap.vectors import Calibration, DirectionSet, LayerVectors
 
 WIDTH, LAYERS = 8, 6
 SITES = ("resid_pre", "resid_post", "attn_out", "mlp_out")
@@ -209,6 +222,65 @@ def test_a_file_of_another_kind_says_how_to_read_it(tmp_path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "captures", {"steercap": '{"version": 1, "request_id": "0"}'})
     with pytest.raises(InvalidFile, match=r"captures.*CaptureHandle\.load"):
         SteeringSpec.load(tmp_path / "captures")
+
+
+LOADERS = {
+    "captures": CaptureHandle.load,
+    "vectors": LayerVectors.load,
+    "directions": DirectionSet.load,
+    "calibration": Calibration.load,
+    "sketch": Sketch.load,
+    "steering": SteeringSpec.load,
+    "codes": Codes.load,
+    "quantiser": Quantiser.load,
+    "axis": AssistantAxis.load,
+    "rows of a persona": load_rows,
+    "rows of a role": lambda path: read_rows_header(Path(path)),
+    "header": read_header,
+    "layers.pt": lambda path: load_layers_pt(path, base=0),
+    "control vector": load_control_vector,
+    "capping": load_capping,
+    "table": lambda path: read_table(path, msgspec.Struct),
+    "trait": load_trait,
+    "roles": load_roles,
+    "run of roles": load_run,
+    "manifest": Manifest.load,
+    "tuned lens": TunedLens.load,
+    "SAE": SAE.load,
+    "data set": ActivationDataset,
+    "inspect": lambda path: inspected(Path(path)),
+}
+#: Those that read folders.
+FOLDERS = {"roles", "run of roles", "manifest", "tuned lens", "SAE", "data set", "inspect"}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_what_cannot_be_loaded_is_an_error_that_says_what_is_there(name, tmp_path) -> None:
+    """A folder, nothing, an empty file, noise, or a file of another kind: InvalidFile with the path, in plain words."""
+    load = LOADERS[name]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / ("here.safetensors" if name not in FOLDERS else "here.txt")).write_bytes(b"x")
+    (tmp_path / "formal.safetensors").touch()
+    (tmp_path / "noise.safetensors").write_bytes(b"no file of anybody's " * 20)
+    (tmp_path / "noise.parquet").write_bytes(b"no file of anybody's " * 20)
+    save_file({"a": torch.ones(2)}, tmp_path / "foreign.safetensors")
+    torch.save({"a": 1}, tmp_path / "foreign.pt")
+    SteeringSpec([Add(torch.ones(2), layer=1)]).save(tmp_path / "ours.safetensors")
+    said = {}
+    for path in (*tmp_path.iterdir(), tmp_path / "normal.safetensors", tmp_path / "none" / "there.gguf"):
+        if path.name == "ours.safetensors" and name in {"steering", "header", "inspect"}:
+            continue
+        with pytest.raises(InvalidFile, match=re.escape(str(path))) as raised:
+            load(path)
+        said[path.name] = str(raised.value)
+    if name not in FOLDERS:
+        assert "it is a folder; give one of the files in it: here.safetensors" in said["folder"]
+        assert "there is no such file" in said["normal.safetensors"]
+        assert "did you mean 'formal.safetensors'?" in said["normal.safetensors"]
+        assert "nor a folder" in said["there.gguf"]
+        assert "formal.safetensors cannot be read: it is empty" in said["formal.safetensors"]
+    if name in {"captures", "vectors", "directions", "calibration", "sketch", "codes", "quantiser", "axis"}:
+        assert f"holds steering, not {name}; read it with SteeringSpec.load" in said["ours.safetensors"]
 
 
 def test_a_changed_tensor_is_noticed(tmp_path) -> None:
@@ -500,6 +572,18 @@ def test_a_control_vector_nobody_could_use_is_not_written(vectors, says, tmp_pat
     with pytest.raises(InvalidSpec, match=says):
         save_control_vector(vectors, tmp_path / "x.gguf")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_layer_that_gguf_cannot_have_is_left_out_as_the_error_says(tmp_path) -> None:
+    """Of many layers the rest are written, under their own numbers."""
+    vectors = LayerVectors({layer: [1.0 + layer, 2.0] for layer in range(12)}, name="joy", model="llama")
+    with pytest.raises(InvalidSpec, match=r"leave it out by vectors\.at_layers\(list\(vectors\)\[1:\]\)"):
+        save_control_vector(vectors, tmp_path / "v.gguf")
+    rest = vectors.at_layers(list(vectors)[1:])
+    assert load_control_vector(save_control_vector(rest, tmp_path / "v.gguf")) == rest
+    assert rest == LayerVectors({layer: vectors[layer] for layer in range(1, 12)}, name="joy", model="llama")
+    with pytest.raises(LayerOutOfRange, match=r"no vectors for layers \[12\]; they are for \[0, 1,"):
+        vectors.at_layers([3, 12])
 
 
 @pytest.mark.parametrize(

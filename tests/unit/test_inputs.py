@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ from steercap.errors import (
     LayerOutOfRange,
     PointNotArmed,
     SteercapError,
+    UnknownName,
 )
 from steercap.experiments import Sweep
 from steercap.experiments.measures.repetition import Repetition
@@ -56,7 +58,7 @@ from steercap.persona.scores.keywords import Keywords
 from steercap.requests.captures import Captures, Found
 from steercap.requests.handle import flat
 from steercap.requests.lifecycle import Lifecycle
-from steercap.sites import SITES
+from steercap.sites import SITES, placed
 from steercap.steering.lowering import lower, scopes_of
 from steercap.steering.projection import compile_projection
 from steercap.vectors import DirectionSet, LayerVectors
@@ -396,6 +398,7 @@ FURTHER: dict[str, Callable[[Any], Any]] = {
     "DirectionSet.at": lambda value: directions().at(value),
     "DirectionSet.select": lambda value: directions().select(value),
     "DirectionSet.at_layers": lambda value: directions().at_layers(value),
+    "LayerVectors.at_layers": lambda value: next(iter(directions().values())).at_layers(value),
     "DirectionSet.project": lambda value: directions().project(value, 0),
     "DirectionSet.project layer": lambda value: directions().project(torch.ones(2, WIDTH), value),
     "DirectionSet.cosines": lambda value: directions().cosines(value),
@@ -578,8 +581,54 @@ def test_a_point_that_the_model_lacks_is_said_to_be_lacking() -> None:
     spec = SteeringSpec([Add(V, layer=1, site="router")])
     with pytest.raises(PointNotArmed, match="no 'router' at layer 1"):
         lower(spec, armed=points, schemas={}, num_layers=4, edits_per_point=1, exists=exists)
-    with pytest.raises(PointNotArmed, match="arm it with"):
+    with pytest.raises(PointNotArmed, match="arm it at the start"):
         check_armed([Point(0, "neurons")], points, SITES, lambda _: True)
+
+
+@given(
+    sites=st.lists(st.sampled_from(sorted(SITES)), min_size=1, max_size=3, unique=True),
+    layers=st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True),
+    asked=st.tuples(st.integers(0, 5), st.sampled_from(sorted(SITES))),
+)
+def test_a_point_without_a_tap_is_armed_as_its_error_says(sites, layers, asked) -> None:
+    """It names the point and where taps are, of which some are nobody's wish; what it says to arm gives one."""
+    point = placed([Point(*asked)], 6)[0]
+    armed = Settings(sites=sites, layers=layers).armed(6)
+    if point in armed:
+        return
+    with pytest.raises(PointNotArmed) as raised:
+        check_armed([point], armed, SITES)
+    text = str(raised.value)
+    assert text.startswith(f"{point} has no tap in this engine, where ")
+    assert "those of steercap's own checks included" in text
+    assert f"sites=[..., {point.site!r}], layers=[..., {point.layer}])" in text
+    assert point in Settings(sites=[*sites, point.site], layers=[*layers, point.layer]).armed(6)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("resid_post[4:8]", "layers="),
+        ("resid_post[4, 8]", "layers="),
+        ("resid_post[*]", "layers="),
+        ("resid_post[]", "layers="),
+        ("resid_post[5", "layers="),
+        ("layers[5].resid_post", "layers="),
+        ("model.layers[5].mlp.input", "did you mean 'model.layers.5.mlp.input'"),
+        ("model.layers[*].mlp.input", "did you mean 'model.layers.*.mlp.input'"),
+    ],
+)
+def test_brackets_hold_the_number_of_one_layer(name, hint) -> None:
+    """In any place where a point or a site is named, and not as a list of every site there is."""
+    for ask in (
+        lambda: CaptureSpec(at=name),
+        lambda: CaptureSpec(sites=name),
+        lambda: Settings(sites=[name]),
+        lambda: Add(V, layer=1, site=name),
+    ):
+        with pytest.raises(UnknownName, match=re.escape(f"{name!r}: brackets hold the number of one layer")) as raised:
+            ask()
+        assert hint in str(raised.value)
 
 
 def test_two_masks_never_read_alike() -> None:
@@ -646,7 +695,7 @@ def test_a_scorer_says_what_it_must_be_told() -> None:
     for make in (lambda: make_scorer("judge"), lambda: Score("optimistic", "judge")):
         with pytest.raises(InvalidSetting, match=r"must be told base_url and model; .* Judge\(base_url=\.\.\., model="):
             make()
-    with pytest.raises(InvalidSetting, match="no argument colour; it takes density"):
+    with pytest.raises(InvalidSetting, match="no argument colour; known: 'density"):
         make_scorer("keywords", {"colour": 1})
     with pytest.raises(InvalidSpec, match=r"must be told its trait; give Score\(trait=\.\.\.\)"):
         measures_of(["score"])

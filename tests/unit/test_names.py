@@ -33,7 +33,6 @@ V = torch.ones(3)
         ("model.layers.*.self_attn.output", "model.layers.*.self_attn.output", None),
         ("transformer.h.3.mlp.experts.2.output", "transformer.h.*.mlp.experts.2.output", 3),
         ("lm_head.output", "lm_head.output", None),
-        ("resid_post[\N{ARABIC-INDIC DIGIT THREE}]", "resid_post[\N{ARABIC-INDIC DIGIT THREE}]", None),
     ],
 )
 def test_a_name_says_its_site_and_maybe_its_layer(name, site, layer) -> None:
@@ -50,6 +49,7 @@ def test_a_name_says_its_site_and_maybe_its_layer(name, site, layer) -> None:
         ("a.3.b.*.input", "the first number in a path is that of the layer"),
         ("a.*.b.*.input", "the first number in a path is that of the layer"),
         ("*.input", "the first number in a path is that of the layer"),
+        ("resid_post[\N{ARABIC-INDIC DIGIT THREE}]", "brackets hold the number of one layer"),
         ("resid_post[5][3]", "says its layer twice, 5 and 3"),
         ("blocks.5.hook_resid_post[3]", "says its layer twice, 5 and 3"),
         ("model.layers.5.mlp.input[-1]", "says its layer twice, 5 and -1"),

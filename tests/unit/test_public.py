@@ -14,6 +14,7 @@ import pytest
 
 import steercap
 from steercap import (
+    CaptureSpec,
     SteerModel,
     analysis,
     datasets,
@@ -28,21 +29,24 @@ from steercap import (
     vectors,
     views,
 )
+from steercap.client.sampling import sampling_asked
 from steercap.config import CPU, Settings
+from steercap.core.spec import Point, check_armed
 from steercap.edits import EDITS
-from steercap.encodings import ENCODINGS
+from steercap.encodings import ENCODINGS, codec_of
 from steercap.environment import SETTINGS
-from steercap.errors import InvalidFile, InvalidSetting, UnknownName
+from steercap.errors import InvalidFile, InvalidRequest, InvalidSetting, UnknownName
 from steercap.evaluation import TASKS
 from steercap.experiments import MEASURES, OPERATIONS
 from steercap.families import FAMILIES, family_of
-from steercap.persona.scores import SCORERS
+from steercap.persona.scores import SCORERS, make_scorer
 from steercap.requests.handle import CaptureHandle
 from steercap.sites import SITES
 from steercap.sketches import SKETCHES
 from steercap.testing.faults import FAULTS
 from steercap.training import OBJECTIVES
-from steercap.vectors import METHODS
+from steercap.training.settings import settings_of
+from steercap.vectors import METHODS, DirectionSet, LayerVectors
 from steercap.weights.layouts import LAYOUTS
 
 ROOT = Path(steercap.__file__).parent
@@ -60,6 +64,26 @@ def test_every_public_name_is_there() -> None:
         assert getattr(steercap, name).__doc__
     with pytest.raises(AttributeError, match="no attribute 'SteerModle'"):
         _ = steercap.SteerModle
+
+
+def test_public_packages_are_attributes_of_steercap() -> None:
+    """After `import steercap` alone; of the others, and of slips of the pen, the error says what to write."""
+    packages = [path.parent.name for path in ROOT.glob("*/__init__.py") if "__all__" in path.read_text()]
+    assert {"roles", "evaluation", "collecting"} <= set(packages)
+    names = sorted({*packages, "quantisation", "sketches"})
+    code = (
+        "import steercap\n"
+        "try:\n    steercap.worker\nexcept AttributeError as error:\n    print(error)\n"
+        f"for name in {names}:\n    assert getattr(steercap, name).__name__ == f'steercap.{{name}}', name\n"
+        f"assert set({names}) <= set(dir(steercap))\n"
+        "steercap.rolls"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (
+        done.stdout
+        == "module 'steercap' has no attribute 'worker' before it is imported; write import steercap.worker\n"
+    )
+    assert done.stderr.endswith("module 'steercap' has no attribute 'rolls'. Did you mean: 'roles'?\n")
 
 
 def test_the_tree_of_errors_is_the_one_drawn() -> None:
@@ -115,6 +139,61 @@ def test_a_registry_names_what_it_knows(registry) -> None:
     assert set(registry) <= {path.stem for path in folder.glob("*.py")}
     assert "nothing" not in registry
     assert len(registry) == len(list(registry))
+
+
+DIRECTIONS = DirectionSet({name: LayerVectors({1: [1.0, 2.0]}) for name in ("optimistic", "formal")})
+
+
+@pytest.mark.parametrize(
+    ("ask", "meant"),
+    [
+        (lambda: check_armed([Point(1, "resid_pst")], [], SITES), "resid_post"),
+        (lambda: CaptureSpec(sites="blocks.1.hook_resid_poost"), "hook_resid_post"),
+        (lambda: CaptureSpec(reduce="maen"), "mean"),
+        (lambda: CaptureSpec(tokens="last_promt"), "last_prompt"),
+        (lambda: codec_of("ful8"), "full8"),
+        (lambda: DIRECTIONS["formel"], "formal"),
+        (lambda: DIRECTIONS.select(["Optimistic"]), "optimistic"),
+        (lambda: Settings(overflow="eror"), "error"),
+        (lambda: SteerModel("m", preset="cpu "), "cpu"),
+        (lambda: sampling_asked({"temprature": 1.0}), "temperature"),
+        (lambda: settings_of({"batchsize": 4}), "batch_size"),
+        (lambda: persona.PersonaSettings(traits=("poetc",)).resolved(), "poetic"),
+        (lambda: experiments.MEASURES["score"]("poetc"), "poetic"),
+        (lambda: make_scorer("keywords", {"densty": 1}), "density"),
+        (lambda: roles.shipped_roles().role("pirat"), "pirate"),
+        (lambda: roles.shipped_roles().select(["pirat"]), "pirate"),
+        *[
+            (lambda registry=registry, name=name: registry[f"{name}x"], name)
+            for registry in (
+                SITES,
+                FAMILIES,
+                ENCODINGS,
+                METHODS,
+                SKETCHES,
+                OBJECTIVES,
+                LAYOUTS,
+                MEASURES,
+                TASKS,
+                SCORERS,
+            )
+            for name in list(registry)[-1:]
+        ],
+    ],
+)
+def test_a_wrong_name_is_answered_with_the_nearest(ask, meant) -> None:
+    """A slip of the pen is an error that says which name may be meant, before it lists all of them."""
+    with pytest.raises(InvalidRequest, match=f"did you mean '{meant}'.*known: "):
+        ask()
+
+
+def test_a_forgotten_await_is_named_by_its_call() -> None:
+    """Python warns of a coroutine by its name: that of the call that a user wrote, not of what runs it."""
+    for model in (SteerModel("m"), SteerModel.connect("http://127.0.0.1:9")):
+        for name in ("generate", "chat", "read", "encode"):
+            coming = getattr(model, name)("x")
+            assert coming.__qualname__ == f"{type(model).__name__}.{name}"
+            coming.close()
 
 
 def test_no_architecture_is_claimed_twice() -> None:
@@ -315,7 +394,7 @@ def test_a_preset_stands_under_what_is_given() -> None:
     assert preset.serving.engine_args == dict(CPU)
     given = SteerModel("m", preset="cpu", max_model_len=64, seed=3).serving.engine_args
     assert given == {**CPU, "max_model_len": 64, "seed": 3}
-    with pytest.raises(InvalidSetting, match="preset='gpu'; use one of 'cpu'"):
+    with pytest.raises(InvalidSetting, match="preset='gpu'; did you mean 'cpu'"):
         SteerModel("m", preset="gpu")
     documented = inspect.getdoc(SteerModel)
     documented = documented.replace('"', "'")

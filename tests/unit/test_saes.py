@@ -9,6 +9,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+from cli_calls import call
 from safetensors.numpy import save_file
 from workers import KINDS, batch, device_of, kept_of, some_runtime, tap
 
@@ -250,6 +251,23 @@ def test_gemma_scope_has_its_point_in_the_path(tmp_path) -> None:
     assert SAE.load(transcoder, input=(3, "mlp_in")).output == Point(3, "mlp_out")
     with pytest.raises(InvalidFile, match="input="):
         SAE.load(own.write_npz(tmp_path / "nowhere"))
+
+
+def test_a_folder_of_an_sae_is_inspected(tmp_path) -> None:
+    """In each layout it is an SAE with its point and sizes, and neither a model nor a folder of unknown files."""
+    own = some("jumprelu", apply_b_dec_to_input=False)
+    folders = [own.write(tmp_path / "lens"), tmp_path / "second"]
+    folders += [own.write_npz(tmp_path / "gemma-scope-2b-pt-res" / "layer_20" / "width_16k" / "average_l0_71")]
+    folders[1].mkdir()
+    save_file({name.lower(): tensor for name, tensor in own.tensors.items()}, folders[1] / "params.safetensors")
+    said = {"architecture": "jump_relu", "hf_hook_point_in": "model.layers.9.output", "model_name": "gemma-3"}
+    (folders[1] / "config.json").write_text(json.dumps(said))
+    for folder in folders:
+        known = SAE.load(folder)
+        found = json.loads(call("inspect", folder, "--json").stdout)
+        assert (found["kind"], found["architecture"], found["features"]) == ("SAE", "jumprelu", own.d_sae)
+        assert (found["reads"], found["width"], found["model"]) == (str(known.input), own.d_in, known.model)
+        assert str(known.input) in call("inspect", folder).stdout
 
 
 def test_the_hub_is_read_out_of_its_cache(tmp_path, monkeypatch) -> None:

@@ -143,8 +143,11 @@ def test_a_name_that_means_no_vector_is_told_what_would(place, name, says, libra
     ("body", "says"),
     [
         (5, "steercap=5; give an object"),
-        ({"captures": {}}, "'captures', which means nothing; known: capture, steering, monitors, codec, deliver"),
-        ({"capture": {"layer": 3}}, "steercap.capture has 'layer'"),
+        (
+            {"captures": {}},
+            r"unknown field 'captures'; did you mean 'capture'\? known: 'capture', 'steering', 'monitors', 'codec', 'deliver'",
+        ),
+        ({"capture": {"layer": 3}}, "steercap.capture has an unknown field 'layer'"),
         ({"capture": {"sae": "x"}}, "no SAE is called 'x'; known: none"),
         ({"capture": {"sae": ["x"]}}, "no SAE is called 'x'; known: none"),
         ({"capture": {"sae": {}}}, "no SAE is called {}; known: none"),
@@ -154,14 +157,28 @@ def test_a_name_that_means_no_vector_is_told_what_would(place, name, says, libra
         ({"deliver": "/etc"}, "give 'fetch' or 'inline' or 'folder'"),
         ({"deliver": "folder"}, "this server has no folder; `steercap serve --folder` gives it one"),
         ({"deliver": "inline", "steering": "calm"}, "give it beside capture="),
-        ({"steering": "nothing"}, "no vector or steering is called 'nothing'; known: both, calm, mine, single, traits"),
+        (
+            {"steering": "nothing"},
+            "no vector or steering is called 'nothing'; known: 'both', 'calm', 'mine', 'single', 'traits'",
+        ),
         ({"steering": {"op": "__class__"}}, "op='__class__'|unknown edit"),
         ({"steering": {"op": "add", "vector": "both"}}, "'both' holds steering"),
         ({"steering": {"op": "add", "vector": "traits"}}, "'traits' is no vector: it holds directions warm, cold"),
-        ({"steering": {"op": "add", "vector": "calm", "layer": 4}}, r"has vectors for layers \[3, 5\]"),
+        (
+            {"steering": {"op": "add", "vector": "calm", "layer": 40}},
+            r"vector='calm' and layer=40: .* layers \[3, 5\]; .* is 5",
+        ),
+        (
+            {"steering": {"op": "add", "vector": "calm", "layers": [3, "x"]}},
+            r"vector='calm' and layer='x': .* layers \[3, 5\]",
+        ),
+        (
+            {"monitors": [{"probe": "calm", "threshold": 1, "layer": -4}]},
+            r"probe='calm' and layer=-4: .*the nearest is 3",
+        ),
         ({"steering": {"op": "add", "vector": [1.0, None], "layer": 4}}, "is not made of real numbers"),
         ({"steering": {"op": "add", "layer": 4}}, "Add: .*vector"),
-        ({"steering": {"op": "add", "vector": [1.0], "layer": 4, "__init__": 1}}, "'__init__', which means nothing"),
+        ({"steering": {"op": "add", "vector": [1.0], "layer": 4, "__init__": 1}}, "unknown field '__init__'"),
         ({"steering": []}, "changes nothing"),
         ({"steering": {"edits": "calm"}}, "give a list"),
     ],
@@ -406,7 +423,7 @@ async def test_a_preset_steers_those_who_do_not_ask(library) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
-        ({"steercap": {"x": 1}}, 400, "means nothing"),
+        ({"steercap": {"x": 1}}, 400, "unknown field"),
         ({"store_activations": "yes"}, 400, "give true or false"),
         ({"selectors": ["resid_post[3]"]}, 400, "store_activations: true"),
         ({"store_activations": True, "steercap": {"capture": True}}, 400, "give one of them"),

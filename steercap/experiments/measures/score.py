@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from steercap.core.values import shown
+from steercap.core.values import choices, shown
 from steercap.errors import InvalidSpec, UnknownName
 from steercap.experiments.measures.base import Answered, Measure
 from steercap.persona.scores import Scored, Scorer, make_scorer
@@ -39,7 +39,7 @@ class Score(Measure):
     def __post_init__(self) -> None:
         if isinstance(self.trait, str):
             if self.trait not in traits():
-                raise UnknownName(f"unknown trait {self.trait!r}; known: {', '.join(map(repr, traits()))}")
+                raise UnknownName(f"unknown trait {self.trait!r}; {choices(self.trait, traits())}")
             object.__setattr__(self, "trait", traits()[self.trait])
         if isinstance(self.scorer, str):
             object.__setattr__(self, "scorer", make_scorer(self.scorer))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from steercap.core.registry import Registry
-from steercap.core.values import shown
+from steercap.core.values import choices, shown
 from steercap.errors import InvalidSetting
 from steercap.persona.scores.base import Scored, Scorer
 
@@ -33,7 +33,7 @@ def make_scorer(name: str, arguments: Mapping[str, Any] | None = None) -> Scorer
     wanted = inspect.signature(kind).parameters
     if unknown := [key for key in given if key not in wanted]:
         raise InvalidSetting(
-            f"scorer {name!r} has no argument {', '.join(map(str, unknown))}; it takes {', '.join(wanted)}"
+            f"scorer {name!r} has no argument {', '.join(map(str, unknown))}; {choices(unknown[0], wanted)}"
         )
     if missing := [key for key, one in wanted.items() if one.default is one.empty and key not in given]:
         example = ", ".join(f"{key}=..." for key in missing)
