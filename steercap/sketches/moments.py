@@ -63,17 +63,19 @@ class Moments(Kind):
 
 
 def add_compensated(total: torch.Tensor, lost: torch.Tensor, term: torch.Tensor) -> None:
-    """Add a term to a sum in place, and what rounding takes from it to another: float32, of any one shape.
+    """Add a term to a sum in place, and what rounding takes from it to `lost`: float32, of any one shape.
+
+    The term is left as it is: it may be a view of another sketch.
 
     Source: Knuth, The Art of Computer Programming 2, 4.2.2, theorem B.
     """
     before = total.clone()
     total += term
     added = total - before
-    term -= added  # what is missing of the term ...
+    missing = term - added  # what is missing of the term ...
     added.neg_().add_(total)
     before -= added  # ... and of the sum
-    lost += term.add_(before)
+    lost += missing.add_(before)
 
 
 def _parts(width: int) -> Iterator[slice]:

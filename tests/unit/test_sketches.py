@@ -132,7 +132,7 @@ def test_a_float32_sum_without_compensation_would_not_do() -> None:
     terms = torch.rand(20_000, 4, generator=torch.Generator().manual_seed(1))
     total, lost, plain = torch.zeros(4), torch.zeros(4), torch.zeros(4)
     for term in terms:
-        add_compensated(total, lost, term.clone())
+        add_compensated(total, lost, term)
         plain += term
     exact = terms.double().sum(0)
     assert ((total.double() + lost - exact).abs() < 1e-9 * exact).all()
@@ -263,14 +263,20 @@ def test_a_sketch_is_read_back_bit_for_bit(name, tmp_path) -> None:
 def test_sketches_are_merged_and_neither_changes(name) -> None:
     """Rows, requests and versions of all; what it says is that of the rows of all."""
     one, other = a_sketch(name, 300), a_sketch(name, 500, seed=7, versions=("torch 0",))
-    before = copy.deepcopy(dict(one.states))
+    before, theirs = copy.deepcopy(dict(one.states)), copy.deepcopy(dict(other.states))
     both = one.merge(other, other)
     assert (both.rows, both.requests) == (1300, 6)
     assert set(both.versions) == {*one.versions, "torch 0"}
     rows = torch.cat([some_rows(300, seed=1), *[some_rows(500, seed=8)] * 2]).double()
     torch.testing.assert_close(both.mean(1), rows.mean(0))
-    assert all(torch.equal(state.tensors["mean"], one.states[p].tensors["mean"]) for p, state in before.items())
-    assert one.rows == 300
+    for sketch, states in ((one, before), (other, theirs)):
+        for point, state in states.items():
+            now = sketch.states[point]
+            assert (state.rows, state.squares, state.filled) == (now.rows, now.squares, now.filled)
+            assert all(torch.equal(tensor, now.tensors[part]) for part, tensor in state.tensors.items())
+    if name == "moments":
+        known = np.cov(rows.numpy().T)
+        assert np.abs(both.covariance(1).numpy() - known).max() < 1e-6 * np.abs(known).max()
 
 
 @pytest.mark.parametrize(
