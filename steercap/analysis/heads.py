@@ -7,6 +7,7 @@ left out: scores are those of a query and a key at one position. Biases are left
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -90,23 +91,27 @@ def qk_circuit(
 
     Returns:
         Columns `query`, `key` (names: every ordered pair, each with itself included), `layer`, `head`, `score`, `z`
-        (from the mean of random vectors, in their standard deviations: one random vector on both sides where query and
-        key are the same, else two).
+        (from the mean score of random pairs, in their standard deviations). Null of `z`: the query is uniform on the
+        sphere, the key uniform among the vectors that have the cosine of the given two: itself of a vector with itself,
+        the opposite of opposites.
 
     Raises:
         The errors of `head_reads`.
     """
     directions, given, drawn = _sets(vectors, weights, layer, random, seed)
     others = random_units(random, weights.width, seed + 1)
+    across = torch.nn.functional.normalize(others - (others * drawn).sum(1, keepdim=True) * drawn, dim=1)
+    cosines = (given.double() @ given.double().T).clamp(-1, 1).fill_diagonal_(1).tolist()
     names, rows = list(directions), []
     for at in readers(weights, directions.site, layer, "attention", layers):
         attention = weights.attention(at)
         asked, seen = (_queries(attention, given), _keys(attention, given))
         scores = torch.einsum("ahd,bhd->abh", asked, seen)
         alike = (_queries(attention, drawn) * _keys(attention, drawn)).sum(2)
-        apart = (_queries(attention, drawn) * _keys(attention, others)).sum(2)
+        apart = (_queries(attention, drawn) * _keys(attention, across)).sum(2)
         for (one, query), (other, key) in product(enumerate(names), repeat=2):
-            z = _standard(scores[one, other][None], alike if one == other else apart)[0]
+            cosine = cosines[one][other]
+            z = _standard(scores[one, other][None], cosine * alike + math.sqrt(1 - cosine**2) * apart)[0]
             rows += [
                 {"query": query, "key": key, "layer": at, "head": head, "score": float(score), "z": float(z[head])}
                 for head, score in enumerate(scores[one, other])
