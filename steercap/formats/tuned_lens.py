@@ -1,8 +1,9 @@
 """Tuned lenses, as the package tuned-lens saves them: an affine translator for the stream at each layer.
 
 A folder of `config.json` and `params.pt`, or `params.safetensors` with the same names: `<layer>.weight` [hidden,
-hidden] and `<layer>.bias` [hidden], where translator i takes transformers' `hidden_states[i]` (our `resid_pre` of layer
-i, `resid_post` of the one before) to `h + W h + b`. `params.pt` is read without unpickling objects.
+hidden] and `<layer>.bias` [hidden], which may be missing under `bias: false` alone. Translator i takes transformers'
+`hidden_states[i]` (our `resid_pre` of layer i, `resid_post` of the one before) to `h + W h + b`. `params.pt` is read
+without unpickling objects.
 """
 
 from __future__ import annotations
@@ -55,8 +56,13 @@ class TunedLens:
             raise InvalidFile(f"{path / CONFIG} does not describe a tuned lens: {error!r}") from error
         if kind not in {"", "linear_tuned_lens"} or not (isinstance(width, int) and isinstance(layers, int)):
             raise InvalidFile(f"{path / CONFIG}: lens_type={kind!r}, d_model={width!r} is no linear tuned lens")
-        tensors = _tensors(path)
-        found = {layer: _translator(path, tensors, layer, width) for layer in range(layers)}
+        file = next((path / name for name in PARAMS if (path / name).is_file()), None)
+        if file is None:
+            raise InvalidFile(f"{path} has neither {' nor '.join(PARAMS)}")
+        tensors = _tensors(file)
+        if config.get("bias", True) is False:
+            tensors = {f"{layer}.bias": torch.zeros(width) for layer in range(layers)} | dict(tensors)
+        found = {layer: _translator(file, tensors, layer, width) for layer in range(layers)}
         return cls(found, model=str(config.get("base_model_name_or_path", "")), width=width)
 
     def translate(self, rows: Float[torch.Tensor, "rows hidden"], point: Point) -> Float[torch.Tensor, "rows hidden"]:
@@ -88,10 +94,7 @@ class TunedLens:
         return f"TunedLens({len(self)} layers × {self.width}, for {self.model or 'an unnamed model'})"
 
 
-def _tensors(path: Path) -> Mapping[str, torch.Tensor]:
-    file = next((path / name for name in PARAMS if (path / name).is_file()), None)
-    if file is None:
-        raise InvalidFile(f"{path} has neither {' nor '.join(PARAMS)}")
+def _tensors(file: Path) -> Mapping[str, torch.Tensor]:
     try:
         safe = file.suffix == ".safetensors"
         found = load_file(file) if safe else torch.load(file, weights_only=True, map_location="cpu")
@@ -105,12 +108,13 @@ def _tensors(path: Path) -> Mapping[str, torch.Tensor]:
 
 
 def _translator(
-    path: Path, tensors: Mapping[str, torch.Tensor], layer: int, width: int
+    file: Path, tensors: Mapping[str, torch.Tensor], layer: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    weight, bias = tensors.get(f"{layer}.weight"), tensors.get(f"{layer}.bias", torch.zeros(width))
+    weight, bias = tensors.get(f"{layer}.weight"), tensors.get(f"{layer}.bias")
     for name, one, shape in (("weight", weight, (width, width)), ("bias", bias, (width,))):
         if not isinstance(one, torch.Tensor) or tuple(one.shape) != shape or not bool(one.float().isfinite().all()):
             held = list(one.shape) if isinstance(one, torch.Tensor) else "no tensor"
-            raise InvalidFile(f"{path}: {layer}.{name} is {held}, and must be finite, {list(shape)}")
+            raise InvalidFile(f"{file}: {layer}.{name} is {held}, and must be finite, {list(shape)}")
     assert isinstance(weight, torch.Tensor)
+    assert isinstance(bias, torch.Tensor)
     return weight.float(), bias.float()

@@ -327,26 +327,39 @@ def test_z_scores_of_random_vectors_are_standard_normal(family) -> None:
         assert stats.kstest(scores, "norm").pvalue > 1e-3, name
 
 
-@pytest.mark.parametrize("cosine", [1.0, -1.0, -0.6, None], ids=str)
-def test_z_scores_of_pairs_are_standard_normal_whatever_their_relation(llama, cosine) -> None:
-    """The same vector twice, opposite ones, those of a given cosine, and independent ones: 200 random pairs each."""
-    generator = torch.Generator().manual_seed(11)
-    scores: list[float] = []
-    for _ in range(10):
-        pairs: dict[str, LayerVectors] = {}
-        for number in range(20):
-            one, other = torch.nn.functional.normalize(torch.randn(2, WIDTH, generator=generator), dim=1)
-            if cosine is not None:
-                across = torch.nn.functional.normalize(other - (other @ one) * one, dim=0)
-                other = cosine * one + math.sqrt(1 - cosine**2) * across
-            pairs |= {f"{number}q": LayerVectors({1: 3 * one}), f"{number}k": LayerVectors({1: other / 7})}
-        found = analysis.qk_circuit(pairs, llama, 1, layers=[3]).to_pylist()
-        scores += [
-            row["z"]
-            for row in found
-            if row["head"] == 1 and row["key"] == row["query"][:-1] + "k" and "q" in row["query"]
-        ]
-    assert len(scores) == 200
+@pytest.fixture(scope="module")
+def attending_to_itself(tmp_path_factory) -> ModelWeights:
+    """A Llama whose heads 0 and 2 of layer 3 score a vector with itself high: their keys are their queries."""
+    path = tmp_path_factory.mktemp("models") / "itself"
+    shutil.copytree(tiny_checkpoint("llama"), path)
+    tensors = load_file(path / "model.safetensors")
+    queries = tensors["model.layers.3.self_attn.q_proj.weight"]
+    tensors["model.layers.3.self_attn.k_proj.weight"] = torch.cat([queries[:32], queries[64:96]])
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return ModelWeights.open(path)
+
+
+@pytest.mark.parametrize("relation", ["same", "equal", "opposite", "0.6", "independent"])
+def test_qk_z_is_standard_normal_whatever_query_and_key_have_in_common(attending_to_itself, relation) -> None:
+    """Both are random; what they are compared with has their cosine. Four heads of each of 60 pairs."""
+    generator, scores = torch.Generator().manual_seed(11), []
+    for seed in range(4):
+        named = {}
+        for number in range(15):
+            query, other = torch.randn(2, WIDTH, generator=generator)
+            across = other - (other @ query) / (query @ query) * query
+            keys = {"equal": 2 * query, "opposite": -3 * query, "independent": other}
+            keys["0.6"] = 0.6 * query / query.norm() + 0.8 * across / across.norm()
+            named |= {
+                f"q{number}": LayerVectors({1: query}),
+                f"k{number}": LayerVectors({1: keys.get(relation, other)}),
+            }
+        table = analysis.qk_circuit(DirectionSet(named), attending_to_itself, 1, layers=[3], random=1000, seed=seed)
+        key = "q" if relation == "same" else "k"
+        scores += [z for one in range(15) for z in column(table, "z", query=f"q{one}", key=f"{key}{one}")]
+    assert len(scores) == 240
+    assert abs(np.mean(scores)) < 0.26  # four standard errors
+    assert np.std(scores) == pytest.approx(1, abs=0.2)
     assert stats.kstest(scores, "norm").pvalue > 1e-3
 
 

@@ -50,6 +50,28 @@ def test_rows_of_other_places_are_refused(tmp_path, point) -> None:
         lens.translate(torch.randn(2, 9), Point(0, "resid_pre"))
 
 
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("said", [True, None, False])
+def test_a_bias_is_zero_only_where_the_configuration_says_that_there_is_none(tmp_path, safe, said) -> None:
+    """A file that lacks what its configuration promises is refused, with the names of file and tensor."""
+    path, translators = folder(tmp_path, safe=safe)
+    config = {**CONFIG, "bias": said}
+    if said is None:  # the package's own default is a bias
+        del config["bias"]
+    (path / "config.json").write_text(json.dumps(config))
+    state = translators.state_dict()
+    del state["1.bias"]
+    file = path / ("params.safetensors" if safe else "params.pt")
+    save_file(state, file) if safe else torch.save(state, file)
+    if said is not False:
+        with pytest.raises(InvalidFile, match=rf"{file.name}: 1\.bias is no tensor"):
+            TunedLens.load(path)
+        return
+    rows = torch.randn(5, WIDTH)
+    known = rows + rows @ translators[1].weight.T
+    assert torch.allclose(TunedLens.load(path).translate(rows, Point(1, "resid_pre")), known, atol=1e-6)
+
+
 class Evil:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return (exec, ("raise SystemError('unpickled')",))
