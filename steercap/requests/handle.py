@@ -387,9 +387,9 @@ class CaptureHandle(Unshared, instead=INSTEAD):
     def save_npz(self, path: str | Path) -> Path:
         """Write rows, labels and texts to one `.npz`, for programs that read NumPy's files; see `requests.npz`.
 
-        Arrays are named by point, `resid_post.8`; bfloat16 becomes float32. Rows in a codec are `resid_post.8.q`,
-        `.scale`, `.zero`, and `about`, a JSON text, has the formula. Nothing is pickled. It cannot be loaded as a
-        handle; `save` writes what can.
+        Arrays are named by point, `resid_post.8`; bfloat16 becomes float32. Rows in `full8` are `resid_post.8.q`,
+        `.scale`, `.zero`, with the published formula `(q - zero) * scale`; `about`, a JSON text, has the formula of
+        any codec. Nothing is pickled. It cannot be loaded as a handle; `save` writes what can.
 
         Returns:
             The file.
