@@ -306,8 +306,9 @@ def _unpack(value: Any, tensors: Mapping[str, torch.Tensor], kind: Kind) -> Any:
 def _make(kind: Kind, name: str, values: dict[str, Any]) -> object:
     """A dataclass from its fields."""
     if name not in kind.types:
-        known = choices(name, sorted(kind.types, key=str.swapcase))  # edits are written small, and come first
-        raise InvalidSpec(f"unknown {kind.noun} {name!r}; {known}; upgrade steercap if the file is of a newer one")
+        names = sorted(kind.types, key=str.swapcase)  # edits are written small, and come first
+        hint = choices(name, names)
+        raise InvalidSpec(f"unknown {kind.noun} {name!r}; {hint}; upgrade steercap if the file is of a newer one")
     made = kind.types[name]
     required = _fields(made)
     unknown = values.keys() - required.keys()

@@ -81,7 +81,7 @@ class Calls(Generic[Handle]):
 
     def _called(self, name: str, coming: Coroutine[Any, Any, Any]) -> Coroutine[Any, Any, Any]:
         """Give a coroutine the name of the call that made it: Python's warning about a forgotten `await` says it."""
-        coming.__qualname__ = f"{type(self).__name__}.{name}"
+        coming.__qualname__ = f"{type(self).__name__}.{name}"  # type: ignore[attr-defined]  # of coroutine objects
         return coming
 
     @overload

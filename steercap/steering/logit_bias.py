@@ -82,7 +82,7 @@ class LogitBias:
             ids = self.bias.nonzero()[:, 0]
             return Bias.of(edit, scope, ids.tolist(), self.bias[ids].tolist())
         assert isinstance(self.bias, Mapping)
-        return Bias.of(edit, scope, list(self.bias), list(self.bias.values()))
+        return Bias.of(edit, scope, list(self.bias), [float(add) for add in self.bias.values()])
 
     def __repr__(self) -> str:
         said = f"<{self.vocabulary}>" if self.vocabulary else shown(self.bias)
