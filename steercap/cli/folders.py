@@ -52,7 +52,7 @@ def inspected_folder(path: Path, *, verify: bool = False) -> Found:
     if how in {_model, _files}:  # an SAE may have a config.json
         from steercap.saes.finding import LAYOUTS
 
-        how = _sae if any((path / weights).is_file() for weights, _ in LAYOUTS) else how
+        how = _sae if any((path / str(one.weights)).is_file() for one in LAYOUTS) else how
     document, tables = how(path)
     return {"folder": str(path), **document}, tables
 

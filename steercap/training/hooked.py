@@ -1,11 +1,15 @@
-"""A transformers model whose rows can be visited, and changed, at steercap's points: by hooks, in each pass."""
+"""A transformers model whose rows can be visited, and changed, at steercap's points: by hooks, in each pass.
+
+transformers has several implementations of attention, and some leave out what a model asks for: sdpa the soft cap of
+Gemma 2. So the one that it chooses is compared with its eager one, which is complete, before anything is computed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
@@ -20,12 +24,19 @@ from steercap.sites import SITES
 from steercap.sites.base import Visit
 from steercap.worker.decoder import Decoder, decoder_of
 
+#: Tokens of the text on which implementations of attention are compared.
+COMPARED: Final = 32
+#: The losses may differ by this many units of rounding of the dtype; in float32 that is 1e-4.
+UNITS: Final = 840
 #: A point, and what is done to its rows.
 Visited: TypeAlias = "tuple[Point, Visit]"
 
 
 class HookedModel:
     """A transformers model and its decoder layers, as steercap names them. Nothing in it requires a gradient.
+
+    Attention is computed by the implementation that transformers chooses if its loss on a short text is that of the
+    eager one, and by the eager one if not, or if the model caps its scores, which sdpa leaves out.
 
     Args:
         path: checkpoint, or a name on the hub.
@@ -34,7 +45,8 @@ class HookedModel:
         **loading: further arguments of transformers' `from_pretrained`.
 
     Raises:
-        UnsupportedModel: its layers are not to be found, or of no known kind.
+        UnsupportedModel: its layers are not to be found, or of no known kind; or `attn_implementation` was given, and
+            computes another loss than the eager one.
     """
 
     def __init__(
@@ -53,6 +65,7 @@ class HookedModel:
         if device is not None:
             self.model.to(device)
         self.model.eval().requires_grad_(requires_grad=False)
+        self._check_attention(given=loading.get("attn_implementation"))
         decoder = self.model if text is config else self.model.get_decoder()
         count = text.num_hidden_layers
         within = () if text is config else architectures_within(text, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -82,6 +95,44 @@ class HookedModel:
         """
         for point, visit in visits:
             hooks.callback(SITES[point.site].visit(self.decoder.holder(point), self.family, visit).remove)
+
+    def _check_attention(self, given: str | None) -> None:
+        """Compute attention as the eager implementation does.
+
+        Raises:
+            UnsupportedModel: the implementation was given, and does not.
+        """
+        text = self.model.config.get_text_config()
+        chosen = text._attn_implementation  # noqa: SLF001 -- transformers has no public name for it
+        if chosen == "eager":
+            return
+        own = self._short_loss()
+        self.model.set_attn_implementation("eager")
+        right = self._short_loss()
+        bound = UNITS * torch.finfo(self.dtype).eps
+        is_capped = chosen == "sdpa" and getattr(text, "attn_logit_softcapping", None) is not None
+        if abs(own - right) <= bound and not is_capped:
+            self.model.set_attn_implementation(chosen)
+        elif given is not None:
+            raise UnsupportedModel(
+                f"attn_implementation={given!r} of {self.path}: the loss of a short text is {own:.5f}, and "
+                f"{right:.5f} by the eager implementation"
+                + (", and it leaves out attn_logit_softcapping" if is_capped else "")
+                + "; leave attn_implementation out, or give 'eager'"
+            )
+
+    @torch.no_grad()
+    def _short_loss(self) -> float:
+        """The mean loss of `COMPARED` random tokens, none of which stands for an image or the like."""
+        text = self.model.config.get_text_config()
+        places = {
+            value for name, value in vars(self.model.config).items() if name.endswith(("_token_id", "_token_index"))
+        }
+        ids = [one for one in range(min(text.vocab_size, 1024)) if one not in places]
+        drawn = torch.randint(len(ids), (1, COMPARED), generator=torch.Generator().manual_seed(0))
+        tokens = torch.tensor(ids)[drawn].to(self.device)
+        scores = self.model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
+        return float(nn.functional.cross_entropy(scores, tokens[0, 1:]))
 
 
 def firsts(visits: Sequence[Visited], *, first: bool) -> list[Visited]:

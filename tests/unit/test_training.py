@@ -20,6 +20,7 @@ import torch
 from cli_calls import call
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
 
 from steercap import Ablate, Add, AddIf, Cap, LogitBias, LowRank, Replace, SAEFeature, SetProjection, SteeringSpec
 from steercap.core.spec import Point
@@ -34,6 +35,7 @@ from steercap.errors import (
     RunDiffers,
     TrainingDiverged,
     UnknownName,
+    UnsupportedModel,
 )
 from steercap.files.native import read_header
 from steercap.sites import SITES
@@ -77,6 +79,37 @@ def model() -> HookedModel:
 def wide() -> HookedModel:
     """One in float64, for finite differences; norms of other families are computed in float32 all the same."""
     return HookedModel(tiny_checkpoint("gpt2"), torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "computes"),
+    [
+        ("gemma2", {"attn_logit_softcapping": 5.0}, "eager"),
+        ("gemma2", {"attn_logit_softcapping": 1e4}, "eager"),  # too high to be seen in a short text
+        ("gemma2", {"attn_logit_softcapping": None}, "sdpa"),
+        ("vaultgemma", {"attn_logit_softcapping": 5.0}, "eager"),
+        ("gemma3", {}, "sdpa"),
+        ("llama", {}, "sdpa"),
+    ],
+)
+def test_attention_leaves_nothing_out(family, changes, computes) -> None:
+    """Losses of random texts are those of transformers' eager attention; sdpa is kept where it is right, and refused where
+    it was asked for and is not.
+    """
+    path = tiny_checkpoint(family, **changes)
+    hooked = HookedModel(path)
+    assert hooked.model.config.get_text_config()._attn_implementation == computes
+    eager = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    for seed in range(5):
+        ids = torch.randint(3, 250, (2, 40), generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            losses = [float(model(input_ids=ids, labels=ids).loss) for model in (hooked.model, eager)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    if computes == "sdpa":
+        assert HookedModel(path, attn_implementation="sdpa").model.config._attn_implementation == "sdpa"
+    else:
+        with pytest.raises(UnsupportedModel, match=r"attn_implementation='sdpa' of .*: the loss of a short text is"):
+            HookedModel(path, attn_implementation="sdpa")
 
 
 def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
