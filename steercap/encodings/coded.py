@@ -90,13 +90,17 @@ class CodedRows:
         return codec.joined([codec.decoded(parts, self.schema, self.coding) for parts in self._by_shard()])
 
     def error_bound(self) -> torch.Tensor:
-        """How far each element of `decoded()` is off at most, but for its own rounding to float32.
+        """How far each element of `decoded()` is off at most, its own rounding to float32 included.
 
         Returns:
             float64, of the shape of `decoded()`; of `rp8` and `rp16`, from what the projection is without rounding.
         """
-        codec = self._codec
-        return codec.joined([codec.bound(parts, self.schema, self.coding) for parts in self._by_shard()])
+        codec, bounds = self._codec, []
+        for parts in self._by_shard():
+            bound = codec.bound(parts, self.schema, self.coding)
+            # activations of features are kept as they are
+            bounds.append(bound if self.is_read else bound + _half_ulp(codec.decoded(parts, self.schema, self.coding)))
+        return codec.joined(bounds)
 
     def inner(self, other: CodedRows | torch.Tensor | None = None) -> torch.Tensor:
         """Scalar products with other rows.
@@ -194,6 +198,15 @@ class CodedRows:
         vectors = vectors.double()
         matrix = self._codec.matrix(self.schema.width, self.coding)
         return vectors if matrix is None else vectors @ matrix.double().T * self.coding.k**-0.5
+
+
+def _half_ulp(rows: torch.Tensor) -> torch.Tensor:
+    """The most that rounding to these float32 numbers can have changed: float64, of their shape."""
+    import torch
+
+    size = rows.abs()
+    above = size.nextafter(size.new_tensor(torch.inf)).double()
+    return (above.clamp_(max=2.0**128) - size.double()).div_(2)
 
 
 def parts_of(rows: Whole) -> Mapping[str, torch.Tensor]:
