@@ -140,6 +140,8 @@ def chosen(experiments: dict[str, SteeringSpec], path: Path, name: str | None) -
     """
     if name is None and len(experiments) == 1:
         return next(iter(experiments.values()))
+    if name is None:
+        raise InvalidSpec(f"{path} has {len(experiments)} experiments; give --name, one of {', '.join(experiments)}")
     if name not in experiments:
-        raise InvalidSpec(f"{path} has no experiment {name!r}; give --name; {choices(name, experiments)}")
+        raise InvalidSpec(f"{path} has no experiment {name!r}; {choices(name, experiments)}")
     return experiments[name]

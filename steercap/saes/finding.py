@@ -95,26 +95,27 @@ def find(source: str | os.PathLike[str], folder: str, revision: str | None) -> F
     if path.is_file() and not folder:
         path, folder = path.parent, path.name
     if path.is_dir():
-        return _first(lambda name: path / name if (path / name).is_file() else None, folder, str(path))
+        return _first(lambda name: path / name if (path / name).is_file() else None, folder, str(path / folder))
     if not isinstance(source, str) or named.startswith((".", "/", "~")) or named.count("/") != 1:
         raise InvalidFile(f"{named!r} is no folder; give one, or the name of a repository on the hub: owner/name")
-    where = f"{named} (as far as the hub, or its cache here, can be read)"
+    place = f"{named}/{folder}" if folder else named
+    where = f"{place} (as far as the hub, or its cache here, can be read)"
     return _first(lambda name: _from_hub(named, name, revision), folder, where)
 
 
-def _first(file: Callable[[str], Path | None], folder: str, place: str) -> Found:
+def _first(file: Callable[[str], Path | None], folder: str, where: str) -> Found:
     """The first layout whose files are there.
 
     Args:
         file: a file of the source by its path, None where there is none.
         folder: within the source, or one file in it.
-        place: the source, for messages.
+        where: both, for messages.
 
     Raises:
         InvalidFile: none is, or one that is not read.
     """
     within, known = folder.rstrip("/").rpartition("/")[::2] if _FILE.fullmatch(folder) else (folder, "")
-    where, lacking = f"{place}, in {folder!r}," if folder else place, ""
+    lacking = ""
     for layout in _candidates(known):
         weights = known or str(layout.weights)
         if (found := file(f"{within}/{weights}".lstrip("/"))) is None:
@@ -128,7 +129,7 @@ def _first(file: Callable[[str], Path | None], folder: str, place: str) -> Found
         lacking = lacking or f"{where} has {weights}, but no {wanted} beside it"
     if lacking:
         raise InvalidFile(lacking)
-    if _CROSS_LAYER.search(f"{place.partition(' ')[0]}/{folder}"):
+    if _CROSS_LAYER.search(where.partition(" ")[0]):
         raise InvalidFile(f"{where} is a cross-layer transcoder, whose features write at many layers; it is not read")
     names = ", ".join(dict.fromkeys(str(one.weights) for one in LAYOUTS if one.recipe))
     raise InvalidFile(

@@ -129,7 +129,7 @@ def test_a_name_of_one_direction_stands_wherever_a_name_does(place, name, librar
         ("single/calm", "'single' has no direction 'calm'; give one of them, such as 'single/formal'"),
         ("calm/calm", "'calm' holds one vector for each layer, and no directions by name; give 'calm'"),
         ("both/calm", "'both' holds steering"),
-        ("none/calm", "no vector or steering is called 'none'; known: both, calm, mine, single, traits"),
+        ("none/calm", "no vector or steering is called 'none'; known: 'both', 'calm', 'mine', 'single', 'traits'"),
     ],
 )
 @pytest.mark.parametrize("place", ["steering", "vector", "monitors"])
