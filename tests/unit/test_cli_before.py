@@ -104,11 +104,15 @@ SWEEP = "sweep --scales 1 --prompts a.txt --out s -m model --vectors"
         ("persona run poetic -m model --out a.txt", 2, "is a file"),
         ("persona run poetic -m model --out x --layers 9", 1, "outside this model of 4 layers"),
         ("persona run poetical -m model --out x", 1, "unknown traits"),
-        ("persona run mine.yaml -m model --out x", 1, "mine.yaml holds no trait"),
+        ("persona run mine.yaml -m model --out x", 1, "mine.yaml cannot be read: there is no such file"),
         ("persona run poetic -m model --out x --temperature inf", 2, "finite number"),
         (f"{SWEEP} wide.safetensors --layers 1", 1, "width 16"),
         (f"{SWEEP} deep.safetensors --layers 9", 1, "outside this model"),
-        (f"{SWEEP} deep.safetensors --layers 2 --measures score:mine.yaml", 1, "mine.yaml holds no trait"),
+        (
+            f"{SWEEP} deep.safetensors --layers 2 --measures score:mine.yaml",
+            1,
+            "mine.yaml cannot be read: there is no such file",
+        ),
         (f"{SWEEP} deep.safetensors --layers 2 --measures length,length", 1, "have the same label"),
         (f"{SWEEP} deep.safetensors --layers 2 --temperature inf", 2, "finite number"),
         (f"{SERVE} nowhere=", 2, "give NAME=..."),
@@ -424,7 +428,7 @@ def test_a_trait_of_ones_own_is_a_measure(tmp_path, monkeypatch) -> None:
     assert measure_of(f"score:{own}").trait.name == "mine"
     scored = measure_of(f"score:{own}:keywords")
     assert (scored.label, type(scored.scorer).__name__) == ("mine", "Keywords")
-    with pytest.raises(InvalidFile, match=r"other\.yaml holds no trait"):
+    with pytest.raises(InvalidFile, match=r"other\.yaml cannot be read: there is no such file"):
         measure_of("score:other.yaml")
     comma = own_trait(tmp_path / "a, length" / "b,c.yml", "comma")
     assert measures_in(f"length, score:{comma},score:{own}:keywords ,score:evil,repetition,wit") == (
