@@ -1,5 +1,6 @@
 """For the reference: a default that is a name, such as `Settings.capture_bytes`, is shown as its value."""
 
+import builtins
 import importlib
 from typing import Any
 
@@ -34,9 +35,10 @@ def is_known(expression: str, module: str) -> bool:
 
 
 def value_of(expression: str, module: str) -> Any:
-    """What a dotted name means in a module."""
+    """The value of a dotted name in a module, or of Python's own."""
     name, *rest = expression.split(".")
-    found = getattr(importlib.import_module(module), name)
+    names = vars(builtins) | vars(importlib.import_module(module))
+    found = names[name]
     for part in rest:
         found = getattr(found, part)
     return found

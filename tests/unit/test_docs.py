@@ -185,7 +185,7 @@ def test_other_commands_exist() -> None:
                 written = {other.title for other in ALL} | {"first.py"}
                 assert (ROOT / path).exists() or path in written, f"{block.where}: {path}"
             else:
-                assert words[0] in {"steercap", "git", "cd", ".", "pip", "pytest", "printf", "export"}, (
+                assert words[0] in {"steercap", "git", "cd", ".", "pip", "pytest", "printf", "export", "curl"}, (
                     f"{block.where}: {words}"
                 )
 
