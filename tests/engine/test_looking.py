@@ -181,7 +181,8 @@ async def test_features_are_those_of_local_rows(app, tiny: SteerModel) -> None:
     """By an SAE that the operator loaded, against its forward in NumPy; of some rows, and of all."""
     listed = (await client(app).get("/v1/steercap/saes")).json()["data"]
     assert [(one["name"], one["layer"], one["site"], one["features"]) for one in listed] == [
-        ("own", 1, "resid_post", 512)
+        ("own", 1, "resid_post", 512),
+        ("second", 3, "resid_post", 256),
     ]
     prompt = random_prompt(15, 4)
     address = await waiting(app, prompt)
