@@ -102,10 +102,13 @@ class HookedModel:
         Raises:
             UnsupportedModel: the implementation was given, and does not.
         """
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
         text = self.model.config.get_text_config()
         chosen = text._attn_implementation  # noqa: SLF001 -- transformers has no public name for it
-        if chosen == "eager":
-            return
+        computes = ALL_ATTENTION_FUNCTIONS.get(chosen)
+        if chosen == "eager" or (computes is not None and not computes.__module__.startswith("transformers.")):
+            return  # one that the user registered is meant to differ
         own = self._short_loss()
         self.model.set_attn_implementation("eager")
         right = self._short_loss()

@@ -102,7 +102,7 @@ def test_a_set_projects_and_compares_as_its_vectors_do() -> None:
     assert found.orthogonal()["d0a"] == found["d0a"]
     assert list(found.select(["d0b"])) == ["d0b"]
     assert found.at_layers([5]).layers == (5,)
-    with pytest.raises(InvalidSpec, match=r"'d0c'; did you mean 'd0a'.*known: 'd0a', 'd0b'"):
+    with pytest.raises(InvalidSpec, match=r"'d0c'; did you mean 'd0b'.*known: 'd0a', 'd0b'"):
         found.select("d0c")
     with pytest.raises(InvalidSpec, match=r"layers \[3\]"):
         found.at_layers([3])
