@@ -21,8 +21,28 @@ from steercap.adapters.entry import quieten, wants_quiet
 
 _IMPORTED: Final = ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "steercap.adapters.extension")
 _WRONG: Final = Path(__file__).parent / "wrong_families"
+#: Read on import, and set by vLLM with the first engine of a process that it configures for CPU.
+_SET_EARLY: Final = {"TORCHINDUCTOR_CPP_DYNAMIC_THREADS": "1"}
 #: Variables that nothing reads on import; engines that differ in another one from the fork server are spawned.
-_LATE: Final = frozenset({"PYTEST_CURRENT_TEST", "STEERCAP_ENGINE", "SPT_NOENV", "VLLM_RPC_BASE_PATH", "WRONG_FAMILY"})
+_LATE: Final = frozenset(
+    {
+        "PYTEST_CURRENT_TEST",
+        "WRONG_FAMILY",
+        # steercap's, for each engine
+        "STEERCAP_ENGINE",
+        "SPT_NOENV",
+        "VLLM_RPC_BASE_PATH",
+        # set with each engine that is configured for CPU
+        "AITER_SITUV2_A4W4",
+        "LD_PRELOAD",
+        "LOCAL_WORLD_SIZE",
+        "NUMEXPR_MAX_THREADS",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "VLLM_DISABLE_SHARED_EXPERTS_STREAM",
+        "VLLM_SSM_CONV_STATE_LAYOUT",
+        "VLLM_WORKER_MULTIPROC_METHOD",
+    }
+)
 
 
 class _Target:
@@ -73,11 +93,13 @@ class Preloaded:
             yield
             return
         if not self._environment:
-            self._environment = _early()
+            os.environ.update(_SET_EARLY)
             forkserver.set_forkserver_preload(list(_IMPORTED))
             forkserver.ensure_running()
         from vllm.v1.engine import utils
 
+        # What imports set is as good as there from the start: the server makes the same ones.
+        self._environment = self._environment or _early()
         original = utils.get_mp_context
         utils.get_mp_context = functools.partial(self._context, original)
         try:
