@@ -26,7 +26,7 @@ from steercap.worker.decoder import Decoder, decoder_of
 
 #: Tokens of the text on which implementations of attention are compared.
 COMPARED: Final = 32
-#: The losses may differ by this, and in 16 bits by a few units of rounding of the dtype.
+#: A token's loss may differ by this on average, and in 16 bits by a few units of rounding of the dtype.
 BOUND, UNITS = 1e-4, 4
 #: A point, and what is done to its rows.
 Visited: TypeAlias = "tuple[Point, Visit]"
@@ -35,7 +35,7 @@ Visited: TypeAlias = "tuple[Point, Visit]"
 class HookedModel:
     """A transformers model and its decoder layers, as steercap names them. Nothing in it requires a gradient.
 
-    Attention is computed by the implementation that transformers chooses if its loss on a short text is that of the
+    Attention is computed by the implementation that transformers chooses if its losses on a short text are those of the
     eager one, and by the eager one if not, or if the model caps its scores, which sdpa leaves out.
 
     Args:
@@ -109,24 +109,24 @@ class HookedModel:
         computes = ALL_ATTENTION_FUNCTIONS.get(chosen)
         if chosen == "eager" or (computes is not None and not computes.__module__.startswith("transformers.")):
             return  # one that the user registered is meant to differ
-        own = self._short_loss()
+        own = self._short_losses()
         self.model.set_attn_implementation("eager")
-        right = self._short_loss()
+        right = self._short_losses()
         bound = max(BOUND, UNITS * torch.finfo(self.dtype).eps)
         is_capped = chosen == "sdpa" and getattr(text, "attn_logit_softcapping", None) is not None
-        if abs(own - right) <= bound and not is_capped:
+        if float((own - right).abs().mean()) <= bound and not is_capped:
             self.model.set_attn_implementation(chosen)
         elif given is not None:
             raise UnsupportedModel(
-                f"attn_implementation={given!r} of {self.path}: the loss of a short text is {own:.5f}, and "
-                f"{right:.5f} by the eager implementation"
+                f"attn_implementation={given!r} of {self.path}: the loss of a short text is {own.mean():.5f}, "
+                f"and {right.mean():.5f} by the eager implementation"
                 + (", and it leaves out attn_logit_softcapping" if is_capped else "")
                 + "; leave attn_implementation out, or give 'eager'"
             )
 
     @torch.no_grad()
-    def _short_loss(self) -> float:
-        """The mean loss of `COMPARED` random tokens, none of which stands for an image or the like."""
+    def _short_losses(self) -> torch.Tensor:
+        """Losses of `COMPARED` random tokens but the first, none of which stands for an image or the like: float32."""
         text = self.model.config.get_text_config()
         places = {
             value for name, value in vars(self.model.config).items() if name.endswith(("_token_id", "_token_index"))
@@ -135,7 +135,7 @@ class HookedModel:
         drawn = torch.randint(len(ids), (1, COMPARED), generator=torch.Generator().manual_seed(0))
         tokens = torch.tensor(ids)[drawn].to(self.device)
         scores = self.model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
-        return float(nn.functional.cross_entropy(scores, tokens[0, 1:]))
+        return nn.functional.cross_entropy(scores, tokens[0, 1:], reduction="none")
 
 
 def firsts(visits: Sequence[Visited], *, first: bool) -> list[Visited]:
