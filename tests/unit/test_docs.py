@@ -48,7 +48,7 @@ def site(tmp_path_factory) -> Path:
     """The pages, built as `make docs` builds them."""
     path = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert not done.returncode, done.stdout + done.stderr
     return path
 
@@ -105,7 +105,7 @@ def test_the_site_can_be_searched_from_a_file(site) -> None:
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
     for name in ("index.html", "api/model.html"):
         place = f"{(site / name).as_uri()}?q=logit+lens"
-        found = subprocess.run([*command, place], capture_output=True, text=True, timeout=120, check=False).stdout
+        found = subprocess.run([*command, place], capture_output=True, text=True, timeout=500, check=False).stdout
         assert re.search(r"md-search-result__meta[^>]*>\s*\d+ matching document", found), name
         assert "api/views.html" in found or "views.html" in found
 
