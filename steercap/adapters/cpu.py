@@ -1,4 +1,4 @@
-"""What vLLM's CPU runner gets wrong, repaired in the worker: seeds of chunked prompts, requests without an adapter
+"""Repairs of vLLM's CPU runner, made in the worker: seeds of chunked prompts, requests without an adapter
 beside others with one, and the temperature, top-k and top-p of drafted tokens.
 
 Each part says what it relies on, and when it can go.

@@ -103,7 +103,7 @@ def cores_each(workers: int, allowed: Sequence[int], topology: Path = Path("/sys
 
 
 def bound(config: Any) -> dict[str, str]:
-    """What the environment of an engine's processes must say of cores, so that vLLM starts its workers.
+    """Name the variables of an engine's processes that give its workers cores, so that vLLM starts them.
 
     Args:
         config: vLLM's.
@@ -150,7 +150,7 @@ def library() -> str:
 
 
 def unfit(architectures: Sequence[str], quantization: Mapping[str, Any]) -> str:
-    """Why vLLM cannot run a model on this processor, or "".
+    """Say why vLLM cannot run a model on this processor; "" if it can.
 
     Args:
         architectures: of its config.json.
@@ -161,7 +161,7 @@ def unfit(architectures: Sequence[str], quantization: Mapping[str, Any]) -> str:
 
 
 def lacks(kernel: str) -> str:
-    """Why vLLM has no kernel of a name on this processor; "" if it has, or runs on GPUs."""
+    """Say why vLLM has no kernel of a name on this processor; "" if it has, or runs on GPUs."""
     import torch
 
     loaded = library()
@@ -176,7 +176,7 @@ def _says(kernel: str, loaded: str) -> str:
 
 
 def missing_kernel(says: str) -> str:
-    """Why an error of vLLM's came, if it is torch's of a kernel that vLLM's library lacks; "" for any other."""
+    """Explain torch's error about a kernel that vLLM's library lacks; "" for any other error."""
     found = _NO_KERNEL.search(says)
     return _says(found[1], library()) if found else ""
 

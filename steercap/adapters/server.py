@@ -68,7 +68,7 @@ def read_flags(model: str, flags: Sequence[str]) -> argparse.Namespace:
 
 
 def tells_clients_apart(flags: argparse.Namespace) -> bool:
-    """Whether a server asks for API keys, or has middleware of the operator's that may."""
+    """True if a server asks for API keys, or has middleware of the operator's that may."""
     keys = flags.api_key or [os.environ.get("VLLM_API_KEY")]
     return any(keys) or bool(flags.middleware)
 

@@ -1,4 +1,4 @@
-"""What a folder is: a run of personas, a sweep, captures, a data set, an SAE, or a model; by what is in it."""
+"""Tell a run of personas, a sweep, captures, a data set, an SAE and a model by the files in a folder."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ async def _placed(
 
 
 async def _in_bytes(connection: Connection) -> bool:
-    """Whether the server's vocabulary is one of bytes."""
+    """Ask if the server's vocabulary is one of bytes."""
     body = {"model": connection.here().name, "prompt": "é", "return_token_strs": True}
     answer = await connection.ask("POST", "/tokenize", json=body)
     with connection.answering():

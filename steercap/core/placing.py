@@ -188,7 +188,7 @@ class _Words:
         return seen
 
     def _read(self, rendered: str, marks: Mapping[int, str]) -> dict[int, list[int]] | None:
-        """Where each mark stands in the prompt, None if the rendering is not the prompt without them."""
+        """Find each mark's place in the prompt; None if the rendering is not the prompt without them."""
         places = {self.spell(mark): place for place, mark in marks.items()}
         found: dict[int, list[int]] = {place: [] for place in marks}
         read, before = "", 0
@@ -276,14 +276,14 @@ def _gaps(pieces: Sequence[str], length: int) -> list[Region]:
 
 
 def _places(words: str) -> list[int]:
-    """Where marks may tell something: the ends, the middle, and beside each character that is no letter."""
+    """List places for marks: the ends, the middle, and beside each character that is no letter."""
     inner = [at for at in range(1, len(words)) if not (words[at - 1].isalnum() and words[at].isalnum())]
     half = len(_MARKS) // 4
     return sorted({0, len(words) // 2, len(words), *inner[:half], *inner[-half:]})
 
 
 def _before(text: str, stop: int, words: str) -> int | None:
-    """Where a text begins that ends at `stop`, blanks aside; None if another text stands there."""
+    """Find the start of a text that ends at `stop`, blanks aside; None if another text stands there."""
     for one in reversed(words.lstrip(_BLANK)):
         if one in _BLANK:
             continue

@@ -90,7 +90,7 @@ class CodedRows:
         return codec.joined([codec.decoded(parts, self.schema, self.coding) for parts in self._by_shard()])
 
     def error_bound(self) -> torch.Tensor:
-        """How far each element of `decoded()` is off at most, its own rounding to float32 included.
+        """Bound the error of each element of `decoded()`, its own rounding to float32 included.
 
         Returns:
             float64, of the shape of `decoded()`; of `rp8` and `rp16`, from what the projection is without rounding.

@@ -261,7 +261,7 @@ def tokens_of(tokenizer: Any, text: Any, *, special: bool) -> list[int]:
 
 
 def is_conversation(text: Any) -> bool:
-    """Whether it is a list of {"role", "content"} dicts."""
+    """True for a list of {"role", "content"} dicts."""
     return isinstance(text, Sequence) and bool(text) and all(isinstance(part, Mapping) for part in text)
 
 
@@ -284,7 +284,7 @@ def given_ids(text: Any) -> list[int]:
 
 
 def _parts_of(text: Text) -> list[tuple[Any, bool]]:
-    """What is tokenised by itself of a text, each with whether it gets the tokenizer's special tokens."""
+    """Split a text into the parts that are tokenised by themselves, each with whether it gets special tokens."""
     return [(text.prompt, True), (text.response, False)] if isinstance(text, Exchange) else [(text, True)]
 
 
