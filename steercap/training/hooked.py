@@ -102,7 +102,8 @@ class HookedModel:
         Raises:
             UnsupportedModel: the implementation was given, and does not.
         """
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+        with extra("cuda", "cpu"):
+            from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         text = self.model.config.get_text_config()
         chosen = text._attn_implementation  # noqa: SLF001 -- transformers has no public name for it
