@@ -6,7 +6,7 @@ Gemma 2. So the one that it chooses is compared with its eager one, which is com
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -28,6 +28,7 @@ from steercap.worker.decoder import Decoder, decoder_of
 COMPARED: Final = 32
 #: A token's loss may differ by this on average, and in 16 bits by a few units of rounding of the dtype.
 BOUND, UNITS = 1e-4, 4
+EAGER: Final = {"attn_implementation": "eager"}
 #: A point, and what is done to its rows.
 Visited: TypeAlias = "tuple[Point, Visit]"
 
@@ -46,7 +47,7 @@ class HookedModel:
 
     Raises:
         UnsupportedModel: its layers are not to be found, or of no known kind; or `attn_implementation` was given, and
-            computes another loss than the eager one.
+            computes another loss than the eager one; or losses are not finite.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class HookedModel:
         if device is not None:
             self.model.to(device)
         self.model.eval().requires_grad_(requires_grad=False)
-        self._check_attention(given=loading.get("attn_implementation"))
+        self._check_attention(lambda: kind.from_pretrained(str(path), dtype=dtype, **{**loading, **EAGER}), loading)
         decoder = self.model if text is config else self.model.get_decoder()
         count = text.num_hidden_layers
         within = () if text is config else architectures_within(text, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -96,11 +97,15 @@ class HookedModel:
         for point, visit in visits:
             hooks.callback(SITES[point.site].visit(self.decoder.holder(point), self.family, visit).remove)
 
-    def _check_attention(self, given: str | None) -> None:
+    def _check_attention(self, load_eager: Callable[[], Any], loading: Mapping[str, Any]) -> None:
         """Compute attention as the eager implementation does.
 
+        Args:
+            load_eager: loads the model with the eager implementation, for classes that cannot change theirs.
+            loading: further arguments that the model was loaded with.
+
         Raises:
-            UnsupportedModel: the implementation was given, and does not.
+            UnsupportedModel: the implementation was given, and does not; or losses are not finite.
         """
         with extra("cuda", "cpu"):
             from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -108,25 +113,39 @@ class HookedModel:
         text = self.model.config.get_text_config()
         chosen = text._attn_implementation  # noqa: SLF001 -- transformers has no public name for it
         computes = ALL_ATTENTION_FUNCTIONS.get(chosen)
-        if chosen == "eager" or (computes is not None and not computes.__module__.startswith("transformers.")):
+        if chosen == "eager" or (
+            computes is not None and not computes.__module__.startswith(("transformers.", "steercap."))
+        ):
             return  # one that the user registered is meant to differ
-        own = self._short_losses()
-        self.model.set_attn_implementation("eager")
-        right = self._short_losses()
+        own = self._short_losses(self.model)
+        other = self.model
+        if self.model._can_set_attn_implementation():  # noqa: SLF001
+            self.model.set_attn_implementation("eager")
+        else:
+            other = load_eager().to(self.device).eval().requires_grad_(requires_grad=False)
+        right = self._short_losses(other)
+        if not right.isfinite().all():
+            raise UnsupportedModel(
+                f"{self.path} in {self.dtype}: the losses of a short text are not finite, so {chosen!r} cannot be "
+                "compared with the eager implementation; give another dtype, or attn_implementation='eager'"
+            )
         bound = max(BOUND, UNITS * torch.finfo(self.dtype).eps)
         is_capped = chosen == "sdpa" and getattr(text, "attn_logit_softcapping", None) is not None
         if float((own - right).abs().mean()) <= bound and not is_capped:
-            self.model.set_attn_implementation(chosen)
-        elif given is not None:
+            if other is self.model:
+                self.model.set_attn_implementation(chosen)
+        elif loading.get("attn_implementation") is None:
+            self.model = other
+        else:
             raise UnsupportedModel(
-                f"attn_implementation={given!r} of {self.path}: the loss of a short text is {own.mean():.5f}, "
+                f"attn_implementation={chosen!r} of {self.path}: the loss of a short text is {own.mean():.5f}, "
                 f"and {right.mean():.5f} by the eager implementation"
                 + (", and it leaves out attn_logit_softcapping" if is_capped else "")
                 + "; leave attn_implementation out, or give 'eager'"
             )
 
     @torch.no_grad()
-    def _short_losses(self) -> torch.Tensor:
+    def _short_losses(self, model: Any) -> torch.Tensor:
         """Losses of `COMPARED` random tokens but the first, none of which stands for an image or the like: float32."""
         text = self.model.config.get_text_config()
         places = {
@@ -135,7 +154,7 @@ class HookedModel:
         ids = [one for one in range(min(text.vocab_size, 1024)) if one not in places]
         drawn = torch.randint(len(ids), (1, COMPARED), generator=torch.Generator().manual_seed(0))
         tokens = torch.tensor(ids)[drawn].to(self.device)
-        scores = self.model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
+        scores = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
         return nn.functional.cross_entropy(scores, tokens[0, 1:], reduction="none")
 
 

@@ -89,6 +89,7 @@ def wide() -> HookedModel:
         ("gemma2", {"attn_logit_softcapping": None}, "sdpa"),
         ("vaultgemma", {"attn_logit_softcapping": 5.0}, "eager"),
         ("gemma3", {}, "sdpa"),
+        ("falcon", {}, "sdpa"),  # whose class cannot change its implementation
         ("llama", {}, "sdpa"),
     ],
 )
@@ -110,6 +111,17 @@ def test_attention_leaves_nothing_out(family, changes, computes) -> None:
     else:
         with pytest.raises(UnsupportedModel, match=r"attn_implementation='sdpa' of .*: the loss of a short text is"):
             HookedModel(path, attn_implementation="sdpa")
+
+
+def test_losses_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    """What cannot be compared is not taken for right; the eager implementation itself is loaded as it is."""
+    broken = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("llama"))
+    with torch.no_grad():
+        broken.lm_head.weight.fill_(torch.nan)
+    broken.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"in torch.float32: the losses of a short text are not finite"):
+        HookedModel(tmp_path)
+    assert HookedModel(tmp_path, attn_implementation="eager").path == str(tmp_path)
 
 
 def drawn(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
