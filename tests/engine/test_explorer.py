@@ -334,6 +334,72 @@ async def test_the_dose_is_dragged(site, browser, smol: SteerModel, vectors) -> 
         assert not seen.complaints
 
 
+async def test_what_is_seen_follows_the_dose(site, browser) -> None:
+    """The text in colour is the steered one since the dose is moved, at the layer that it is moved to; until the plain one is chosen."""
+    async with opened(browser, explored(site)) as seen:
+        await seen.idle()
+        await seen.made()
+        plain = await seen.text(".tokens")
+        await seen.dosed(3)
+        assert await seen.text("#view h2 >> nth=0") == "Tokens at layer 18, steered"
+        assert await seen.text(".tokens") != plain
+        await seen.page.select_option("#at", "12")
+        await seen.page.wait_for_timeout(400)
+        await seen.idle()
+        assert await seen.text("#view h2 >> nth=0") == "Tokens at layer 12, steered"
+        await seen.page.locator('.choices input[value="plain"]').last.check(force=True)
+        assert await seen.text(".tokens") == plain
+        await seen.page.click("#run")
+        await seen.idle()
+        assert await seen.text(".tokens") == plain
+        await seen.dosed(0)
+        assert await seen.text("#view h2 >> nth=0") == "Tokens at layer 12"
+        assert not seen.complaints
+
+
+async def test_the_skip_link_leaves_the_view_as_it_is(site, browser) -> None:
+    async with opened(browser, explored(site)) as seen:
+        await seen.idle()
+        await seen.made()
+        await seen.page.wait_for_timeout(300)
+        before = seen.page.url, await seen.numbers()
+        await seen.page.locator("#skip").focus()
+        await seen.page.keyboard.press("Enter")
+        await seen.page.wait_for_timeout(300)
+        await seen.idle()
+        assert (seen.page.url, await seen.numbers()) == before
+        assert await seen.page.evaluate("() => document.activeElement.id") == "view"
+        assert not seen.complaints
+
+
+async def test_on_a_phone_the_dose_stays_beside_the_text(site, browser) -> None:
+    """Scrolled to the tokens, dose and tokens are both within the screen; nothing is wider than it."""
+    async with opened(browser, explored(site), viewport={"width": 390, "height": 780}) as seen:
+        await seen.idle()
+        await seen.made()
+        await seen.page.locator(".tokens").evaluate("one => one.scrollIntoView({ block: 'center' })")
+        for place in ("#dose", ".tokens"):
+            box = await seen.page.locator(place).bounding_box()
+            assert 0 <= box["y"] < box["y"] + min(box["height"], 100) <= 780
+        dose, tokens = [await seen.page.locator(name).bounding_box() for name in ("#dose-panel", ".tokens")]
+        assert dose["y"] + dose["height"] <= tokens["y"]
+        assert await seen.page.evaluate("() => document.documentElement.scrollWidth") <= 390
+        assert not seen.complaints
+
+
+async def test_the_name_of_a_direction_says_what_it_may_be(site, browser) -> None:
+    async with opened(browser, explored(site)) as seen:
+        await seen.idle()
+        await seen.page.locator("#make").evaluate("one => (one.open = true)")
+        said = await seen.text("#name-hint")
+        for name, fits in (("two words", False), (".x", False), ("a.b-c_1", True)):
+            await seen.page.fill("#name", name)
+            assert await seen.page.locator("#name").evaluate("one => one.validity.valid") is fits
+        assert said == "Of letters, digits, dots, dashes and underscores; a letter or digit first."
+        assert said.rstrip(".").removeprefix("Of ").capitalize() == await seen.page.get_attribute("#name", "title")
+        assert not seen.complaints
+
+
 async def test_a_view_is_kept(site, browser, tmp_path) -> None:
     """As a link, which says the same again; as a file, which needs no server; as a picture."""
     async with opened(browser, explored(site), permissions=["clipboard-read", "clipboard-write"]) as seen:
@@ -401,7 +467,7 @@ async def test_two_directions_are_compared(site, browser, smol: SteerModel, vect
 
 async def test_features_of_the_chosen_cell(browser, smol: SteerModel, tmp_path) -> None:
     """Where an SAE reads its layer, the strongest of the row there, and in a saved file too; none at other layers."""
-    hook = {"sae_lens_version": "6.54.12", "model_name": "smollm2", "hook_name": "blocks.18.hook_resid_post"}
+    hook = {"sae_lens_version": "6.54.12", "hook_name": "blocks.18.hook_resid_post"}
     own = RandomSAE("standard", 576, 2048, configuration=(("metadata", hook),))
     settings = ServerSettings(saes={"own": own.write(tmp_path / "own")})
     _, handle = await smol.generate(TEXT, {"max_tokens": LENGTH, **GREEDY}, capture=CaptureSpec(layers=[18]))

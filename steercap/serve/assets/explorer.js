@@ -19,6 +19,8 @@ let known = new Map();
 const running = {};
 const waiting = {};
 const answers = { plain: "", steered: "" };
+/** Whether the steered answer is looked at when it comes: since the dose was moved, or the answer chosen. */
+let following = false;
 let layers = [];
 
 const view = new View(byId("view"), {
@@ -36,6 +38,7 @@ const view = new View(byId("view"), {
     return { sae, tokens: found.features, active: found.active };
   },
   changed: (settings, changed) => {
+    if ("run" in changed) following = changed.run === "steered";
     for (const name of ["measure", "run", "layer", "token"]) if (name in changed || name === "layer") state[name] = settings[name];
     remember();
   },
@@ -308,6 +311,7 @@ function sayDose() {
 let dosing = 0;
 function dosed() {
   state.dose = Number(byId("dose").value);
+  following = true;
   sayDose();
   remember();
   clearTimeout(dosing);
@@ -329,7 +333,9 @@ async function steer() {
   }
   settled();
   const edit = { op: "add", vector: state.direction, layers: [state.at], scale: state.dose };
-  if (await run("steered", edit)) say("The steered answer is here.");
+  if (!(await run("steered", edit))) return;
+  say("The steered answer is here.");
+  if (following) view.change({ run: "steered" });
 }
 
 // To keep
@@ -447,6 +453,8 @@ byId("upload").addEventListener("change", upload);
 byId("dose").addEventListener("input", dosed);
 byId("at").addEventListener("change", (event) => {
   state.at = Number(event.target.value);
+  following = true;
+  view.change({ layer: state.at });
   offerLayers();
   steer();
 });
@@ -464,6 +472,11 @@ byId("link").addEventListener("click", (event) =>
 );
 byId("file").addEventListener("click", (event) => keeping(event.target, async () => saveFile(await keptView()), "The file is saved."));
 byId("png").addEventListener("click", (event) => keeping(event.target, () => savePicture(view, byId("model").textContent), "The picture is saved."));
+byId("skip").addEventListener("click", (event) => {
+  event.preventDefault(); // what is behind # is the view
+  byId("view").focus();
+  byId("view").scrollIntoView();
+});
 addEventListener("hashchange", () => {
   take(location.hash);
   begin();

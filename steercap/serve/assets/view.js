@@ -202,7 +202,7 @@ export class View {
       this.measures.replaceChildren(...offered.map((name) => element("option", { value: name }, MEASURES[name])));
     }
     this.measures.value = this.measure;
-    this.textTitle.textContent = `Tokens at layer ${this.settings.layer}`;
+    this.textTitle.textContent = `Tokens at layer ${this.settings.layer}${this.look === this.looks.steered ? ", steered" : ""}`;
   }
 
   #text(name, scale, row) {
