@@ -21,6 +21,7 @@ _REMEDY: Final = (
 )
 _SPILL: Final = "; with overflow='spill', rows of finished requests go to disk"
 _MORE: Final = ", or spill_bytes="
+_ENDED: Final = "; overflow='spill' moves rows of requests that have ended"
 
 
 class Relief(Protocol):
@@ -69,7 +70,7 @@ class Admission:
         """
         ticket = Ticket(pages, call, engine=engine, reductions=reductions)
         if pages > self.budget.pages:
-            raise CaptureMemoryFull(f"{self._situation(ticket)}; {_REMEDY}")
+            raise CaptureMemoryFull(f"{self._situation(ticket)}; {_REMEDY}{_ENDED if self.relief is not None else ''}")
         # Requests that still wait need only an accumulator, which running requests give back.
         if self._settings.overflow == "error" and pages + self.budget.wanted > self.budget.free(engine):
             raise CaptureMemoryFull(f"{self._situation(ticket)} and overflow='error'; {_REMEDY}")

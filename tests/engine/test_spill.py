@@ -67,6 +67,17 @@ async def empty(model: SteerModel) -> tuple[int, int, int]:
     return found
 
 
+async def test_a_request_that_does_not_fit_by_itself_is_refused_however_it_is_asked(spilling) -> None:
+    """Rows go to disk when their request has ended, so those of one request must fit; with both figures, at once."""
+    prompt = random_prompt(450, 1)
+    says = r"may need [\d,]+ bytes of capture memory, of which [\d,]+ exist.*overflow='spill' moves rows of requests"
+    with pytest.raises(errors.CaptureMemoryFull, match=says):
+        await spilling.generate(prompt, SIX, capture_layers="all")
+    with pytest.raises(errors.CaptureMemoryFull, match=says):
+        _ = [chunk async for chunk in spilling.stream(prompt, SIX, capture_layers="all")]
+    assert await empty(spilling) == (0, 0, 0)
+
+
 async def test_one_call_over_ten_times_the_memory(spilling, tiny, tiny_reference) -> None:
     """Rows of a call that nobody can fetch before it ends go to disk: bit for bit those of an engine with room.
 
