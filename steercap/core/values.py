@@ -7,9 +7,11 @@ index: `operator.index(torch.tensor(True))` is 1.
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import operator
 import reprlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -158,6 +160,14 @@ def number_of(value: Any) -> float | None:
         return math.inf if value > 0 else -math.inf
     except (TypeError, ValueError):
         return None
+
+
+def warn(message: str) -> None:
+    """Warn of the line outside of steercap that called it."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "steercap":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level + 1)
 
 
 def shown(value: Any) -> str:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 
 from steercap.core.extras import require
-from steercap.core.values import number_of, parts_of, shown
+from steercap.core.values import number_of, parts_of, shown, warn
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.vectors.directions import DirectionSet, Provenance
 from steercap.vectors.layers import LayerVectors
@@ -165,6 +165,12 @@ def directions_of(
             raise InvalidVector("Contrast: some rows are NaN or inf; look at where they were captured")
     seen, unseen = contrast.split(held_out, seed)
     used = seen.pairs() if how.paired else seen
+    if left := len(seen.positive) + len(seen.negative) - len(used.positive) - len(used.negative):
+        warn(
+            f"{name}: method={method!r} compares pairs, and leaves out {left} of {len(seen.positive)} positive and "
+            f"{len(seen.negative)} negative texts, which have no partner of the other kind in their group; give as "
+            "many of each, groups= and negative_groups=, or method='difference'"
+        )
     vectors = {
         layer: how.direction(used.positive[:, at].double(), used.negative[:, at].double(), seed)
         for at, layer in enumerate(layers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -133,3 +134,20 @@ def test_a_set_comes_back_from_its_file(tmp_path) -> None:
         LayerVectors.load(path)
     with pytest.raises(InvalidSpec, match="at least one"):
         DirectionSet({})
+
+
+@pytest.mark.parametrize(("positive", "negative", "left"), [(16, 13, 3), (13, 16, 3), (12, 12, 0)])
+def test_texts_without_a_partner_are_named_where_pairs_are_compared(positive, negative, left) -> None:
+    """Methods that compare pairs say how many texts they leave out; those that compare means leave none out."""
+    whole, _ = contrast(16, 4.0)
+    given = Contrast(whole.positive[:positive], whole.negative[:negative], range(positive), range(negative))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        directions_of("x", given, LAYERS, held_out=0)
+        if not left:
+            directions_of("x", given, LAYERS, method="pca", held_out=0)
+    if left:
+        says = f"x: method='pca' compares pairs, and leaves out {left} of {positive} positive and {negative} negative texts"
+        with pytest.warns(UserWarning, match=says):
+            found = directions_of("x", given, LAYERS, method="pca", held_out=0)
+        assert found.provenance.rows["x"] == (13, 13)
