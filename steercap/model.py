@@ -268,13 +268,15 @@ class SteerModel(Unshared, Calls[CaptureHandle], CorpusCalls, instead=INSTEAD):
         layers: Layers = "all",
         sites: str | Sequence[str] = ("resid_post",),
         tokens: Tokens | TokenSelection = BUT_THE_FIRST,
+        add_special_tokens: bool | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> Calibration:
         """What `CaptureSpec(codec="full8", calibration=)` takes, found in the rows of texts that the model reads.
 
         See `steercap.vectors.calibrate`.
         """
-        return await calibrate(self, texts, layers=layers, sites=sites, tokens=tokens, progress=progress)
+        asked: Any = {"layers": layers, "sites": sites, "tokens": tokens, "add_special_tokens": add_special_tokens}
+        return await calibrate(self, texts, **asked, progress=progress)
 
     async def unembed(
         self,
@@ -319,19 +321,19 @@ class SteerModel(Unshared, Calls[CaptureHandle], CorpusCalls, instead=INSTEAD):
         model = str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
         return partial(_alike, model, self.settings, serving.engine_args, serving.cut)
 
-    async def token_ids(self, text: Any, *, special: bool = True) -> list[int]:
+    async def token_ids(self, text: Any, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenise a prompt as the model reads it.
 
         Args:
             text: a str, token ids, which stay as they are, or a conversation of {"role", "content"} dicts, put through
                 the chat template.
-            special: whether a str gets the tokens that the tokenizer puts around a prompt.
+            add_special_tokens: whether a str gets the tokens that the tokenizer puts around a prompt.
 
         Raises:
             InvalidSpec: something else.
             InvalidRequest: no chat template, or one that refuses the conversation.
         """
-        return tokens_of(self.tokenizer, text, special=special)
+        return tokens_of(self.tokenizer, text, special=add_special_tokens)
 
     async def stats(self) -> Stats:
         """What the model holds now, and its limits."""

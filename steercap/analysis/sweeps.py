@@ -157,7 +157,7 @@ class _Sweep:
         progress: Callable[[int, int], None] | None,
     ) -> pa.Table:
         """Every run of every prompt, as a table."""
-        ids = [tuple(ids_of(model.tokenizer, text)) for text in texts_of(prompts, "prompts")]
+        ids = [tuple(one) for one in ids_of(model.tokenizer, texts_of(prompts, "prompts"))]
         pairs = [Pair(number, one, one, decoded(model.tokenizer, one)) for number, one in enumerate(ids)]
         asked = [list(self._asked(pair)) for pair in pairs]
         runs = Runs(model, metric, len(pairs), concurrent, progress)

@@ -100,7 +100,7 @@ class SteerOptions:
         tokens = tokens_of("all" if self.steer_tokens is None else self.steer_tokens)
         scale = 1.0 if self.scale is None else self.scale
         return SteeringSpec(
-            [Add(vectors[layer], scale=scale, layer=layer, site=vectors.site, tokens=tokens) for layer in asked]
+            [Add(vectors, scale=scale, layer=layer, site=vectors.site, tokens=tokens) for layer in asked]
         )
 
     def _asked(self, text: str, known: list[int]) -> list[int]:

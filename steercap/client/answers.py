@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -26,7 +26,11 @@ from steercap.core.prompts import (
     each,
     flag_asked,
     listed,
+    repeats,
     template_arguments,
+    text_of,
+    warn_of_doubled,
+    warn_of_room,
     without_media,
 )
 from steercap.core.receipt import SteeringReceipt
@@ -39,6 +43,7 @@ from steercap.requests.handle import CaptureHandle
 from steercap.requests.lifecycle import Lifecycle
 from steercap.requests.monitoring import MonitorReport
 from steercap.requests.stream import Chunk
+from steercap.runs.fingerprint import model_name, warn_of_other_model
 from steercap.steering.monitor import monitors_of
 from steercap.steering.spec import spec_of
 
@@ -125,6 +130,8 @@ class RemoteAnswers:
         for conversation in conversations:
             without_media(conversation)
         arguments, spans = template_arguments(template_kwargs), call.spec is not None
+        if call.add_special_tokens is not None:
+            arguments["add_special_tokens"] = call.add_special_tokens
 
         async def render(conversation: Any) -> tuple[Any, tuple[MessageSpan, ...]]:
             ids, found = await templated(self.connection, conversation, arguments, spans=spans)
@@ -145,6 +152,7 @@ class RemoteAnswers:
                     chunk = sample.take(event)
                 if chunk is not None:
                     yield chunk
+        await self._look_for_doubled([asked], [sample.document])
         yield await self._last(self._done(asked, sample.document), sample)
 
     async def _last(self, done: Done, sample: Streamed) -> Chunk:
@@ -209,11 +217,23 @@ class RemoteAnswers:
             for (prompt, spans), own, spec, steering in zip(prompts, params, specs, edits, strict=True)
         ]
         done = await self.connection.run(lambda: each_of(asked, self._one, AT_ONCE))
+        await self._look_for_doubled(asked, [one.document for one in done])
         texts = [_raw(one) if raw else _alone(one.texts) for one in done]
         handles = [None if one.handles is None else _alone(one.handles) for one in done]
         if not many:
             return (texts[0], handles[0]) if captured else texts[0]
         return (texts, handles) if captured else texts
+
+    async def _look_for_doubled(self, asked: Sequence[Asked], documents: Sequence[Mapping[str, Any]]) -> None:
+        """Warn of texts whose special tokens come twice, unless the call says what is meant."""
+        with self.connection.answering():
+            read = [
+                (one.prompt, document["choices"][0]["prompt_token_ids"])
+                for one, document in zip(asked, documents, strict=True)
+            ]
+        texts = [(text, ids) for prompt, ids in read if repeats(ids) and (text := text_of(prompt)) is not None]
+        if texts and asked[0].call.add_special_tokens is None:
+            warn_of_doubled(texts, await self.connection.run(lambda: tokenised(self.connection, "")))
 
     async def _one(self, asked: Asked) -> Done:
         async with self._body(asked) as body:
@@ -224,8 +244,14 @@ class RemoteAnswers:
         """The body of a request; what it names is on the server while the block runs."""
         require_specs(asked.spec)
         monitors = monitors_of(asked.call.monitors)
+        self._look_at_models("the probe of a monitor", (monitor.model for monitor in monitors))
+        if asked.spec is not None:
+            self._look_at_models("project=", [getattr(asked.spec.project, "model", "")])
         sampling, options = sampling_asked(asked.params), _options_asked(asked.call)
-        prompt, sampling["max_tokens"] = await self._within(_prompt_asked(asked.prompt), sampling["max_tokens"])
+        given = _prompt_asked(asked.prompt)
+        if isinstance(given, str) and asked.call.add_special_tokens is False:
+            given = await tokenised(self.connection, given, special=False)
+        prompt, sampling["max_tokens"] = await self._within(given, sampling["max_tokens"])
         body = {
             "model": self.connection.here().name,
             "prompt": prompt,
@@ -259,16 +285,24 @@ class RemoteAnswers:
             return prompt, max_tokens
         ids = await tokenised(self.connection, prompt) if isinstance(prompt, str) else prompt
         room = max(1, context - len(ids))
+        warn_of_room(max_tokens, len(ids), context)
         return ids, room if max_tokens is None else min(room, max_tokens)
 
     async def _steering(self, given: Any, names: AsyncExitStack) -> Any:
         if isinstance(given, str):
             return given
         spec = spec_of(given)
+        self._look_at_models("a vector of steering=", (edit.model for edit in spec.of_rows()))
         try:
             return steering_asked(spec)
         except NotAsJSON:
             return await names.enter_async_context(self.uploads.named(spec))
+
+    def _look_at_models(self, what: str, labels: Iterable[str]) -> None:
+        """Warn of what was made for another model than the server's."""
+        here = self.connection.here()
+        for label in sorted(set(labels)):
+            warn_of_other_model(what, label, (model_name(here.model), here.name))
 
     # What came
 

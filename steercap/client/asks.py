@@ -94,7 +94,8 @@ def _edit_asked(edit: Edit | LogitBias) -> dict[str, Any]:
     asked: dict[str, Any] = {"op": next(op for op, kind in EDITS.items() if type(edit) is kind)}
     for field in dataclasses.fields(edit):
         given = getattr(edit, field.name)
-        if field.init and given is not None and not (field.name == "tokens" and edit.replaced):
+        left_out = given is None or field.name in (("model", "tokens") if edit.replaced else ("model",))
+        if field.init and not left_out:
             asked[field.name] = value_asked(given)
     return asked
 

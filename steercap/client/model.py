@@ -146,18 +146,18 @@ class RemoteModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
         """
         await fetch_all([handle.lifecycle for handle in flat(handles)])
 
-    async def token_ids(self, text: Any, *, special: bool = True) -> list[int]:
+    async def token_ids(self, text: Any, *, add_special_tokens: bool = True) -> list[int]:
         """Tokenise a prompt as the model reads it, by the server's tokenizer.
 
         Args:
-            text, special: as for `SteerModel.token_ids`.
+            text, add_special_tokens: as for `SteerModel.token_ids`.
 
         Raises:
             InvalidSpec: neither text, token ids nor a conversation.
             InvalidRequest: the server has no chat template, or it refuses the conversation.
         """
         if isinstance(text, str):
-            return await self.connection.run(lambda: tokenised(self.connection, text, special=special))
+            return await self.connection.run(lambda: tokenised(self.connection, text, special=add_special_tokens))
         if is_conversation(text):
             return (await self.connection.run(lambda: templated(self.connection, text, {}, spans=False)))[0]
         return given_ids(text)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from steercap.core.chat import MessageSpan, message_spans, token_span
 from steercap.core.placing import Region, place
 from steercap.core.spec import CaptureSpec, Layers
-from steercap.core.values import flag_of, index_of, shown
+from steercap.core.values import flag_of, index_of, shown, warn
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
 
 #: What a part of a message is called that is no text, among other words: "image_url", "input_audio".
@@ -25,6 +25,7 @@ class CallArguments:
         sampling_params: pooling parameters, if the prompts are encoded.
         encoding: whether the prompts are encoded by a pooling model.
         monitors: what watches each request.
+        add_special_tokens: see `special_asked`.
     """
 
     sampling_params: Any
@@ -37,6 +38,7 @@ class CallArguments:
     sketches: Sequence[Any] = ()
     encoding: bool = False
     monitors: Any = None
+    add_special_tokens: bool | None = None
 
     @property
     def spec(self) -> Any:
@@ -75,6 +77,59 @@ def _token_ids(given: Sequence[Any]) -> list[int] | None:
         return [*given]
     ids = [index_of(one) for one in given]
     return None if None in ids else cast("list[int]", ids)
+
+
+def text_of(prompt: Any) -> str | None:
+    """The text of a prompt that is to be tokenised; None of one that is not."""
+    if isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None:
+        prompt = prompt.get("prompt")
+    return prompt if isinstance(prompt, str) else None
+
+
+def special_asked(given: Any) -> bool | None:
+    """Whether a text gets the tokens that the tokenizer puts around a prompt: None is True, with `warn_of_doubled`.
+
+    Raises:
+        InvalidRequest: it is none of True, False and None.
+    """
+    return None if given is None else flag_asked("add_special_tokens", given)
+
+
+def repeats(ids: Sequence[int]) -> bool:
+    """True if the first or the last token comes twice, as those do that text and tokenizer both have."""
+    return len(ids) > 1 and (ids[0] == ids[1] or ids[-1] == ids[-2])
+
+
+def warn_of_doubled(given: Iterable[tuple[Any, Sequence[int]]], around: Sequence[int]) -> None:
+    """Warn of texts that begin or end with a special token that the tokenizer has added to them once more.
+
+    Args:
+        given: texts, and their token ids.
+        around: token ids of an empty text.
+    """
+    ends = {(0, token) for token in around[:1]} | {(-1, token) for token in around[-1:]}
+    found = [
+        text
+        for text, ids in given
+        if repeats(ids) and any(ids[at] == token == ids[1 if at == 0 else -2] for at, token in ends)
+    ]
+    if found:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        warn(
+            f"prompt {shown(found[0])}{more}: the text has a special token, such as <bos>, that the tokenizer adds to "
+            "it once more, and the model reads both; give add_special_tokens=False to read the text as it stands, True "
+            "to keep both, or token ids"
+        )
+
+
+def warn_of_room(max_tokens: int | None, prompt_len: int, context: int) -> None:
+    """Warn of more tokens than the context holds after a prompt: generation ends where it is full."""
+    if max_tokens is not None and prompt_len + max_tokens > context:
+        warn(
+            f"max_tokens={max_tokens} is more than the context of {context:,} tokens holds after the prompt, and "
+            "generation ends where it is full; give fewer, None for as many as there is room for, or start the engine "
+            "with a larger max_model_len"
+        )
 
 
 def conversations_in(messages: Any) -> tuple[bool, list[Any]]:
@@ -166,7 +221,12 @@ def each(value: Any, count: int, name: str) -> list[Any]:
 
 
 def templated(
-    tokenizer: Any, conversation: Sequence[Mapping[str, Any]], kwargs: dict[str, Any], *, spans: bool
+    tokenizer: Any,
+    conversation: Sequence[Mapping[str, Any]],
+    kwargs: dict[str, Any],
+    *,
+    spans: bool,
+    special: bool | None = None,
 ) -> tuple[list[int], list[MessageSpan]]:
     """Token ids of a conversation that invites a reply, and where its messages' contents lie.
 
@@ -176,6 +236,7 @@ def templated(
         kwargs: further arguments of the chat template.
         spans: whether to look for the messages, which takes one rendering each, and more where the template decides
             by what a message says.
+        special: whether the tokenizer adds its own special tokens to those of the template.
 
     Raises:
         InvalidRequest: there is no template, or it refuses the conversation.
@@ -188,8 +249,8 @@ def templated(
     try:
         text = render(conversation)
         if not spans:
-            return list(tokenizer.encode(text, add_special_tokens=False)), []
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            return list(tokenizer.encode(text, add_special_tokens=bool(special))), []
+        encoded = tokenizer(text, add_special_tokens=bool(special), return_offsets_mapping=True)
     except Exception as error:
         raise InvalidRequest(f"the chat template or the tokenizer refuses {shown(conversation)}: {error}") from error
     placed = [_placed(text, conversation, index, render) for index in range(len(conversation))]

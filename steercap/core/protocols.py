@@ -34,7 +34,7 @@ class ReadingModel(OpenModel, Protocol):
     def origin(self) -> Mapping[str, str]:
         """See `SteerModel.origin`."""
 
-    async def token_ids(self, text: Any, *, special: bool = True) -> list[int]:
+    async def token_ids(self, text: Any, *, add_special_tokens: bool = True) -> list[int]:
         """See `SteerModel.token_ids`."""
 
     async def read(self, prompts: Any, *, capture: Any, steering: Any) -> Any:

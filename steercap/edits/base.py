@@ -17,7 +17,7 @@ from steercap.core.program import Response
 from steercap.core.spec import Layers, Point, parse_layers, resolve_layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import flag_of, index_of, number_of, shown
-from steercap.edits.inputs import Vector, at_layer, float32_copy
+from steercap.edits.inputs import Vector, at_layer, float32_copy, model_of
 from steercap.errors import InvalidEdit, InvalidVector
 from steercap.sites import placed
 
@@ -63,6 +63,8 @@ class Edit(ABC):
         part: of rows with several axes, the part that vectors are of, [width of a part]: its index on the first axis,
             such as a head of `z` or a stream of `mhc_streams_pre_mlp`, negative counting from the last; "each" for all
             of them, one after the other. None for vectors of whole rows, flat.
+        model: the model that the vectors were made for, "" if unknown: an engine of another one warns. Of
+            `LayerVectors` it is theirs.
 
     Raises:
         InvalidEdit, InvalidSpec: a number that does not fit, something of another type, or no layer.
@@ -75,6 +77,7 @@ class Edit(ABC):
     site: str = "resid_post"
     tokens: Tokens | TokenSelection = "all"
     part: int | Literal["each"] | None = None
+    model: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.site, str):
@@ -95,6 +98,9 @@ class Edit(ABC):
             if part is None:
                 raise InvalidEdit(f"{self.name}: part={shown(self.part)}; give the index of a part, or 'each'")
             object.__setattr__(self, "part", part)
+        if not isinstance(self.model, str):
+            raise InvalidEdit(f"{self.name}: model={shown(self.model)}; give the name of a model, or '' for none")
+        object.__setattr__(self, "model", self.model or model_of(vars(self), self.name))
         self._check()
 
     def _read_site(self) -> None:
@@ -148,7 +154,8 @@ class Edit(ABC):
 
     def __repr__(self) -> str:
         scope = [field.name for field in fields(Edit)]
-        named = sorted(((field.name, vars(self)[field.name]) for field in fields(self)), key=lambda it: it[0] in scope)
+        given = ((field.name, vars(self)[field.name]) for field in fields(self) if field.name != "model" or self.model)
+        named = sorted(given, key=lambda it: it[0] in scope)
         return f"{self.name}({', '.join(f'{name}={_shown(value)}' for name, value in named if value is not None)})"
 
     def _keep(self, field: str, *shapes: str) -> Float[torch.Tensor, " ..."]:

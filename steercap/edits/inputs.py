@@ -55,6 +55,21 @@ def at_layer(value: Any, what: str, layer: int | None, site: str) -> Any:
     return value[layer]
 
 
+def model_of(given: Mapping[str, Any], what: str) -> str:
+    """The model of vectors by layer among an edit's arguments, "" where none says it.
+
+    Raises:
+        InvalidVector: they are of several models.
+    """
+    models = {name: getattr(value, "model", "") for name, value in given.items() if isinstance(value, Mapping)}
+    known = sorted({model for model in models.values() if model})
+    if len(known) > 1:
+        raise InvalidVector(
+            f"{what}: its vectors are of models {known}; give those of one model, or model= to say which"
+        )
+    return known[0] if known else ""
+
+
 def float32_copy(value: Any, what: str, *shapes: str) -> Float[torch.Tensor, " ..."]:
     """A contiguous float32 copy on the CPU.
 

@@ -6,7 +6,7 @@ as long as the request; so what was compiled is kept as long as the spec lives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, ref
@@ -19,6 +19,7 @@ from steercap.encodings import ENCODINGS, codec_of, record_of
 from steercap.encodings.calibrated8 import CALIBRATED
 from steercap.engine.ranks import Rank
 from steercap.errors import InvalidSpec
+from steercap.runs.fingerprint import warn_of_other_model
 from steercap.saes import compiling
 from steercap.saes.compiling import Readers, compile_readers
 from steercap.sites import SITES, placed
@@ -48,6 +49,7 @@ class Compiler:
         settings: of the engine.
         exists: whether the model has a point.
         vocabulary: tokens that its logits are of.
+        names: what the model is called.
     """
 
     def __init__(
@@ -60,10 +62,11 @@ class Compiler:
         settings: Settings,
         exists: Callable[[Point], bool],
         vocabulary: int,
+        names: Collection[str],
     ) -> None:
         self._armed, self._schemas, self._ranks = armed, schemas, ranks
         self._num_layers, self._settings, self._exists = num_layers, settings, exists
-        self._vocabulary = vocabulary
+        self._vocabulary, self._names = vocabulary, names
         self._lowered: WeakKeyDictionary[SteeringSpec | Edit | LogitBias, Lowered] = WeakKeyDictionary()
         self._captured: tuple[CaptureSpec, tuple[Point, ...], tuple[int, ...]] | None = None  # the last one
         self._coded: tuple[CaptureSpec, Coding] | None = None  # likewise
@@ -82,6 +85,8 @@ class Compiler:
         spec = spec_of(steering)
         found = self._lowered.get(steering)
         if found is None:
+            for model in sorted({edit.model for edit in spec.of_rows()}):
+                warn_of_other_model("a vector of steering=", model, self._names)
             found = self._lowered[steering] = lower(
                 spec,
                 armed=self._armed,
@@ -124,6 +129,8 @@ class Compiler:
         known = self._read[1]() if self._read is not None and self._read[0]() is spec else None
         if known is not None:
             return known
+        for sae in spec.saes:
+            warn_of_other_model("sae=", sae.model, self._names)
         points, indices = self.captured(spec)
         found = compile_readers(spec, points, self._armed, self._schemas)
         self._check_records(indices, found.coding, "sae=")
@@ -141,6 +148,7 @@ class Compiler:
         points, _ = self.captured(spec)
         known = self._projected.setdefault(spec.project, {})
         if points not in known:
+            warn_of_other_model("project=", getattr(spec.project, "model", ""), self._names)
             found = compile_projection(spec, self._armed, self._schemas, num_layers=self._num_layers, points=points)
             coding = Coding("projected", len(found.names))
             self._check_records(found.lowered.configuration.reads, coding, "project=")
@@ -154,6 +162,8 @@ class Compiler:
             LayerOutOfRange, UnknownName, PointNotArmed: this engine has no such point.
             InvalidVector: a probe of another width than the rows.
         """
+        for model in sorted({monitor.model for monitor in monitors}):
+            warn_of_other_model("the probe of a monitor", model, self._names)
         points = tuple(monitor.point(self._num_layers) for monitor in monitors)
         check_armed(points, self._armed, SITES, self._exists)
         check_widths(monitors, points, self._schemas)
@@ -178,6 +188,7 @@ class Compiler:
         points, _ = self.captured(spec)
         known = self._calibrated.setdefault(calibration, {})
         if points not in known:
+            warn_of_other_model("calibration=", calibration.model, self._names)
             known[points] = compile_calibration(calibration, points, self._armed, self._schemas)
         return known[points]
 

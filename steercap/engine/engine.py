@@ -104,6 +104,7 @@ class Engine:
             settings=settings,
             exists=self.exists,
             vocabulary=vllm.vocabulary,
+            names=vllm.names,
         )
         attached = [rank.attached for rank in self._all_ranks]
         self.reductions: Final = min(one.reductions for one in attached)

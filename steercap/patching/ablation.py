@@ -109,7 +109,7 @@ async def ablate(
 
 
 def _ids(model: SteerModel, texts: Text | Sequence[Text], what: str) -> list[tuple[int, ...]]:
-    return [tuple(ids_of(model.tokenizer, text)) for text in texts_of(texts, what)]
+    return [tuple(ids) for ids in ids_of(model.tokenizer, texts_of(texts, what))]
 
 
 def _positions(pair: Pair, grid: Grid) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,16 @@ from steercap.core.prompts import (
     each,
     flag_asked,
     listed,
+    repeats,
     template_arguments,
     templated,
+    text_of,
+    warn_of_doubled,
     without_media,
 )
 from steercap.core.receipt import SteeringReceipt
 from steercap.core.spec import CaptureSpec
+from steercap.engine.engine import Engine
 from steercap.errors import InvalidRequest
 from steercap.requests.again import Recipe
 from steercap.requests.job import Job
@@ -29,6 +33,7 @@ from steercap.requests.pooled import Encoded, require_kind
 from steercap.requests.running import Done, run_all
 from steercap.requests.serving import Serving
 from steercap.requests.stream import Chunk, stream
+from steercap.vectors.extraction import tokens_of
 
 if TYPE_CHECKING:
     from steercap.adapters.types import RequestOutput
@@ -87,7 +92,8 @@ class Answers:
         for conversation in conversations:
             without_media(conversation)
         spans, arguments = call.spec is not None, template_arguments(template_kwargs)
-        rendered = [templated(tokenizer, conversation, arguments, spans=spans) for conversation in conversations]
+        asked: Any = {"spans": spans, "special": call.add_special_tokens}
+        rendered = [templated(tokenizer, conversation, arguments, **asked) for conversation in conversations]
         prompts = [({"prompt_token_ids": ids}, found) for ids, found in rendered]
         return await _answered(self.serving, prompts, call, many=many)
 
@@ -96,11 +102,12 @@ class Answers:
         serving = self.serving
         engine = serving.here()
         require_kind(engine, "stream", pools=False)
-        given = one_to_stream(prompt, call)
+        given = _as_asked(engine, one_to_stream(prompt, call), call)
         asked = {"params": call.sampling_params, "spec": call.spec, "steering": call.steering}
         own = {"options": call.options, "sketches": call.sketches, "monitors": call.monitors}
         recipe = Recipe(serving=serving, prompt=given, **asked, **own)
         job = await recipe.job()
+        _look_for_doubled(engine, [(given, job.prompt.token_ids)], call)
         params: Any = job.params
         require_one_sample(params.n)
         chunks = stream(job)
@@ -171,11 +178,13 @@ async def _answered(
     specs = each(call.spec, len(prompts), "capture")
     edits = each(call.steering, len(prompts), "steering")
 
+    engine, read = serving.here(), []
+
     async def jobs() -> AsyncIterator[Job]:
         for (prompt, spans), param, spec, steering in zip(prompts, params, specs, edits, strict=True):
-            yield await Recipe(
+            job = await Recipe(
                 serving=serving,
-                prompt=prompt,
+                prompt=_as_asked(engine, prompt, call),
                 params=param,
                 spec=spec,
                 steering=steering,
@@ -186,6 +195,9 @@ async def _answered(
                 encoding=call.encoding,
                 monitors=call.monitors,
             ).job()
+            read.append((prompt, job.prompt.token_ids))
+            yield job
+        _look_for_doubled(engine, read, call)
 
     done = await run_all(jobs(), serving.running)
     texts = [_given(one, raw=raw) for one in done]
@@ -193,6 +205,23 @@ async def _answered(
     if not many:
         return (texts[0], handles[0]) if captured else texts[0]
     return (texts, handles) if captured else texts
+
+
+def _as_asked(engine: Engine, prompt: Any, call: CallArguments) -> Any:
+    """A prompt; a text that is to stand as it is, as its tokens."""
+    text = text_of(prompt)
+    if text is None or call.add_special_tokens is not False:
+        return prompt
+    ids = tokens_of(engine.vllm.tokenizer, text, special=False)
+    beside = {key: value for key, value in prompt.items() if key != "prompt"} if isinstance(prompt, Mapping) else {}
+    return {**beside, "prompt_token_ids": ids}
+
+
+def _look_for_doubled(engine: Engine, read: Sequence[tuple[Any, Sequence[int]]], call: CallArguments) -> None:
+    """Warn of texts whose special tokens come twice, unless the call says what is meant."""
+    texts = [(text, ids) for prompt, ids in read if repeats(ids) and (text := text_of(prompt)) is not None]
+    if texts and call.add_special_tokens is None:
+        warn_of_doubled(texts, tokens_of(engine.vllm.tokenizer, "", special=True))
 
 
 def _given(done: Done, *, raw: bool) -> Any:

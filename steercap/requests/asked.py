@@ -49,6 +49,7 @@ class Options(TypedDict, total=False):
     """Arguments of `Calls.generate` that do not change the type of what it gives."""
 
     steering: Steering | Sequence[Steering] | FromContext
+    add_special_tokens: bool | None
     lora_request: Any
     priority: int
 

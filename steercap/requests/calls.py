@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar, Unpack, overload
 
-from steercap.core.prompts import CallArguments
+from steercap.core.prompts import CallArguments, special_asked
 from steercap.core.spec import CaptureSpec, Layers
 from steercap.requests.answers import RawOutput
 from steercap.requests.asked import (
@@ -170,6 +170,7 @@ class Calls(Generic[Handle]):
         steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
         monitors: Sequence[Monitor] | None = None,
         raw_output: bool = False,
+        add_special_tokens: bool | None = None,
         lora_request: Any = None,
         priority: int = 0,
     ) -> Coroutine[Any, Any, Any]:
@@ -188,6 +189,9 @@ class Calls(Generic[Handle]):
             raw_output: return a `RawOutput` in place of each text: vLLM's RequestOutput as `output`, as `steering`
                 a `SteeringReceipt` for each sample, None where nothing was to be changed, and as `monitors` what each
                 monitor found in each sample.
+            add_special_tokens: whether a text gets the tokens that the tokenizer puts around a prompt, such as <bos>.
+                Left out, it does, as in vLLM, with a warning if it has them already, as a rendered chat has; False
+                takes it as it stands, True keeps both without a warning.
             lora_request: vLLM's LoRARequest, for an engine started with `enable_lora=True`.
             priority: vLLM's request priority, for an engine started with `scheduling_policy="priority"`.
 
@@ -208,7 +212,14 @@ class Calls(Generic[Handle]):
         """
         options = {"lora_request": lora_request, "priority": priority}
         call = CallArguments(
-            sampling_params, capture_layers, capture, steering, options, raw_output=raw_output, monitors=monitors
+            sampling_params,
+            capture_layers,
+            capture,
+            steering,
+            options,
+            raw_output=raw_output,
+            monitors=monitors,
+            add_special_tokens=special_asked(add_special_tokens),
         )
         return self._called("generate", self._answers.generated(prompts, in_context(self, call)))
 
@@ -338,6 +349,7 @@ class Calls(Generic[Handle]):
         steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
         monitors: Sequence[Monitor] | None = None,
         raw_output: bool = False,
+        add_special_tokens: bool | None = None,
         lora_request: Any = None,
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -349,6 +361,8 @@ class Calls(Generic[Handle]):
                 pictures are for `generate`.
             sampling_params, capture_layers, capture, steering, monitors, raw_output, lora_request, priority: as for
                 `generate`.
+            add_special_tokens: whether the tokenizer adds its own to those of the chat template; left out, it does
+                not.
             chat_template_kwargs: further arguments of the tokenizer's chat template.
 
         Returns:
@@ -361,7 +375,14 @@ class Calls(Generic[Handle]):
         """
         options = {"lora_request": lora_request, "priority": priority}
         call = CallArguments(
-            sampling_params, capture_layers, capture, steering, options, raw_output=raw_output, monitors=monitors
+            sampling_params,
+            capture_layers,
+            capture,
+            steering,
+            options,
+            raw_output=raw_output,
+            monitors=monitors,
+            add_special_tokens=special_asked(add_special_tokens),
         )
         return self._called("chat", self._answers.replied(messages, in_context(self, call), chat_template_kwargs))
 
@@ -378,6 +399,7 @@ class Calls(Generic[Handle]):
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
         steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        add_special_tokens: bool | None = None,
         lora_request: Any = None,
         priority: int = 0,
     ) -> Coroutine[Any, Any, Any]:
@@ -387,7 +409,7 @@ class Calls(Generic[Handle]):
             prompts: a str, token ids, one of vLLM's prompt dicts, or a list of these; each at least one token shorter
                 than `max_model_len`, or of a pooling model as long.
             capture_layers, capture: as for `generate`; left out, all layers at "resid_post".
-            steering, lora_request, priority: as for `generate`.
+            steering, add_special_tokens, lora_request, priority: as for `generate`.
 
         Returns:
             A `CaptureHandle`, or a list of them for a list of prompts (None where nothing is kept), with a row for
@@ -401,7 +423,8 @@ class Calls(Generic[Handle]):
         options = {"lora_request": lora_request, "priority": priority}
         left_out = capture_layers is None and capture is None and not sketches_in_force(self)
         spec = CaptureSpec() if left_out else capture
-        call = CallArguments(READ, capture_layers, spec, steering, options, reading=True)
+        special = special_asked(add_special_tokens)
+        call = CallArguments(READ, capture_layers, spec, steering, options, reading=True, add_special_tokens=special)
         return self._called("read", self._answers.read(prompts, in_context(self, call)))
 
     @overload
@@ -438,6 +461,7 @@ class Calls(Generic[Handle]):
         capture_layers: Layers | None = None,
         capture: CaptureSpec | Sequence[CaptureSpec | None] | None = None,
         steering: Steering | Sequence[Steering] | FromContext = FROM_CONTEXT,
+        add_special_tokens: bool | None = None,
         lora_request: Any = None,
         priority: int = 0,
     ) -> Coroutine[Any, Any, Any]:
@@ -449,7 +473,7 @@ class Calls(Generic[Handle]):
             pooling: vLLM's PoolingParams or a dict of its fields, for all prompts or one each: `task` ("embed",
                 "classify", "token_embed", "token_classify"; left out, what vLLM takes the model for), `use_activation`,
                 `dimensions`.
-            capture_layers, capture, steering, lora_request, priority: as for `generate`.
+            capture_layers, capture, steering, add_special_tokens, lora_request, priority: as for `generate`.
 
         Returns:
             An `Encoded`, whose `embedding` or `data` is what vLLM pooled, or a list of them for a list of prompts. If
@@ -462,7 +486,16 @@ class Calls(Generic[Handle]):
             The errors of `generate`.
         """
         options = {"lora_request": lora_request, "priority": priority}
-        call = CallArguments(pooling, capture_layers, capture, steering, options, reading=True, encoding=True)
+        call = CallArguments(
+            pooling,
+            capture_layers,
+            capture,
+            steering,
+            options,
+            reading=True,
+            encoding=True,
+            add_special_tokens=special_asked(add_special_tokens),
+        )
         return self._called("encode", self._answers.encoded(prompts, in_context(self, call)))
 
     def stream(
@@ -474,6 +507,7 @@ class Calls(Generic[Handle]):
         capture: CaptureSpec | None = None,
         steering: Steering | FromContext = FROM_CONTEXT,
         monitors: Sequence[Monitor] | None = None,
+        add_special_tokens: bool | None = None,
         lora_request: Any = None,
         priority: int = 0,
     ) -> AsyncGenerator[Chunk, None]:
@@ -481,8 +515,8 @@ class Calls(Generic[Handle]):
 
         Args:
             prompt: one prompt, as for `generate`.
-            sampling_params, capture_layers, capture, steering, lora_request, priority: as for `generate`, for one
-                sample.
+            sampling_params, capture_layers, capture, steering, add_special_tokens, lora_request, priority: as for
+                `generate`, for one sample.
             monitors: as for `generate`; where they fire is in the chunks.
 
         Yields:
@@ -495,5 +529,8 @@ class Calls(Generic[Handle]):
             The errors of `generate`, and CaptureIncomplete. SteeringNotApplied comes in place of the last chunk.
         """
         options = {"lora_request": lora_request, "priority": priority}
-        call = CallArguments(sampling_params, capture_layers, capture, steering, options, monitors=monitors)
+        special = special_asked(add_special_tokens)
+        call = CallArguments(
+            sampling_params, capture_layers, capture, steering, options, monitors=monitors, add_special_tokens=special
+        )
         return self._answers.streamed(prompt, in_context(self, call))

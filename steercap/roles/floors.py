@@ -123,7 +123,7 @@ async def projections_by_text(
         raise InvalidSpec("no texts to read; give at least one")
 
     async def read(part: Sequence[Exchange]) -> list[dict[int, torch.Tensor]]:
-        asked = [await asked_of(model, text, TokenSelection.parse("all")) for text in part]
+        asked = await asked_of(model, part, TokenSelection.parse("all"))
         specs = [CaptureSpec(project=vectors, layers=list(wanted), tokens=tokens) for _, tokens in asked]
         prompts = [{"prompt_token_ids": ids} for ids, _ in asked]
         handles = await model.read(prompts, capture=specs, steering=None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +13,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from steercap.core.protocols import OpenModel
+from steercap.core.values import warn
 
 #: Files of weights, by what vLLM loads.
 WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -156,6 +158,29 @@ def _digest(value: Any) -> str:
     if value is None:
         return ""
     return hashlib.sha256(msgspec.json.encode(value, order="deterministic", enc_hook=str)).hexdigest()
+
+
+def warn_of_other_model(what: str, label: str, names: Collection[str]) -> None:
+    """Warn of something that says that it was made for another model.
+
+    Args:
+        what: what it is, for the message.
+        label: the model that it names: a path, a name on the hub, transformers' `model_type`; "" if none.
+        names: what the model here is called, "" left out.
+    """
+    if label and _short(label) not in {_short(name) for name in names if name}:
+        here = " or ".join(map(repr, dict.fromkeys(names)))
+        warn(
+            f"{what} says that it was made for model {label!r}, and this one is {here}: layers and directions of one "
+            "model mean nothing in another; if that is meant, or both are the same, give it that name as model="
+        )
+
+
+def _short(model: str) -> str:
+    """A model's name without its owner or folder; TransformerLens calls gpt2 gpt2-small."""
+    cached = re.search(r"models--(?:[^/]*--)?([^/]+)/snapshots/", model)  # as huggingface_hub keeps it
+    name = (cached[1] if cached else model.rstrip("/").rpartition("/")[2]).casefold()
+    return "gpt2" if name == "gpt2-small" else name
 
 
 def model_name(model: str) -> str:

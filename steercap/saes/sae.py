@@ -210,7 +210,8 @@ class SAE:
         """
         layer, site = self.output
         row = self.decoder[self._feature(feature)]
-        return Add(row, scale=amount, relative=relative, layer=layer, site=site, tokens=tokens)
+        scope: Any = {"layer": layer, "site": site, "tokens": tokens, "model": self.model}
+        return Add(row, scale=amount, relative=relative, **scope)
 
     def set_feature(self, feature: int, value: float, *, tokens: Tokens | TokenSelection = "all") -> SAEFeature:
         """The edit that sets a feature's activation; what the SAE does not explain of a row stays.
@@ -243,6 +244,7 @@ class SAE:
             layer=self.input.layer,
             site=self.input.site,
             tokens=tokens,
+            model=self.model,
         )
 
     def __repr__(self) -> str:

@@ -19,6 +19,7 @@ from steercap.core.spec import CaptureSpec, resolve_layers
 from steercap.core.values import choices, shown
 from steercap.edits import EDITS
 from steercap.edits.base import Edit
+from steercap.edits.inputs import model_of
 from steercap.errors import InvalidSpec
 from steercap.serve.call import Asked, Delivery
 from steercap.serve.library import Library
@@ -150,6 +151,7 @@ def _monitor_of(asked: Any, library: Library, owner: str) -> Monitor:
         name, vectors = given["probe"], layer_vectors(given["probe"], library, owner)
         given.setdefault("site", vectors.site)
         given.setdefault("name", name)
+        given.setdefault("model", vectors.model)
         if given.get("layer") is None and len(vectors) == 1:
             given["layer"] = next(iter(vectors))
         if given.get("layer") not in list(vectors):
@@ -186,11 +188,14 @@ def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | Logit
     found = {name: layer_vectors(value, library, owner) for name, value in named.items()}
     site = next(iter(found.values())).site
     given.setdefault("site", site)
-    layers = _layers_of(given, found, named)
+    layers, model = _layers_of(given, found, named), model_of(found, f"an edit {op!r}")
     for name in ("layer", "layers"):
         given.pop(name, None)
     return [
-        _made(kind, given | {"layer": layer} | {name: vectors[layer] for name, vectors in found.items()})
+        _made(
+            kind,
+            {"model": model} | given | {"layer": layer} | {name: vectors[layer] for name, vectors in found.items()},
+        )
         for layer in layers
     ]
 

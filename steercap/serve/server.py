@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ from steercap.adapters.releases import importing
 from steercap.core.extras import extra
 from steercap.errors import InvalidFile, InvalidSetting, InvalidSpec
 from steercap.model import SteerModel
+from steercap.runs.fingerprint import warn_of_other_model
 from steercap.serve.asks import steering_of
 from steercap.serve.captures import MOST_BYTES, MOST_BYTES_OF_A_KEY, TIME_TO_LIVE, Captures
 from steercap.serve.elsewhere import Elsewhere
@@ -23,11 +24,10 @@ from steercap.serve.folder import Folder
 from steercap.serve.library import NAME, OPERATOR, Library
 from steercap.serve.middleware import PATHS, Asking, Keyless
 from steercap.serve.presets import Presets
+from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-
-    from steercap.steering.spec import SteeringSpec
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ async def application(
 
     names = names or Names.of(settings)
     require_fitting(names.library.saes, model)
+    _look_at_models(names.library, model.serving.here().vllm.names)
     library, served_names = names.library, flags.served_model_name or [flags.model]
     presets = Presets(served_names, names.presets)
     served = argparse.Namespace(**{**vars(flags), "served_model_name": [*served_names, *presets.aliases]})
@@ -148,6 +149,16 @@ async def application(
     if not server.tells_clients_apart(flags):
         app.router.middleware_stack = Keyless(app.router.middleware_stack)
     return app
+
+
+def _look_at_models(library: Library, names: Collection[str]) -> None:
+    """Warn of what the operator gave that was made for another model than the one of these names."""
+    for one in library.of(OPERATOR):
+        parts = one.content.of_rows() if isinstance(one.content, SteeringSpec) else [one.content]
+        for label in sorted({part.model for part in parts}):
+            warn_of_other_model(f"--vectors {one.name}", label, names)
+    for name, sae in library.saes.items():
+        warn_of_other_model(f"--sae {name}", sae.model, names)
 
 
 async def serve(

@@ -16,7 +16,7 @@ from steercap.core.spec import Point, name_of_site, resolve_layers
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.core.values import flag_of, index_of, number_of, shown
 from steercap.edits.base import Edit
-from steercap.edits.inputs import Vector, at_layer, float32_copy
+from steercap.edits.inputs import Vector, at_layer, float32_copy, model_of
 from steercap.errors import InvalidSpec, InvalidVector
 from steercap.sites import SITES, placed
 from steercap.steering.projection import Projected, read_by
@@ -48,6 +48,7 @@ class Monitor:
         steering: what begins where it first fires, with the first token that is not under way then: the report says
             which. It edits the tokens that its own selections name, from there on.
         name: what it is called in reports; "" for its number among the monitors of its request.
+        model: as for edits.
 
     Raises:
         InvalidSpec: a number, a name or a flag that is none, or something to do that does not exist.
@@ -66,6 +67,7 @@ class Monitor:
     do: Do = "annotate"
     name: str = ""
     steering: SteeringSpec | Edit | None = None
+    model: str = ""
 
     def __post_init__(self) -> None:
         self._check_do()
@@ -79,8 +81,11 @@ class Monitor:
             raise InvalidSpec(f"Monitor: layer={shown(self.layer)}; give the index of one layer")
         if above is None:
             raise InvalidSpec(f"Monitor: above={shown(self.above)}; give True or False")
-        if not isinstance(self.site, str) or not isinstance(self.name, str):
-            raise InvalidSpec(f"Monitor: site={shown(self.site)}, name={shown(self.name)}; give text")
+        if not all(isinstance(text, str) for text in (self.site, self.name, self.model)):
+            raise InvalidSpec(
+                f"Monitor: site={shown(self.site)}, name={shown(self.name)}, model={shown(self.model)}; give text"
+            )
+        object.__setattr__(self, "model", self.model or model_of({"probe": self.probe}, "Monitor"))
         object.__setattr__(self, "layer", layer)
         object.__setattr__(self, "above", above)
         object.__setattr__(self, "site", name_of_site(self.site))

@@ -70,19 +70,24 @@ class SteeringSpec:
 
         Args:
             path: the file, which appears whole or not at all.
-            model: the model it was made for, for those who read the header.
+            model: the model it was made for; that of the edits' vectors if left out.
             provenance: where it comes from, as what JSON can hold, for those who read the header.
         """
+        models = {edit.model for edit in self.of_rows()}
+        model = model or (models.pop() if len(models) == 1 else "")
         return native.save(self, path, _kind(), model=model, provenance=provenance)
 
     @staticmethod
     def load(path: str | Path) -> SteeringSpec:
-        """Read what `save` wrote; it compiles to the same configuration.
+        """Read what `save` wrote; it compiles to the same configuration, and its edits are of the header's model.
 
         Raises:
             InvalidFile: the file is truncated, changed, of another kind, or of a newer version.
         """
-        return native.load(path, _kind(), SteeringSpec)
+        spec, model = native.load(path, _kind(), SteeringSpec), native.read_header(path).model
+        for edit in spec.of_rows():
+            object.__setattr__(edit, "model", model)
+        return spec
 
     @property
     def sha256(self) -> str:
@@ -121,10 +126,13 @@ def spec_of(steering: Any) -> SteeringSpec:
 
 
 def _kind() -> Kind:
-    """What a file of steering holds: positions of a Replace say its tokens, and are refused beside them."""
+    """What a file of steering holds: its header has the model, and positions of a Replace say its tokens."""
+
+    def left_out(value: object) -> tuple[str, ...]:
+        if not isinstance(value, Edit):
+            return ()
+        return ("model", "tokens") if value.replaced else ("model",)
+
     return Kind(
-        "steering",
-        {"SteeringSpec": SteeringSpec, "LogitBias": LogitBias, **EDITS},
-        left_out=lambda value: ("tokens",) if isinstance(value, Edit) and value.replaced else (),
-        noun="edit",
+        "steering", {"SteeringSpec": SteeringSpec, "LogitBias": LogitBias, **EDITS}, left_out=left_out, noun="edit"
     )

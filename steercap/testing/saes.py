@@ -85,7 +85,7 @@ class RandomSAE:
             "apply_b_dec_to_input": not transcodes,
             "normalize_activations": "none",
             "reshape_activations": "none",
-            "metadata": {"sae_lens_version": "6.54.12", "model_name": "tiny", **hooks},
+            "metadata": {"sae_lens_version": "6.54.12", **hooks},
             "architecture": self.architecture,
         }
         found |= {"k": self.k} if self.architecture == "topk" else {}

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 
 from steercap.concurrency.bounded import each_of
+from steercap.core.prompts import special_asked
 from steercap.core.protocols import SketchingModel
 from steercap.core.spec import Layers, Point
 from steercap.core.tokens import Tokens, TokenSelection
@@ -122,6 +123,7 @@ async def calibrate(
     layers: Layers = "all",
     sites: str | Sequence[str] = ("resid_post",),
     tokens: Tokens | TokenSelection = BUT_THE_FIRST,
+    add_special_tokens: bool | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Calibration:
     """Have the model read texts, and find out how the elements of its rows lie and spread; no row leaves the workers.
@@ -135,6 +137,7 @@ async def calibrate(
             is to be captured.
         layers, sites: where.
         tokens: which tokens' rows. By default all but the first, whose row in most models is an attention sink.
+        add_special_tokens: as for `SteerModel.generate`; False for rendered chats, which have theirs.
         progress: called with the number of texts read so far.
 
     Raises:
@@ -146,7 +149,7 @@ async def calibrate(
     check_texts(texts)
     if not texts:
         raise InvalidSpec("no texts to read; give at least one")
-    asked = [ids_of(model.tokenizer, text) for text in texts]
+    asked = ids_of(model.tokenizer, texts, special_asked(add_special_tokens))
     finished = 0
 
     async def read(part: Sequence[list[int]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 
 from steercap.concurrency.bounded import each_of
-from steercap.core.prompts import listed, templated
+from steercap.core.prompts import listed, repeats, special_asked, templated, warn_of_doubled
 from steercap.core.protocols import ReadingModel
 from steercap.core.spec import CaptureSpec, Layers, Reduction
 from steercap.core.tokens import Tokens, TokenSelection
@@ -77,6 +77,7 @@ async def extract(
     negative_groups: Sequence[Hashable] | None = None,
     held_out: float = 0.25,
     seed: int = 0,
+    add_special_tokens: bool | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> DirectionSet:
     """Find the direction in which texts that show something differ from texts that do not.
@@ -96,6 +97,7 @@ async def extract(
         negative_groups: the same for the negative texts; `groups` by default.
         held_out: share of the groups that the direction is not made from but tested on: `provenance.auc`.
         seed: of the split, and of methods that use random numbers.
+        add_special_tokens: as for `SteerModel.generate`; False for rendered chats, which have theirs.
         progress: called with the number of texts read so far.
 
     Returns:
@@ -116,7 +118,14 @@ async def extract(
         theirs = ours if groups is not None else tuple(range(len(negative)))
     check_groups(ours, theirs, method=method, held_out=held_out, seed=seed)
     rows = await mean_rows(
-        model, [*positive, *negative], layers=layers, site=site, tokens=tokens, reduce=reduce, progress=progress
+        model,
+        [*positive, *negative],
+        layers=layers,
+        site=site,
+        tokens=tokens,
+        reduce=reduce,
+        add_special_tokens=add_special_tokens,
+        progress=progress,
     )
     contrast = Contrast(rows.values[: len(positive)], rows.values[len(positive) :], ours, theirs)
     found = directions_of(name, contrast, rows.layers, method=method, site=site, held_out=held_out, seed=seed)
@@ -138,12 +147,13 @@ async def mean_rows(
     site: str = "resid_post",
     tokens: Tokens | TokenSelection = BUT_THE_FIRST,
     reduce: Reduction | None = "mean",
+    add_special_tokens: bool | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Rows:
     """Have the model read texts, and fetch one row per text and layer.
 
     Args:
-        model, layers, site, tokens, reduce, progress: as for `extract`.
+        model, layers, site, tokens, reduce, add_special_tokens, progress: as for `extract`.
         texts: what is read, in full batches.
 
     Raises:
@@ -154,7 +164,7 @@ async def mean_rows(
     if not texts:
         raise InvalidSpec("no texts to read; give at least one")
     selection = TokenSelection.parse(tokens)
-    asked = await each_of(texts, lambda text: asked_of(model, text, selection), CALL_TEXTS)
+    asked = await asked_of(model, texts, selection, special_asked(add_special_tokens))
     finished = 0
     captured: set[int] = set()  # of all layers, those that have the site
 
@@ -221,24 +231,57 @@ def sha_of(ids: Sequence[int]) -> bytes:
     return hashlib.sha256(torch.tensor(ids, dtype=torch.int64).numpy().tobytes()).digest()
 
 
-async def asked_of(model: ReadingModel, text: Text, selection: TokenSelection) -> tuple[list[int], TokenSelection]:
-    """Find what the model reads of a text, and which of its rows are wanted.
+async def asked_of(
+    model: ReadingModel, texts: Sequence[Text], selection: TokenSelection, special: bool | None = None
+) -> list[tuple[list[int], TokenSelection]]:
+    """Find what the model reads of texts, and which rows of each are wanted.
+
+    Args:
+        model: that reads.
+        texts: what it reads.
+        selection: the rows of a text that is not an Exchange.
+        special: whether a str gets the tokens that the tokenizer puts around a prompt; None is True, and warns of texts
+            that have them already.
 
     Raises:
         InvalidSpec: an exchange with an empty response, or no text at all.
     """
-    parts = [await model.token_ids(part, special=special) for part, special in _parts_of(text)]
-    ids = _joined(text, parts)
-    return ids, TokenSelection.parse(slice(len(parts[0]), None)) if isinstance(text, Exchange) else selection
+
+    async def one_of(text: Text) -> tuple[list[int], TokenSelection]:
+        parts = [
+            await model.token_ids(part, add_special_tokens=first and special is not False)
+            for part, first in _parts_of(text)
+        ]
+        ids = _joined(text, parts)
+        return ids, TokenSelection.parse(slice(len(parts[0]), None)) if isinstance(text, Exchange) else selection
+
+    found = await each_of(texts, one_of, CALL_TEXTS)
+    if special is None and any(repeats(ids) for ids, _ in found):
+        warn_of_doubled(_worded(texts, [ids for ids, _ in found]), await model.token_ids(""))
+    return found
 
 
-def ids_of(tokenizer: Any, text: Text) -> list[int]:
-    """Find the token ids of a text, of an exchange those of prompt and response.
+def ids_of(tokenizer: Any, texts: Sequence[Text], special: bool | None = None) -> list[list[int]]:
+    """Find the token ids of texts, of an exchange those of prompt and response.
+
+    Args:
+        tokenizer: the model's.
+        texts: what it tokenises.
+        special: as for `asked_of`; None warns of texts that have them already.
 
     Raises:
         InvalidSpec: an exchange with an empty response, or no text at all.
     """
-    return _joined(text, [tokens_of(tokenizer, part, special=special) for part, special in _parts_of(text)])
+    found = [
+        _joined(
+            text,
+            [tokens_of(tokenizer, part, special=first and special is not False) for part, first in _parts_of(text)],
+        )
+        for text in texts
+    ]
+    if special is None and any(map(repeats, found)):
+        warn_of_doubled(_worded(texts, found), tokens_of(tokenizer, "", special=True))
+    return found
 
 
 def tokens_of(tokenizer: Any, text: Any, *, special: bool) -> list[int]:
@@ -284,8 +327,16 @@ def given_ids(text: Any) -> list[int]:
 
 
 def _parts_of(text: Text) -> list[tuple[Any, bool]]:
-    """Split a text into the parts that are tokenised by themselves, each with whether it gets special tokens."""
+    """Split a text into the parts that are tokenised by themselves, each with whether it is the first."""
     return [(text.prompt, True), (text.response, False)] if isinstance(text, Exchange) else [(text, True)]
+
+
+def _worded(texts: Sequence[Text], ids: Sequence[list[int]]) -> Iterator[tuple[str, list[int]]]:
+    """Texts that were tokenised with special tokens, and their token ids."""
+    for text, own in zip(texts, ids, strict=True):
+        first = text.prompt if isinstance(text, Exchange) else text
+        if isinstance(first, str):
+            yield first, own
 
 
 def _joined(text: Text, parts: Sequence[list[int]]) -> list[int]:

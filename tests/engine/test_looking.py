@@ -36,7 +36,7 @@ def folders(tmp_path_factory) -> dict[str, Any]:
     """Two SAEs, of different layers."""
     folder, elsewhere = (
         tmp_path_factory.mktemp("saes"),
-        (("metadata", {"sae_lens_version": "6.54.12", "model_name": "m", "hook_name": "blocks.3.hook_resid_post"}),),
+        (("metadata", {"sae_lens_version": "6.54.12", "hook_name": "blocks.3.hook_resid_post"}),),
     )
     second = RandomSAE("topk", 128, 256, k=20, seed=4, configuration=elsewhere)
     return {"own": OWN.write(folder / "own"), "second": second.write(folder / "second")}

@@ -40,6 +40,7 @@ class Cluster:
     """Behind the verbs of `VllmEngine`: two engines of two pipeline stages each, with two points a stage."""
 
     hidden_size, num_layers, vocabulary, model_name, overshoot = WIDTH, POINTS, 1000, "none", 0
+    names = (model_name,)
     points = tuple(Point(layer, "resid_post") for layer in range(POINTS))
 
     def exists(self, point: Point) -> bool:

@@ -617,3 +617,25 @@ def test_a_file_keeps_the_part(tmp_path: Path) -> None:
     spec = SteeringSpec([Add([1.0, 2.0], layer=0, part=3), Add([1.0], layer=0, part="each"), Add([1.0], layer=0)])
     read = SteeringSpec.load(spec.save(tmp_path / "spec.safetensors"))
     assert [found.part for found in read.flat()] == [3, "each", None]
+
+
+def test_an_edit_knows_the_model_of_its_vectors(tmp_path: Path) -> None:
+    """Of LayerVectors it is theirs, and stays in copies and files, whose digest does not depend on it; given, it wins."""
+    made = LayerVectors({1: [1.0, 2.0]}, model="gpt2")
+    edit = Add(made, layer=1)
+    assert (edit.model, Add([1.0, 2.0], layer=1).model, Add(made, layer=1, model="other").model) == (
+        "gpt2",
+        "",
+        "other",
+    )
+    assert dataclasses.replace(edit, scale=3.0).model == "gpt2"
+    assert "model='gpt2'" in repr(edit)
+    spec = SteeringSpec([edit, SteeringSpec([Ablate(made, layer=1)])])
+    assert spec.sha256 == SteeringSpec([Add([1.0, 2.0], layer=1), SteeringSpec([Ablate([1.0, 2.0], layer=1)])]).sha256
+    read = SteeringSpec.load(spec.save(tmp_path / "spec.safetensors"))
+    assert [one.model for one in read.of_rows()] == ["gpt2", "gpt2"]
+    assert Monitor(made, 0.5, 1).model == "gpt2"
+    with pytest.raises(InvalidVector, match=r"of models \['gpt2', 'mistral'\]"):
+        AddIf(made, LayerVectors({1: [1.0, 2.0]}, model="mistral"), threshold=0.0, layer=1)
+    with pytest.raises(InvalidEdit, match="model=3; give the name"):
+        Add(made, layer=1, model=3)
