@@ -177,7 +177,8 @@ async def capture_to(
 
 def asked_before(prompts: list[Prompt], params: dict[str, Any], spec: CaptureSpec) -> dict[str, Any]:
     """What captures depend on, so far as it is known before the model is open: plain data for a manifest."""
-    contents = msgspec.json.encode([prompt.content for prompt in prompts])
+    known = [prompt.content if prompt.special is None else [prompt.content, prompt.special] for prompt in prompts]
+    contents = msgspec.json.encode(known)
     return {
         "prompts": hashlib.sha256(contents).hexdigest(),
         "sampling": params,

@@ -34,6 +34,15 @@ class PromptOptions:
         bool, typer.Option("--chat", help="Put each prompt through the chat template.", rich_help_panel=PANEL)
     ] = False
     system: Annotated[str | None, typer.Option(help="System message; implies --chat.", rich_help_panel=PANEL)] = None
+    special_tokens: Annotated[
+        bool | None,
+        typer.Option(
+            "--special-tokens/--no-special-tokens",
+            help="Whether texts get the tokenizer's, such as <bos>: not for rendered chats, which have them.",
+            show_default=False,
+            rich_help_panel=PANEL,
+        ),
+    ] = None
 
     def read(self) -> list[Prompt]:
         """Every prompt, in order.
@@ -56,7 +65,7 @@ class PromptOptions:
         system = [{"role": "system", "content": self.system}] if self.system else []
         if isinstance(prompt.content, str):
             if not self.chat and not system:
-                return prompt
+                return Prompt(prompt.content, self.special_tokens)
             return Prompt([*system, {"role": "user", "content": prompt.content}])
         return Prompt([*system, *prompt.content])
 
@@ -67,9 +76,11 @@ class Prompt:
 
     Args:
         content: the text, or {"role", "content"} dicts.
+        special: whether a text gets the tokenizer's special tokens; None is True, with a warning if it has them.
     """
 
     content: str | list[dict[str, str]]
+    special: bool | None = None
 
     @property
     def shown(self) -> str:

@@ -44,15 +44,20 @@ async def run_each(
     Raises:
         The errors of `SteerModel.generate`, the first of them.
     """
+    from steercap.vectors.extraction import ids_of
+
+    texts = [prompt.content for prompt in prompts if isinstance(prompt.content, str) and prompt.special is None]
+    ids_of(model.tokenizer, texts)  # which warns once of those that have special tokens already
 
     async def run(numbered: tuple[int, Prompt]) -> None:
         number, prompt = numbered
+        special = {"add_special_tokens": prompt.special is not False} if isinstance(prompt.content, str) else {}
         if capture is not None and isinstance(prompt.content, str) and model.serving.here().vllm.pools:
-            async with await model.read(prompt.content, capture=capture, steering=steering) as read:
+            async with await model.read(prompt.content, capture=capture, steering=steering, **special) as read:
                 take(number, None, read)
             return
         ask: Any = model.generate if isinstance(prompt.content, str) else model.chat
-        found = await ask(prompt.content, params, capture=capture, steering=steering, raw_output=True)
+        found = await ask(prompt.content, params, capture=capture, steering=steering, raw_output=True, **special)
         if capture is None:
             take(number, found, None)
             return

@@ -179,6 +179,14 @@ def _register_extract(app: typer.Typer) -> None:
         ] = "1:",
         held_out: Annotated[float, typer.Option(min=0, max=0.99, help="Share of the texts to try it on.")] = 0.25,
         seed: Annotated[int, typer.Option(help="Of the split.")] = 0,
+        special_tokens: Annotated[
+            bool | None,
+            typer.Option(
+                "--special-tokens/--no-special-tokens",
+                help="Whether texts get the tokenizer's, such as <bos>: not for rendered chats, which have them.",
+                show_default=False,
+            ),
+        ] = None,
         force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
     ) -> None:
         """Find the direction in which some texts differ from others. The files hold a text a line, or JSONL with
@@ -199,7 +207,9 @@ def _register_extract(app: typer.Typer) -> None:
         foreseen(model, sites=site).check_capture(CaptureSpec(sites=site, **where))
         may_replace(out, terminal, force=force)  # last: it asks
         async with opened(model, terminal, sites=site) as open_model:
-            found = await extract_from(open_model, texts, terminal, name=said, site=site, **split, **where)
+            found = await extract_from(
+                open_model, texts, terminal, name=said, site=site, add_special_tokens=special_tokens, **split, **where
+            )
             report(found, said, out, terminal)
 
 

@@ -8,12 +8,13 @@ from functools import partial
 
 import pytest
 import torch
+from conftest import opened
 
 from steercap import AddIf, CaptureSpec, SteeringSpec
 from steercap.core.spec import Point
 from steercap.testing import tiny_checkpoint
 from steercap.testing.parity import compare_rows
-from steercap.testing.rows import ALL_SITES, GREEDY, random_prompt
+from steercap.testing.rows import ALL_SITES, GREEDY, TINY_ENGINE, random_prompt
 from steercap.training import (
     OBJECTIVES,
     Example,
@@ -111,3 +112,24 @@ def rows_in_training(
         model.visit(hooks, [(point, partial(keep, point)) for point in points])
         module.logits(batch)
     return found
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gemma2", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}),
+        ("gemma2", {}),
+        ("gemma3", {}),
+        ("vaultgemma", {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}),
+    ],
+)
+async def test_losses_are_those_of_the_engine(family, changes) -> None:
+    """What is trained on is what vLLM runs: each token's loss is its log probability there, whatever caps attention."""
+    path, ids = tiny_checkpoint(family, **changes), random_prompt(150, 3)
+    async with opened(path, **TINY_ENGINE) as model:
+        raw = await model.generate(ids, {"max_tokens": 1, "prompt_logprobs": 0}, raw_output=True)
+    known = [-step[token].logprob for token, step in zip(ids[1:], raw.output.prompt_logprobs[1:], strict=True)]
+    with torch.no_grad():
+        scores = HookedModel(path).model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
+    losses = torch.nn.functional.cross_entropy(scores, torch.tensor(ids[1:]), reduction="none")
+    torch.testing.assert_close(losses, torch.tensor(known), rtol=0, atol=1e-4)

@@ -20,6 +20,8 @@ from transformers import AutoTokenizer
 
 from steercap import Add, CaptureSpec, Monitor, SteeringSpec, SteerModel
 from steercap.adapters import server
+from steercap.cli.prompts import PromptOptions
+from steercap.cli.requests import run_each
 from steercap.client import RemoteModel
 from steercap.core.spec import Point
 from steercap.serve.server import ServerSettings, application
@@ -140,6 +142,27 @@ async def test_calibration_reads_texts_as_they_stand(beginning: SteerModel) -> N
     with silent():
         once = await beginning.calibrate(texts, layers=[1], tokens="all", add_special_tokens=False)
     assert twice.rows == once.rows + 3
+
+
+async def test_the_command_reads_texts_as_it_is_told(beginning: SteerModel) -> None:
+    """`--no-special-tokens` reads them as they stand; left out, one warning for all that double a token."""
+    texts = rendered(beginning, "one", "two")
+
+    async def read(special: bool | None) -> list[int]:
+        found: dict[int, int] = {}
+        asked = PromptOptions(prompts=texts, special_tokens=special).read()
+
+        def take(number: int, _raw: Any, handle: Any) -> None:
+            found[number] = list(handle.prompt_token_ids).count(BOS)
+
+        await run_each(beginning, asked, GREEDY, take, capture=CaptureSpec(layers=[1]))
+        return [found[number] for number in range(len(texts))]
+
+    with silent():
+        assert (await read(special=False), await read(special=True)) == ([1, 1], [2, 2])
+    with pytest.warns(UserWarning, match=TWICE) as said:
+        assert await read(special=None) == [2, 2]
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize("side", ["tiny", "far"])
