@@ -37,7 +37,7 @@ from steercap.core.plan import EXTRA_ARGS_KEY, Plan
 from steercap.core.spec import Point
 from steercap.errors import EngineDied, EngineFailure, InvalidRequest, ModelNotLoaded, SteercapError
 from steercap.kernels.finite import overflows_later
-from steercap.runs.fingerprint import model_name
+from steercap.runs.fingerprint import names_of
 from steercap.sites import SITES
 
 RPC: Final = "steercap_answer"
@@ -86,7 +86,11 @@ class VllmEngine:
         config = llm.vllm_config.model_config
         self.model_name: str = config.model
         #: What files may call the model.
-        self.names: Final = (model_name(config.model), config.hf_config.model_type, config.hf_text_config.model_type)
+        self.names: Final = (
+            *names_of(config.model),
+            config.hf_config.model_type,
+            config.hf_text_config.model_type,
+        )
         self.num_layers: int = config.get_total_num_hidden_layers()
         self.max_model_len: int = config.max_model_len
         self.hidden_size: int = config.get_hidden_size()

@@ -66,8 +66,8 @@ class PromptOptions:
         if isinstance(prompt.content, str):
             if not self.chat and not system:
                 return Prompt(prompt.content, self.special_tokens)
-            return Prompt([*system, {"role": "user", "content": prompt.content}])
-        return Prompt([*system, *prompt.content])
+            return Prompt([*system, {"role": "user", "content": prompt.content}], self.special_tokens)
+        return Prompt([*system, *prompt.content], self.special_tokens)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class Prompt:
 
     Args:
         content: the text, or {"role", "content"} dicts.
-        special: whether a text gets the tokenizer's special tokens; None is True, with a warning if it has them.
+        special: whether it gets the tokenizer's special tokens; None is True of a text, with a warning if it has them,
+            and False of a conversation.
     """
 
     content: str | list[dict[str, str]]

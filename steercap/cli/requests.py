@@ -51,13 +51,14 @@ async def run_each(
 
     async def run(numbered: tuple[int, Prompt]) -> None:
         number, prompt = numbered
-        special = {"add_special_tokens": prompt.special is not False} if isinstance(prompt.content, str) else {}
+        special = prompt.special if prompt.special is not None else isinstance(prompt.content, str)
+        asked: Any = {"capture": capture, "steering": steering, "add_special_tokens": special}
         if capture is not None and isinstance(prompt.content, str) and model.serving.here().vllm.pools:
-            async with await model.read(prompt.content, capture=capture, steering=steering, **special) as read:
+            async with await model.read(prompt.content, **asked) as read:
                 take(number, None, read)
             return
         ask: Any = model.generate if isinstance(prompt.content, str) else model.chat
-        found = await ask(prompt.content, params, capture=capture, steering=steering, raw_output=True, **special)
+        found = await ask(prompt.content, params, raw_output=True, **asked)
         if capture is None:
             take(number, found, None)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -22,6 +22,7 @@ from steercap.core.chat import MessageSpan
 from steercap.core.extras import extra
 from steercap.core.prompts import (
     CallArguments,
+    asks_too_much,
     conversations_in,
     each,
     flag_asked,
@@ -43,8 +44,8 @@ from steercap.requests.handle import CaptureHandle
 from steercap.requests.lifecycle import Lifecycle
 from steercap.requests.monitoring import MonitorReport
 from steercap.requests.stream import Chunk
-from steercap.runs.fingerprint import model_name, warn_of_other_model
-from steercap.steering.monitor import monitors_of
+from steercap.runs.fingerprint import names_of, warn_of_other_model
+from steercap.steering.monitor import held_back, monitors_of
 from steercap.steering.spec import spec_of
 
 _COMPLETIONS: Final = "/v1/completions"
@@ -145,14 +146,17 @@ class RemoteAnswers:
         self.connection.here()
         asked = Asked(one_to_stream(prompt, call), call.sampling_params, call.spec, call.steering, call)
         require_one_sample(sampling_asked(asked.params).get("n", 1))
-        sample = Streamed()
+        sample, is_looked_at = Streamed(), False
+        self._look_at_models([asked])
         async with self._body(asked) as body, aclosing(self._events({**body, "stream": True})) as events:
             async for event in events:
                 with self.connection.answering():
                     chunk = sample.take(event)
+                if not is_looked_at and sample.reads_prompt:
+                    is_looked_at = True
+                    await self._look_at_prompts([(asked, sample.document)])
                 if chunk is not None:
                     yield chunk
-        await self._look_for_doubled([asked], [sample.document])
         yield await self._last(self._done(asked, sample.document), sample)
 
     async def _last(self, done: Done, sample: Streamed) -> Chunk:
@@ -216,24 +220,49 @@ class RemoteAnswers:
             Asked(prompt, own, spec, steering, call, spans)
             for (prompt, spans), own, spec, steering in zip(prompts, params, specs, edits, strict=True)
         ]
+        self._look_at_models(asked)
         done = await self.connection.run(lambda: each_of(asked, self._one, AT_ONCE))
-        await self._look_for_doubled(asked, [one.document for one in done])
+        try:
+            await self._look_at_prompts([(one, result.document) for one, result in zip(asked, done, strict=True)])
+        except BaseException:  # as where warnings are errors: nobody gets these handles
+            for handle in (handle for one in done for handle in one.handles or ()):
+                handle.release()
+            raise
         texts = [_raw(one) if raw else _alone(one.texts) for one in done]
         handles = [None if one.handles is None else _alone(one.handles) for one in done]
         if not many:
             return (texts[0], handles[0]) if captured else texts[0]
         return (texts, handles) if captured else texts
 
-    async def _look_for_doubled(self, asked: Sequence[Asked], documents: Sequence[Mapping[str, Any]]) -> None:
-        """Warn of texts whose special tokens come twice, unless the call says what is meant."""
+    async def _look_at_prompts(self, asked: Sequence[tuple[Asked, Mapping[str, Any]]]) -> None:
+        """Warn of special tokens that come twice, and of more tokens than there was room for, once for a call.
+
+        Args:
+            asked: what was asked, and the answers, or what has come of them, with the prompts' token ids.
+        """
         with self.connection.answering():
-            read = [
-                (one.prompt, document["choices"][0]["prompt_token_ids"])
-                for one, document in zip(asked, documents, strict=True)
-            ]
-        texts = [(text, ids) for prompt, ids in read if repeats(ids) and (text := text_of(prompt)) is not None]
-        if texts and asked[0].call.add_special_tokens is None:
+            read = [(one, document["choices"][0]["prompt_token_ids"]) for one, document in asked]
+        texts = [(text, ids) for one, ids in read if repeats(ids) and (text := text_of(one.prompt)) is not None]
+        if texts and asked[0][0].call.add_special_tokens is None:
             warn_of_doubled(texts, await self.connection.run(lambda: tokenised(self.connection, "")))
+        context = self.connection.here().context
+        most = [(one.params, sampling_asked(one.params)["max_tokens"], len(ids)) for one, ids in read]
+        warn_of_room([one[1] for one in most if asks_too_much(*one, context)], context)
+
+    def _look_at_models(self, asked: Sequence[Asked]) -> None:
+        """Warn of what was made for another model than the server's, once for a call."""
+        found: dict[tuple[str, str], None] = {}
+        monitors = monitors_of(asked[0].call.monitors)
+        for monitor in monitors:
+            found["the probe of a monitor", monitor.model] = None
+        for steering in (*(one.steering for one in asked), held_back(monitors)):
+            for edit in () if steering is None or isinstance(steering, str) else spec_of(steering).of_rows():
+                found["a vector of steering=", edit.model] = None
+        for spec in (one.spec for one in asked if one.spec is not None):
+            found["project=", getattr(spec.project, "model", "")] = None
+        here = self.connection.here()
+        for what, label in found:
+            warn_of_other_model(what, label, (*names_of(here.model), here.name))
 
     async def _one(self, asked: Asked) -> Done:
         async with self._body(asked) as body:
@@ -244,9 +273,6 @@ class RemoteAnswers:
         """The body of a request; what it names is on the server while the block runs."""
         require_specs(asked.spec)
         monitors = monitors_of(asked.call.monitors)
-        self._look_at_models("the probe of a monitor", (monitor.model for monitor in monitors))
-        if asked.spec is not None:
-            self._look_at_models("project=", [getattr(asked.spec.project, "model", "")])
         sampling, options = sampling_asked(asked.params), _options_asked(asked.call)
         given = _prompt_asked(asked.prompt)
         if isinstance(given, str) and asked.call.add_special_tokens is False:
@@ -285,24 +311,16 @@ class RemoteAnswers:
             return prompt, max_tokens
         ids = await tokenised(self.connection, prompt) if isinstance(prompt, str) else prompt
         room = max(1, context - len(ids))
-        warn_of_room(max_tokens, len(ids), context)
         return ids, room if max_tokens is None else min(room, max_tokens)
 
     async def _steering(self, given: Any, names: AsyncExitStack) -> Any:
         if isinstance(given, str):
             return given
         spec = spec_of(given)
-        self._look_at_models("a vector of steering=", (edit.model for edit in spec.of_rows()))
         try:
             return steering_asked(spec)
         except NotAsJSON:
             return await names.enter_async_context(self.uploads.named(spec))
-
-    def _look_at_models(self, what: str, labels: Iterable[str]) -> None:
-        """Warn of what was made for another model than the server's."""
-        here = self.connection.here()
-        for label in sorted(set(labels)):
-            warn_of_other_model(what, label, (model_name(here.model), here.name))
 
     # What came
 

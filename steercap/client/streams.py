@@ -25,6 +25,11 @@ class Streamed:
         self.crossings: tuple[Crossing, ...] = ()
         self.finish_reason: str | None = None
 
+    @property
+    def reads_prompt(self) -> bool:
+        """True once the token ids of the prompt have come."""
+        return bool(self._choice.get("prompt_token_ids"))
+
     def take(self, event: Mapping[str, Any]) -> Chunk | None:
         """Enter an event; what it brings, None for nothing."""
         said = event.get("steercap") or {}

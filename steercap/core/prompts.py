@@ -13,6 +13,8 @@ from steercap.core.spec import CaptureSpec, Layers
 from steercap.core.values import flag_of, index_of, shown, warn
 from steercap.errors import InvalidPrompt, InvalidRequest, InvalidSpec
 
+#: How many tokens a tokenizer puts before a text, or behind it: GLM's two.
+_AROUND: Final = (1, 2)
 #: What a part of a message is called that is no text, among other words: "image_url", "input_audio".
 MEDIA: Final = ("image", "audio", "video", "file")
 
@@ -96,8 +98,8 @@ def special_asked(given: Any) -> bool | None:
 
 
 def repeats(ids: Sequence[int]) -> bool:
-    """True if the first or the last token comes twice, as those do that text and tokenizer both have."""
-    return len(ids) > 1 and (ids[0] == ids[1] or ids[-1] == ids[-2])
+    """True if the first tokens, or the last, come twice, as those do that text and tokenizer both have."""
+    return any(ids[:many] == ids[many : 2 * many] or ids[-many:] == ids[-2 * many : -many] for many in _AROUND)
 
 
 def warn_of_doubled(given: Iterable[tuple[Any, Sequence[int]]], around: Sequence[int]) -> None:
@@ -107,26 +109,44 @@ def warn_of_doubled(given: Iterable[tuple[Any, Sequence[int]]], around: Sequence
         given: texts, and their token ids.
         around: token ids of an empty text.
     """
-    ends = {(0, token) for token in around[:1]} | {(-1, token) for token in around[-1:]}
-    found = [
-        text
-        for text, ids in given
-        if repeats(ids) and any(ids[at] == token == ids[1 if at == 0 else -2] for at, token in ends)
-    ]
+
+    def doubled(ids: Sequence[int]) -> bool:
+        own, added = [*ids], [*around]
+        return any(
+            own[:many] == own[many : 2 * many] == added[:many] or own[-many:] == own[-2 * many : -many] == added[-many:]
+            for many in _AROUND
+            if many <= len(added)
+        )
+
+    found = [text for text, ids in given if doubled(ids)]
     if found:
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         warn(
             f"prompt {shown(found[0])}{more}: the text has a special token, such as <bos>, that the tokenizer adds to "
             "it once more, and the model reads both; give add_special_tokens=False to read the text as it stands, True "
-            "to keep both, or token ids"
+            "to keep both; or, to calls that have no such argument, its token ids"
         )
 
 
-def warn_of_room(max_tokens: int | None, prompt_len: int, context: int) -> None:
-    """Warn of more tokens than the context holds after a prompt: generation ends where it is full."""
-    if max_tokens is not None and prompt_len + max_tokens > context:
+def asks_too_much(params: Any, max_tokens: int | None, prompt_len: int, context: int | None) -> bool:
+    """True if sampling parameters name more tokens than the context holds after a prompt.
+
+    Args:
+        params: as the user gave them; None and a dict may name none, and vLLM's default is nobody's.
+        max_tokens: as they were read.
+        prompt_len: tokens of the prompt.
+        context: tokens that it and its reply may have; None if unknown.
+    """
+    if context is None or max_tokens is None or params is None:
+        return False
+    return (not isinstance(params, Mapping) or "max_tokens" in params) and prompt_len + max_tokens > context
+
+
+def warn_of_room(max_tokens: Sequence[int], context: int | None) -> None:
+    """Warn of more tokens than the context holds after some prompts: generation ends where it is full."""
+    if max_tokens and context is not None:
         warn(
-            f"max_tokens={max_tokens} is more than the context of {context:,} tokens holds after the prompt, and "
+            f"max_tokens={max_tokens[0]} is more than the context of {context:,} tokens holds after the prompt, and "
             "generation ends where it is full; give fewer, None for as many as there is room for, or start the engine "
             "with a larger max_model_len"
         )

@@ -63,8 +63,8 @@ class Edit(ABC):
         part: of rows with several axes, the part that vectors are of, [width of a part]: its index on the first axis,
             such as a head of `z` or a stream of `mhc_streams_pre_mlp`, negative counting from the last; "each" for all
             of them, one after the other. None for vectors of whole rows, flat.
-        model: the model that the vectors were made for, "" if unknown: an engine of another one warns. Of
-            `LayerVectors` it is theirs.
+        model: the model that the vectors were made for, "" if unknown: an engine of another one warns. That of
+            `LayerVectors` goes before it.
 
     Raises:
         InvalidEdit, InvalidSpec: a number that does not fit, something of another type, or no layer.
@@ -100,7 +100,7 @@ class Edit(ABC):
             object.__setattr__(self, "part", part)
         if not isinstance(self.model, str):
             raise InvalidEdit(f"{self.name}: model={shown(self.model)}; give the name of a model, or '' for none")
-        object.__setattr__(self, "model", self.model or model_of(vars(self), self.name))
+        object.__setattr__(self, "model", model_of(vars(self), self.name) or self.model)
         self._check()
 
     def _read_site(self) -> None:

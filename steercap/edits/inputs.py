@@ -5,7 +5,7 @@ A copy, so that no later change of the user's tensor reaches what was checked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -14,6 +14,7 @@ from jaxtyping import Float
 
 from steercap.core.values import shown
 from steercap.errors import InvalidVector
+from steercap.runs.fingerprint import short_name
 
 #: What a user may give as a vector, or as rows: a tensor, an array, or numbers; kept as a float32 copy. For something
 #: at one layer also vectors by layer, see `at_layer`.
@@ -61,13 +62,18 @@ def model_of(given: Mapping[str, Any], what: str) -> str:
     Raises:
         InvalidVector: they are of several models.
     """
-    models = {name: getattr(value, "model", "") for name, value in given.items() if isinstance(value, Mapping)}
-    known = sorted({model for model in models.values() if model})
+    known = models_of(getattr(value, "model", "") for value in given.values() if isinstance(value, Mapping))
     if len(known) > 1:
-        raise InvalidVector(
-            f"{what}: its vectors are of models {known}; give those of one model, or model= to say which"
-        )
+        raise InvalidVector(f"{what}: its vectors are of models {known}; give those of one model")
     return known[0] if known else ""
+
+
+def models_of(labels: Iterable[str]) -> list[str]:
+    """The models that labels name, each once, under the first of its names; "" names none."""
+    known: dict[str, str] = {}
+    for label in filter(None, labels):
+        known.setdefault(short_name(label), label)
+    return list(known.values())
 
 
 def float32_copy(value: Any, what: str, *shapes: str) -> Float[torch.Tensor, " ..."]:

@@ -130,7 +130,7 @@ class Compiler:
         if known is not None:
             return known
         for sae in spec.saes:
-            warn_of_other_model("sae=", sae.model, self._names)
+            warn_of_other_model("sae=", sae.model, self._names, tuned=True)
         points, indices = self.captured(spec)
         found = compile_readers(spec, points, self._armed, self._schemas)
         self._check_records(indices, found.coding, "sae=")

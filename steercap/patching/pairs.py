@@ -63,8 +63,8 @@ def pairs_of(tokenizer: Any, clean: Any, corrupted: Any, *, direction: Any, alig
     if len(cleans) != len(corrupteds):
         raise InvalidSpec(f"{len(cleans)} clean prompts and {len(corrupteds)} corrupted ones; give as many of each")
     found = []
-    ids = [[tuple(one) for one in ids_of(tokenizer, texts)] for texts in (cleans, corrupteds)]
-    for number, (one, other) in enumerate(zip(*ids, strict=True)):
+    ids = [tuple(one) for one in ids_of(tokenizer, [*cleans, *corrupteds])]
+    for number, (one, other) in enumerate(zip(ids[: len(cleans)], ids[len(cleans) :], strict=True)):
         if len(one) != len(other) and align is None:
             raise InvalidPrompt(
                 f"pair {number}: the clean prompt has {len(one)} tokens and the corrupted one {len(other)}: "

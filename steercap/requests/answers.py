@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from steercap.core.chat import MessageSpan
 from steercap.core.prompts import (
     CallArguments,
+    asks_too_much,
     conversations_in,
     each,
     flag_asked,
@@ -20,6 +21,7 @@ from steercap.core.prompts import (
     templated,
     text_of,
     warn_of_doubled,
+    warn_of_room,
     without_media,
 )
 from steercap.core.receipt import SteeringReceipt
@@ -36,7 +38,7 @@ from steercap.requests.stream import Chunk, stream
 from steercap.vectors.extraction import tokens_of
 
 if TYPE_CHECKING:
-    from steercap.adapters.types import RequestOutput
+    from steercap.adapters.types import RequestOutput, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Answers:
         own = {"options": call.options, "sketches": call.sketches, "monitors": call.monitors}
         recipe = Recipe(serving=serving, prompt=given, **asked, **own)
         job = await recipe.job()
-        _look_for_doubled(engine, [(given, job.prompt.token_ids)], call)
+        _look_at(engine, [(given, call.sampling_params, job)], call)
         params: Any = job.params
         require_one_sample(params.n)
         chunks = stream(job)
@@ -178,7 +180,8 @@ async def _answered(
     specs = each(call.spec, len(prompts), "capture")
     edits = each(call.steering, len(prompts), "steering")
 
-    engine, read = serving.here(), []
+    engine = serving.here()
+    made: list[tuple[Any, Any, Job]] = []
 
     async def jobs() -> AsyncIterator[Job]:
         for (prompt, spans), param, spec, steering in zip(prompts, params, specs, edits, strict=True):
@@ -195,9 +198,9 @@ async def _answered(
                 encoding=call.encoding,
                 monitors=call.monitors,
             ).job()
-            read.append((prompt, job.prompt.token_ids))
+            made.append((prompt, param, job))
             yield job
-        _look_for_doubled(engine, read, call)
+        _look_at(engine, made, call)
 
     done = await run_all(jobs(), serving.running)
     texts = [_given(one, raw=raw) for one in done]
@@ -213,15 +216,28 @@ def _as_asked(engine: Engine, prompt: Any, call: CallArguments) -> Any:
     if text is None or call.add_special_tokens is not False:
         return prompt
     ids = tokens_of(engine.vllm.tokenizer, text, special=False)
-    beside = {key: value for key, value in prompt.items() if key != "prompt"} if isinstance(prompt, Mapping) else {}
-    return {**beside, "prompt_token_ids": ids}
+    return {**(prompt if isinstance(prompt, Mapping) else {"prompt": text}), "prompt_token_ids": ids}
 
 
-def _look_for_doubled(engine: Engine, read: Sequence[tuple[Any, Sequence[int]]], call: CallArguments) -> None:
-    """Warn of texts whose special tokens come twice, unless the call says what is meant."""
+def _look_at(engine: Engine, made: Sequence[tuple[Any, Any, Job]], call: CallArguments) -> None:
+    """Warn of what a call asks and hardly means: special tokens twice, and more tokens than there is room for.
+
+    Args:
+        engine: where it runs.
+        made: prompts and their parameters as the user gave them, and the jobs that they became.
+        call: what is asked.
+    """
+    read = [(prompt, job.prompt.token_ids) for prompt, _, job in made]
     texts = [(text, ids) for prompt, ids in read if repeats(ids) and (text := text_of(prompt)) is not None]
     if texts and call.add_special_tokens is None:
         warn_of_doubled(texts, tokens_of(engine.vllm.tokenizer, "", special=True))
+    if call.encoding:
+        return
+    context = engine.vllm.max_model_len
+    most = [
+        (params, cast("SamplingParams", job.params).max_tokens, len(job.prompt.token_ids)) for _, params, job in made
+    ]
+    warn_of_room([one[1] for one in most if one[1] is not None and asks_too_much(*one, context)], context)
 
 
 def _given(done: Done, *, raw: bool) -> Any:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from steercap.core.chat import MessageSpan
 from steercap.core.coding import RAW, Coding
 from steercap.core.plan import Plan, compile_capture
-from steercap.core.prompts import warn_of_room
 from steercap.core.spec import CaptureSpec, Point
 from steercap.core.tokens import TokenSelection, selected
 from steercap.errors import InvalidSpec
@@ -105,9 +104,6 @@ async def prepare(
     rendered = await vllm.render(prompt)
     options = await vllm.checked(rendered, asked.params, options)
     prompt_len = len(rendered.token_ids)
-    if not encoding and params is not None:
-        sampling: Any = asked.params
-        warn_of_room(sampling.max_tokens, prompt_len, vllm.max_model_len)
     known = known or Known(prompt_len, vllm.limit(prompt_len, asked.params))
     limit = known.limit
     capture, needed = None, kept.projected or kept.calibrated

@@ -160,27 +160,42 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(msgspec.json.encode(value, order="deterministic", enc_hook=str)).hexdigest()
 
 
-def warn_of_other_model(what: str, label: str, names: Collection[str]) -> None:
+def warn_of_other_model(what: str, label: str, names: Collection[str], *, tuned: bool = False) -> None:
     """Warn of something that says that it was made for another model.
 
     Args:
         what: what it is, for the message.
         label: the model that it names: a path, a name on the hub, transformers' `model_type`; "" if none.
         names: what the model here is called, "" left out.
+        tuned: whether what was made for a base model is meant for its instruct model too, and the reverse.
     """
-    if label and _short(label) not in {_short(name) for name in names if name}:
-        here = " or ".join(map(repr, dict.fromkeys(names)))
+
+    def called(name: str) -> str:
+        return re.sub(r"-(base|chat|it|instruct)$", "", short_name(name)) if tuned else short_name(name)
+
+    if label and called(label) not in {called(name) for name in names if name}:
+        here = " or ".join(map(repr, dict.fromkeys(filter(None, names))))
         warn(
             f"{what} says that it was made for model {label!r}, and this one is {here}: layers and directions of one "
-            "model mean nothing in another; if that is meant, or both are the same, give it that name as model="
+            "model mean nothing in another; if it is meant, or both are one, give dataclasses.replace(it, model=...)"
         )
 
 
-def _short(model: str) -> str:
-    """A model's name without its owner or folder; TransformerLens calls gpt2 gpt2-small."""
-    cached = re.search(r"models--(?:[^/]*--)?([^/]+)/snapshots/", model)  # as huggingface_hub keeps it
-    name = (cached[1] if cached else model.rstrip("/").rpartition("/")[2]).casefold()
+def short_name(model: str) -> str:
+    """A model's name without its owner or folder, as names are compared; TransformerLens calls gpt2 gpt2-small."""
+    name = (_in_cache(model) or model.rstrip("/")).rpartition("/")[2].casefold().replace("_", "-")
     return "gpt2" if name == "gpt2-small" else name
+
+
+def names_of(model: str) -> tuple[str, ...]:
+    """What files call a model of this path or name: offline, vLLM has a snapshot of huggingface_hub's in its place."""
+    return tuple(filter(None, (_in_cache(model), model_name(model))))
+
+
+def _in_cache(path: str) -> str:
+    """The name of a repository, of the path of a snapshot that huggingface_hub keeps; "" of any other."""
+    found = re.search(r"models--(?:([^/]*)--)?([^/]+)/snapshots/", path)
+    return "/".join(filter(None, found.groups())) if found else ""
 
 
 def model_name(model: str) -> str:

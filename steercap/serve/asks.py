@@ -188,13 +188,13 @@ def _edits_of(asked: Any, library: Library, owner: str) -> Sequence[Edit | Logit
     found = {name: layer_vectors(value, library, owner) for name, value in named.items()}
     site = next(iter(found.values())).site
     given.setdefault("site", site)
-    layers, model = _layers_of(given, found, named), model_of(found, f"an edit {op!r}")
+    layers, model = _layers_of(given, found, named), given.get("model") or model_of(found, f"an edit {op!r}")
     for name in ("layer", "layers"):
         given.pop(name, None)
     return [
         _made(
             kind,
-            {"model": model} | given | {"layer": layer} | {name: vectors[layer] for name, vectors in found.items()},
+            given | {"model": model, "layer": layer} | {name: vectors[layer] for name, vectors in found.items()},
         )
         for layer in layers
     ]

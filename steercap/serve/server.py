@@ -158,7 +158,7 @@ def _look_at_models(library: Library, names: Collection[str]) -> None:
         for label in sorted({part.model for part in parts}):
             warn_of_other_model(f"--vectors {one.name}", label, names)
     for name, sae in library.saes.items():
-        warn_of_other_model(f"--sae {name}", sae.model, names)
+        warn_of_other_model(f"--sae {name}", sae.model, names, tuned=True)
 
 
 async def serve(

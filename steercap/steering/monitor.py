@@ -85,7 +85,7 @@ class Monitor:
             raise InvalidSpec(
                 f"Monitor: site={shown(self.site)}, name={shown(self.name)}, model={shown(self.model)}; give text"
             )
-        object.__setattr__(self, "model", self.model or model_of({"probe": self.probe}, "Monitor"))
+        object.__setattr__(self, "model", model_of({"probe": self.probe}, "Monitor") or self.model)
         object.__setattr__(self, "layer", layer)
         object.__setattr__(self, "above", above)
         object.__setattr__(self, "site", name_of_site(self.site))

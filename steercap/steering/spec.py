@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from steercap.core.values import flag_of, parts_of, shown
+from steercap.core.values import flag_of, parts_of, shown, warn
 from steercap.edits import EDITS
 from steercap.edits.base import Edit
+from steercap.edits.inputs import models_of
 from steercap.errors import InvalidSpec
 from steercap.files import native
 from steercap.files.native import Kind
@@ -73,8 +74,10 @@ class SteeringSpec:
             model: the model it was made for; that of the edits' vectors if left out.
             provenance: where it comes from, as what JSON can hold, for those who read the header.
         """
-        models = {edit.model for edit in self.of_rows()}
-        model = model or (models.pop() if len(models) == 1 else "")
+        known = models_of(edit.model for edit in self.of_rows())
+        if len(known) > 1 and not model:
+            warn(f"{path} names no model: its edits are of {known}; give model= to say which")
+        model = model or (known[0] if len(known) == 1 else "")
         return native.save(self, path, _kind(), model=model, provenance=provenance)
 
     @staticmethod

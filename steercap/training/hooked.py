@@ -47,7 +47,7 @@ class HookedModel:
 
     Raises:
         UnsupportedModel: its layers are not to be found, or of no known kind; or `attn_implementation` was given, and
-            computes another loss than the eager one; or losses are not finite.
+            computes another loss than the eager one, or losses that are not finite.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class HookedModel:
         if device is not None:
             self.model.to(device)
         self.model.eval().requires_grad_(requires_grad=False)
-        self._check_attention(lambda: kind.from_pretrained(str(path), dtype=dtype, **{**loading, **EAGER}), loading)
+        self._check_attention(loading, lambda: kind.from_pretrained(str(path), dtype=dtype, **{**loading, **EAGER}))
         decoder = self.model if text is config else self.model.get_decoder()
         count = text.num_hidden_layers
         within = () if text is config else architectures_within(text, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -97,15 +97,15 @@ class HookedModel:
         for point, visit in visits:
             hooks.callback(SITES[point.site].visit(self.decoder.holder(point), self.family, visit).remove)
 
-    def _check_attention(self, load_eager: Callable[[], Any], loading: Mapping[str, Any]) -> None:
+    def _check_attention(self, loading: Mapping[str, Any], load_eager: Callable[[], Any]) -> None:
         """Compute attention as the eager implementation does.
 
         Args:
-            load_eager: loads the model with the eager implementation, for classes that cannot change theirs.
             loading: further arguments that the model was loaded with.
+            load_eager: loads the model with the eager implementation, for classes that cannot change theirs.
 
         Raises:
-            UnsupportedModel: the implementation was given, and does not; or losses are not finite.
+            UnsupportedModel: the implementation was given, and does not; or losses to compare are not finite.
         """
         with extra("cuda", "cpu"):
             from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -122,7 +122,9 @@ class HookedModel:
         if self.model._can_set_attn_implementation():  # noqa: SLF001
             self.model.set_attn_implementation("eager")
         else:
-            other = load_eager().to(self.device).eval().requires_grad_(requires_grad=False)
+            other = load_eager().eval().requires_grad_(requires_grad=False)
+            if other.device != self.device:
+                other.to(self.device)
         right = self._short_losses(other)
         if not right.isfinite().all():
             raise UnsupportedModel(

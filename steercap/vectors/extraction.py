@@ -247,18 +247,21 @@ async def asked_of(
         InvalidSpec: an exchange with an empty response, or no text at all.
     """
 
-    async def one_of(text: Text) -> tuple[list[int], TokenSelection]:
+    async def one_of(text: Text) -> tuple[list[int], list[int]]:
         parts = [
             await model.token_ids(part, add_special_tokens=first and special is not False)
             for part, first in _parts_of(text)
         ]
-        ids = _joined(text, parts)
-        return ids, TokenSelection.parse(slice(len(parts[0]), None)) if isinstance(text, Exchange) else selection
+        return parts[0], _joined(text, parts)
 
     found = await each_of(texts, one_of, CALL_TEXTS)
-    if special is None and any(repeats(ids) for ids, _ in found):
-        warn_of_doubled(_worded(texts, [ids for ids, _ in found]), await model.token_ids(""))
-    return found
+    firsts = [first for first, _ in found]
+    if special is None and any(map(repeats, firsts)):
+        warn_of_doubled(_worded(texts, firsts), await model.token_ids(""))
+    return [
+        (ids, TokenSelection.parse(slice(len(first), None)) if isinstance(text, Exchange) else selection)
+        for text, (first, ids) in zip(texts, found, strict=True)
+    ]
 
 
 def ids_of(tokenizer: Any, texts: Sequence[Text], special: bool | None = None) -> list[list[int]]:
@@ -272,16 +275,14 @@ def ids_of(tokenizer: Any, texts: Sequence[Text], special: bool | None = None) -
     Raises:
         InvalidSpec: an exchange with an empty response, or no text at all.
     """
-    found = [
-        _joined(
-            text,
-            [tokens_of(tokenizer, part, special=first and special is not False) for part, first in _parts_of(text)],
-        )
+    parts = [
+        [tokens_of(tokenizer, part, special=first and special is not False) for part, first in _parts_of(text)]
         for text in texts
     ]
-    if special is None and any(map(repeats, found)):
-        warn_of_doubled(_worded(texts, found), tokens_of(tokenizer, "", special=True))
-    return found
+    firsts = [first for first, *_ in parts]
+    if special is None and any(map(repeats, firsts)):
+        warn_of_doubled(_worded(texts, firsts), tokens_of(tokenizer, "", special=True))
+    return [_joined(text, both) for text, both in zip(texts, parts, strict=True)]
 
 
 def tokens_of(tokenizer: Any, text: Any, *, special: bool) -> list[int]:
@@ -331,9 +332,9 @@ def _parts_of(text: Text) -> list[tuple[Any, bool]]:
     return [(text.prompt, True), (text.response, False)] if isinstance(text, Exchange) else [(text, True)]
 
 
-def _worded(texts: Sequence[Text], ids: Sequence[list[int]]) -> Iterator[tuple[str, list[int]]]:
-    """Texts that were tokenised with special tokens, and their token ids."""
-    for text, own in zip(texts, ids, strict=True):
+def _worded(texts: Sequence[Text], firsts: Sequence[list[int]]) -> Iterator[tuple[str, list[int]]]:
+    """Texts, and prompts of exchanges, that were tokenised with special tokens, and their token ids."""
+    for text, own in zip(texts, firsts, strict=True):
         first = text.prompt if isinstance(text, Exchange) else text
         if isinstance(first, str):
             yield first, own

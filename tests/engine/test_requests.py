@@ -70,7 +70,7 @@ async def test_a_dead_thread_of_the_engine_ends_every_request(thread) -> None:
     async with opened(BASE, **CRAMPED) as model:
         params = {"max_tokens": 150, **GREEDY}
         running = [asyncio.create_task(model.generate(random_prompt(30, seed), params)) for seed in range(20)]
-        streamed = asyncio.create_task(anext(model.stream(random_prompt(200, 50), params, capture_layers="all")))
+        streamed = asyncio.create_task(anext(model.stream(random_prompt(100, 50), params, capture_layers="all")))
         core = model.engine.engine_core
         await asyncio.sleep(0.05)
         if thread == "reads requests":

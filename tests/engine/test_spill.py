@@ -69,12 +69,12 @@ async def empty(model: SteerModel) -> tuple[int, int, int]:
 
 async def test_a_request_that_does_not_fit_by_itself_is_refused_however_it_is_asked(spilling) -> None:
     """Rows go to disk when their request has ended, so those of one request must fit; with both figures, at once."""
-    prompt = random_prompt(450, 1)
+    prompt, wide = random_prompt(240, 1), CaptureSpec(sites=["resid_pre", "resid_post", "attn_out", "mlp_out"])
     says = r"may need [\d,]+ bytes of capture memory, of which [\d,]+ exist.*overflow='spill' moves rows of requests"
     with pytest.raises(errors.CaptureMemoryFull, match=says):
-        await spilling.generate(prompt, SIX, capture_layers="all")
+        await spilling.generate(prompt, SIX, capture=wide)
     with pytest.raises(errors.CaptureMemoryFull, match=says):
-        _ = [chunk async for chunk in spilling.stream(prompt, SIX, capture_layers="all")]
+        _ = [chunk async for chunk in spilling.stream(prompt, SIX, capture=wide)]
     assert await empty(spilling) == (0, 0, 0)
 
 

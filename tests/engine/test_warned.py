@@ -9,6 +9,7 @@ import warnings
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from steercap.adapters import server
 from steercap.cli.prompts import PromptOptions
 from steercap.cli.requests import run_each
 from steercap.client import RemoteModel
+from steercap.core.prompts import repeats, warn_of_doubled
 from steercap.core.spec import Point
 from steercap.serve.server import ServerSettings, application
 from steercap.testing import tiny_checkpoint
-from steercap.testing.rows import TINY_ENGINE
+from steercap.testing.rows import TINY_ENGINE, settled
 from steercap.vectors import Exchange, extract, mean_rows
 from steercap.vectors.directions import DirectionSet
 from steercap.vectors.layers import LayerVectors
@@ -87,7 +89,7 @@ async def test_a_rendered_chat_has_its_special_tokens_once_or_says_so(
         _, handles = await model.generate(texts, GREEDY, capture_layers=[1], **asked)
         return [list(handle.prompt_token_ids) for handle in handles]
 
-    with pytest.warns(UserWarning, match=TWICE + ".*|and 1 more") as said:
+    with pytest.warns(UserWarning, match=TWICE) as said:
         assert await read() == twice
     assert len(said) == 1
     assert "and 1 more" in str(said[0].message)
@@ -103,6 +105,8 @@ async def test_a_rendered_chat_has_its_special_tokens_once_or_says_so(
         assert list((await model.chat(chat, GREEDY, capture_layers=[1]))[1].prompt_token_ids) == once[0]
         _, handle = await model.chat(chat, GREEDY, capture_layers=[1], add_special_tokens=True)
         assert list(handle.prompt_token_ids) == twice[0]
+        (raw,) = await model.generate(texts[:1], GREEDY, raw_output=True, add_special_tokens=False)
+        assert side == "remote" or raw.output.prompt == texts[0]
         assert [one.start for one in handle.messages][:1] == [3]
     with pytest.warns(UserWarning, match=TWICE):
         await model.read(texts[0])
@@ -123,9 +127,10 @@ async def test_vectors_of_rendered_chats_are_those_of_their_tokens(
         found = await mean_rows(model, texts, add_special_tokens=False)
     torch.testing.assert_close(found.values, known.values)
     assert found.prompts == known.prompts
-    with pytest.warns(UserWarning, match=TWICE + ".*|and 3 more") as said:
+    with pytest.warns(UserWarning, match=TWICE) as said:
         other = await mean_rows(model, texts)
     assert len(said) == 1
+    assert "and 3 more" in str(said[0].message)
     assert not torch.allclose(other.values, known.values, rtol=1e-2)
     with pytest.warns(UserWarning, match=TWICE):
         await extract(model, texts[:2], texts[2:], name="it", held_out=0.0)
@@ -133,6 +138,31 @@ async def test_vectors_of_rendered_chats_are_those_of_their_tokens(
         await extract(model, texts[:2], texts[2:], name="it", held_out=0.0, add_special_tokens=False)
     with pytest.warns(UserWarning, match=TWICE):
         await mean_rows(model, [Exchange(texts[0], "yes")])
+
+
+def test_tokens_around_a_text_are_known_however_many_they_are() -> None:
+    """GLM puts two before a text, BERT one on either side, T5 one behind; what only looks like them is let be."""
+
+    def warned(ids: list[int], around: list[int]) -> bool:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            warn_of_doubled([("text", ids)] if repeats(ids) else [], around)
+        return bool(said)
+
+    assert warned([0, 1, 0, 1, 7, 8], [0, 1])
+    assert warned([101, 101, 7, 8, 102], [101, 102])
+    assert warned([101, 7, 8, 102, 102], [101, 102])
+    assert warned([7, 8, 1, 1], [1])
+    assert warned([2, 2], [2])
+    for ids, around in (
+        ([0, 1, 7, 0, 1], [0, 1]),
+        ([7, 7, 8], [2]),
+        ([7, 8, 7, 8], [2, 3]),
+        ([2, 7, 7], [2]),
+        ([2], [2]),
+    ):
+        assert not warned(ids, around)
+    assert not warned([2, 2, 7], [])
 
 
 async def test_calibration_reads_texts_as_they_stand(beginning: SteerModel) -> None:
@@ -163,6 +193,12 @@ async def test_the_command_reads_texts_as_it_is_told(beginning: SteerModel) -> N
     with pytest.warns(UserWarning, match=TWICE) as said:
         assert await read(special=None) == [2, 2]
     assert len(said) == 1
+    for special, count in ((None, 1), (False, 1), (True, 2)):
+        (chat,) = PromptOptions(prompts=["one"], chat=True, special_tokens=special).read()
+        found: list[int] = []
+        take = partial(lambda kept, _number, _raw, handle: kept.append(list(handle.prompt_token_ids).count(BOS)), found)
+        await run_each(beginning, [chat], GREEDY, take, capture=CaptureSpec(layers=[1]))
+        assert found == [count]
 
 
 @pytest.mark.parametrize("side", ["tiny", "far"])
@@ -211,9 +247,12 @@ def asks_of(vectors: LayerVectors) -> dict[str, dict[str, Any]]:
 async def test_vectors_of_another_model_are_named(how, tiny: SteerModel) -> None:
     """Said once for each spec; silent of the model's own names, of vectors that name none, and where it is meant."""
     own = Path(tiny.model).name
+    asked = asks_of(of("openai/gpt2"))[how]
     with pytest.warns(UserWarning, match=rf"made for model 'openai/gpt2', and this one is '{own}'"):
-        await tiny.generate([5, 6, 7], GREEDY, **asks_of(of("openai/gpt2"))[how])
+        await tiny.generate([5, 6, 7], GREEDY, **asked)
     with silent():
+        if how != "monitors":  # which are read anew for each request
+            await tiny.generate([5, 6, 7], GREEDY, **asked)
         for name in (own, own.upper(), f"somebody/{own}", "qwen3", ""):
             await tiny.generate([5, 6, 7], GREEDY, **asks_of(of(name))[how])
 
@@ -237,14 +276,23 @@ async def test_a_file_of_another_model_is_named(tiny: SteerModel, tmp_path: Path
 async def test_a_server_names_vectors_of_another_model(tiny: SteerModel, tmp_path: Path) -> None:
     """At its start those of the operator; a client those that it asks with."""
     file = of("gpt2").save(tmp_path / "it.safetensors")
-    flags = server.read_flags(tiny.serving.model, [])
+    flags = server.read_flags(tiny.serving.model, ["--served-model-name", "tiny"])
     with pytest.warns(UserWarning, match="--vectors it says that it was made for model 'gpt2'"):
         await application(tiny, flags, ServerSettings(vectors={"it": file}))
     app = await application(tiny, flags, ServerSettings())
     async with listening(app) as url, SteerModel.connect(url) as remote:
         for asked in asks_of(of("gpt2")).values():
-            with pytest.warns(UserWarning, match="made for model 'gpt2', and this one is"):
-                await remote.generate([5, 6, 7], GREEDY, **asked)
+            with pytest.warns(UserWarning, match="made for model 'gpt2', and this one is") as said:
+                await remote.generate([[5, 6, 7], [8, 9], [3, 4]], GREEDY, **asked)
+            assert len([one for one in said if one.filename == __file__]) == 1, "once a call, and of its line"
+        with silent():
+            for name in ("tiny", Path(tiny.model).name, ""):
+                await remote.generate([5, 6, 7], GREEDY, steering=Add(of(name), layer=1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning, match="max_tokens=5000"):
+                await remote.generate([7] * 250, {**GREEDY, "max_tokens": 5000}, capture_layers=[1])
+    assert await settled(tiny) == (0, 0, 0)
 
 
 async def test_the_calibration_and_the_sae_of_another_model_are_named(tiny: SteerModel) -> None:

@@ -620,21 +620,29 @@ def test_a_file_keeps_the_part(tmp_path: Path) -> None:
 
 
 def test_an_edit_knows_the_model_of_its_vectors(tmp_path: Path) -> None:
-    """Of LayerVectors it is theirs, and stays in copies and files, whose digest does not depend on it; given, it wins."""
+    """Of LayerVectors it is theirs, and stays in copies and files, whose digest does not depend on it."""
     made = LayerVectors({1: [1.0, 2.0]}, model="gpt2")
     edit = Add(made, layer=1)
-    assert (edit.model, Add([1.0, 2.0], layer=1).model, Add(made, layer=1, model="other").model) == (
+    assert (edit.model, Add([1.0, 2.0], layer=1).model, Add([1.0, 2.0], layer=1, model="other").model) == (
         "gpt2",
         "",
         "other",
     )
     assert dataclasses.replace(edit, scale=3.0).model == "gpt2"
+    assert dataclasses.replace(edit, vector=LayerVectors({1: [1.0, 2.0]}, model="mistral")).model == "mistral"
     assert "model='gpt2'" in repr(edit)
     spec = SteeringSpec([edit, SteeringSpec([Ablate(made, layer=1)])])
     assert spec.sha256 == SteeringSpec([Add([1.0, 2.0], layer=1), SteeringSpec([Ablate([1.0, 2.0], layer=1)])]).sha256
     read = SteeringSpec.load(spec.save(tmp_path / "spec.safetensors"))
     assert [one.model for one in read.of_rows()] == ["gpt2", "gpt2"]
     assert Monitor(made, 0.5, 1).model == "gpt2"
+    again = Add(LayerVectors({1: [1.0, 2.0]}, model="openai/GPT2"), layer=1)
+    mixed = SteeringSpec([edit, Add([1.0, 2.0], layer=1), again])
+    read = SteeringSpec.load(mixed.save(tmp_path / "mixed.safetensors"))
+    assert [one.model for one in read.of_rows()] == ["gpt2"] * 3
+    with pytest.warns(UserWarning, match=r"names no model: its edits are of \['gpt2', 'mistral'\]"):
+        SteeringSpec([edit, dataclasses.replace(edit, model="mistral")]).save(tmp_path / "both.safetensors")
+    assert AddIf(made, LayerVectors({1: [1.0, 2.0]}, model="openai/gpt2"), threshold=0.0, layer=1).model == "gpt2"
     with pytest.raises(InvalidVector, match=r"of models \['gpt2', 'mistral'\]"):
         AddIf(made, LayerVectors({1: [1.0, 2.0]}, model="mistral"), threshold=0.0, layer=1)
     with pytest.raises(InvalidEdit, match="model=3; give the name"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,14 @@ from steercap.experiments.store import Folder
 from steercap.persona import PersonaSettings
 from steercap.persona.folder import RunFolder
 from steercap.persona.settings import described
-from steercap.runs.fingerprint import ENDS, identity_of, tokenizer_digest, weights_of
+from steercap.runs.fingerprint import (
+    ENDS,
+    identity_of,
+    names_of,
+    tokenizer_digest,
+    warn_of_other_model,
+    weights_of,
+)
 from steercap.testing import smollm2
 from steercap.vectors import LayerVectors
 
@@ -141,3 +149,38 @@ def test_two_final_folders_of_other_weights_are_two_models(config, tmp_path) -> 
     Folder(tmp_path / "sweep", sweep.definition(one))
     with pytest.raises(RunDiffers, match=r"sweep: model\.weights was '\w+', is '\w+'; give"):
         Folder(tmp_path / "sweep", sweep.definition(other))
+
+
+@pytest.mark.parametrize(
+    ("label", "model", "same"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M", "/root/.cache/hub/models--HuggingFaceTB--SmolLM2-135M/snapshots/12fd25f7", True),
+        ("gpt2-small", "openai-community/gpt2", True),
+        ("google/gemma_2_2b", "/models/gemma-2-2b/", True),
+        ("google/gemma-2-2b", "google/gemma-2-2b-it", False),
+        ("gpt2", "HuggingFaceTB/SmolLM2-135M", False),
+        ("", "anything", True),
+    ],
+)
+def test_a_model_is_known_under_each_of_its_names(label, model, same) -> None:
+    """By its name whoever has it, in its folder, and offline, where vLLM has a snapshot of huggingface_hub's."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        warn_of_other_model("it", label, (*names_of(model), ""))
+    assert not said if same else f"made for model {label!r}" in str(said[0].message)
+
+
+def test_a_snapshot_is_known_by_the_name_of_its_repository(tmp_path) -> None:
+    """And by its own, which files of before may have."""
+    path = tmp_path / "models--HuggingFaceTB--SmolLM2-135M" / "snapshots" / "12fd25f7"
+    path.mkdir(parents=True)
+    assert names_of(str(path)) == ("HuggingFaceTB/SmolLM2-135M", "12fd25f7")
+
+
+def test_what_is_made_for_a_base_model_may_be_meant_for_its_instruct_model() -> None:
+    """SAEs often are; vectors are told apart."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_other_model("it", "gemma-2-2b", names_of("google/gemma-2-2b-it"), tuned=True)
+    with pytest.warns(UserWarning, match="gemma-2-9b"):
+        warn_of_other_model("it", "gemma-2-9b", names_of("google/gemma-2-2b-it"), tuned=True)

@@ -391,7 +391,8 @@ function take(fragment) {
   const found = stateOf(fragment);
   if (!["text", "chat"].includes(found.mode)) delete found.mode;
   if (found.length !== undefined) found.length = Math.min(512, Math.max(1, Math.round(found.length)));
-  Object.assign(state, { direction: "", compare: "", dose: 0 }, found);
+  Object.assign(state, { direction: "", compare: "", dose: 0, run: "plain" }, found);
+  following = state.run === "steered";
   view.settings = { ...view.settings, direction: state.direction, compare: state.compare, measure: state.measure || (state.direction ? "cosine" : "norm"), layer: state.layer, token: state.token, run: "plain" };
   show();
 }
