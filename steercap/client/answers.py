@@ -241,7 +241,7 @@ class RemoteAnswers:
             asked: what was asked, and the answers, or what has come of them, with the prompts' token ids.
         """
         with self.connection.answering():
-            read = [(one, document["choices"][0]["prompt_token_ids"]) for one, document in asked]
+            read = [(one, document["choices"][0].get("prompt_token_ids") or ()) for one, document in asked]
         texts = [(text, ids) for one, ids in read if repeats(ids) and (text := text_of(one.prompt)) is not None]
         if texts and asked[0][0].call.add_special_tokens is None:
             warn_of_doubled(texts, await self.connection.run(lambda: tokenised(self.connection, "")))

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from steercap.core.chat import MessageSpan
 from steercap.core.prompts import (
@@ -38,7 +38,7 @@ from steercap.requests.stream import Chunk, stream
 from steercap.vectors.extraction import tokens_of
 
 if TYPE_CHECKING:
-    from steercap.adapters.types import RequestOutput, SamplingParams
+    from steercap.adapters.types import RequestOutput
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class Answers:
         own = {"options": call.options, "sketches": call.sketches, "monitors": call.monitors}
         recipe = Recipe(serving=serving, prompt=given, **asked, **own)
         job = await recipe.job()
-        _look_at(engine, [(given, call.sampling_params, job)], call)
         params: Any = job.params
+        _look_at(engine, [_Asked(given, call.sampling_params, params.max_tokens, job.prompt.token_ids)], call)
         require_one_sample(params.n)
         chunks = stream(job)
 
@@ -181,7 +181,7 @@ async def _answered(
     edits = each(call.steering, len(prompts), "steering")
 
     engine = serving.here()
-    made: list[tuple[Any, Any, Job]] = []
+    asked: list[_Asked] = []
 
     async def jobs() -> AsyncIterator[Job]:
         for (prompt, spans), param, spec, steering in zip(prompts, params, specs, edits, strict=True):
@@ -198,9 +198,9 @@ async def _answered(
                 encoding=call.encoding,
                 monitors=call.monitors,
             ).job()
-            made.append((prompt, param, job))
+            asked.append(_Asked(prompt, param, getattr(job.params, "max_tokens", None), job.prompt.token_ids))
             yield job
-        _look_at(engine, made, call)
+        _look_at(engine, asked, call)
 
     done = await run_all(jobs(), serving.running)
     texts = [_given(one, raw=raw) for one in done]
@@ -219,25 +219,29 @@ def _as_asked(engine: Engine, prompt: Any, call: CallArguments) -> Any:
     return {**(prompt if isinstance(prompt, Mapping) else {"prompt": text}), "prompt_token_ids": ids}
 
 
-def _look_at(engine: Engine, made: Sequence[tuple[Any, Any, Job]], call: CallArguments) -> None:
-    """Warn of what a call asks and hardly means: special tokens twice, and more tokens than there is room for.
+class _Asked(NamedTuple):
+    """One prompt of a call, and its parameters as the user gave them; what was read of both."""
 
-    Args:
-        engine: where it runs.
-        made: prompts and their parameters as the user gave them, and the jobs that they became.
-        call: what is asked.
-    """
-    read = [(prompt, job.prompt.token_ids) for prompt, _, job in made]
-    texts = [(text, ids) for prompt, ids in read if repeats(ids) and (text := text_of(prompt)) is not None]
+    prompt: Any
+    params: Any
+    max_tokens: int | None
+    ids: tuple[int, ...]
+
+
+def _look_at(engine: Engine, asked: Sequence[_Asked], call: CallArguments) -> None:
+    """Warn of what a call asks and hardly means: special tokens twice, and more tokens than there is room for."""
+    texts = [(text, one.ids) for one in asked if repeats(one.ids) and (text := text_of(one.prompt)) is not None]
     if texts and call.add_special_tokens is None:
         warn_of_doubled(texts, tokens_of(engine.vllm.tokenizer, "", special=True))
-    if call.encoding:
-        return
     context = engine.vllm.max_model_len
-    most = [
-        (params, cast("SamplingParams", job.params).max_tokens, len(job.prompt.token_ids)) for _, params, job in made
-    ]
-    warn_of_room([one[1] for one in most if one[1] is not None and asks_too_much(*one, context)], context)
+    warn_of_room(
+        [
+            one.max_tokens
+            for one in asked
+            if one.max_tokens is not None and asks_too_much(one.params, one.max_tokens, len(one.ids), context)
+        ],
+        context,
+    )
 
 
 def _given(done: Done, *, raw: bool) -> Any:
