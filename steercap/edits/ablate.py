@@ -15,7 +15,7 @@ class Ablate(Edit):
     Args:
         vector: v, [hidden]; its length does not count.
         keep: fraction of the projection that stays: 0 removes it, 1 changes nothing, 2 doubles it.
-        layer, layers, site, tokens, part: see `Edit`.
+        layer, layers, site, tokens, part, model: see `Edit`.
     """
 
     vector: Vector

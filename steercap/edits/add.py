@@ -18,7 +18,7 @@ class Add(Edit):
         vector: v, [hidden], in the units of the stream.
         scale: a factor; with `relative` a fraction of the row's own norm. Any finite number, 0 changes nothing.
         relative: scale by the norm of the row as it is at that moment; of the vector then only the direction counts.
-        layer, layers, site, tokens, part: see `Edit`.
+        layer, layers, site, tokens, part, model: see `Edit`.
     """
 
     vector: Vector

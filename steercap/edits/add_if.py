@@ -22,7 +22,7 @@ class AddIf(Edit):
         scale: a factor; with `relative` a fraction of the row's own norm.
         bias: the probe's own bias.
         relative: scale by the norm of the row; of the vector then only the direction counts.
-        layer, layers, site, tokens, part: see `Edit`.
+        layer, layers, site, tokens, part, model: see `Edit`.
     """
 
     vector: Vector

@@ -18,7 +18,7 @@ class Cap(Edit):
         vector: v, [hidden]; its length does not count.
         low: least projection on v̂, in the units of the stream; None for no bound.
         high: greatest projection; None for no bound.
-        layer, layers, site, tokens, part: see `Edit`.
+        layer, layers, site, tokens, part, model: see `Edit`.
     """
 
     vector: Vector

@@ -25,7 +25,7 @@ class LowRank(Edit):
         write: W, [k, hidden].
         bias: b, [k], or None for zeros.
         scale: a factor on the whole change.
-        layer, layers, site, tokens, part: see `Edit`.
+        layer, layers, site, tokens, part, model: see `Edit`.
     """
 
     read: Vector

@@ -30,7 +30,7 @@ class Replace(Edit):
             the first that is true.
         elements: which elements of each row are put in place, the others staying as they are: a slice, a range,
             indices, or a mask with a truth value for each. None for all of them.
-        layer, layers, site, part: see `Edit`; with `part` a row is that of a part, such as a head of `z`.
+        layer, layers, site, part, model: see `Edit`; with `part` a row is that of a part, such as a head of `z`.
         tokens: left out, since `positions` says it.
     """
 

@@ -24,7 +24,7 @@ class SAEFeature(Edit):
         bias: its encoder bias.
         decoder_bias: [hidden]; what the SAE subtracts from a row before encoding it, if it does.
         threshold: that of a jumprelu SAE, 0 or above.
-        layer, layers, site, tokens, part: see `Edit`.
+        layer, layers, site, tokens, part, model: see `Edit`.
     """
 
     encoder: Vector

@@ -15,7 +15,7 @@ class SetProjection(Edit):
     Args:
         vector: v, [hidden]; its length does not count.
         value: the projection on v̂, in the units of the stream.
-        layer, layers, site, tokens, part: see `Edit`.
+        layer, layers, site, tokens, part, model: see `Edit`.
     """
 
     vector: Vector

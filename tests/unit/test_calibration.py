@@ -64,4 +64,4 @@ def test_constants_of_a_handle_cannot_change_those_of_others() -> None:
 def test_what_is_no_text_is_refused(text) -> None:
     """Such as each of the ids of one text that were given in place of texts."""
     with pytest.raises(InvalidSpec, match="is no text; give several in a list"):
-        ids_of(None, text)
+        ids_of(None, [text])

@@ -91,7 +91,7 @@ def an_edit(name: str, **where: Any) -> Edit:
     rows = name in {"replace", "low_rank"}
     chosen: dict[str, Any] = dict(where)
     for field in dataclasses.fields(kind):
-        if field.name in {"layer", "layers", "site", "tokens", "part"}:
+        if field.name in {"layer", "layers", "site", "tokens", "part", "model"}:
             continue
         if field.name in ARGUMENTS:
             chosen[field.name] = ARGUMENTS[field.name]
