@@ -59,8 +59,9 @@ def trained_in(tmp_path_factory) -> HookedModel:
     """The model of the engine, with a chat template."""
     from transformers import AutoTokenizer
 
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    shutil.copytree(tiny_checkpoint("qwen3"), folder)
+    known = tiny_checkpoint("qwen3")
+    folder = tmp_path_factory.mktemp("model") / known.name
+    shutil.copytree(known, folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
