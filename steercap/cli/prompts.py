@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 import typer
@@ -15,6 +15,16 @@ import typer
 from steercap.errors import InvalidFile
 
 PANEL: Final = "Prompts"
+#: Of commands that read texts.
+SpecialTokens: TypeAlias = Annotated[
+    bool | None,
+    typer.Option(
+        "--special-tokens/--no-special-tokens",
+        help="Whether texts get the tokenizer's, such as <bos>: not for rendered chats, which have them.",
+        show_default=False,
+        rich_help_panel=PANEL,
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -34,15 +44,7 @@ class PromptOptions:
         bool, typer.Option("--chat", help="Put each prompt through the chat template.", rich_help_panel=PANEL)
     ] = False
     system: Annotated[str | None, typer.Option(help="System message; implies --chat.", rich_help_panel=PANEL)] = None
-    special_tokens: Annotated[
-        bool | None,
-        typer.Option(
-            "--special-tokens/--no-special-tokens",
-            help="Whether texts get the tokenizer's, such as <bos>: not for rendered chats, which have them.",
-            show_default=False,
-            rich_help_panel=PANEL,
-        ),
-    ] = None
+    special_tokens: SpecialTokens = None
 
     def read(self) -> list[Prompt]:
         """Every prompt, in order.

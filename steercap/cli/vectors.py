@@ -16,7 +16,7 @@ from steercap.cli.convert import Target, write
 from steercap.cli.destinations import file_ready, may_replace, saved
 from steercap.cli.engines import ModelOptions, opened
 from steercap.cli.foreseen import foreseen
-from steercap.cli.prompts import records_of
+from steercap.cli.prompts import SpecialTokens, records_of
 from steercap.cli.selections import layers_of, tokens_of
 from steercap.cli.steering import base_of
 from steercap.cli.tables import advice, by_layer, cosines, document_of, facts, origin, told_of
@@ -179,14 +179,7 @@ def _register_extract(app: typer.Typer) -> None:
         ] = "1:",
         held_out: Annotated[float, typer.Option(min=0, max=0.99, help="Share of the texts to try it on.")] = 0.25,
         seed: Annotated[int, typer.Option(help="Of the split.")] = 0,
-        special_tokens: Annotated[
-            bool | None,
-            typer.Option(
-                "--special-tokens/--no-special-tokens",
-                help="Whether texts get the tokenizer's, such as <bos>: not for rendered chats, which have them.",
-                show_default=False,
-            ),
-        ] = None,
+        special_tokens: SpecialTokens = None,
         force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
     ) -> None:
         """Find the direction in which some texts differ from others. The files hold a text a line, or JSONL with

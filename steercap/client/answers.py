@@ -22,14 +22,12 @@ from steercap.core.chat import MessageSpan
 from steercap.core.extras import extra
 from steercap.core.prompts import (
     CallArguments,
-    asks_too_much,
     conversations_in,
     each,
     flag_asked,
     listed,
-    repeats,
+    repeating,
     template_arguments,
-    text_of,
     warn_of_doubled,
     warn_of_room,
     without_media,
@@ -242,12 +240,11 @@ class RemoteAnswers:
         """
         with self.connection.answering():
             read = [(one, document["choices"][0].get("prompt_token_ids") or ()) for one, document in asked]
-        texts = [(text, ids) for one, ids in read if repeats(ids) and (text := text_of(one.prompt)) is not None]
+        texts = repeating((one.prompt, ids) for one, ids in read)
         if texts and asked[0][0].call.add_special_tokens is None:
             warn_of_doubled(texts, await self.connection.run(lambda: tokenised(self.connection, "")))
-        context = self.connection.here().context
-        most = [(one.params, sampling_asked(one.params)["max_tokens"], len(ids)) for one, ids in read]
-        warn_of_room([one[1] for one in most if asks_too_much(*one, context)], context)
+        most = ((one.params, sampling_asked(one.params)["max_tokens"], len(ids)) for one, ids in read)
+        warn_of_room(most, self.connection.here().context)
 
     def _look_at_models(self, asked: Sequence[Asked]) -> None:
         """Warn of what was made for another model than the server's, once for a call."""

@@ -89,7 +89,7 @@ def text_of(prompt: Any) -> str | None:
 
 
 def special_asked(given: Any) -> bool | None:
-    """Whether a text gets the tokens that the tokenizer puts around a prompt: None is True, with `warn_of_doubled`.
+    """Check `add_special_tokens`, if a text gets the tokens around a prompt: None is True, with `warn_of_doubled`.
 
     Raises:
         InvalidRequest: it is none of True, False and None.
@@ -97,9 +97,18 @@ def special_asked(given: Any) -> bool | None:
     return None if given is None else flag_asked("add_special_tokens", given)
 
 
-def repeats(ids: Sequence[int]) -> bool:
-    """True if the first tokens, or the last, come twice, as those do that text and tokenizer both have."""
-    return any(ids[:many] == ids[many : 2 * many] or ids[-many:] == ids[-2 * many : -many] for many in _AROUND)
+def repeating(given: Iterable[tuple[Any, Sequence[int]]]) -> list[tuple[str, Sequence[int]]]:
+    """Find texts whose first tokens, or last, come twice, as those do that text and tokenizer both have.
+
+    Args:
+        given: prompts, and their token ids; token ids and conversations are left out.
+    """
+    return [
+        (text, ids)
+        for prompt, ids in given
+        if any(ids[:many] == ids[many : 2 * many] or ids[-many:] == ids[-2 * many : -many] for many in _AROUND)
+        and (text := text_of(prompt)) is not None
+    ]
 
 
 def warn_of_doubled(given: Iterable[tuple[Any, Sequence[int]]], around: Sequence[int]) -> None:
@@ -128,28 +137,25 @@ def warn_of_doubled(given: Iterable[tuple[Any, Sequence[int]]], around: Sequence
         )
 
 
-def asks_too_much(params: Any, max_tokens: int | None, prompt_len: int, context: int | None) -> bool:
-    """True if sampling parameters name more tokens than the context holds after a prompt.
+def warn_of_room(asked: Iterable[tuple[Any, int | None, int]], context: int | None) -> None:
+    """Warn of more tokens than the context holds after a prompt: generation ends where it is full.
 
     Args:
-        params: as the user gave them; None and a dict may name none, and vLLM's default is nobody's.
-        max_tokens: as they were read.
-        prompt_len: tokens of the prompt.
-        context: tokens that it and its reply may have; None if unknown.
+        asked: sampling parameters as the user gave them (None, or a dict that does not name it, takes vLLM's default,
+            which is nobody's), their `max_tokens` as it was read, and tokens of the prompt.
+        context: tokens that a prompt and its reply may have; None if unknown.
     """
-    if context is None or max_tokens is None or params is None:
-        return False
-    return (not isinstance(params, Mapping) or "max_tokens" in params) and prompt_len + max_tokens > context
-
-
-def warn_of_room(max_tokens: Sequence[int], context: int | None) -> None:
-    """Warn of more tokens than the context holds after some prompts: generation ends where it is full."""
-    if max_tokens and context is not None:
-        warn(
-            f"max_tokens={max_tokens[0]} is more than the context of {context:,} tokens holds after the prompt, and "
-            "generation ends where it is full; give fewer, None for as many as there is room for, or start the engine "
-            "with a larger max_model_len"
-        )
+    if context is None:
+        return
+    for params, max_tokens, prompt_len in asked:
+        named = params is not None and (not isinstance(params, Mapping) or "max_tokens" in params)
+        if named and max_tokens is not None and prompt_len + max_tokens > context:
+            warn(
+                f"max_tokens={max_tokens} is more than the context of {context:,} tokens holds after the prompt, and "
+                "generation ends where it is full; give fewer, None for as many as there is room for, or start the "
+                "engine with a larger max_model_len"
+            )
+            return
 
 
 def conversations_in(messages: Any) -> tuple[bool, list[Any]]:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from steercap.core.chat import MessageSpan
 from steercap.core.prompts import (
     CallArguments,
-    asks_too_much,
     conversations_in,
     each,
     flag_asked,
     listed,
-    repeats,
+    repeating,
     template_arguments,
     templated,
     text_of,
@@ -230,18 +229,10 @@ class _Asked(NamedTuple):
 
 def _look_at(engine: Engine, asked: Sequence[_Asked], call: CallArguments) -> None:
     """Warn of what a call asks and hardly means: special tokens twice, and more tokens than there is room for."""
-    texts = [(text, one.ids) for one in asked if repeats(one.ids) and (text := text_of(one.prompt)) is not None]
+    texts = repeating((one.prompt, one.ids) for one in asked)
     if texts and call.add_special_tokens is None:
         warn_of_doubled(texts, tokens_of(engine.vllm.tokenizer, "", special=True))
-    context = engine.vllm.max_model_len
-    warn_of_room(
-        [
-            one.max_tokens
-            for one in asked
-            if one.max_tokens is not None and asks_too_much(one.params, one.max_tokens, len(one.ids), context)
-        ],
-        context,
-    )
+    warn_of_room(((one.params, one.max_tokens, len(one.ids)) for one in asked), engine.vllm.max_model_len)
 
 
 def _given(done: Done, *, raw: bool) -> Any:

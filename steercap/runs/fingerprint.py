@@ -188,7 +188,7 @@ def short_name(model: str) -> str:
 
 
 def names_of(model: str) -> tuple[str, ...]:
-    """What files call a model of this path or name: offline, vLLM has a snapshot of huggingface_hub's in its place."""
+    """List what files call a model of this path or name; offline, vLLM has a snapshot's path in place of the name."""
     return tuple(filter(None, (_in_cache(model), model_name(model))))
 
 

@@ -210,8 +210,7 @@ class SAE:
         """
         layer, site = self.output
         row = self.decoder[self._feature(feature)]
-        scope: Any = {"layer": layer, "site": site, "tokens": tokens, "model": self.model}
-        return Add(row, scale=amount, relative=relative, **scope)
+        return Add(row, scale=amount, relative=relative, layer=layer, site=site, tokens=tokens, model=self.model)
 
     def set_feature(self, feature: int, value: float, *, tokens: Tokens | TokenSelection = "all") -> SAEFeature:
         """The edit that sets a feature's activation; what the SAE does not explain of a row stays.

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from steercap.core.extras import extra
-from steercap.core.prompts import repeats, warn_of_doubled
+from steercap.core.prompts import repeating, warn_of_doubled
 from steercap.core.values import shown
 from steercap.edits.base import Edit
 from steercap.errors import InvalidSetting, InvalidSpec
@@ -232,9 +232,9 @@ def _encoded(how: Objective, tokenizer: Any, examples: Sequence[AnyExample]) -> 
     if not examples:
         raise InvalidSetting("no examples; give one at least")
     found = [how.tokens(tokenizer, example) for example in examples]
-    read = [(one.prompt, tokens[0].ids) for one, tokens in zip(examples, found, strict=True)]
-    if doubled := [(prompt, ids) for prompt, ids in read if isinstance(prompt, str) and repeats(ids)]:
-        warn_of_doubled(doubled, tokenizer.encode(""))
+    read = ((one.prompt, tokens[0].ids) for one, tokens in zip(examples, found, strict=True))
+    if suspects := repeating(read):
+        warn_of_doubled(suspects, tokenizer.encode(""))
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 
 from steercap.concurrency.bounded import each_of
-from steercap.core.prompts import listed, repeats, special_asked, templated, warn_of_doubled
+from steercap.core.prompts import listed, repeating, special_asked, templated, warn_of_doubled
 from steercap.core.protocols import ReadingModel
 from steercap.core.spec import CaptureSpec, Layers, Reduction
 from steercap.core.tokens import Tokens, TokenSelection
@@ -255,9 +255,8 @@ async def asked_of(
         return parts[0], _joined(text, parts)
 
     found = await each_of(texts, one_of, CALL_TEXTS)
-    firsts = [first for first, _ in found]
-    if special is None and any(map(repeats, firsts)):
-        warn_of_doubled(_worded(texts, firsts), await model.token_ids(""))
+    if special is None and (suspects := repeating(_prompts(texts, [first for first, _ in found]))):
+        warn_of_doubled(suspects, await model.token_ids(""))
     return [
         (ids, TokenSelection.parse(slice(len(first), None)) if isinstance(text, Exchange) else selection)
         for text, (first, ids) in zip(texts, found, strict=True)
@@ -279,9 +278,8 @@ def ids_of(tokenizer: Any, texts: Sequence[Text], special: bool | None = None) -
         [tokens_of(tokenizer, part, special=first and special is not False) for part, first in _parts_of(text)]
         for text in texts
     ]
-    firsts = [first for first, *_ in parts]
-    if special is None and any(map(repeats, firsts)):
-        warn_of_doubled(_worded(texts, firsts), tokens_of(tokenizer, "", special=True))
+    if special is None and (suspects := repeating(_prompts(texts, [first for first, *_ in parts]))):
+        warn_of_doubled(suspects, tokens_of(tokenizer, "", special=True))
     return [_joined(text, both) for text, both in zip(texts, parts, strict=True)]
 
 
@@ -332,12 +330,10 @@ def _parts_of(text: Text) -> list[tuple[Any, bool]]:
     return [(text.prompt, True), (text.response, False)] if isinstance(text, Exchange) else [(text, True)]
 
 
-def _worded(texts: Sequence[Text], firsts: Sequence[list[int]]) -> Iterator[tuple[str, list[int]]]:
-    """Texts, and prompts of exchanges, that were tokenised with special tokens, and their token ids."""
-    for text, own in zip(texts, firsts, strict=True):
-        first = text.prompt if isinstance(text, Exchange) else text
-        if isinstance(first, str):
-            yield first, own
+def _prompts(texts: Sequence[Text], firsts: Sequence[list[int]]) -> Iterator[tuple[Any, list[int]]]:
+    """Texts, of exchanges their prompts, each with its token ids."""
+    for text, ids in zip(texts, firsts, strict=True):
+        yield text.prompt if isinstance(text, Exchange) else text, ids
 
 
 def _joined(text: Text, parts: Sequence[list[int]]) -> list[int]:

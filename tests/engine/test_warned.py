@@ -24,7 +24,7 @@ from steercap.adapters import server
 from steercap.cli.prompts import PromptOptions
 from steercap.cli.requests import run_each
 from steercap.client import RemoteModel
-from steercap.core.prompts import repeats, warn_of_doubled
+from steercap.core.prompts import repeating, warn_of_doubled
 from steercap.core.spec import Point
 from steercap.serve.server import ServerSettings, application
 from steercap.testing import tiny_checkpoint
@@ -146,7 +146,7 @@ def test_tokens_around_a_text_are_known_however_many_they_are() -> None:
     def warned(ids: list[int], around: list[int]) -> bool:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            warn_of_doubled([("text", ids)] if repeats(ids) else [], around)
+            warn_of_doubled(repeating([("text", ids)]), around)
         return bool(said)
 
     assert warned([0, 1, 0, 1, 7, 8], [0, 1])
