@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from steercap.core.tokens import TokenSelection
+from steercap.edits.add import Add
 from steercap.edits.base import Edit
 from steercap.edits.low_rank import LowRank
 from steercap.errors import InvalidSpec
@@ -97,7 +98,7 @@ def random_spec(spec: SteeringSpec, name: str, index: int, seed: int) -> Steerin
             assert isinstance(edit.write, torch.Tensor)
             read, write = _turned(edit.read, edit.write, turn)
             return dataclasses.replace(edit, read=read, write=write)
-        if type(edit).__name__ != "Add":
+        if not isinstance(edit, Add):
             raise InvalidSpec(f"{edit!r} has no random control of its size; only Add and LowRank have")
         noise = torch.randn(edit.vector.shape, generator=turn).double()
         return dataclasses.replace(edit, vector=noise * (edit.vector.double().norm() / noise.norm()))

@@ -123,4 +123,4 @@ def assistant_axis(rows: RoleRows, how: How = "contrast") -> AssistantAxis:
 
 
 def _kind() -> Kind:
-    return Kind("axis", {kind.__name__: kind for kind in (AssistantAxis, LayerVectors, Provenance)})
+    return Kind("axis", {"AssistantAxis": AssistantAxis, "LayerVectors": LayerVectors, "Provenance": Provenance})

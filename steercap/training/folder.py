@@ -145,4 +145,4 @@ def check_name(name: str) -> None:
 
 
 def _kind() -> Kind:
-    return Kind("training", {kind.__name__: kind for kind in (State, TraitState, Validation)})
+    return Kind("training", {"State": State, "TraitState": TraitState, "Validation": Validation})

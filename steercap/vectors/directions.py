@@ -284,4 +284,4 @@ def _joined(first: Provenance, second: Provenance) -> Provenance:
 
 
 def _kind() -> Kind:
-    return Kind("directions", {kind.__name__: kind for kind in (DirectionSet, LayerVectors, Provenance)})
+    return Kind("directions", {"DirectionSet": DirectionSet, "LayerVectors": LayerVectors, "Provenance": Provenance})

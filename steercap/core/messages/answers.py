@@ -13,11 +13,11 @@ from steercap.core.messages.base import LineRange, Loaded, Message, Owner, Table
 from steercap.core.schema import PointSchema
 
 
-class NotCapturing(Message, frozen=True):
+class NotCapturing(Message, frozen=True, tag="NotCapturing"):
     """This rank captures nothing: another rank captures all its rows."""
 
 
-class Attached(Message, frozen=True):
+class Attached(Message, frozen=True, tag="Attached"):
     """What one capturing rank holds.
 
     Args:
@@ -51,7 +51,7 @@ class Attached(Message, frozen=True):
     attention: dict[Whole, AttentionRule] = msgspec.field(default_factory=dict)
 
 
-class Unembedded(Message, frozen=True):
+class Unembedded(Message, frozen=True, tag="Unembedded"):
     """What logits rows give.
 
     Args:
@@ -73,13 +73,13 @@ class Unembedded(Message, frozen=True):
     best: Data
 
 
-class Projected(Message, frozen=True):
+class Projected(Message, frozen=True, tag="Projected"):
     """Answer to Project: the bytes of [n, hidden], float32."""
 
     rows: Data
 
 
-class Chosen(Message, frozen=True):
+class Chosen(Message, frozen=True, tag="Chosen"):
     """Answer to Choose.
 
     Args:
@@ -93,7 +93,7 @@ class Chosen(Message, frozen=True):
     refused: Told = ""
 
 
-class Parcel(Message, frozen=True):
+class Parcel(Message, frozen=True, tag="Parcel"):
     """Where one request's rows are on one rank.
 
     Args:
@@ -121,25 +121,25 @@ class Parcel(Message, frozen=True):
     nonfinite: tuple[Whole, Whole] | None = None
 
 
-class Unknown(Message, frozen=True):
+class Unknown(Message, frozen=True, tag="Unknown"):
     """No rows of this owner were ever seen, or they were given back."""
 
     owner: Owner
 
 
-class Collected(Message, frozen=True):
+class Collected(Message, frozen=True, tag="Collected"):
     """Answer to Collect, in its order."""
 
     parcels: tuple[Parcel | Unknown, ...]
 
 
-class Lines(Message, frozen=True):
+class Lines(Message, frozen=True, tag="Lines"):
     """Answer to Read: the ranges' bytes, one after the other."""
 
     data: Data
 
 
-class Counted(Message, frozen=True):
+class Counted(Message, frozen=True, tag="Counted"):
     """Answer to Census: requests whose rows, or record of edits, are held; pages; rows and passes so far; sketches;
     SAEs; what tables take, and whether the arena is pinned.
     """
@@ -160,7 +160,7 @@ class Counted(Message, frozen=True):
     arena_pinned: bool = False
 
 
-class Configured(Message, frozen=True):
+class Configured(Message, frozen=True, tag="Configured"):
     """Answer to Configure.
 
     Args:
@@ -171,7 +171,7 @@ class Configured(Message, frozen=True):
     refused: tuple[Digest, ...]
 
 
-class SteeringRecord(Message, frozen=True):
+class SteeringRecord(Message, frozen=True, tag="SteeringRecord"):
     """What one rank did to one request.
 
     Args:
@@ -193,31 +193,31 @@ class SteeringRecord(Message, frozen=True):
     entries: Large = 0
 
 
-class Settled(Message, frozen=True):
+class Settled(Message, frozen=True, tag="Settled"):
     """Answer to Settle, in its order."""
 
     records: tuple[SteeringRecord | Unknown, ...]
 
 
-class Engaged(Message, frozen=True):
+class Engaged(Message, frozen=True, tag="Engaged"):
     """Answer to Engage, in its order: the first position that is steered, None of a request that is not here."""
 
     positions: tuple[Whole | None, ...]
 
 
-class SketchOpened(Message, frozen=True):
+class SketchOpened(Message, frozen=True, tag="SketchOpened"):
     """Answer to OpenSketch and CloseSketch: why there is no room for it, or ""."""
 
     refused: Told
 
 
-class Folded(Message, frozen=True):
+class Folded(Message, frozen=True, tag="Folded"):
     """Answer to Fold, in its order: how many rows of each request are in its sketches; -1 where it was not weighed."""
 
     rows: tuple[WholeOrNone, ...]
 
 
-class SketchPart(Message, frozen=True):
+class SketchPart(Message, frozen=True, tag="SketchPart"):
     """Answer to ReadSketch; see `sketches.base.State`. A rank that does not keep the point has no rows and no data.
 
     Args:
@@ -233,7 +233,7 @@ class SketchPart(Message, frozen=True):
     data: Data
 
 
-class SAEOpened(Message, frozen=True):
+class SAEOpened(Message, frozen=True, tag="SAEOpened"):
     """Answer to OpenSAE and CloseSAE.
 
     Args:
@@ -249,13 +249,13 @@ class SAEOpened(Message, frozen=True):
     refused: Told = ""
 
 
-class Failed(Message, frozen=True):
+class Failed(Message, frozen=True, tag="Failed"):
     """The worker could not answer."""
 
     reason: Told
 
 
-class Unhooked(Message, frozen=True):
+class Unhooked(Message, frozen=True, tag="Unhooked"):
     """No adapter could hook the worker's model runner."""
 
     reason: Told

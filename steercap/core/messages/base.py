@@ -8,7 +8,7 @@ from steercap.core.framing import Data, Digest, Label, Large, Whole
 from steercap.core.program import Configuration
 
 
-class Message(msgspec.Struct, frozen=True, tag=True):
+class Message(msgspec.Struct, frozen=True, tag_field="type"):
     """Root of the frames."""
 
 

@@ -8,7 +8,7 @@ from steercap.core.framing import Data, Digest, Label, Large, Told, Whole
 from steercap.core.messages.base import EncoderShape, Joining, LineRange, Message, Owner, Placed, Vectors, Wanted
 
 
-class Attach(Message, frozen=True):
+class Attach(Message, frozen=True, tag="Attach"):
     """First frame after start-up: make the arena, say what is armed.
 
     Args:
@@ -18,14 +18,14 @@ class Attach(Message, frozen=True):
     capture_bytes: Large
 
 
-class Configure(Message, frozen=True):
+class Configure(Message, frozen=True, tag="Configure"):
     """Write vectors, then configurations, for requests about to come; every rank does what it can."""
 
     vectors: tuple[Vectors, ...]
     configurations: tuple[Placed, ...]
 
 
-class Settle(Message, frozen=True):
+class Settle(Message, frozen=True, tag="Settle"):
     """Say what was edited of requests so far; every rank answers.
 
     Args:
@@ -37,7 +37,7 @@ class Settle(Message, frozen=True):
     ended: tuple[bool, ...]
 
 
-class Engage(Message, frozen=True):
+class Engage(Message, frozen=True, tag="Engage"):
     """Let steering begin that was held back, with the first token that is not under way; every rank answers.
 
     Args:
@@ -47,13 +47,13 @@ class Engage(Message, frozen=True):
     owners: tuple[Owner, ...]
 
 
-class Collect(Message, frozen=True):
+class Collect(Message, frozen=True, tag="Collect"):
     """Seal finished requests and say where their rows are."""
 
     wanted: tuple[Wanted, ...]
 
 
-class Unembed(Message, frozen=True):
+class Unembed(Message, frozen=True, tag="Unembed"):
     """Say what logits rows of the stream give.
 
     Args:
@@ -73,7 +73,7 @@ class Unembed(Message, frozen=True):
     normed: bool = False
 
 
-class Project(Message, frozen=True):
+class Project(Message, frozen=True, tag="Project"):
     """Say what a block makes of what its last projection reads.
 
     Args:
@@ -91,7 +91,7 @@ class Project(Message, frozen=True):
     dtype: Label
 
 
-class Choose(Message, frozen=True):
+class Choose(Message, frozen=True, tag="Choose"):
     """Say which experts a layer's router chooses by their logits.
 
     Args:
@@ -107,17 +107,17 @@ class Choose(Message, frozen=True):
     dtype: Label
 
 
-class Read(Message, frozen=True):
+class Read(Message, frozen=True, tag="Read"):
     """Send lines as bytes, for clients that cannot map the arena."""
 
     lines: tuple[LineRange, ...]
 
 
-class Census(Message, frozen=True):
+class Census(Message, frozen=True, tag="Census"):
     """Count what the worker holds."""
 
 
-class OpenSketch(Message, frozen=True):
+class OpenSketch(Message, frozen=True, tag="OpenSketch"):
     """Make room for statistics of rows.
 
     Args:
@@ -135,19 +135,19 @@ class OpenSketch(Message, frozen=True):
     most_bytes: Large
 
 
-class Weigh(Message, frozen=True):
+class Weigh(Message, frozen=True, tag="Weigh"):
     """Seal finished requests, and say whether their rows can enter sketches; answered as `Collect` is."""
 
     joining: tuple[Joining, ...]
 
 
-class Fold(Message, frozen=True):
+class Fold(Message, frozen=True, tag="Fold"):
     """Take the rows of requests that were weighed into their sketches, each once however often it is asked."""
 
     joining: tuple[Joining, ...]
 
 
-class ReadSketch(Message, frozen=True):
+class ReadSketch(Message, frozen=True, tag="ReadSketch"):
     """Send bytes `start` to `stop` of what a sketch holds of a point, its tensors one after the other."""
 
     name: Label
@@ -156,13 +156,13 @@ class ReadSketch(Message, frozen=True):
     stop: Large
 
 
-class CloseSketch(Message, frozen=True):
+class CloseSketch(Message, frozen=True, tag="CloseSketch"):
     """Free a sketch; whether there is one does not matter."""
 
     name: Label
 
 
-class OpenSAE(Message, frozen=True):
+class OpenSAE(Message, frozen=True, tag="OpenSAE"):
     """Load an SAE's encoder, unless it is here; asked again until it is. Ranks without the point have nothing to do.
 
     Args:
@@ -182,7 +182,7 @@ class OpenSAE(Message, frozen=True):
     most_bytes: Large
 
 
-class CloseSAE(Message, frozen=True):
+class CloseSAE(Message, frozen=True, tag="CloseSAE"):
     """Free an SAE once no request that runs reads with it; whether there is one does not matter."""
 
     digest: Digest
@@ -210,7 +210,7 @@ Question: TypeAlias = (
 )
 
 
-class Call(Message, frozen=True):
+class Call(Message, frozen=True, tag="Call"):
     """One RPC: rows given back since the last one, then a question."""
 
     released: tuple[Owner, ...]
