@@ -37,18 +37,23 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 
 import shapes  # noqa: F401 -- before any module that it checks
 from preloaded import Preloaded
+from scheduling import in_order, pytest_xdist_make_scheduler  # noqa: F401 -- a hook of pytest-xdist
 from skips import pytest_make_collect_report, pytest_runtest_makereport  # noqa: F401 -- hooks of pytest
 from stalls import (  # noqa: F401 -- hooks of pytest
     pytest_runtest_logreport,
     pytest_timeout_cancel_timer,
     pytest_timeout_set_timer,
 )
+from triton_on_cpu.interpreter_backend.once import patch_once
 
 from steercap import SteerModel
 from steercap.adapters.reaper import mapped
 from steercap.testing import Reference, smollm2, tiny_checkpoint
 from steercap.testing.faults.base import for_two_workers
 from steercap.testing.rows import ALL_SITES, CRAMPED, TINY_ENGINE
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    patch_once()
 
 settings.register_profile("steercap", deadline=None)  # examples differ in what they compile
 settings.load_profile("steercap")
@@ -62,6 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         starts_one = on_engines and ("tiny" not in used or used & {"cramped", "smol"})
         if starts_one or item.get_closest_marker("extended"):
             item.add_marker(pytest.mark.slow)
+    items[:] = in_order(items)
 
 
 class Mapped(threading.Thread):

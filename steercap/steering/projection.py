@@ -85,9 +85,9 @@ def compile_projection(
                 f"project= has directions of width {directions.width}, the rows at {point} are {schemas[point]}; they "
                 "were made for another model, or another site"
             )
-    units = directions.unit()
-    lowered = read_by(torch.cat([units.at(point.layer) for point in points]), [armed[point] for point in points])
-    marks = {point.layer: marks_of(units.at(point.layer)) for point in points}
+    units = {layer: directions.units(layer) for layer in {point.layer for point in points}}
+    lowered = read_by(torch.cat([units[point.layer] for point in points]), [armed[point] for point in points])
+    marks = {layer: marks_of(own) for layer, own in units.items()}
     return Projected(lowered, InSlot(NONE, lowered.digest), tuple(points), tuple(directions), marks)
 
 

@@ -120,6 +120,19 @@ class DirectionSet(Mapping[str, LayerVectors]):
         """
         return torch.stack([vectors[layer] for vectors in self.values()])
 
+    def units(self, layer: int) -> Float[torch.Tensor, "names hidden"]:
+        """The vectors of one layer at length 1, in the order of the names: float32 [names, hidden].
+
+        Raises:
+            LayerOutOfRange: a layer they have no vectors for.
+            InvalidVector: one is zero.
+        """
+        vectors = self.at(layer).double()
+        norms = torch.linalg.vector_norm(vectors, dim=1)
+        if zero := [name for name, norm in zip(self, norms.tolist(), strict=True) if not norm]:
+            raise InvalidVector(f"the vectors of {shown(zero)} at layer {layer} are zero and have no direction")
+        return (vectors / norms[:, None]).float()
+
     def project(self, rows: Float[torch.Tensor, "rows hidden"], layer: int) -> Float[torch.Tensor, "rows names"]:
         """Scalar products of rows with the unit vectors of one layer: float32 [rows, names], in the stream's units.
 
@@ -129,9 +142,9 @@ class DirectionSet(Mapping[str, LayerVectors]):
 
         Raises:
             LayerOutOfRange: a layer they have no vectors for.
-            InvalidVector: rows that are not such a tensor, or of another width.
+            InvalidVector: rows that are not such a tensor, or of another width; a direction that is zero.
         """
-        units = self.unit().at(layer)
+        units = self.units(layer)
         if not isinstance(rows, torch.Tensor) or not rows.is_floating_point() or rows.is_meta:
             raise InvalidVector(f"rows={shown(rows)}; give a tensor of real numbers, [rows, hidden]")
         if not rows.dim() or rows.shape[-1] != self.width:
@@ -140,11 +153,11 @@ class DirectionSet(Mapping[str, LayerVectors]):
 
     def marks(self, layer: int) -> tuple[Mark, ...]:
         """What the directions of one layer are known by, in the order of the names; see `marks_of`."""
-        return marks_of(self.at_layers([layer]).unit().at(layer))
+        return marks_of(self.units(layer))
 
     def cosines(self, layer: int) -> Float[torch.Tensor, "names names"]:
         """Cosine of every two directions at one layer: float64 [names, names]."""
-        units = self.unit().at(layer).double()
+        units = self.units(layer).double()
         return (units @ units.T).clamp(-1, 1)
 
     def select(self, names: str | Iterable[str]) -> DirectionSet:

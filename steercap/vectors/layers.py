@@ -6,6 +6,7 @@ models, sites or layers are not combined: a number would come out, and mean noth
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import operator
@@ -104,8 +105,16 @@ class LayerVectors(Mapping[int, torch.Tensor]):
         return len(next(iter(self.values())))
 
     def named(self, name: str) -> LayerVectors:
-        """The same vectors under another name."""
-        return dataclasses.replace(self, name=name)
+        """The same vectors under another name.
+
+        Raises:
+            InvalidSpec: it is not text.
+        """
+        if not isinstance(name, str):
+            raise InvalidSpec(f"LayerVectors: name={shown(name)}; give text")
+        other = copy.copy(self)  # what it holds is checked, and never changes
+        object.__setattr__(other, "name", name)
+        return other
 
     def at_layers(self, layers: Iterable[int]) -> LayerVectors:
         """The same vectors at some of their layers alone, under the same name.

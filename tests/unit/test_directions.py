@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from steercap.errors import InvalidFile, InvalidSpec, UnknownName
+from steercap.errors import InvalidFile, InvalidSpec, InvalidVector, UnknownName
 from steercap.vectors import METHODS, DirectionSet, LayerVectors, Provenance
 from steercap.vectors.contrast import Contrast, directions_of, separability
 
@@ -97,6 +97,10 @@ def test_a_set_projects_and_compares_as_its_vectors_do() -> None:
     rows = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(9))
     a, b = (vectors[5] / vectors[5].norm() for vectors in found.values())
     torch.testing.assert_close(found.project(rows, 5), torch.stack([rows @ a, rows @ b], dim=1))
+    torch.testing.assert_close(found.units(5), torch.stack([a, b]))
+    assert torch.equal(found.units(5), found.unit().at(5))
+    with pytest.raises(InvalidVector, match=r"\['nothing'\] at layer 5 are zero"):
+        DirectionSet({"nothing": 0 * found["d0a"]}).units(5)
     assert found.cosines(5)[0, 1] == pytest.approx(float(a @ b), abs=1e-6)
     assert found.cosines(5).diagonal().tolist() == pytest.approx([1, 1])
     assert found.orthogonal().cosines(5)[0, 1] == pytest.approx(0, abs=1e-6)

@@ -6,13 +6,16 @@ from typing import Any, NoReturn
 
 from triton.backends.driver import DriverBase
 
+from interpreter_backend.once import patch_once
+
 
 class InterpreterDriver(DriverBase):
     """What Triton would launch compiled kernels with."""
 
     @classmethod
     def is_active(cls) -> bool:
-        """vLLM counts it; Triton, which is asked for no kernel, never does."""
+        """vLLM counts it, when it imports Triton; Triton, which is asked for no kernel, never does."""
+        patch_once()
         return True
 
     def map_python_to_cpp_type(self, ty: str) -> NoReturn:
