@@ -100,6 +100,7 @@ def random_spec(spec: SteeringSpec, name: str, index: int, seed: int) -> Steerin
             return dataclasses.replace(edit, read=read, write=write)
         if not isinstance(edit, Add):
             raise InvalidSpec(f"{edit!r} has no random control of its size; only Add and LowRank have")
+        assert isinstance(edit.vector, torch.Tensor)
         noise = torch.randn(edit.vector.shape, generator=turn).double()
         return dataclasses.replace(edit, vector=noise * (edit.vector.double().norm() / noise.norm()))
 

@@ -131,7 +131,8 @@ class DirectionSet(Mapping[str, LayerVectors]):
         norms = torch.linalg.vector_norm(vectors, dim=1)
         if zero := [name for name, norm in zip(self, norms.tolist(), strict=True) if not norm]:
             raise InvalidVector(f"the vectors of {shown(zero)} at layer {layer} are zero and have no direction")
-        return (vectors / norms[:, None]).float()
+        vectors /= norms[:, None]
+        return vectors.float()
 
     def project(self, rows: Float[torch.Tensor, "rows hidden"], layer: int) -> Float[torch.Tensor, "rows names"]:
         """Scalar products of rows with the unit vectors of one layer: float32 [rows, names], in the stream's units.
