@@ -184,7 +184,7 @@ def asked_before(prompts: list[Prompt], params: dict[str, Any], spec: CaptureSpe
         "sampling": params,
         "layers": repr(spec.layers),
         "sites": spec.sites,
-        "tokens": repr(spec.tokens),
+        "tokens": f"TokenSelection(terms={spec.selection.terms!r})",  # in manifests, whatever the class is called
         "reduce": spec.reduce,
     }
 

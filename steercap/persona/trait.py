@@ -30,6 +30,10 @@ class Examples(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     positive: tuple[str, ...]
     negative: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        """All of it, under one name whatever the class is called: folders of scores are named by it."""
+        return f"Examples(positive={self.positive!r}, negative={self.negative!r})"
+
 
 class Trait(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A way to answer: what brings it out in a model, and what tells that it is there.

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import msgspec
 import torch
 
 from steercap.core.extras import extra
@@ -310,7 +311,8 @@ def _digest(spec: SteeringSpec) -> str:
         for one in edit.lower():
             for vector in (one.write, one.read):
                 found.update(b"" if vector is None else vector.contiguous().numpy().tobytes())
-            found.update(repr(one.response).encode())
+            said = ", ".join(f"{name}={value!r}" for name, value in msgspec.structs.asdict(one.response).items())
+            found.update(f"Response({said})".encode())  # what it is called in folders, whatever its class is called
     return found.hexdigest()
 
 
