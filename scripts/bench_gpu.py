@@ -21,6 +21,9 @@ touched every row, and in the warm-up, where vectors are larger, steered outputs
 at a cost to the modes beside them; its rows are those of a Qwen 3 MLP, three times as wide as the stream at 8B, and need
 that much more host memory.
 
+With `--phases` a second table says when each call's requests were sent, when outputs came and what came behind them: what
+is not spent in steady passes. vLLM's client is watched for that, which costs a microsecond a request and pass.
+
 The share of GPU memory is checked when an engine starts; the KV cache is given in bytes, equal for both and enough for
 the largest workload, since engines that start at once would each take the other's memory for their own.
 """
@@ -46,6 +49,7 @@ from typing import Any
 
 from bench_capture import prompts
 from gpu_engines import START, Bench, NotReal, check_steered, engines, say, specs_of
+from gpu_phases import medians, phases_table
 from gpu_rounds import BASE, CONTROL, LIMITS, MODES, NEURONS, Mode, Workload, modes_for, sequence, sites_for, summary
 from gpu_shapes import SHAPES, Shape, folder_of, random_weights
 from gpu_trace import differences, names_that_differ, read_trace, tables
@@ -261,6 +265,8 @@ async def all_rounds(bench: Bench, args: argparse.Namespace, shape: Shape, repor
                 entry["rounds"].append(records)
                 limits = LIMITS.get(str(load), {}) if args.shape == "qwen3-8b" else {}
                 entry["summary"] = summary(entry["rounds"], load, limits)
+                if args.phases:
+                    entry["phases"] = medians(entry["rounds"])
             report.write()
 
 
@@ -342,6 +348,8 @@ async def main(args: argparse.Namespace) -> None:
         report.write()
         specs = specs_of(most_specs(args, loads), shape, per_layer=args.vectors_per_layer)
         bench = Bench(plain, model, specs, args.fetch_gb * 1e9)
+        if args.phases:
+            bench.watch_phases()
         gc.collect()
         gc.freeze()  # so that collecting before each run is quick
         try:
@@ -349,8 +357,11 @@ async def main(args: argparse.Namespace) -> None:
         finally:
             gc.unfreeze()
             for name, entry in report.data["workloads"].items():
+                title = f"{args.shape}, {name}, {len(entry['rounds'])} rounds"
                 if "summary" in entry:
-                    console.print(table_of(f"{args.shape}, {name}, {len(entry['rounds'])} rounds", entry["summary"]))
+                    console.print(table_of(title, entry["summary"]))
+                if "phases" in entry:
+                    console.print(phases_table(title, entry["phases"]))
         for name, load in args.profile:
             found = await profile(bench, name, load, args.traces, shape)
             report.data.setdefault("profiles", {})[f"{name}:{load}"] = found
@@ -376,8 +387,8 @@ def listed(of: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return read
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="qwen3-8b")
@@ -400,10 +411,11 @@ def arguments() -> argparse.Namespace:
     add("--vectors-per-layer", action="store_true", help="a vector for each layer of a spec, not one for all")
     add("--in-turn", action="store_true", help="start the engines one after the other")
     add("--engine-args", type=json.loads, default={}, help='JSON, such as {"tensor_parallel_size": 2}')
+    add("--phases", action="store_true", help="when requests are sent and outputs come, in a table of its own")
     add("--profile", action="append", type=profiled, default=[], metavar="MODE:WORKLOAD", help="after the rounds")
     add("--traces", type=Path, default=Path("out/traces"))
     add("--json", type=Path, default=None)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     modes_for(args.modes, args.workloads[0])  # a wrong word is told before engines start
     return args
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from bench_capture import plain_outputs, sampling
+from gpu_phases import Watch
 from gpu_rounds import BASE, CODECS, CONTROL, Mode, Workload
 from gpu_shapes import Shape
 
@@ -44,7 +45,7 @@ class Run:
         mode: its name.
         seconds: from the call until outputs are there, and rows are readable.
         outputs: vLLM's output of each request.
-        more: readable_s, bytes_per_token, fetch_s, fetch_bytes of a capture.
+        more: readable_s, bytes_per_token, fetch_s, fetch_bytes of a capture; its phases, if they are watched.
     """
 
     mode: str
@@ -73,12 +74,18 @@ class Bench:
         specs: steering specs, all different: those of the warm-up, which change outputs for all to see, and those that
             are timed, which change rows as little as they can.
         fetch_bytes: most bytes of rows to fetch after an all-layers capture.
+        watches: of each engine, whose phases are then in what a run says.
     """
 
     plain: Any
     model: Any
     specs: dict[bool, list[Any]]
     fetch_bytes: float
+    watches: dict[str, Watch] = field(default_factory=dict)
+
+    def watch_phases(self) -> None:
+        """Note when requests are sent and outputs come, from now on."""
+        self.watches = {"plain": Watch.of(self.plain), "steercap": Watch.of(self.model.engine)}
 
     @cached_property
     def directions(self) -> Any:
@@ -128,15 +135,25 @@ class Bench:
         if name in (BASE, CONTROL):
             if wake:
                 await plain_outputs(self.plain, [first[0]], first[1])
+            self._begin_watch("plain")
             start = time.perf_counter()
             outputs = await plain_outputs(self.plain, given, sampled)
-            run = Run(name, time.perf_counter() - start, outputs)
+            run = Run(name, time.perf_counter() - start, outputs, self._phases("plain", workload))
         else:
             if wake:
                 await self.model.generate(*first)
+            self._begin_watch("steercap")
             run = await self._steercap(name, workload, given, sampled, fetch=fetch, strong=strong)
         _check_outputs(run, workload)
         return run
+
+    def _begin_watch(self, engine: str) -> None:
+        if engine in self.watches:
+            self.watches[engine].begin()
+
+    def _phases(self, engine: str, workload: Workload) -> dict[str, float]:
+        """What the watch of an engine says, if it has one, of a run that has just ended."""
+        return self.watches[engine].phases(workload.requests) if engine in self.watches else {}
 
     async def _steercap(
         self, name: str, workload: Workload, given: list[Any], sampled: Any, *, fetch: bool, strong: bool
@@ -157,12 +174,13 @@ class Bench:
         texts = time.perf_counter()
         if spec is None:
             raws = result
-            run = Run(name, texts - start, [raw.output for raw in raws])
+            run = Run(name, texts - start, [raw.output for raw in raws], self._phases("steercap", workload))
         else:
             raws, handles = result
             found = await rows_readable(model, handles)
             end = time.perf_counter()
-            run = Run(name, end - start, [raw.output for raw in raws], {"readable_s": end - texts})
+            more = {"readable_s": end - texts, **self._phases("steercap", workload)}
+            run = Run(name, end - start, [raw.output for raw in raws], more)
             run.more["bytes_per_token"] = _stored_bytes(found) / (workload.requests * workload.rows)
             await self._captured(run, workload, handles, found, fetch=fetch and mode.capture in WHOLE)
         if chosen:

@@ -58,6 +58,7 @@ EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
 SHAPES = {
     "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 128, 151_936, tie_word_embeddings=True),
+    "qwen3-4b": Shape(2560, 9728, 36, 32, 8, 128, 151_936, tie_word_embeddings=True),
     "qwen3-8b": Shape(4096, 12_288, 36, 32, 8, 128, 151_936, tie_word_embeddings=False),
     "qwen3-32b": Shape(5120, 25_600, 64, 64, 8, 128, 151_936, tie_word_embeddings=False),
     "qwen3-30b-a3b": Shape(

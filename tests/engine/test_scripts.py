@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import AsyncIterator
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
+import bench_beside
 import bench_capture
 import bench_collect
 import bench_gpu
+import bench_host
 import bench_patching
 import bench_steering
 import bench_sweep
 import gpu_engines
 import numpy as np
+import perf_hook
 import pytest
+import step_report
 import study_codecs
 from conftest import opened
 from gpu_rounds import BASE, CONTROL, HEADS, MODES, NEURONS, Workload
@@ -29,9 +37,21 @@ SITES = ("resid_post", *bench_patching.SITES, "neurons", "z")
 
 
 @pytest.fixture(scope="module")
-async def model() -> AsyncIterator[SteerModel]:
-    """SmolLM2 as the scripts start it, with all the sites that any of them arms."""
-    async with opened(smollm2(), preset="cpu", sites=SITES, enable_prefix_caching=False) as model:
+def times(tmp_path_factory) -> Iterator[Path]:
+    """Where the engine's process writes what its passes take."""
+    folder = tmp_path_factory.mktemp("times")
+    paths = [str(Path(perf_hook.__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PYTHONPATH", os.pathsep.join(paths))
+        patched.setenv("PERF_TIMES", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+async def model(times) -> AsyncIterator[SteerModel]:
+    """SmolLM2 as the scripts start it, with all the sites that any of them arms; its passes are timed."""
+    del times
+    async with opened(smollm2(), spawned=True, preset="cpu", sites=SITES, enable_prefix_caching=False) as model:
         yield model
 
 
@@ -55,6 +75,7 @@ async def test_bench_steering(model) -> None:
 async def test_bench_gpu(model) -> None:
     """Each mode of the bench for GPUs, checked as there: rows of all points, receipts, texts that steering changes."""
     bench = gpu_engines.Bench(model.engine, model, gpu_engines.specs_of(2, SMOLLM2, per_layer=False), 1e6)
+    bench.watch_phases()
     modes = [CONTROL, *(mode for mode in MODES[1:] if not mode.startswith("steer-")), *NEURONS, HEADS, "steer-2"]
     load, failed = Workload(2, 8, 3), dict[str, str]()
     tokens = bench_capture.prompts(2, 8, 0)
@@ -64,6 +85,48 @@ async def test_bench_gpu(model) -> None:
     stored = {record["mode"]: record.get("bytes_per_token", 0) for record in records}
     assert stored["capture-all"] >= SMOLLM2.row_bytes("resid_post") > stored["capture-one"] > 0
     assert all((stored[mode] > 0) == mode.startswith("capture") for mode in stored)
+    for record in records:
+        assert 0 < record["first_sent_ms"] < record["first_output_ms"] < record["whole_ms"]
+        assert record["first_sent_ms"] <= record["last_sent_ms"] < record["whole_ms"]
+        assert 3 <= record["passes"] <= 6
+
+
+def test_bench_host() -> None:
+    """What a client encodes: plans, vLLM's own request, and questions of several requests."""
+    rows = bench_host.measure_client([1, 3], repeats=3)
+    assert len(rows) == 6 + 2 * 2
+    assert all(0 < row["p10"] <= row["median"] < 1e6 for row in rows)
+
+
+async def test_bench_beside(model) -> None:
+    """Plain vLLM and steercap run every mode, and captures have a row of each token and layer."""
+    loads = [Workload(2, 8, 3)]
+    for calls in (bench_beside.plain_calls(model.engine), bench_beside.steercap_calls(model)):
+        found = [one async for one in bench_beside.measure(calls, loads, 1, 40_000, model.num_layers)]
+        assert [record["mode"] for record in found] == list(calls)
+        assert not [record for record in found if "error" in record]
+        assert min(record["seconds"] for record in found) > 0
+    parts = await bench_beside.one_request(model, length=8, repeats=1, vocabulary=40_000)
+    assert {name: len(times) for name, times in parts.items() if "layer" in name} == dict.fromkeys(list(parts)[2:], 2)
+    assert min(min(times) for times in parts.values()) > 0
+
+
+async def test_perf_hook(model, times) -> None:
+    """Passes of the engine's own process are written, each with what steercap did in it."""
+    await model.generate(["One", "Two"], {"max_tokens": 6, "ignore_eos": True}, capture_layers=[3])
+    deadline = time.monotonic() + 60
+    while not (kinds := {kind for _, kind, _, _ in written(times)}) >= {"capture"}:
+        assert time.monotonic() < deadline, f"only passes of kind {kinds} were written"
+        await asyncio.sleep(0.1)
+    for key, numbers in written(times).items():
+        assert numbers["passes"] > 0
+        assert 0 < numbers["host"] < numbers["period"], key
+        assert key[1] != "capture" or min(numbers["begin"], numbers["end"]) > 0
+
+
+def written(folder: Path) -> dict[step_report.Key, dict[str, float]]:
+    """What is told of the passes that are written by now."""
+    return step_report.summary(folder, least=1) if list(folder.glob("*.jsonl")) else {}
 
 
 async def test_bench_collect(model, tmp_path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from gpu_phases import PHASES, Watch, medians, phases, phases_table
 from gpu_rounds import BASE, CONTROL, MODES, NEURONS, Workload, modes_for, ratios, sequence, sites_for, summary
 from gpu_shapes import SHAPES
 from gpu_trace import Trace, differences, group_of, names_that_differ, read_trace
@@ -151,3 +153,48 @@ def test_ratios_are_to_the_base_runs_around() -> None:
     assert found["a"]["limit_percent"] == 2.0
     assert found[BASE]["ratio"] is None
     assert found[BASE]["tokens_per_s"] == pytest.approx(10 / 1.2)
+
+
+def test_the_phases_of_a_run_are_told_from_when_things_came() -> None:
+    """Milliseconds from the call; a full pass is one with an output of every request."""
+    watch = Watch(
+        sent=[10.01, 10.02, 10.05],
+        outputs=[(10.1, 1), (10.2, 3), (10.3, 3), (10.5, 3), (10.6, 2)],
+        started=10.0,
+        cpu=1.0,
+    )
+    found = phases(watch, 3, ended=10.7, cpu=1.25)
+    assert set(found) == set(PHASES)
+    assert found == pytest.approx({
+        "passes": 5, "first_sent_ms": 10, "last_sent_ms": 50, "first_output_ms": 100, "first_full_ms": 200,
+        "full_ms": 150, "tail_ms": 100, "whole_ms": 700, "client_ms": 250,
+    })  # fmt: skip
+    few = phases(watch, 4, ended=10.7, cpu=1.25)
+    assert set(found) - set(few) == {"first_full_ms", "full_ms"}
+    rounds = [
+        [{"mode": "idle", "seconds": 1.0, **found}, {"mode": "base", **few}],
+        [{"mode": "idle", **found, "tail_ms": 300}],
+    ]
+    said = medians(rounds)
+    assert said["idle"]["tail_ms"] == pytest.approx(200)
+    assert "seconds" not in said["idle"]
+    assert len(phases_table("a trial", said).rows) == 2
+
+
+async def test_an_engine_is_watched_from_outside() -> None:
+    """What its methods give and take stays the same, and what came before a run is forgotten."""
+
+    async def add(request: str, *, urgent: bool) -> str:
+        return f"{request} {urgent}"
+
+    llm = SimpleNamespace(
+        engine_core=SimpleNamespace(add_request_async=add), output_processor=SimpleNamespace(process_outputs=sum)
+    )
+    watch = Watch.of(llm)
+    assert llm.output_processor.process_outputs([7]) == 7
+    watch.begin()
+    assert await llm.engine_core.add_request_async("one", urgent=True) == "one True"
+    assert llm.output_processor.process_outputs([1, 2], 3) == 6
+    found = watch.phases(2)
+    assert found["passes"] == 1
+    assert 0 < found["first_sent_ms"] <= found["first_output_ms"] <= found["whole_ms"]

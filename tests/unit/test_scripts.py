@@ -3,43 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import shutil
+import subprocess
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import bench_beside
 import bench_capture
 import bench_fetch
-import bench_pass
+import bench_fused
+import bench_gpu
+import bench_host
 import bench_tap
 import bench_training
 import pytest
 import torch
+from gpu_rounds import Workload
 from workers import CUDA, DEVICE, LateTransfers
 
+from steercap.kernels import triton_tap
 from steercap.testing import tiny_checkpoint
 from steercap.training import HookedModel
 from steercap.worker.taps.transfers import CudaTransfers
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Points and rows that cost nothing."""
-    monkeypatch.setattr(bench_pass, "POINTS", 3)
-    monkeypatch.setattr(bench_pass, "WIDTH", 32)
-
-
-@pytest.mark.parametrize("mode", bench_pass.MODES)
-def test_the_host_around_a_pass_is_timed_with_rows_and_edits(mode, caplog) -> None:
-    """The worker follows the plans: it has every row and every edit, and more to do than of requests without a plan."""
-    before, after = bench_pass.measured(mode, requests=2, passes=6, profiler=None)
-    idle = sum(bench_pass.measured("idle", requests=2, passes=6, profiler=None))
-    assert before + after > (0 if mode == "idle" else 3 * idle)
-    assert not caplog.records
-
-
-def test_a_plan_that_the_worker_does_not_follow_is_no_measurement(monkeypatch) -> None:
-    """A refused plan is an error, not a fast pass."""
-    monkeypatch.setattr(bench_pass, "RAW", "raw")
-    with pytest.raises(AssertionError, match="does not know a request"):
-        bench_pass.measured("capture", requests=1, passes=2, profiler=None)
 
 
 @pytest.mark.parametrize("mode", bench_tap.MODES)
@@ -57,6 +45,28 @@ def test_a_tap_is_timed_with_what_its_mode_does(mode) -> None:
     changed = (hidden != rows).any(dim=1)
     assert changed.all() if specs else not changed.any()
     assert torch.equal(taps._rows, arena) != copies
+
+
+@pytest.mark.parametrize("mode", bench_fused.MODES)
+def test_the_fused_kernel_adds_taps_and_norms(mode) -> None:
+    """The sum, the edit, the copy and the norm are PyTorch's, whether rows are copied, edited, both or neither."""
+    transfers: Any = CudaTransfers(DEVICE) if CUDA else LateTransfers()
+    tokens, width, point = 3, 64, 5
+    layers = bench_fused.Layers(tokens, width, 0, DEVICE)
+    taps = bench_tap.cuda_taps(width, tokens, transfers, arena_bytes=1 << 20)
+    bench_tap.opened(taps, tokens, mode, DEVICE)
+    arena, row = taps._rows.clone(), layers.hidden.float() + layers.residual.float()
+    layers.launch_fused(taps, layers.points[point])
+    copies, specs, _ = bench_tap.MODES[mode]
+    if specs:
+        length = taps._responses[0, point, 0, 2]
+        row += length * taps._bank[taps._entries[0, point, 0, triton_tap.WRITE].long()]
+    normed, summed = bench_fused.add_norm(row, torch.zeros_like(row), layers.scale.float())
+    torch.testing.assert_close(layers.summed.float(), summed, rtol=2**-7, atol=0)  # Triton's interpreter cuts off
+    torch.testing.assert_close(layers.normed.float(), normed, rtol=2**-6, atol=0)  # and PyTorch rounds once
+    assert torch.equal(taps._rows, arena) != copies
+    if specs:
+        assert bench_fused.error_of(layers, taps) < 0.02
 
 
 async def test_fetching_is_timed_with_rows() -> None:
@@ -80,3 +90,81 @@ def test_a_step_of_training_trains() -> None:
     assert bench.step() > 0
     for trait, known in zip(bench.traits, before, strict=True):
         assert any(not torch.equal(one, other) for one, other in zip(trait.spec.parameters(), known, strict=True))
+
+
+@pytest.mark.parametrize("script", [bench_beside, bench_fused, bench_gpu, bench_host])
+def test_help_says_how_a_script_is_called(script, capsys) -> None:
+    """Its docstring, and every option."""
+    with pytest.raises(SystemExit, match=r"^0$"):
+        script.arguments(["--help"])
+    said = capsys.readouterr().out
+    assert f"python scripts/{script.__name__}.py" in said
+    assert "--help" in said
+
+
+def test_words_that_mean_nothing_are_refused(capsys) -> None:
+    """Before an engine is started."""
+    for script, words, reason in (
+        (bench_beside, "plain --one-request", "of steercap alone"),
+        (bench_beside, "other", "invalid choice"),
+        (bench_beside, "plain --workloads 3", "invalid"),
+        (bench_host, "passes --modes idle,fast", "no mode 'fast'"),
+        (bench_host, "passes --requests many", "invalid"),
+    ):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            script.arguments(words.split())
+        assert reason in capsys.readouterr().err
+    args = bench_beside.arguments(["interp-engine"])
+    assert (args.shape, len(args.workloads), args.modes) == ("qwen3-4b", 4, [])
+
+
+async def test_a_library_that_cannot_is_a_line_of_the_result() -> None:
+    """Rows that are missing, and errors, are told of their mode and workload alone."""
+
+    async def some(tokens: list[list[int]], generated: int) -> int:
+        return len(tokens) * (len(tokens[0]) + generated - 1) * 3
+
+    async def none(*_: Any) -> int:
+        raise NotImplementedError("not here")
+
+    calls = {"capture-all": some, "capture-one": some, "generate": none}
+    found = [record async for record in bench_beside.measure(calls, [Workload(2, 5, 1)], 2, 1000, layers=3)]
+    assert found[0]["rows"] == 30
+    assert len(found[0]["all"]) == 3
+    assert "30 rows, not 10" in found[1]["error"]
+    assert "not here" in bench_beside.line_of(found[2])
+
+
+PROTOTYPE = Path(bench_host.__file__).with_name("steady.patch")
+
+
+def test_the_prototype_is_whole() -> None:
+    """Every hunk has as many lines as it says: no editor, and no formatter, has been at them."""
+    head, *files = re.split(r"^diff --git ", PROTOTYPE.read_text(), flags=re.MULTILINE)
+    assert re.search(r"^base: [0-9a-f]{40}$", head, re.MULTILINE)
+    assert files
+    for file in files:
+        _, *hunks = re.split(r"^(?=@@ )", file, flags=re.MULTILINE)
+        assert hunks
+        for hunk in hunks:
+            (title, *lines), signs = hunk.splitlines(), Counter()
+            signs.update(line[0] for line in lines)
+            counts = re.match(r"@@ -\d+,(\d+) \+\d+,(\d+) @@", title)
+            assert counts is not None, title
+            assert [int(count) for count in counts.groups()] == [signs[" "] + signs[sign] for sign in "-+"], title
+
+
+def test_the_prototype_applies_to_its_base(tmp_path) -> None:
+    """To the commit that it names, whatever has become of the files since."""
+    root = PROTOTYPE.parent.parent
+    base = re.search(r"^base: (\w+)$", PROTOTYPE.read_text(), re.MULTILINE)
+    assert base is not None
+
+    def git(*words: str) -> int:
+        index = {"GIT_INDEX_FILE": str(tmp_path / "index")}
+        return subprocess.run(["git", *words], cwd=root, env=os.environ | index, check=False).returncode
+
+    if shutil.which("git") is None or git("cat-file", "-e", f"{base[1]}^{{commit}}"):
+        pytest.skip(f"commit {base[1]} is not here")
+    assert not git("read-tree", base[1])
+    assert not git("apply", "--cached", "--check", str(PROTOTYPE))

@@ -1,0 +1,1 @@
+"""Looks into the workers of vLLM, of any script; see `sitecustomize`."""

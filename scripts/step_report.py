@@ -1,0 +1,112 @@
+"""Medians over decode passes of what `perf_hook` wrote, in microseconds.
+
+    python scripts/step_report.py FOLDER [--json out.json]
+
+A line for each process (a worker of an engine), kind of pass and number of requests; passes that are one CUDA graph apart.
+
+period    from the begin of a pass to that of the next
+host      what the thread that launches spends on a pass: execute_model and sample_tokens
+begin     of it, steercap's work before the pass; end: after it; launch: the launch of the graph
+wait      between these two calls, and before the next pass: for the engine's core, or at work for it
+prepare   on the device, from the begin of the pass to its graph; graph; tail: behind it (closing kernel, sampling)
+gap       on the device, from the end of a pass to the begin of the next: above about 5 the device stands still, and a
+          microsecond of the host is one of the period
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rich.console import Console
+from rich.table import Table
+
+COLUMNS = ("period", "host", "begin", "end", "launch", "wait", "prepare", "graph", "tail", "gap")
+#: The fewest passes whose median is shown.
+LEAST = 20
+
+#: Process, kind of pass, requests, whether it is one graph.
+Key: TypeAlias = tuple[str, str, int, bool]
+
+
+def of_pass(before: Mapping[str, Any], one: Mapping[str, Any]) -> dict[str, float]:
+    """What a pass and the one before it say, µs; what the device did not say is left out."""
+    seconds = {
+        "period": one["started"] - before["started"],
+        "host": one["executed"] - one["started"] + one["ended"] - one["sampling"],
+        "wait": one["sampling"] - one["executed"] + one["started"] - before["ended"],
+        **{name: one[name] for name in ("begin", "end", "launch")},
+    }
+    said = {name: one[name] for name in ("prepare", "graph", "tail", "gap") if name in one}
+    return {name: 1e6 * value for name, value in seconds.items()} | said
+
+
+def decodes(lines: Iterable[str]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Each pass of one token a request that comes right after one of as many requests, of the same kind; and that one."""
+    before = None
+    for line in lines:
+        one = json.loads(line)
+        if "over" in one or one["requests"] != one["tokens"]:
+            before = None
+            continue
+        if before is not None and all(before[name] == one[name] for name in ("requests", "kind", "replayed")):
+            yield before, one
+        before = one
+
+
+def summary(folder: Path, least: int = LEAST) -> dict[Key, dict[str, float]]:
+    """Medians, and the number of passes, of each kind of pass of which there are at least so many.
+
+    Raises:
+        FileNotFoundError: nothing was written there.
+    """
+    found: dict[Key, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    paths = sorted(folder.glob("*.jsonl"))
+    if not paths:
+        raise FileNotFoundError(
+            f"no times in {folder}: was PERF_TIMES={folder} set, and scripts/perf_hook on PYTHONPATH?"
+        )
+    for path in paths:
+        for before, one in decodes(path.read_text().splitlines()):
+            for name, value in of_pass(before, one).items():
+                found[path.stem, one["kind"], one["requests"], one["replayed"]][name].append(value)
+    return {
+        key: {"passes": len(numbers["period"]), **{name: statistics.median(all_) for name, all_ in numbers.items()}}
+        for key, numbers in sorted(found.items())
+        if len(numbers["period"]) >= least
+    }
+
+
+def table_of(found: Mapping[Key, Mapping[str, float]]) -> Table:
+    """The table to print."""
+    table = Table(title="µs, medians", title_justify="left")
+    for name in ("process", "kind", "requests", "one graph", "passes", *COLUMNS):
+        table.add_column(name, justify="right")
+    for (process, kind, requests, replayed), numbers in found.items():
+        cells = (f"{numbers[name]:.0f}" if name in numbers else "" for name in ("passes", *COLUMNS))
+        table.add_row(process, kind, str(requests), "yes" if replayed else "no", *cells)
+    return table
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    found = summary(args.folder)
+    Console(width=150).print(table_of(found))
+    if args.json:
+        names = ("process", "kind", "requests", "one graph")
+        args.json.write_text(
+            json.dumps([dict(zip(names, key, strict=True)) | row for key, row in found.items()], indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()
