@@ -18,6 +18,7 @@ from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.engine.stats import Stats, stats_of
+from steercap.errors import UnsupportedModel
 from steercap.requests.answers import Answers
 from steercap.requests.calls import Calls
 from steercap.requests.context import joining, steered
@@ -27,6 +28,7 @@ from steercap.requests.lens import MOST_BYTES, Lens, unembed
 from steercap.requests.proof import Claim
 from steercap.requests.serving import Serving
 from steercap.requests.sketching import RunningSketch, begun
+from steercap.runs.fingerprint import identity_of, tokenizer_of
 from steercap.steering.spec import SteeringSpec
 from steercap.vectors.calibration import Calibration, calibrate
 from steercap.vectors.extraction import BUT_THE_FIRST, Text, tokens_of
@@ -335,6 +337,31 @@ class SteerModel(Unshared, Calls[CaptureHandle], CorpusCalls, instead=INSTEAD):
         """
         return tokens_of(self.tokenizer, text, special=add_special_tokens)
 
+    def check_capture(self, spec: CaptureSpec) -> tuple[Point, ...]:
+        """Check a spec against this model as a call would, before anything runs.
+
+        Args:
+            spec: what a call is to capture.
+
+        Returns:
+            The points that it captures, ascending.
+
+        Raises:
+            InvalidSpec, LayerOutOfRange, UnknownName, PointNotArmed: it does not fit.
+        """
+        return self.serving.opened().captured(spec)[0]
+
+    def identity(self) -> dict[str, str]:
+        """What answers depend on besides what is asked: a run that is resumed must find the same.
+
+        Returns:
+            Strings by name, "" where something is not set: name, revision, dtype, quantization; weights, a commit of
+            the hub or a SHA-256; generation and chat_template, SHA-256; kv_cache_dtype.
+        """
+        config = self.engine.vllm_config
+        found = identity_of(self.model, config.model_config, tokenizer_of(self))
+        return {**found, "kv_cache_dtype": str(config.cache_config.cache_dtype)}
+
     async def stats(self) -> Stats:
         """What the model holds now, and its limits."""
         return await self.serving.surviving(lambda engine: stats_of(engine, self.serving.restarts))
@@ -356,6 +383,29 @@ class SteerModel(Unshared, Calls[CaptureHandle], CorpusCalls, instead=INSTEAD):
         """The `revision` of the model, "" if none was asked for, and the `dtype` that it computes in."""
         config = self.engine.model_config
         return {"revision": config.revision or "", "dtype": str(config.dtype).removeprefix("torch.")}
+
+    @property
+    def checkpoint(self) -> tuple[str, str | None]:
+        """Name or path of the checkpoint, and its revision, None if none was asked for.
+
+        Raises:
+            UnsupportedModel: the weights are random (`load_format="dummy"`), and in no checkpoint.
+        """
+        config = self.engine.vllm_config
+        if config.load_config.load_format == "dummy":
+            raise UnsupportedModel(f'load_format="dummy" gave {self.model} weights that no checkpoint holds')
+        return self.model, config.model_config.revision
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The checkpoint's generation_config.json, such as its `eos_token_id`; empty if it has none."""
+        found: Mapping[str, Any] = self.engine.model_config.try_get_generation_config()
+        return found
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that the context holds, those of the prompt and of the answer together."""
+        return self.serving.opened().vllm.max_model_len
 
     @property
     def num_layers(self) -> int:

@@ -191,12 +191,10 @@ def asked_before(prompts: list[Prompt], params: dict[str, Any], spec: CaptureSpe
 
 def asked_of(model: SteerModel, spec: CaptureSpec, steering: SteeringSpec | None) -> dict[str, Any]:
     """The rest of it: the model, how rows are stored, and digests of what is changed and projected on."""
-    from steercap.runs.fingerprint import identity
-
     engine = model.serving.here()
     projected = engine.projected(spec)
     return {
-        "model": identity(model),
+        "model": model.identity(),
         "codec": str(engine.coding(spec)),
         "steering": None if steering is None else engine.lowered(steering).digest.hex(),
         "directions": None if projected is None else projected.lowered.digest.hex(),

@@ -38,8 +38,12 @@ INSTEAD: Final = "a connection has one owner; connect once more to the same serv
 LACKING: Final[Mapping[str, str]] = {
     "activations": "stream a corpus where the model is open; `read` reads texts",
     "calibrate": "calibrate where the model is open",
+    "check_capture": "the server checks each request; `points` says what it has",
+    "checkpoint": "the server has it; `model` is its name there",
     "collect": "collect a corpus where the model is open; `read` reads texts",
     "engine": "it is in the server's process",
+    "generation_config": "the server does not say it",
+    "identity": "runs that can be resumed need a model that is open here",
     "layers": "the server does not say which classes it loaded",
     "proof": "the server does not say what was proved when it started",
     "serving": "it is in the server's process",
@@ -246,6 +250,11 @@ class RemoteModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
     def origin(self) -> Mapping[str, str]:
         """The `revision` of the model, "" if none was asked for, and the `dtype` that it computes in."""
         return self.connection.opened().origin
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens that the context holds, those of the prompt and of the answer together; None if not known."""
+        return self.connection.opened().context
 
     @property
     def num_layers(self) -> int:

@@ -30,7 +30,7 @@ from steercap.datasets import DatasetFolder, Definition, Receipt, Totals, define
 from steercap.datasets import definition as definitions
 from steercap.datasets.storage import Storage
 from steercap.errors import InvalidSetting
-from steercap.runs.fingerprint import identity, tokenizer_digest, tokenizer_of
+from steercap.runs.fingerprint import tokenizer_digest, tokenizer_of
 
 if TYPE_CHECKING:
     from steercap.engine.engine import Engine
@@ -254,7 +254,7 @@ class _Collection:
         given, every = self._asked.documents_per_shard, self._asked.statistics_every
         reading = self._reading
         return define(
-            {**identity(self._model), "tokenizer": tokenizer_digest(tokenizer_of(self._model))},
+            {**self._model.identity(), "tokenizer": tokenizer_digest(tokenizer_of(self._model))},
             {point: reading.engine.schemas[point] for point in reading.points},
             coding=reading.coding,
             documents_per_shard=per_shard if given is None else given,

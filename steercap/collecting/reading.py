@@ -34,6 +34,9 @@ class CollectingModel(OpenModel, Protocol):
     def num_layers(self) -> int:
         """Decoder layers of the model."""
 
+    def identity(self) -> dict[str, str]:
+        """See `SteerModel.identity`."""
+
     async def read(self, prompts: Any, *, capture: Any, steering: Any) -> Any:
         """See `SteerModel.read`."""
 

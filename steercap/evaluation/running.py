@@ -21,7 +21,6 @@ from steercap.evaluation.tasks.base import Task
 from steercap.experiments.measures.base import Measure
 from steercap.experiments.running import CONCURRENT, measured, measures_of
 from steercap.experiments.store import Value
-from steercap.runs.fingerprint import identity
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ async def evaluate(
     chosen, read = measures_of(measures, COLUMNS), tasks_of(tasks)
     if both := {measure.label for measure in chosen} & {task.label for task in read}:
         raise InvalidSpec(f"{sorted(both)} are labels of a measure and of a task; leave one out")
-    run = _Run(model, evaluation, Folder(out, evaluation, identity(model)), concurrent, progress or _silent)
+    run = _Run(model, evaluation, Folder(out, evaluation, model.identity()), concurrent, progress or _silent)
     for task in read:  # first, as this is quick, and finds edits that do not fit the engine
         await run.read(task)
     await run.answer()

@@ -18,7 +18,6 @@ from steercap.experiments.measures import MEASURES
 from steercap.experiments.measures.base import Answered, Measure
 from steercap.experiments.results import SweepResults
 from steercap.experiments.store import NUMBER, Folder, Record, Table, Value
-from steercap.runs.fingerprint import identity
 from steercap.steering.spec import SteeringSpec
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ async def run_sweep(
     require("experiments")
     chosen = measures_of(measures)
     _check(model, sweep)
-    folder = Folder(out, sweep.definition(identity(model)))
+    folder = Folder(out, sweep.definition(model.identity()))
     await _answer(model, sweep, folder.answers, concurrent, progress or (lambda _done, _all: None))
     records = [folder.answers.rows[request.number] for request in sweep.requests()]
     values = {measure.label: await measured(model, measure, records, folder.values(measure)) for measure in chosen}

@@ -143,7 +143,7 @@ def places_of(model: SteerModel, points: Any) -> list[Places]:
         raise InvalidSpec(f"points={shown(points)}; give a steercap.patching.Grid, or a list of them")
     found = []
     for grid in grids:
-        armed, _ = model.serving.opened().captured(grid.capture())
+        armed = model.check_capture(grid.capture())
         for point in armed:
             check_writable(point, model.points[point])
         heads = {point: grid.heads_of(point, model.points[point]) for point in armed}

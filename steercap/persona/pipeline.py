@@ -21,7 +21,6 @@ from steercap.persona.stages.generate import generate
 from steercap.persona.stages.keep import keep
 from steercap.persona.stages.score import score
 from steercap.persona.stages.vectors import vectors
-from steercap.runs.fingerprint import identity
 from steercap.vectors import DirectionSet
 
 if TYPE_CHECKING:
@@ -75,13 +74,12 @@ async def run(
     """
     require("personas")
     check(model, settings)
-    folder = RunFolder(out, identity(model), described(settings))
+    folder = RunFolder(out, model.identity(), described(settings))
     responses = await generate(model, settings, folder, progress)
     scores = await score(settings, folder, responses, progress)
     count = Count("filter", 1, 0, progress)
     (folder.path / "kept.parquet").unlink(missing_ok=True)  # of other thresholds, if too few are kept now
-    limit = model.engine.vllm_config.model_config.max_model_len
-    room = room_of(model.tokenizer, limit, settings, responses)
+    room = room_of(model.tokenizer, model.max_model_len, settings, responses)
     kept, left_out = keep(settings, responses, scores, room)
     write_table(folder.path / "kept.parquet", kept)
     count.add()
@@ -101,4 +99,4 @@ def check(model: SteerModel, settings: PersonaSettings) -> None:
     Raises:
         PointNotArmed, LayerOutOfRange: they cannot.
     """
-    model.serving.here().captured(CaptureSpec(layers=settings.layers, sites=settings.site))
+    model.check_capture(CaptureSpec(layers=settings.layers, sites=settings.site))

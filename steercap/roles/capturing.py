@@ -70,8 +70,7 @@ async def read(
 
 def room_in(model: SteerModel, settings: RoleSettings, responses: Sequence[RoleResponse]) -> dict[str, int]:
     """How many tokens of each answer can be read after its prompt, by id; 0 where none can."""
-    limit = model.engine.vllm_config.model_config.max_model_len
-    return room_of(model.tokenizer, limit, settings, responses)
+    return room_of(model.tokenizer, model.max_model_len, settings, responses)
 
 
 def _batches(settings: RoleSettings, kept: Sequence[RoleResponse]) -> Iterator[list[RoleResponse]]:

@@ -24,7 +24,6 @@ from steercap.roles.answering import answers_of
 from steercap.roles.axis import AssistantAxis
 from steercap.roles.folder import read_folder
 from steercap.roles.role import ASSISTANT
-from steercap.runs.fingerprint import identity
 from steercap.steering.spec import SteeringSpec
 from steercap.vectors import Exchange
 from steercap.vectors.extraction import BUT_THE_FIRST, CALL_TEXTS, CALLS, asked_of, check_texts
@@ -157,7 +156,7 @@ async def calibrated_capping(
         InvalidSpec, LayerOutOfRange: as for `capping`.
         The errors of `SteerModel.read`.
     """
-    known, here = read_folder(run.folder).definition.model, identity(model)
+    known, here = read_folder(run.folder).definition.model, model.identity()
     if what := differences(here, known):
         raise RunDiffers(f"{run.folder} is of another model: {'; '.join(what)}; open the model that it is of")
     projections = await token_projections(model, vectors, calibration_texts(run), layers=layers)

@@ -24,7 +24,6 @@ from steercap.roles.rows import LEAST, RoleRows
 from steercap.roles.rows_file import RowsHeader, load_layer, read_rows_header, rows_path
 from steercap.roles.scoring import kept_of, score
 from steercap.roles.settings import RoleSettings
-from steercap.runs.fingerprint import identity
 from steercap.vectors import Provenance
 
 if TYPE_CHECKING:
@@ -96,7 +95,7 @@ async def run_share(
     require("personas")
     check(model, settings)
     names = share_of(settings, shard)
-    folder = open_folder(out, identity(model), settings)
+    folder = open_folder(out, model.identity(), settings)
     roles = [folder.roles[name] for name in names]
     await answer(model, settings, roles, progress)
     total = sum(settings.answers_of(name) for name in names)
@@ -135,7 +134,7 @@ def check(model: SteerModel, settings: RoleSettings) -> None:
     Raises:
         PointNotArmed, LayerOutOfRange: they cannot.
     """
-    model.serving.here().captured(CaptureSpec(layers=settings.layers, sites=settings.site))
+    model.check_capture(CaptureSpec(layers=settings.layers, sites=settings.site))
 
 
 async def _finish(model: SteerModel, settings: RoleSettings, role: RoleFolder, count: Count) -> None:

@@ -25,20 +25,6 @@ ENDS: Final = 64 << 10
 _DIGESTS: Final[WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
 
 
-def identity(model: OpenModel) -> dict[str, str]:
-    """What answers depend on, besides what is asked.
-
-    Args:
-        model: an open model.
-
-    Returns:
-        As `identity_of`.
-    """
-    config = model.engine.vllm_config
-    cache = str(config.cache_config.cache_dtype)
-    return {**identity_of(model.model, config.model_config, tokenizer_of(model)), "kv_cache_dtype": cache}
-
-
 def tokenizer_of(model: OpenModel) -> Any:
     """The tokenizer of an open model, None of one that was started without (`skip_tokenizer_init=True`)."""
     return None if model.engine.vllm_config.model_config.skip_tokenizer_init else model.tokenizer

@@ -153,6 +153,16 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
         finally:
             self.bridge.freed(running)
 
+    @functools.wraps(_model.SteerModel.check_capture)
+    def check_capture(self, spec: CaptureSpec) -> tuple[Point, ...]:
+        """See `SteerModel.check_capture`."""
+        return self.bridge.model.check_capture(spec)
+
+    @functools.wraps(_model.SteerModel.identity)
+    def identity(self) -> dict[str, str]:
+        """See `SteerModel.identity`."""
+        return self.bridge.model.identity()
+
     @property
     def serving(self) -> Serving:
         """The engine from its start to its end; it runs on this facade's loop."""
@@ -172,6 +182,21 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
     def engine(self) -> AsyncLLM:
         """The AsyncLLM that serves the model, vLLM's own; it runs on this facade's loop."""
         return self.bridge.model.engine
+
+    @property
+    def checkpoint(self) -> tuple[str, str | None]:
+        """See `SteerModel.checkpoint`."""
+        return self.bridge.model.checkpoint
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """See `SteerModel.generation_config`."""
+        return self.bridge.model.generation_config
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that the context holds, those of the prompt and of the answer together."""
+        return self.bridge.model.max_model_len
 
     @property
     def num_layers(self) -> int:

@@ -116,6 +116,11 @@ class RemoteModel(Unshared, Bridged[Awaited], instead=INSTEAD):
         return self.awaited.origin
 
     @property
+    def max_model_len(self) -> int | None:
+        """See `steercap.client.RemoteModel.max_model_len`."""
+        return self.awaited.max_model_len
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers of the model."""
         return self.awaited.num_layers

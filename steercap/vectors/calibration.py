@@ -164,12 +164,11 @@ async def calibrate(
         if running.rows < 2:
             raise InvalidRequest(f"these texts have {running.rows} rows at the tokens {tokens}; give two at least")
         found = await running.fetch()
-    config = model.engine.model_config
     return Calibration(
         {point: found.mean(*point).float() for point in found.points},
         {point: found.variance(*point).sqrt().float() for point in found.points},
         model=model_name(model.model),
-        revision=config.revision or "",
+        revision=model.origin["revision"],
         dtype=found.dtype,
         tokens=str(found.tokens),
         prompts=digest_of([sha_of(ids) for ids in asked]),

@@ -134,7 +134,7 @@ def logit_attribution(
     """
     if index_of(top) is None or top < 1:
         raise InvalidRequest(f"logit_attribution: top={shown(top)}; give a whole number above 0")
-    checkpoint, revision = checkpoint_of(model, "logit_attribution")
+    checkpoint, revision = checkpoint_of(model)
     unembedding = unembedding or Unembedding.load(checkpoint, revision=revision)
     last = _rows(handle, Point(handle.num_layers - 1, "resid_post")).float()
     factor = _factor(sae, unembedding)

@@ -12,7 +12,7 @@ import torch
 
 from steercap.core.extras import extra
 from steercap.core.texts import FONT, drawn, lines_of, shortened, texts_of
-from steercap.errors import InvalidRequest, ModelNotLoaded, UnsupportedModel
+from steercap.errors import InvalidRequest, ModelNotLoaded
 from steercap.files.base import write_whole
 from steercap.views.colours import ABOVE, CENTRE, colour, ink
 from steercap.weights.unembedding import Unembedding
@@ -193,7 +193,7 @@ def logit_lens(
         CaptureNotFetched: the handle was not fetched.
     """
     layers, captures = _layers(handle, site), handle.captures
-    checkpoint, revision = checkpoint_of(model, "logit_lens")
+    checkpoint, revision = checkpoint_of(model)
     unembedding = unembedding or Unembedding.load(checkpoint, revision=revision)
     tokenizer = tokenizer_of(model)
     if isinstance(top, bool) or not isinstance(top, int) or not 1 <= top <= unembedding.vocabulary:
@@ -222,22 +222,15 @@ def _layers(handle: CaptureHandle | sync.CaptureHandle, site: str) -> tuple[int,
     return layers
 
 
-def checkpoint_of(model: Source, asks: str) -> tuple[str, str | None]:
-    """Where the weights are, and their revision.
-
-    Args:
-        model: whose.
-        asks: who asks, for the message.
+def checkpoint_of(model: Source) -> tuple[str, str | None]:
+    """Name or path of a model's checkpoint, and its revision, None if none was asked for.
 
     Raises:
         UnsupportedModel: they are in no checkpoint.
     """
     if isinstance(model, (str, os.PathLike)):
         return os.fspath(model), None
-    config = model.engine.vllm_config
-    if config.load_config.load_format == "dummy":
-        raise UnsupportedModel(f'{asks}: load_format="dummy" gave the engine weights that no checkpoint holds')
-    return model.model, config.model_config.revision
+    return model.checkpoint
 
 
 def tokenizer_of(model: Source) -> Any:

@@ -10,6 +10,7 @@ from conftest import opened
 from transformers import AutoConfig
 
 from steercap import CaptureSpec, Point, SteerModel
+from steercap.errors import UnsupportedModel
 from steercap.families import FAMILIES
 from steercap.sites import SITES
 from steercap.testing import Reference, tiny_checkpoint
@@ -120,6 +121,8 @@ async def test_rows_that_drown_in_the_stream_are_probed_too() -> None:
     async with opened(tiny_checkpoint("qwen3"), sites="neurons", load_format="dummy", **TINY_ENGINE) as model:
         _, handle = await model.generate("small", {"max_tokens": 2, **GREEDY}, capture=CaptureSpec(sites="neurons"))
         await handle.fetch()
+        with pytest.raises(UnsupportedModel, match="weights that no checkpoint holds"):
+            _ = model.checkpoint
     assert all(0 < rows.abs().max() < 1e-6 for rows in handle.captures.values())
 
 

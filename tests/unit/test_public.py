@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import door
 import pytest
 
 import steercap
@@ -64,6 +65,11 @@ def test_every_public_name_is_there() -> None:
         assert getattr(steercap, name).__doc__
     with pytest.raises(AttributeError, match="no attribute 'SteerModle'"):
         _ = steercap.SteerModle
+
+
+def test_no_public_name_changes_unannounced() -> None:
+    """The names of `steercap`, their members and signatures are those of tests/door.txt."""
+    assert door.door() == door.FILE.read_text(), "announce it in CHANGELOG.md, then run: python scripts/door.py"
 
 
 def test_public_packages_are_attributes_of_steercap() -> None:

@@ -34,7 +34,7 @@ class Perplexity(Measure):
         return "perplexity"
 
     async def measure(self, model: SteerModel, records: Sequence[Answered]) -> list[float]:
-        longest = model.engine.model_config.max_model_len - 1
+        longest = model.max_model_len - 1
         read = [[*record.prompt_token_ids, *record.output_token_ids][:longest] for record in records]
         outputs = await model.generate(read, READ, steering=None, raw_output=True)
         return [

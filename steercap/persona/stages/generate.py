@@ -134,8 +134,7 @@ def ends_of(generation_config: Mapping[str, Any], special: Iterable[int]) -> End
 
 def ends_in(model: SteerModel) -> Ends:
     """The tokens that end a turn of an open model."""
-    config = model.engine.vllm_config.model_config
-    return ends_of(config.try_get_generation_config(), model.tokenizer.all_special_ids)
+    return ends_of(model.generation_config, model.tokenizer.all_special_ids)
 
 
 def messages_of(system_prompt: str, question: str) -> list[dict[str, str]]:

@@ -1,0 +1,61 @@
+"""What an open model says of itself: what functions on top of it need, without its engine's configuration."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from steercap import CaptureSpec, SteerModel
+from steercap.errors import InvalidSpec, LayerOutOfRange, PointNotArmed, UnknownName
+from steercap.testing.rows import TINY_ENGINE
+
+
+async def test_a_model_says_its_context_and_how_its_answers_end(tiny: SteerModel) -> None:
+    """The limit that it was started with, and the checkpoint's generation_config.json, which transformers wrote."""
+    assert tiny.max_model_len == TINY_ENGINE["max_model_len"]
+    written = json.loads((Path(tiny.model) / "generation_config.json").read_text())
+    said = dict(tiny.generation_config)
+    assert {name: said.get(name) for name in written if name != "transformers_version"} == {
+        name: value for name, value in written.items() if name != "transformers_version"
+    }
+    assert tiny.checkpoint == (tiny.model, None)
+
+
+async def test_its_identity_is_of_strings_and_of_its_weights(tiny: SteerModel) -> None:
+    """Another checkpoint, dtype or cache is another; the names are those that folders hold."""
+    found = tiny.identity()
+    assert sorted(found) == sorted(
+        ["name", "revision", "dtype", "quantization", "weights", "generation", "chat_template", "kv_cache_dtype"]
+    )
+    assert all(isinstance(value, str) for value in found.values())
+    assert (found["dtype"], found["revision"], found["kv_cache_dtype"]) == ("float32", "", "auto")
+    assert len(found["weights"]) == len(hashlib.sha256().hexdigest())
+    assert found == tiny.identity()
+
+
+async def test_a_capture_is_checked_before_it_runs(tiny: SteerModel) -> None:
+    """Its points are named in order, as a capture has them; what does not fit is the error that a call would raise."""
+    spec = CaptureSpec(layers=[-1, 0], sites=["resid_post", "mlp_out"], tokens="last_prompt")
+    points = tiny.check_capture(spec)
+    last = AutoConfig.from_pretrained(tiny.model).num_hidden_layers - 1
+    assert {(point.layer, point.site) for point in points} == {
+        (layer, site) for layer in (0, last) for site in ("resid_post", "mlp_out")
+    }
+    _, handle = await tiny.generate("a b", {"max_tokens": 1}, capture=spec)
+    await handle.fetch()
+    assert points == tuple(handle.captures)
+    for wrong, error in (
+        (CaptureSpec(layers=last + 1), LayerOutOfRange),
+        (CaptureSpec(layers=[True] * (last + 3)), InvalidSpec),
+        (CaptureSpec(sites="model.layers.0.mlp"), PointNotArmed),
+        (CaptureSpec(sites="resid_pots"), UnknownName),
+    ):
+        with pytest.raises(error) as checked:
+            tiny.check_capture(wrong)
+        with pytest.raises(error) as called:
+            await tiny.generate("a b", {"max_tokens": 1}, capture=wrong)
+        assert str(checked.value) == str(called.value)
