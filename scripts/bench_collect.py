@@ -1,4 +1,4 @@
-"""What `model.collect` costs beside plain vLLM that reads the same documents.
+"""What `collect` costs beside plain vLLM that reads the same documents.
 
     python scripts/bench_collect.py --shape qwen3-8b --documents 400 --length 1024 --rounds 2 --json out/collect.json
     python scripts/bench_collect.py --shape smollm2 --documents 64 --length 512       # on CPU
@@ -100,7 +100,7 @@ async def run_plain(llm: Any, name: str, tokens: list[list[int]]) -> Run:
 
 async def run_collect(model: Any, name: str, tokens: list[list[int]], args: argparse.Namespace) -> Run:
     """steercap, to a data set that is complete."""
-    from steercap.collecting import OneIn
+    from steercap.collecting import OneIn, collect
 
     asked = dict(MODES[name])
     if asked["layers"] == [-1]:
@@ -112,8 +112,8 @@ async def run_collect(model: Any, name: str, tokens: list[list[int]], args: argp
     folder = Path(tempfile.mkdtemp(prefix="steercap-bench-", dir=args.folder))
     try:
         start, cpu = time.perf_counter(), time.process_time()
-        found = await model.collect(
-            tokens, folder, **asked, shard_bytes=args.shard_mb << 20, statistics_every=args.statistics_every
+        found = await collect(
+            model, tokens, folder, **asked, shard_bytes=args.shard_mb << 20, statistics_every=args.statistics_every
         )
         run = Run(name, time.perf_counter() - start, found.totals.tokens, time.process_time() - cpu, found.totals.bytes)
         wanted = sum(map(len, tokens))

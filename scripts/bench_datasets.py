@@ -68,7 +68,9 @@ class Ours:
         self.model = SteerModel(smollm2(), preset="cpu", use_tqdm_on_load=False).start()
 
     def to_disk(self, ids: list[list[int]], where: Path) -> int:
-        return int(self.model.collect(ids, where, layers=LAYER, context=self.ask.context).totals.tokens)
+        from steercap.sync.collecting import collect
+
+        return int(collect(self.model, ids, where, layers=LAYER, context=self.ask.context).totals.tokens)
 
     def from_disk(self, where: Path) -> int:
         from steercap import ActivationDataset
@@ -82,9 +84,10 @@ class Ours:
         return count
 
     def live(self, ids: list[list[int]]) -> int:
+        from steercap.sync.collecting import activations
+
         how: dict[str, Any] = {"context": self.ask.context, "batch_size": self.ask.batch, "buffer": self.ask.buffer}
-        model: Any = self.model  # whose methods are made of coroutines, and have their types
-        return sum(len(batch) for batch in model.activations(ids, layers=LAYER, **how))
+        return sum(len(batch) for batch in activations(self.model, ids, layers=LAYER, **how))
 
     def close(self) -> None:
         self.model.close()

@@ -21,6 +21,7 @@ class Twins(griffe.Extension):
         for place in (
             "sync.model.SteerModel",
             "sync.vectors",
+            "sync.collecting",
             "sync.evaluation",
             "sync.experiments",
             "sync.patching",

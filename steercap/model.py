@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from steercap import environment
-from steercap.collecting.calls import CorpusCalls
 from steercap.config import Overflow, Preset, Settings, Transport, with_preset
 from steercap.core.ownership import Unshared
 from steercap.core.schema import PointSchema
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
 INSTEAD: Final = "an engine has one owner; make another SteerModel of the same path"
 
 
-class SteerModel(Unshared, Calls[CaptureHandle], CorpusCalls, instead=INSTEAD):
+class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
     """A model served by vLLM whose activations can be read and changed while it generates, embeds or classifies.
 
     Args:
@@ -317,8 +316,8 @@ class SteerModel(Unshared, Calls[CaptureHandle], CorpusCalls, instead=INSTEAD):
         await fetch_all([handle.lifecycle for handle in flat(handles)])
 
     @property
-    def _another(self) -> partial[SteerModel]:
-        """Makes a model of the same arguments, on any machine."""
+    def factory(self) -> Callable[[], SteerModel]:
+        """Makes a model of the same arguments, not started, in any process and on any machine."""
         serving = self.serving
         model = str(Path(self.model).resolve()) if Path(self.model).exists() else self.model
         return partial(_alike, model, self.settings, serving.engine_args, serving.cut)

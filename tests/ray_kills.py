@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 
 from steercap import SteerModel
-from steercap.collecting import RayActors
-from steercap.collecting.collect import Collected, Progress
+from steercap.collecting import RayActors, collect
+from steercap.collecting.collection import Collected, Progress
 from steercap.testing import tiny_checkpoint
 from steercap.testing.faults.actor_killed import actors
 from steercap.testing.faults.base import COLLECTED
@@ -71,8 +71,8 @@ async def on_ray(folder: Path, kills: int, seed: int) -> Collected:
     """Collect by two actors, with kills."""
     killing = asyncio.create_task(killed(folder, kills, seed))
     try:
-        return await a_model().collect(
-            corpus(), folder, ray=RayActors(2 if kills else 1, **ACTORS), progress=said, **COLLECTED
+        return await collect(
+            a_model(), corpus(), folder, ray=RayActors(2 if kills else 1, **ACTORS), progress=said, **COLLECTED
         )
     finally:
         assert killing.done() or not kills, "the corpus ended before the last kill"
@@ -82,7 +82,7 @@ async def on_ray(folder: Path, kills: int, seed: int) -> Collected:
 async def alone(folder: Path) -> Collected:
     """Collect by one engine of this process."""
     async with a_model() as model:
-        return await model.collect(corpus(), folder, **COLLECTED)
+        return await collect(model, corpus(), folder, **COLLECTED)
 
 
 def main() -> None:

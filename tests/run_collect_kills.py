@@ -23,7 +23,7 @@ os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # a life must not import vL
 
 import steercap.adapters.engine  # noqa: F401 -- so that no life has to
 from steercap import SteerModel
-from steercap.collecting import OneIn
+from steercap.collecting import OneIn, collect
 from steercap.datasets import DatasetFolder
 from steercap.testing import tiny_checkpoint
 from steercap.testing.folders import digests
@@ -59,7 +59,8 @@ async def live(folder: Path, name: str, concurrency: int | None, at: int | None)
         print("begins", flush=True)
         sys.addaudithook(hook)
         began = time.monotonic()
-        await model.collect(
+        await collect(
+            model,
             folder / "corpus.jsonl",
             target,
             layers=[0, 2],

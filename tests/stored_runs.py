@@ -35,7 +35,7 @@ from steercap import (
 from steercap.cli.captured import capture_to
 from steercap.cli.prompts import Prompt
 from steercap.cli.terminal import Output, Terminal
-from steercap.collecting import OneIn
+from steercap.collecting import OneIn, collect
 from steercap.core.spec import Point
 from steercap.core.tokens import TokenSelection
 from steercap.datasets.definition import DATASET
@@ -215,7 +215,8 @@ async def captured(model: SteerModel, out: Path) -> Any:
 
 async def collected(model: SteerModel, out: Path, **more: Any) -> Any:
     """Two shards of a random half of the tokens of three documents."""
-    return await model.collect(
+    return await collect(
+        model,
         [list(range(5, 25)), list(range(30, 37)), "Some words."],
         out,
         layers=[1],

@@ -27,8 +27,8 @@ from steercap.runs.heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from steercap.collecting import RayActors, Source
-    from steercap.collecting.collect import Collected
-    from steercap.collecting.collect import Progress as Reached
+    from steercap.collecting.collection import Collected
+    from steercap.collecting.collection import Progress as Reached
     from steercap.collecting.samples import TokenSample
     from steercap.model import SteerModel
 
@@ -300,6 +300,7 @@ def register(app: typer.Typer) -> None:
         once. Documents come from JSON lines, Parquet, text, or folders of these and of Hugging Face data sets. A data
         set at a URL is verified in Python: steercap.datasets.verify("s3://bucket/rows").
         """
+        from steercap.collecting import collect as collect_corpus
         from steercap.core.spec import CaptureSpec
 
         model.require_there()
@@ -324,7 +325,8 @@ def register(app: typer.Typer) -> None:
         opening = opened if actors is None else not_opened
         async with opening(model, terminal, sites=armed, **stored.settings()) as open_model:
             with bar_of(terminal) as tell:
-                found = await open_model.collect(
+                found = await collect_corpus(
+                    open_model,
                     source,
                     folder,
                     capture=wanted,

@@ -36,11 +36,10 @@ if TYPE_CHECKING:
 INSTEAD: Final = "a connection has one owner; connect once more to the same server"
 #: What a SteerModel has and a server does not give, and what to do instead.
 LACKING: Final[Mapping[str, str]] = {
-    "activations": "stream a corpus where the model is open; `read` reads texts",
     "calibrate": "calibrate where the model is open",
     "check_capture": "the server checks each request; `points` says what it has",
     "checkpoint": "the server has it; `model` is its name there",
-    "collect": "collect a corpus where the model is open; `read` reads texts",
+    "factory": "it is the server's model",
     "engine": "it is in the server's process",
     "generation_config": "the server does not say it",
     "identity": "runs that can be resumed need a model that is open here",

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from steercap.collecting.collect import Asked, definition_of
+from steercap.collecting.collection import Asked, definition_of
 from steercap.collecting.feeding import feed
 from steercap.collecting.pipeline import blocks
 from steercap.collecting.reading import CollectingModel

@@ -21,7 +21,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from steercap.collecting.actor import CollectingActor, OpenedModel
-from steercap.collecting.collect import LOOKED_AT, Asked, Collected, Progress, changed, sound_shards, there
+from steercap.collecting.collection import LOOKED_AT, Asked, Collected, Progress, changed, sound_shards, there
 from steercap.collecting.documents import Document, digests
 from steercap.collecting.feeding import BATCH
 from steercap.collecting.locking import locked
@@ -89,11 +89,11 @@ class RayActors:
 async def collect_on_actors(
     opening: Callable[[], OpenedModel], corpus: Corpus, folder: str, asked: Asked, spread: RayActors
 ) -> Collected:
-    """Read a corpus into a data set by many engines; see `SteerModel.collect`.
+    """Read a corpus into a data set by many engines; see `steercap.collecting.collect`.
 
     Args:
         opening: gives a model that is not started, on any machine.
-        corpus, folder: as for `SteerModel.collect`; every machine must reach the folder.
+        corpus, folder: as for `collect`; every machine must reach the folder.
         asked: what is collected.
         spread: over what.
 

@@ -39,7 +39,7 @@ AHEAD: Final = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming:
-    """How rows are handed over; see `SteerModel.activations`."""
+    """How rows are handed over; see `steercap.collecting.activations`."""
 
     batch_size: int
     buffer: int
@@ -61,7 +61,7 @@ class Streaming:
 
 
 class ActivationStream:
-    """Shuffled batches of a model's rows, made by `SteerModel.activations`; an asynchronous iterator, read once.
+    """Shuffled batches of a model's rows, made by `activations`; an asynchronous iterator, read once.
 
     Use it as a context manager, or close it with `aclose`: that ends what runs on the engine and frees its rows.
     """
@@ -141,7 +141,7 @@ class ActivationStream:
     def __del__(self) -> None:
         if self._task is not None and not self._task.done():
             warnings.warn(
-                "a stream of activations was left open: use `async with model.activations(...)`, or await its aclose()",
+                "a stream of activations was left open: use `async with activations(...)`, or await its aclose()",
                 ResourceWarning,
                 stacklevel=2,
             )

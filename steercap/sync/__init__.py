@@ -8,8 +8,9 @@
         rows = handle.fetch().captures[4]
         found = extract(model, ["It was lovely"], ["It was awful"], name="joy", held_out=0)
 
-`steercap.sync.vectors`, `steercap.sync.experiments`, `steercap.sync.evaluation`, `steercap.sync.patching`,
-`steercap.sync.analysis`, `steercap.sync.persona` and `steercap.sync.roles` hold the functions that take an open model;
+`steercap.sync.vectors`, `steercap.sync.collecting`, `steercap.sync.experiments`, `steercap.sync.evaluation`,
+`steercap.sync.patching`, `steercap.sync.analysis`, `steercap.sync.persona` and `steercap.sync.roles` hold the functions
+that take an open model;
 all but both `run`s are names of `steercap.sync` too. What is not awaited, such as edits and specs, is `steercap`'s own.
 In a notebook `await` works at the top level, and `steercap.SteerModel` is the better choice.
 """
@@ -18,9 +19,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from steercap.sync import analysis, evaluation, experiments, patching, persona, roles, vectors
-    from steercap.sync.activations import ActivationStream
+    from steercap.sync import analysis, collecting, evaluation, experiments, patching, persona, roles, vectors
     from steercap.sync.analysis import layer_sweep, position_sweep
+    from steercap.sync.collecting import ActivationStream, activations, collect
     from steercap.sync.evaluation import evaluate, shuffled
     from steercap.sync.experiments import run_sweep
     from steercap.sync.handle import CaptureHandle
@@ -45,9 +46,12 @@ __all__ = [
     "RunningSketch",
     "SteerModel",
     "ablate",
+    "activations",
     "analysis",
     "calibrate",
     "calibrated_capping",
+    "collect",
+    "collecting",
     "compare_steering",
     "evaluate",
     "evaluation",
@@ -71,14 +75,16 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ActivationStream": "activations",
+    "ActivationStream": "collecting",
     "CaptureHandle": "handle",
     "RemoteModel": "remote",
     "RunningSketch": "sketch",
     "SteerModel": "model",
     "ablate": "patching",
+    "activations": "collecting",
     "calibrate": "vectors",
     "calibrated_capping": "roles",
+    "collect": "collecting",
     "compare_steering": "roles",
     "evaluate": "evaluation",
     "extract": "vectors",
@@ -94,7 +100,9 @@ _HOMES = {
     "shuffled": "evaluation",
     "token_projections": "roles",
 }
-_PACKAGES = frozenset({"analysis", "evaluation", "experiments", "patching", "persona", "roles", "vectors"})
+_PACKAGES = frozenset(
+    {"analysis", "collecting", "evaluation", "experiments", "patching", "persona", "roles", "vectors"}
+)
 
 
 def __getattr__(name: str) -> object:

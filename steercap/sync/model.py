@@ -25,7 +25,6 @@ from steercap.requests.proof import Claim
 from steercap.requests.serving import Serving
 from steercap.requests.sketching import begun
 from steercap.steering.spec import SteeringSpec
-from steercap.sync.activations import ActivationStream
 from steercap.sync.bridge import Bridge
 from steercap.sync.handle import CaptureHandle
 from steercap.sync.remote import RemoteModel
@@ -88,17 +87,10 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
     encode = calling(Calls[CaptureHandle].encode)
     stream = iterating(_model.SteerModel.stream)
     calibrate = blocking(_model.SteerModel.calibrate)
-    collect = blocking(_model.SteerModel.collect)
     fetch_captures_batch = blocking(_model.SteerModel.fetch_captures_batch)
     token_ids = blocking(_model.SteerModel.token_ids)
     unembed = blocking(_model.SteerModel.unembed)
     stats: Callable[[SteerModel], Stats] = blocking(_model.SteerModel.stats)
-
-    @functools.wraps(_model.SteerModel.activations)
-    def activations(self, *args: Any, **kwargs: Any) -> ActivationStream:
-        """See `steercap.SteerModel.activations`; what it gives is an ordinary iterator, and a data set for torch."""
-        model = self.bridge.model
-        return ActivationStream(self.bridge.run(_call(lambda: model.activations(*args, **kwargs))), self.bridge.run)
 
     @contextmanager
     def steered(self, steering: SteeringSpec | Edit | LogitBias) -> Iterator[SteeringSpec]:
@@ -187,6 +179,11 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
     def checkpoint(self) -> tuple[str, str | None]:
         """See `SteerModel.checkpoint`."""
         return self.bridge.model.checkpoint
+
+    @property
+    def factory(self) -> Callable[[], _model.SteerModel]:
+        """See `SteerModel.factory`; it makes that, not this facade."""
+        return self.bridge.model.factory
 
     @property
     def generation_config(self) -> Mapping[str, Any]:

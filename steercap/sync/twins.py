@@ -46,19 +46,34 @@ def calling(
 
 
 def _twin(work: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
-    name = next(iter(inspect.signature(work).parameters))
-
     @functools.wraps(work)
     def call(*args: Any, **kwargs: Any) -> Any:
-        model, rest = (args[0], args[1:]) if args else (kwargs.pop(name, None), ())
-        if not isinstance(model, Bridged):
-            raise InvalidRequest(
-                f"{work.__name__} of steercap.sync takes a steercap.sync.SteerModel, not {type(model).__name__}; "
-                f"for a steercap.SteerModel there is {work.__module__}.{work.__qualname__}"
-            )
-        return model.bridge.done(work, *rest, **kwargs)
+        bridge, rest = bridge_of(work, args, kwargs)
+        return bridge.done(work, *rest, **kwargs)
 
     return call
+
+
+def bridge_of(
+    work: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Bridge[Any], tuple[Any, ...]]:
+    """The bridge of the model that the twin of a function was given, and the other arguments by position.
+
+    Args:
+        work: the function, which takes the model first.
+        args, kwargs: of the twin; a model by name is taken out of them.
+
+    Raises:
+        InvalidRequest: it is no model of this facade.
+    """
+    name = next(iter(inspect.signature(work).parameters))
+    model, rest = (args[0], args[1:]) if args else (kwargs.pop(name, None), ())
+    if not isinstance(model, Bridged):
+        raise InvalidRequest(
+            f"{work.__name__} of steercap.sync takes a steercap.sync.SteerModel, not {type(model).__name__}; "
+            f"for a steercap.SteerModel there is {work.__module__}.{work.__qualname__}"
+        )
+    return model.bridge, rest
 
 
 def iterating(

@@ -1,4 +1,4 @@
-"""`model.activations` gives every row of a corpus once, shuffled by its seed, and leaves nothing behind when it ends."""
+"""`activations` gives every row of a corpus once, shuffled by its seed, and leaves nothing behind when it ends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from steercap import ActivationDataset, errors
+from steercap.collecting import activations, collect
 from steercap.testing.rows import random_prompt
 
 DOCUMENTS = [random_prompt(length, seed) for seed, length in enumerate([30, 75, 0, 1, 40, 12, 33] * 3)]
@@ -27,7 +28,7 @@ async def taken(stream) -> list:
 async def folder(tiny, tmp_path_factory):
     """The same corpus on disk."""
     path = tmp_path_factory.mktemp("activations")
-    await tiny.collect(DOCUMENTS, path, layers=[1, 3], context=32, documents_per_shard=4, statistics_every=1)
+    await collect(tiny, DOCUMENTS, path, layers=[1, 3], context=32, documents_per_shard=4, statistics_every=1)
     return path
 
 
@@ -36,14 +37,14 @@ async def test_a_stream_gives_what_a_data_set_holds(tiny, folder) -> None:
     data = ActivationDataset(folder, at=POINT, labels=True)
     stored = dict(zip(lines([data[:]]), data[:].rows, strict=True))
     ask = {"layers": 1, "context": 32, "batch_size": 50, "buffer": 130, "labels": True}
-    first, second, third = [await taken(tiny.activations(DOCUMENTS, **ask, seed=seed)) for seed in (4, 4, 5)]
+    first, second, third = [await taken(activations(tiny, DOCUMENTS, **ask, seed=seed)) for seed in (4, 4, 5)]
     assert sorted(lines(first)) == sorted(stored)
     assert lines(first) == lines(second) != lines(third)
     assert lines(first) != sorted(lines(first))
     assert [len(batch.rows) for batch in first[:-1]] == [50] * (len(first) - 1)
     for line, row in zip(lines(first), torch.cat([batch.rows for batch in first]), strict=True):
         assert torch.allclose(row, stored[line], atol=1e-4)
-    short = await taken(tiny.activations(DOCUMENTS, **ask, drop_last=True))
+    short = await taken(activations(tiny, DOCUMENTS, **ask, drop_last=True))
     assert [len(batch.rows) for batch in short] == [50] * (len(stored) // 50)
 
 
@@ -52,14 +53,14 @@ async def test_a_stream_joins_and_normalises_as_a_data_set_does(tiny, folder) ->
     data = ActivationDataset(folder, normalise="standard")
     given = {name: data.statistics(name) for name in data.points}
     ask = {"layers": [1, 3], "context": 32, "batch_size": 64, "buffer": 1 << 12, "normalise": "standard"}
-    both = await taken(tiny.activations(DOCUMENTS, **ask, statistics=given, join="concatenate", labels=True))
+    both = await taken(activations(tiny, DOCUMENTS, **ask, statistics=given, join="concatenate", labels=True))
     found = dict(zip(lines(both), torch.cat([batch.rows for batch in both]), strict=True))
     stored = ActivationDataset(folder, normalise="standard", labels=True)[:]
     wanted = torch.cat([stored.rows[name] for name in data.points], dim=1)
     for line, row in zip(lines([stored]), wanted, strict=True):
         assert torch.allclose(found.pop(line), row, atol=1e-2)
     assert not found
-    stream = tiny.activations(DOCUMENTS, **ask, join="mix")
+    stream = activations(tiny, DOCUMENTS, **ask, join="mix")
     with pytest.raises(errors.InvalidRequest, match="known once a batch was taken"):
         _ = stream.normalisations
     async with stream:
@@ -69,7 +70,7 @@ async def test_a_stream_joins_and_normalises_as_a_data_set_does(tiny, folder) ->
         assert stream.tokens == len(data)
         mine, stored = stream.normalisations[POINT], data.normalisations[POINT]
         assert torch.allclose(mine.mean, stored.mean, atol=1e-4)
-    coded = await taken(tiny.activations(DOCUMENTS, layers=1, codec="full8", batch_size=64))
+    coded = await taken(activations(tiny, DOCUMENTS, layers=1, codec="full8", batch_size=64))
     assert sum(map(len, coded)) == sum(map(len, DOCUMENTS))
     assert coded[0].dtype == torch.float32
 
@@ -78,7 +79,7 @@ async def test_a_stream_joins_and_normalises_as_a_data_set_does(tiny, folder) ->
 async def test_the_order_does_not_depend_on_when_rows_come(tiny, join) -> None:
     """With one window at once blocks end elsewhere; the batches are the same."""
     ask = {"layers": [1, 3], "context": 32, "batch_size": 50, "buffer": 130, "labels": True, "join": join, "seed": 2}
-    found = [await taken(tiny.activations(DOCUMENTS, **ask, concurrency=most)) for most in (None, 1, 3)]
+    found = [await taken(activations(tiny, DOCUMENTS, **ask, concurrency=most)) for most in (None, 1, 3)]
     ordered = [
         [(line, point) for one in batches for line, point in zip(lines([one]), one.point.tolist(), strict=True)]
         for batches in found
@@ -94,7 +95,7 @@ async def test_closing_a_stream_ends_what_runs(tiny) -> None:
             yield from DOCUMENTS
 
     before = (await tiny.stats()).capture_bytes_claimed
-    async with tiny.activations(endless(), layers="all", batch_size=32, buffer=64) as stream:
+    async with activations(tiny, endless(), layers="all", batch_size=32, buffer=64) as stream:
         async for batch in stream:
             assert len(batch[POINT]) == 32
             if stream.rows > 300:
@@ -117,7 +118,7 @@ async def test_a_slow_reader_slows_the_engine_down(tiny) -> None:
             seen += 1
             yield random_prompt(20, seen)
 
-    async with tiny.activations(counted(), layers=1, batch_size=16, buffer=64, concurrency=4) as stream:
+    async with activations(tiny, counted(), layers=1, batch_size=16, buffer=64, concurrency=4) as stream:
         await anext(stream)
         previous = -1
         while previous != seen:
@@ -129,7 +130,7 @@ async def test_a_slow_reader_slows_the_engine_down(tiny) -> None:
 
 async def test_a_stream_whose_task_somebody_cancels_does_not_seem_to_end(tiny) -> None:
     """Such as who cancels all tasks there are: what is missing is told of."""
-    async with tiny.activations(DOCUMENTS * 50, layers=1, batch_size=16, buffer=16) as stream:
+    async with activations(tiny, DOCUMENTS * 50, layers=1, batch_size=16, buffer=16) as stream:
         await anext(stream)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             if "_produce" in repr(task.get_coro()):
@@ -141,9 +142,9 @@ async def test_a_stream_whose_task_somebody_cancels_does_not_seem_to_end(tiny) -
 async def test_what_is_wrong_with_a_corpus_ends_the_stream(tiny) -> None:
     """The error says which document it was; arguments are refused at once."""
     with pytest.raises(errors.InvalidRequest, match=r"document 21: 3\.5"):
-        await taken(tiny.activations([*DOCUMENTS, 3.5], layers=1, batch_size=16, buffer=16))
+        await taken(activations(tiny, [*DOCUMENTS, 3.5], layers=1, batch_size=16, buffer=16))
     for wrong in ({"buffer": 8}, {"join": "sum"}, {"normalise": "max"}, {"seed": -1}):
         with pytest.raises(errors.InvalidSetting):
-            tiny.activations(DOCUMENTS, **{"layers": 1, "batch_size": 16, "buffer": 16, **wrong})
+            activations(tiny, DOCUMENTS, **{"layers": 1, "batch_size": 16, "buffer": 16, **wrong})
     with pytest.raises(errors.InvalidRequest, match=r"names 'z\[0\]', which is not read"):
-        tiny.activations(DOCUMENTS, layers=1, statistics={"z[0]": None})
+        activations(tiny, DOCUMENTS, layers=1, statistics={"z[0]": None})

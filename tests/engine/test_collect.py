@@ -1,4 +1,4 @@
-"""`model.collect`: what is in a data set is what `model.read` gives, once each, whatever happens on the way."""
+"""`collect`: what is in a data set is what `model.read` gives, once each, whatever happens on the way."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from pyarrow import parquet
 from safetensors.torch import load_file
 
 from steercap import Add, Calibration, CaptureSpec
-from steercap.collecting import ByPredicate, ByProbe, OneIn, open_source, pipeline
-from steercap.collecting.collect import Progress
+from steercap.collecting import ByPredicate, ByProbe, OneIn, collect, open_source, pipeline
+from steercap.collecting.collection import Progress
 from steercap.collecting.samples import Selected, seed_of
 from steercap.datasets import ActivationDataset, DatasetFolder, verify
 from steercap.datasets.storage import LocalFolder
@@ -67,8 +67,14 @@ def windows(document: int) -> list[list[int]]:
 
 async def test_rows_are_those_of_read_and_of_transformers(tiny, tiny_reference, tmp_path) -> None:
     """Every token of every document once, in order, under its labels, whatever is under way at once."""
-    found = await tiny.collect(
-        DOCUMENTS, tmp_path, layers=[0, -1], sites=["resid_post", "mlp_out"], context=CONTEXT, documents_per_shard=3
+    found = await collect(
+        tiny,
+        DOCUMENTS,
+        tmp_path,
+        layers=[0, -1],
+        sites=["resid_post", "mlp_out"],
+        context=CONTEXT,
+        documents_per_shard=3,
     )
     index, tensors = read(tmp_path)
     every = [(d, w, ids) for d in range(len(DOCUMENTS)) for w, ids in enumerate(windows(d))]
@@ -98,21 +104,21 @@ async def test_rows_are_those_of_read_and_of_transformers(tiny, tiny_reference, 
 async def test_one_at_a_time_gives_the_same_bits_wherever_it_is_broken_off(tiny, tmp_path) -> None:
     """With `concurrency=1`, and shards made in two calls."""
     asked = {"layers": [1], "context": CONTEXT, "documents_per_shard": 2, "concurrency": 1}
-    whole = await tiny.collect(DOCUMENTS, tmp_path / "whole", **asked)
+    whole = await collect(tiny, DOCUMENTS, tmp_path / "whole", **asked)
 
     def broken_off():
         yield from DOCUMENTS[:5]
         raise KeyError("the corpus breaks off")
 
     with pytest.raises(KeyError, match="breaks off"):
-        await tiny.collect(broken_off(), tmp_path / "parts", **asked)
+        await collect(tiny, broken_off(), tmp_path / "parts", **asked)
     assert not (tmp_path / "parts" / "dataset.json").exists()
     there = DatasetFolder.open(tmp_path / "parts").receipts()
-    rest = await tiny.collect(DOCUMENTS, tmp_path / "parts", **asked)
+    rest = await collect(tiny, DOCUMENTS, tmp_path / "parts", **asked)
     assert rest.resumed == len(there)
     assert rest.totals == whole.totals
     assert digests(tmp_path / "parts") == digests(tmp_path / "whole")
-    again = await tiny.collect(DOCUMENTS, tmp_path / "parts", **asked)
+    again = await collect(tiny, DOCUMENTS, tmp_path / "parts", **asked)
     assert (again.tokens, again.totals) == (0, whole.totals), "nothing is read twice"
 
 
@@ -122,15 +128,15 @@ async def test_one_at_a_time_gives_the_same_bits_whatever_the_prefix_cache_holds
     documents = [[*shared, *random_prompt(length, length)] for length in (9, 20, 31, 14)]
     asked = {"layers": [3], "documents_per_shard": 1, "tokens": "last_prompt"}
     before = counter(tiny, "counter_prefix_cache_hits")
-    await tiny.collect(documents, tmp_path / "fast", **asked, concurrency=2)
+    await collect(tiny, documents, tmp_path / "fast", **asked, concurrency=2)
     hits = counter(tiny, "counter_prefix_cache_hits")
     assert hits > before
     asked["concurrency"] = 1
-    await tiny.collect(documents, tmp_path / "whole", **asked)
+    await collect(tiny, documents, tmp_path / "whole", **asked)
     assert counter(tiny, "counter_prefix_cache_hits") == hits
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     (tmp_path / "again" / "shards" / "000002.json").unlink()
-    mended = await tiny.collect(documents, tmp_path / "again", **asked)
+    mended = await collect(tiny, documents, tmp_path / "again", **asked)
     assert mended.resumed == 3
     assert digests(tmp_path / "again") == digests(tmp_path / "whole")
 
@@ -138,7 +144,7 @@ async def test_one_at_a_time_gives_the_same_bits_whatever_the_prefix_cache_holds
 async def test_a_shard_has_no_more_documents_than_a_kill_may_lose(tiny, tmp_path) -> None:
     """The first few documents, of which nothing is kept, say nothing of those behind them."""
     documents = [[5]] * 300 + [random_prompt(30, 1)]
-    found = await tiny.collect(documents, tmp_path, layers=[1], tokens=slice(1, None))
+    found = await collect(tiny, documents, tmp_path, layers=[1], tokens=slice(1, None))
     assert found.totals.rows == 29
     assert DatasetFolder.open(tmp_path).definition.documents_per_shard == 1 << 14
 
@@ -146,18 +152,18 @@ async def test_a_shard_has_no_more_documents_than_a_kill_may_lose(tiny, tmp_path
 async def test_another_corpus_or_another_question_is_refused(tiny, tmp_path) -> None:
     """By the digests of its documents, and by what was asked."""
     asked = {"layers": [1], "context": CONTEXT, "documents_per_shard": 2}
-    await tiny.collect(DOCUMENTS, tmp_path, **asked)
+    await collect(tiny, DOCUMENTS, tmp_path, **asked)
     changed = [*DOCUMENTS[:3], DOCUMENTS[3] + [7], *DOCUMENTS[4:]]
     for corpus in (changed, DOCUMENTS[:2], [*DOCUMENTS, [1]]):
         with pytest.raises(RunDiffers):
-            await tiny.collect(corpus, tmp_path, **asked)
+            await collect(tiny, corpus, tmp_path, **asked)
     for other in ({"layers": [2]}, {"context": 16}, {"tokens": OneIn(2)}, {"codec": "full8"}, {"bos": "window"}):
         with pytest.raises(RunDiffers, match="another data set"):
-            await tiny.collect(DOCUMENTS, tmp_path, **{**asked, **other})
+            await collect(tiny, DOCUMENTS, tmp_path, **{**asked, **other})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").touch()
     with pytest.raises(RunDiffers, match=r"notes\.txt"):
-        await tiny.collect(DOCUMENTS, tmp_path / "other", **asked)
+        await collect(tiny, DOCUMENTS, tmp_path / "other", **asked)
 
 
 async def test_rows_are_calibrated_alike_or_refused(tiny, tmp_path) -> None:
@@ -168,13 +174,13 @@ async def test_rows_are_calibrated_alike_or_refused(tiny, tmp_path) -> None:
     wider = Calibration(calibration.means, {point: calibration.spreads[point] * 2})
     asked = {"context": CONTEXT, "documents_per_shard": 2}
     folder = tmp_path / "data"
-    await tiny.collect(DOCUMENTS, folder, capture=CaptureSpec(layers=[1], calibration=calibration), **asked)
-    found = await tiny.collect(DOCUMENTS, folder, capture=CaptureSpec(layers=[1], calibration=again), **asked)
+    await collect(tiny, DOCUMENTS, folder, capture=CaptureSpec(layers=[1], calibration=calibration), **asked)
+    found = await collect(tiny, DOCUMENTS, folder, capture=CaptureSpec(layers=[1], calibration=again), **asked)
     assert found.tokens == 0  # all was there
     for other in (CaptureSpec(layers=[1], calibration=wider), CaptureSpec(layers=[1], codec="full8")):
         with pytest.raises(RunDiffers, match="calibration is"):
-            await tiny.collect(DOCUMENTS, folder, capture=other, **asked)
-    await tiny.collect(DOCUMENTS, tmp_path / "raw", layers=[1], **asked)
+            await collect(tiny, DOCUMENTS, folder, capture=other, **asked)
+    await collect(tiny, DOCUMENTS, tmp_path / "raw", layers=[1], **asked)
     coded, raw = (ActivationDataset(path, join="concatenate")[:] for path in (folder, tmp_path / "raw"))
     assert raw.shape == (sum(map(len, DOCUMENTS)), 128)
     error = (coded - raw).norm(dim=-1) / raw.norm(dim=-1)
@@ -188,7 +194,7 @@ async def test_a_predicate_holds_where_nothing_generated_is_kept(tiny, tmp_path)
     at_once = {"stop_token_ids": list(range(512)), "ignore_eos": False}
     for name, sample, more in (("prompts", even(of="prompt"), {"ignore_eos": True}), ("ended", even(), at_once)):
         params = {"max_tokens": 4, "temperature": 0.0, **more}
-        await tiny.collect(prompts, tmp_path / name, layers=1, tokens=sample, params=params)
+        await collect(tiny, prompts, tmp_path / name, layers=1, tokens=sample, params=params)
         index, _ = read(tmp_path / name)
         assert index["token"].tolist() == [10, 12, 14, 20, 22]
 
@@ -206,7 +212,7 @@ async def test_a_source_whose_task_somebody_cancelled_ends_the_collection(docume
 
     with pytest.raises(RuntimeError, match="was cancelled"):
         async with asyncio.timeout(60):
-            await tiny.collect(source(), tmp_path / "data", layers=1, documents_per_shard=per_shard)
+            await collect(tiny, source(), tmp_path / "data", layers=1, documents_per_shard=per_shard)
     assert await settled(tiny) == (0, 0, 0)
 
 
@@ -219,43 +225,43 @@ async def test_a_data_set_that_grows_is_not_complete_meanwhile(tiny, tmp_path) -
         if progress.shards > 2:
             raise KeyError("enough")
 
-    await tiny.collect(corpus[:4], tmp_path / "grown", **asked)
+    await collect(tiny, corpus[:4], tmp_path / "grown", **asked)
     assert DatasetFolder.open(tmp_path / "grown").totals().shards == 2
     with pytest.raises(KeyError):
-        await tiny.collect(corpus, tmp_path / "grown", progress=stop, **asked)
+        await collect(tiny, corpus, tmp_path / "grown", progress=stop, **asked)
     assert len(DatasetFolder.open(tmp_path / "grown").receipts()) >= 3
     assert DatasetFolder.open(tmp_path / "grown").totals() is None
-    await tiny.collect(corpus, tmp_path / "grown", **asked)
-    await tiny.collect(corpus, tmp_path / "whole", **asked)
+    await collect(tiny, corpus, tmp_path / "grown", **asked)
+    await collect(tiny, corpus, tmp_path / "whole", **asked)
     assert digests(tmp_path / "grown") == digests(tmp_path / "whole")
 
 
 async def test_a_corpus_that_grew_behind_a_short_shard_says_what_to_remove(tiny, tmp_path) -> None:
     """Told apart from another corpus; without that receipt the same call goes on, to the data set of all of it."""
     asked = {"layers": 1, "context": CONTEXT, "documents_per_shard": 2, "concurrency": 1}
-    await tiny.collect(DOCUMENTS[:3], tmp_path / "grown", **asked)
+    await collect(tiny, DOCUMENTS[:3], tmp_path / "grown", **asked)
     before = digests(tmp_path / "grown")
     remove = (
         r"shard 1, its last, of 1 documents, and the corpus has more behind these: it has grown\. Remove (\S+), and"
     )
     for corpus in (iter(DOCUMENTS), DOCUMENTS[:4]):
         with pytest.raises(RunDiffers, match=remove) as grown:
-            await tiny.collect(corpus, tmp_path / "grown", **asked)
+            await collect(tiny, corpus, tmp_path / "grown", **asked)
     changed = [*DOCUMENTS[:2], [7], *DOCUMENTS[3:]]
     for corpus in (changed, DOCUMENTS[:2]):
         with pytest.raises(RunDiffers, match="another one"):
-            await tiny.collect(corpus, tmp_path / "grown", **asked)
+            await collect(tiny, corpus, tmp_path / "grown", **asked)
     assert digests(tmp_path / "grown") == before
     await asyncio.to_thread(Path(re.search(remove, str(grown.value))[1]).unlink)
-    found = await tiny.collect(iter(DOCUMENTS), tmp_path / "grown", **asked)
+    found = await collect(tiny, iter(DOCUMENTS), tmp_path / "grown", **asked)
     assert (found.resumed, found.tokens) == (1, sum(map(len, DOCUMENTS[2:])))
-    await tiny.collect(DOCUMENTS, tmp_path / "whole", **asked)
+    await collect(tiny, DOCUMENTS, tmp_path / "whole", **asked)
     assert digests(tmp_path / "grown") == digests(tmp_path / "whole")
 
 
 async def test_samples_keep_the_rows_they_name(tiny, tmp_path) -> None:
     """One in k, by predicate, by probe and by selection: subsets of all rows, with the labels of these."""
-    await tiny.collect(DOCUMENTS, tmp_path / "all", layers=[1], context=CONTEXT)
+    await collect(tiny, DOCUMENTS, tmp_path / "all", layers=[1], context=CONTEXT)
     index, tensors = read(tmp_path / "all")
     rows = tensors["rows.resid_post.1"]
     probe = LayerVectors({1: torch.randn(128, generator=torch.Generator().manual_seed(0))})
@@ -272,7 +278,7 @@ async def test_samples_keep_the_rows_they_name(tiny, tmp_path) -> None:
     }
     for name, (sample, wanted) in samples.items():
         which = {"capture": sample} if isinstance(sample, CaptureSpec) else {"layers": [1], "tokens": sample}
-        found = await tiny.collect(DOCUMENTS, tmp_path / name, context=CONTEXT, **which)
+        found = await collect(tiny, DOCUMENTS, tmp_path / name, context=CONTEXT, **which)
         part, own = read(tmp_path / name)
         keys = list(zip(index["document"], index["window"], index["position"], strict=True))
         kept = {key: at for at, key in enumerate(zip(part["document"], part["window"], part["position"], strict=True))}
@@ -290,7 +296,7 @@ async def test_codecs_keep_what_a_handle_keeps(tiny, tmp_path) -> None:
     """Codes and scales, as `CodedRows` of `read` have them."""
     for codec, k in (("full8", None), ("rp8", 16), ("topk8", 8)):
         folder = tmp_path / codec
-        await tiny.collect(DOCUMENTS[:1], folder, layers=[1], codec=codec, k=k, concurrency=1)
+        await collect(tiny, DOCUMENTS[:1], folder, layers=[1], codec=codec, k=k, concurrency=1)
         _, tensors = read(folder)
         async with await tiny.read(DOCUMENTS[0], capture=CaptureSpec(layers=[1], codec=codec, k=k)) as handle:
             for name, part in handle.coded[1].parts.items():
@@ -301,7 +307,7 @@ async def test_what_is_generated_is_collected_with_seeds_of_its_own(tiny, tmp_pa
     """Rows of prompt and answer; a document's answer depends on its number, and on nothing that runs beside it."""
     params = {"max_tokens": 6, "temperature": 1.0, "ignore_eos": True}
     documents = [random_prompt(10, 3)] * 4
-    await tiny.collect(documents, tmp_path, layers=[1], params=params, seed=5)
+    await collect(tiny, documents, tmp_path, layers=[1], params=params, seed=5)
     index, tensors = read(tmp_path)
     answers = []
     for number, prompt in enumerate(documents):
@@ -316,23 +322,23 @@ async def test_what_is_generated_is_collected_with_seeds_of_its_own(tiny, tmp_pa
         answers.append(tuple(handle.output_token_ids))
     assert len(set(answers)) > 1
     with pytest.raises(InvalidSetting, match="seed"):
-        await tiny.collect(documents, tmp_path / "b", params={"seed": 1})
+        await collect(tiny, documents, tmp_path / "b", params={"seed": 1})
     with pytest.raises(InvalidSetting, match="split"):
-        await tiny.collect(documents, tmp_path / "b", params=params, long="split")
+        await collect(tiny, documents, tmp_path / "b", params=params, long="split")
 
 
 async def test_steering_changes_what_is_collected_and_what_it_is(tiny, tmp_path) -> None:
     """Given, or in force around the call; another one is another data set."""
     spec = Add(torch.ones(128), 3.0, layer=0)
-    await tiny.collect(DOCUMENTS[:1], tmp_path / "plain", layers=[1])
-    await tiny.collect(DOCUMENTS[:1], tmp_path / "given", layers=[1], steering=spec)
+    await collect(tiny, DOCUMENTS[:1], tmp_path / "plain", layers=[1])
+    await collect(tiny, DOCUMENTS[:1], tmp_path / "given", layers=[1], steering=spec)
     async with tiny.steered(spec):
-        await tiny.collect(DOCUMENTS[:1], tmp_path / "inside", layers=[1])
+        await collect(tiny, DOCUMENTS[:1], tmp_path / "inside", layers=[1])
     plain, given, inside = (read(tmp_path / name)[1]["rows.resid_post.1"] for name in ("plain", "given", "inside"))
     assert (plain - given).abs().max() > 0.1
     assert compare_rows(given, inside).error < MAX_ERROR
     with pytest.raises(RunDiffers, match="steering"):
-        await tiny.collect(DOCUMENTS[:1], tmp_path / "given", layers=[1])
+        await collect(tiny, DOCUMENTS[:1], tmp_path / "given", layers=[1])
 
 
 async def test_texts_chats_and_files_are_read_as_the_tokenizer_reads_them(tiny, tmp_path) -> None:
@@ -342,7 +348,7 @@ async def test_texts_chats_and_files_are_read_as_the_tokenizer_reads_them(tiny, 
     path.write_text('{"text": "Hello"}\nnothing\n{"tokens": [1, 2, 3]}\n"World"\n')
     source = open_source(path, bad="skip")
     seen = []
-    found = await tiny.collect(source, tmp_path / "a", layers=[1], progress=seen.append)
+    found = await collect(tiny, source, tmp_path / "a", layers=[1], progress=seen.append)
     assert (found.skipped, found.totals.documents) == (1, 3)
     assert read(tmp_path / "a")[0]["token"].tolist() == [
         *tiny.tokenizer.encode("Hello"),
@@ -352,19 +358,19 @@ async def test_texts_chats_and_files_are_read_as_the_tokenizer_reads_them(tiny, 
     assert seen[-1].share == 1.0
     assert seen[-1].tokens == found.totals.tokens == found.tokens
     with pytest.raises(InvalidFile, match="line 2"):
-        await tiny.collect(path, tmp_path / "b", layers=[1])
+        await collect(tiny, path, tmp_path / "b", layers=[1])
     with pytest.raises(InvalidRequest, match="chat template"):
-        await tiny.collect([chat], tmp_path / "c", layers=[1])
+        await collect(tiny, [chat], tmp_path / "c", layers=[1])
     with pytest.raises(InvalidRequest, match="document 1"):
-        await tiny.collect([[1], [10**9]], tmp_path / "d", layers=[1])
+        await collect(tiny, [[1], [10**9]], tmp_path / "d", layers=[1])
     halves = ["Hello", "a\ud800b", [{"role": "user", "content": "\udc00"}], "World"]
     with pytest.raises(InvalidRequest, match=r"document 1: '\\ud800' is half of a surrogate pair"):
-        await tiny.collect(halves, tmp_path / "e", layers=[1])
-    found = await tiny.collect(open_source(halves, bad="skip"), tmp_path / "e", layers=[1])
+        await collect(tiny, halves, tmp_path / "e", layers=[1])
+    found = await collect(tiny, open_source(halves, bad="skip"), tmp_path / "e", layers=[1])
     assert (found.skipped, found.totals.documents) == (2, 2)
     with pytest.raises(InvalidSelection, match=r"document 1, window 0: position 3 .*slice\(3, 4\)"):
-        await tiny.collect([[1] * 4, [1] * 3], tmp_path / "f", layers=[1], tokens=3)
-    found = await tiny.collect([[1] * 4, [1] * 3], tmp_path / "g", layers=[1], tokens=slice(3, 4))
+        await collect(tiny, [[1] * 4, [1] * 3], tmp_path / "f", layers=[1], tokens=3)
+    found = await collect(tiny, [[1] * 4, [1] * 3], tmp_path / "g", layers=[1], tokens=slice(3, 4))
     assert (found.totals.documents, found.totals.rows) == (2, 1)
 
 
@@ -383,7 +389,7 @@ async def test_what_does_not_fit_is_told_before_anything_is_read(tiny, tmp_path)
     ]
     for asked, error in wrong:
         with pytest.raises(error):
-            await tiny.collect(corpus, tmp_path / "folder", **asked)
+            await collect(tiny, corpus, tmp_path / "folder", **asked)
     assert not (tmp_path / "folder").exists()
     assert next(corpus) is DOCUMENTS[0]
 
@@ -397,13 +403,13 @@ async def test_a_second_writer_is_refused(tiny, tmp_path) -> None:
         began.set()
         go_on.wait(60)
 
-    first = asyncio.ensure_future(tiny.collect(slow(), tmp_path, layers=[1]))
+    first = asyncio.ensure_future(collect(tiny, slow(), tmp_path, layers=[1]))
     await asyncio.to_thread(began.wait, 60)
     with pytest.raises(InvalidRequest, match="another collection"):
-        await tiny.collect(DOCUMENTS[:1], tmp_path, layers=[1])
+        await collect(tiny, DOCUMENTS[:1], tmp_path, layers=[1])
     go_on.set()
     await first
-    assert (await tiny.collect(DOCUMENTS[:1], tmp_path, layers=[1])).tokens == 0
+    assert (await collect(tiny, DOCUMENTS[:1], tmp_path, layers=[1])).tokens == 0
 
 
 async def test_a_cancelled_call_stops_cleanly_and_the_next_goes_on(tiny, tmp_path) -> None:
@@ -411,7 +417,7 @@ async def test_a_cancelled_call_stops_cleanly_and_the_next_goes_on(tiny, tmp_pat
     asked = {"layers": "all", "context": CONTEXT, "documents_per_shard": 2}
     cancelled = 0
     for steps in (0, 1, 5, 20, 60):
-        task = asyncio.ensure_future(tiny.collect(DOCUMENTS * 6, tmp_path, **asked))
+        task = asyncio.ensure_future(collect(tiny, DOCUMENTS * 6, tmp_path, **asked))
         for _ in range(steps):
             await asyncio.sleep(0.005)
         if task.cancel():  # a quick machine has the rest by then
@@ -419,7 +425,7 @@ async def test_a_cancelled_call_stops_cleanly_and_the_next_goes_on(tiny, tmp_pat
             with pytest.raises(asyncio.CancelledError):
                 await task
     assert cancelled > 1
-    found = await tiny.collect(DOCUMENTS * 6, tmp_path, **asked)
+    found = await collect(tiny, DOCUMENTS * 6, tmp_path, **asked)
     assert found.totals.rows == 6 * sum(map(len, DOCUMENTS))
     assert verify(tmp_path) == found.totals
     await nothing_is_held(tiny)
@@ -436,7 +442,7 @@ async def test_rows_on_their_way_are_given_back_when_a_call_is_cancelled(tiny, t
     monkeypatch.setattr(pipeline, "fetch_all", fetched)
     gc.disable()
     try:
-        task = asyncio.ensure_future(tiny.collect(DOCUMENTS * 30, tmp_path, layers="all"))
+        task = asyncio.ensure_future(collect(tiny, DOCUMENTS * 30, tmp_path, layers="all"))
         await fetching.wait()
         assert task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -458,7 +464,7 @@ async def test_rows_that_wait_are_given_back_when_a_call_is_cancelled_twice(step
     monkeypatch.setattr(pipeline, "fetch_all", fetched)
     gc.disable()
     try:
-        task = asyncio.ensure_future(tiny.collect(DOCUMENTS * 30, tmp_path, layers="all", codec="full8"))
+        task = asyncio.ensure_future(collect(tiny, DOCUMENTS * 30, tmp_path, layers="all", codec="full8"))
         while len(groups) < pipeline.FETCHES:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.3)  # more has come than is being fetched
@@ -497,9 +503,9 @@ async def test_a_full_disk_is_a_clean_stop(tiny, tmp_path, monkeypatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(LocalFolder, "write", full)
         with pytest.raises(CollectionStopped, match=r"No space left.*\d shards are there.*the same call goes on"):
-            await tiny.collect(DOCUMENTS, tmp_path, **asked)
+            await collect(tiny, DOCUMENTS, tmp_path, **asked)
     assert "shards/000000.json" in written
-    found = await tiny.collect(DOCUMENTS, tmp_path, **asked)
+    found = await collect(tiny, DOCUMENTS, tmp_path, **asked)
     assert found.resumed >= 1
     assert verify(tmp_path) == found.totals
 
@@ -507,18 +513,18 @@ async def test_a_full_disk_is_a_clean_stop(tiny, tmp_path, monkeypatch) -> None:
 async def test_a_damaged_shard_is_mended(tiny, tmp_path) -> None:
     """One that is cut short always, one whose bytes were changed if hashes are compared."""
     asked = {"layers": [1], "context": CONTEXT, "documents_per_shard": 2, "concurrency": 1}
-    whole = await tiny.collect(DOCUMENTS, tmp_path, **asked)
+    whole = await collect(tiny, DOCUMENTS, tmp_path, **asked)
     files = digests(tmp_path)
     cut, changed = tmp_path / "shards" / "000001.safetensors", tmp_path / "shards" / "000002.safetensors"
     cut.write_bytes(cut.read_bytes()[:-1])
     data = bytearray(changed.read_bytes())
     data[-1] ^= 1
     changed.write_bytes(data)
-    first = await tiny.collect(DOCUMENTS, tmp_path, **asked)
+    first = await collect(tiny, DOCUMENTS, tmp_path, **asked)
     assert first.mended == 1
     with pytest.raises(InvalidFile, match="000002"):
         verify(tmp_path)
-    second = await tiny.collect(DOCUMENTS, tmp_path, verify=True, **asked)
+    second = await collect(tiny, DOCUMENTS, tmp_path, verify=True, **asked)
     assert (second.mended, second.totals) == (1, whole.totals)
     assert digests(tmp_path) == files
 
@@ -526,14 +532,14 @@ async def test_a_damaged_shard_is_mended(tiny, tmp_path) -> None:
 async def test_a_shard_whose_receipt_is_damaged_is_mended(tiny, tmp_path) -> None:
     """One that was cut off, and one that is no JSON; what reads the data set is refused until then."""
     asked = {"layers": [1], "context": CONTEXT, "documents_per_shard": 2, "concurrency": 1}
-    whole = await tiny.collect(DOCUMENTS, tmp_path, **asked)
+    whole = await collect(tiny, DOCUMENTS, tmp_path, **asked)
     files = digests(tmp_path)
     cut, other = tmp_path / "shards" / "000001.json", tmp_path / "shards" / "000003.json"
     cut.write_bytes(cut.read_bytes()[:-20])
     other.write_bytes(bytes(64))
     with pytest.raises(InvalidFile, match=r"000001\.json cannot be read"):
         verify(tmp_path)
-    found = await tiny.collect(DOCUMENTS, tmp_path, **asked)
+    found = await collect(tiny, DOCUMENTS, tmp_path, **asked)
     assert (found.resumed, found.mended, found.totals) == (4, 2, whole.totals)
     assert digests(tmp_path) == files
 
@@ -557,7 +563,7 @@ async def test_a_slow_disk_slows_the_model_and_fills_no_memory(tiny, tmp_path, m
         return write(self, name, chunks)
 
     monkeypatch.setattr(LocalFolder, "write", slow)
-    task = asyncio.ensure_future(tiny.collect(endless(), tmp_path, layers=[1], documents_per_shard=10, concurrency=16))
+    task = asyncio.ensure_future(collect(tiny, endless(), tmp_path, layers=[1], documents_per_shard=10, concurrency=16))
     await held.wait()
     before = -1
     while before != taken:  # until nothing moves any more

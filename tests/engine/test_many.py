@@ -13,8 +13,8 @@ import pytest
 from ray_kills import a_model, corpus
 
 from steercap import errors
-from steercap.collecting import RayActors
-from steercap.collecting.collect import Progress
+from steercap.collecting import RayActors, collect
+from steercap.collecting.collection import Progress
 from steercap.datasets import RemoteFolder, verify
 from steercap.testing.faults.base import COLLECTED
 from steercap.testing.folders import digests
@@ -46,7 +46,7 @@ def test_actors_may_be_killed_at_any_moment(tmp_path, kills) -> None:
 async def test_without_ray_the_extra_is_named(tmp_path) -> None:
     """The error names what to install, and nothing was begun."""
     with pytest.raises(errors.MissingExtra, match=r"steercap\[ray\]"):
-        await a_model().collect(corpus(), tmp_path / "data", ray=RayActors(2), **COLLECTED)
+        await collect(a_model(), corpus(), tmp_path / "data", ray=RayActors(2), **COLLECTED)
 
 
 @pytest.mark.extended
@@ -101,11 +101,11 @@ async def test_a_data_set_in_s3_is_that_on_disk(tmp_path, server) -> None:
 
         async with a_model() as model:
             with pytest.raises(errors.CollectionStopped, match="s3://bucket/data cannot be written to"):
-                await model.collect(corpus(), "s3://bucket/data", progress=die, **where, **COLLECTED)
+                await collect(model, corpus(), "s3://bucket/data", progress=die, **where, **COLLECTED)
             cluster.serve()
-            done = await model.collect(corpus(), "s3://bucket/data", **where, **COLLECTED)
+            done = await collect(model, corpus(), "s3://bucket/data", **where, **COLLECTED)
             assert done.resumed >= 2
-            await model.collect(corpus(), tmp_path / "data", **COLLECTED)
+            await collect(model, corpus(), tmp_path / "data", **COLLECTED)
         assert verify("s3://bucket/data", **cluster.options) == verify(tmp_path / "data")
         system.get("bucket/data", str(tmp_path / "copy"), recursive=True)
     assert digests(tmp_path / "copy") == digests(tmp_path / "data")

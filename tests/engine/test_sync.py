@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from steercap import Add, errors, stack
 from steercap.experiments import Sweep
 from steercap.sync import SteerModel, extract, mean_rows, run_sweep
+from steercap.sync.collecting import activations
 from steercap.testing import tiny_checkpoint
 from steercap.testing.rows import GREEDY, TINY_ENGINE, parity, random_prompt
 
@@ -26,13 +27,13 @@ def labels(batches) -> list[tuple[int, ...]]:
 def reading_without_await(model) -> None:
     """A stream of activations is an iterator, a data set for torch, and closed by the end of a loop."""
     ask = {"layers": 1, "context": 32, "batch_size": 50, "buffer": 130, "labels": True}
-    with model.activations(DOCUMENTS, **ask) as stream:
+    with activations(model, DOCUMENTS, **ask) as stream:
         first = list(stream)
     assert len(labels(first)) == sum(map(len, DOCUMENTS)) == stream.rows == stream.tokens
-    assert labels(DataLoader(model.activations(DOCUMENTS, **ask), batch_size=None)) == labels(first)
-    for _ in model.activations(DOCUMENTS, **ask):
+    assert labels(DataLoader(activations(model, DOCUMENTS, **ask), batch_size=None)) == labels(first)
+    for _ in activations(model, DOCUMENTS, **ask):
         break
-    workers = DataLoader(model.activations(DOCUMENTS, **ask), None, num_workers=1, multiprocessing_context="spawn")
+    workers = DataLoader(activations(model, DOCUMENTS, **ask), None, num_workers=1, multiprocessing_context="spawn")
     with pytest.raises(errors.InvalidRequest, match="num_workers=0"):
         iter(workers)
     assert model.stats().handles_held == 0

@@ -29,7 +29,7 @@ from safetensors.torch import load, load_file
 from shards import MODEL, POINTS, definition_of, folder_of, shard_of
 
 from steercap.cli.datasets import inspected_dataset
-from steercap.collecting.collect import Asked, sound_shards
+from steercap.collecting.collection import Asked, sound_shards
 from steercap.core.coding import RAW, Coding
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Point

@@ -15,7 +15,7 @@ from shards import definition_of, folder_of
 from steercap.adapters.cluster import find_folder
 from steercap.adapters.refusal import FOLDER, left_behind, refusal
 from steercap.collecting import RayActors
-from steercap.collecting.collect import Asked
+from steercap.collecting.collection import Asked
 from steercap.collecting.documents import digests
 from steercap.collecting.feeding import feed
 from steercap.collecting.many import _Spread
@@ -87,7 +87,7 @@ async def test_a_shard_that_is_there_is_passed_over_or_differs(tmp_path) -> None
 def test_a_model_that_is_not_started_can_be_opened_elsewhere() -> None:
     """What opens another of the same arguments crosses to any process."""
     model = SteerModel("some/model", sites=("resid_post", "mlp_out"), capture_bytes=1 << 20, **TINY_ENGINE)
-    again = pickle.loads(pickle.dumps(model._another))()
+    again = pickle.loads(pickle.dumps(model.factory))()
     assert (again.model, again.settings) == (model.model, model.settings)
     assert again.serving.engine_args == model.serving.engine_args
 

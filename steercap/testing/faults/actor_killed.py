@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from steercap.collecting import RayActors
+from steercap.collecting import RayActors, collect
 from steercap.core.extras import extra
 from steercap.errors import CollectionStopped
 from steercap.testing.faults.base import BOUND, COLLECTED, Fault, Outcome, opened, prompts, said
@@ -38,7 +38,7 @@ async def inject(folder: Path) -> list[Outcome]:
 
     corpus = prompts(160, 30)
     async with opened() as model:
-        await model.collect(corpus, folder / "alone", **COLLECTED)
+        await collect(model, corpus, folder / "alone", **COLLECTED)
     os.environ |= {**_ENVIRONMENT, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     ray.init(
         address="local",
@@ -82,7 +82,7 @@ async def _collected(corpus: list[list[int]], folder: Path, spread: RayActors) -
     from steercap.model import SteerModel
 
     model = SteerModel(str(tiny_checkpoint("qwen3")), **TINY_ENGINE)
-    await model.collect(corpus, folder, ray=spread, **COLLECTED)
+    await collect(model, corpus, folder, ray=spread, **COLLECTED)
 
 
 async def _killed(folder: Path, shards: int, collecting: asyncio.Task[None]) -> float:

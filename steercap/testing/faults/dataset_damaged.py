@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+from steercap.collecting import collect
 from steercap.datasets import ActivationDataset, verify
 from steercap.testing.faults.base import COLLECTED, Fault, Outcome, opened, prompts
 from steercap.testing.faults.corrupted import BITS, CUTS, Try, changed, cut, damaged
@@ -16,7 +17,7 @@ async def inject(folder: Path) -> list[Outcome]:
     """Damage each file of a shard; then collect again."""
     corpus, whole = prompts(12, 20), folder / "whole"
     async with opened() as model:
-        await model.collect(corpus, whole, **COLLECTED)
+        await collect(model, corpus, whole, **COLLECTED)
         rows, index, receipt = (f"shards/000001.{end}" for end in ("safetensors", "parquet", "json"))
         tries: dict[str, Try] = {
             f"a shard cut off, at {CUTS} lengths, opened": (rows, ActivationDataset, cut),
@@ -29,7 +30,7 @@ async def inject(folder: Path) -> list[Outcome]:
         for name in (rows, index, receipt):
             halved = shutil.copytree(whole, folder / f"halved{Path(name).suffix}")
             os.truncate(halved / name, (halved / name).stat().st_size // 2)
-            assert (await model.collect(corpus, halved, **COLLECTED)).mended == 1
+            assert (await collect(model, corpus, halved, **COLLECTED)).mended == 1
             assert digests(halved) == digests(whole)
     return [*found, Outcome("collect, called again", "the shard is collected again; the data set is that of before")]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from steercap.collecting import collect
 from steercap.datasets import DatasetFolder
 from steercap.errors import CollectionStopped
 from steercap.requests.handle import CaptureHandle
@@ -89,16 +90,16 @@ def _run(handles: list[CaptureHandle], folder: Path) -> Outcome:
 async def _collected(model: SteerModel, folder: Path) -> Outcome:
     """A collection that meets the end of the disk goes on once there is room."""
     corpus, whole = prompts(24, 60), folder / "whole"
-    await model.collect(corpus, whole, **COLLECTED)
+    await collect(model, corpus, whole, **COLLECTED)
     with disk(folder / "data set", 900) as small:
         there, began = small / "there", time.monotonic()
         outcome = await told(
-            "model.collect", model.collect(corpus, there, **COLLECTED), began, CollectionStopped, "No space"
+            "collect", collect(model, corpus, there, **COLLECTED), began, CollectionStopped, "No space"
         )
         shards = len(DatasetFolder.open(there).sound())
         assert 0 < shards < 6, f"{shards} shards are there"
         subprocess.run(["mount", "-o", "remount,size=9000k", small], check=True)  # noqa: ASYNC221, S607
-        assert (await model.collect(corpus, there, **COLLECTED)).resumed == shards
+        assert (await collect(model, corpus, there, **COLLECTED)).resumed == shards
         assert digests(there) == digests(whole)
     says = f"{outcome.told}; with more room it goes on, to the data set of a disk that was never full"
     return Outcome(outcome.who, says, outcome.seconds)
@@ -106,7 +107,7 @@ async def _collected(model: SteerModel, folder: Path) -> Outcome:
 
 MEMBER = Fault(
     title="the disk full",
-    how="a tmpfs of 64 KiB under `handle.save`, of 600 KiB under a `CaptureRun`, of 900 KiB under `model.collect`",
+    how="a tmpfs of 64 KiB under `handle.save`, of 600 KiB under a `CaptureRun`, of 900 KiB under `collect`",
     must="OSError that names the file; nothing half-written is left; what a run had listed is there, whole, and the "
     "run can be opened again. `CollectionStopped`, and the same call goes on",
     inject=inject,

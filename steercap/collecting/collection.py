@@ -1,4 +1,4 @@
-"""`model.collect`: a corpus read shard by shard into a folder, that a later call goes on with after any end."""
+"""A corpus read shard by shard into a folder; resumable after any interruption."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Collected:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The arguments of `SteerModel.collect`, which says what they mean."""
+    """The arguments of `steercap.collecting.collect`, which says what they mean."""
 
     capture: CaptureSpec
     tokens: Tokens | TokenSelection | TokenSample = "all"
@@ -137,10 +137,10 @@ class Asked:
         return Reading(engine, self.capture, sample, cutting, self.params, self.seed, self.steering, self.concurrency)
 
 
-async def collect(
+async def run_collection(
     model: CollectingModel, engine: Engine, corpus: Corpus, folder: str | Path, asked: Asked
 ) -> Collected:
-    """Read a corpus into a data set; see `SteerModel.collect`."""
+    """Read a corpus into a data set; see `steercap.collecting.collect`."""
     require("datasets")
     reading = asked.reading(model, engine)
     source = open_source(corpus)

@@ -1,26 +1,33 @@
-"""A stream of activations for callers that do not await: an ordinary iterator, which torch takes as a data set."""
+"""Reading a corpus without `await`: the functions of `steercap.collecting` that take an open model."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from torch.utils.data import IterableDataset
 
+from steercap.collecting import calls as _there
 from steercap.core.ownership import Unshared
 from steercap.errors import ModelClosed
+from steercap.sync.twins import Bridged, blocking, bridge_of
 
 if TYPE_CHECKING:
     from steercap.collecting import streaming
     from steercap.datasets.normalising import Normalisation
     from steercap.datasets.rows import Labelled, Rows
 
+__all__ = ["ActivationStream", "activations", "collect"]
+
+Params = ParamSpec("Params")
+
 INSTEAD = "it is read by the process that has the model; in a DataLoader use num_workers=0 and batch_size=None"
 
 
 class ActivationStream(Unshared, IterableDataset["Rows | Labelled"], instead=INSTEAD):
-    """Shuffled batches of a model's rows, made by `SteerModel.activations`; it is read once.
+    """Shuffled batches of a model's rows, made by `activations`; it is read once.
 
     The engine works ahead in its own thread and processes while the caller computes. A loop that ends, however it ends,
     closes the stream; so does leaving it as a context manager, and `close`.
@@ -83,3 +90,29 @@ class ActivationStream(Unshared, IterableDataset["Rows | Labelled"], instead=INS
 
 async def _after(awaited: streaming.ActivationStream) -> Rows | Labelled | None:
     return await anext(awaited, None)
+
+
+collect = blocking(_there.collect)
+
+
+def _streaming(
+    work: Callable[Concatenate[Any, Params], streaming.ActivationStream],
+) -> Callable[Concatenate[Bridged[Any], Params], ActivationStream]:
+    @functools.wraps(work)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bridge, rest = bridge_of(work, args, kwargs)
+
+        async def opened() -> streaming.ActivationStream:
+            return work(bridge.model, *rest, **kwargs)
+
+        return ActivationStream(bridge.run(opened()), bridge.run)
+
+    return call
+
+
+activations = _streaming(_there.activations)
+
+
+def __dir__() -> list[str]:
+    """The functions, and no more."""
+    return [*__all__, "__doc__", "__file__", "__name__"]
