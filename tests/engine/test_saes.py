@@ -18,14 +18,17 @@ WIDTH, FEATURES = 128, 1500
 
 @pytest.mark.parametrize("architecture", list(OWN))
 async def test_features_are_those_of_the_rows(architecture, tiny, tmp_path, record_property) -> None:
-    """Every architecture, prompts of 9 to 170 tokens in one batch, generated tokens; afterwards nothing is held."""
+    """Every architecture, prompts of 9 to 170 tokens in one batch, generated tokens; afterwards it is not held."""
     own = RandomSAE(architecture, WIDTH, FEATURES, k=20)
     sae = SAE.load(own.write(tmp_path))
+    await settled(tiny)
+    before = await tiny.stats()  # servers of other tests may have SAEs open
     record_property("greatest", await features_agree(tiny, own, sae))
-    assert (await tiny.stats()).saes == 1
+    assert (await tiny.stats()).saes == before.saes + 1
     del sae
     assert await settled(tiny) == (0, 0, 0)
-    assert ((stats := await tiny.stats()).saes, stats.sae_bytes_in_use) == (0, 0)
+    after = await tiny.stats()
+    assert (after.saes, after.sae_bytes_in_use) == (before.saes, before.sae_bytes_in_use)
 
 
 @pytest.mark.parametrize("normalisation", ["layer_norm", "constant_norm_rescale"])
@@ -124,6 +127,8 @@ async def test_a_transcoders_feature_is_written_at_its_output(tiny, tmp_path) ->
 async def test_saes_make_room_for_each_other_and_are_refused_where_there_is_none(tiny, tmp_path) -> None:
     """What no request uses is displaced, the least recently used first; what is too large is an error before any token."""
     saes = [SAE.load(RandomSAE("standard", WIDTH, 200, seed=seed).write(tmp_path / f"{seed}")) for seed in range(3)]
+    await settled(tiny)
+    before = (await tiny.stats()).saes
     held = tiny.serving.here().saes
     most, held._most_bytes = held._most_bytes, 2 * (WIDTH + 1) * 200 * 4 + 2 * WIDTH * 4 + 1000
     prompt, params = random_prompt(5, 0), {"max_tokens": 2, **GREEDY}
@@ -142,7 +147,7 @@ async def test_saes_make_room_for_each_other_and_are_refused_where_there_is_none
     del sae, saes, large
     gc.collect()
     assert await settled(tiny) == (0, 0, 0)
-    assert (await tiny.stats()).saes == 0
+    assert (await tiny.stats()).saes <= before
 
 
 async def test_what_cannot_be_read_is_refused_before_it_runs(tiny, tmp_path) -> None:
