@@ -31,7 +31,7 @@ class Twins(griffe.Extension):
         ):
             owner = pkg[place]
             for name, member in list(owner.members.items()):
-                made = member.value if member.is_attribute else None
+                made = member.value if not member.is_alias and member.is_attribute else None
                 if isinstance(made, griffe.ExprCall) and str(made.function) in MAKERS:
                     owner.set_member(name, twin(pkg, owner, name))
         there = pkg["model.SteerModel"].members["__init__"]

@@ -390,7 +390,7 @@ def armed(*points: Point, exists: Callable[[Point], bool] = lambda _: True) -> A
     indices = {point: index for index, point in enumerate(points)}
     settings = Settings(edits_per_point=1)
     compiler = Compiler(indices, {}, [], num_layers=4, settings=settings, exists=exists, vocabulary=10, names=())
-    return types.SimpleNamespace(serving=types.SimpleNamespace(here=lambda: compiler))
+    return types.SimpleNamespace(check_capture=lambda spec: compiler.captured(spec)[0])
 
 
 def test_every_request_has_its_own_seed_and_name() -> None:
