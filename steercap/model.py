@@ -347,11 +347,13 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
 
         Raises:
             InvalidSpec, LayerOutOfRange, UnknownName, PointNotArmed: it does not fit.
+            ModelClosed: the model was never started, or is closed.
+            WrongEventLoop: it was started in another event loop, whose requests compile specs too.
         """
-        return self.serving.opened().captured(spec)[0]
+        return self.serving.here().captured(spec)[0]
 
     def identity(self) -> dict[str, str]:
-        """What answers depend on besides what is asked: a run that is resumed must find the same.
+        """Identify the model by all that its answers depend on; a run that is resumed must find the same.
 
         Returns:
             Strings by name, "" where something is not set: name, revision, dtype, quantization; weights, a commit of

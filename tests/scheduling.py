@@ -1,4 +1,4 @@
-"""Which tests run beside each other: a file is the unit, as its tests share engines; what takes longest begins first."""
+"""The order of the tests, and their division among processes: by files, as these share engines, the longest first."""
 
 from __future__ import annotations
 

@@ -92,10 +92,9 @@ async def collect(
             what is damaged is collected again.
         progress: called with a `Progress` now and then.
         storage_options: of the URL's file system.
-        ray: over which actors of Ray's the corpus is spread. Each starts an engine of this model's arguments; this
-            one need not be started. A shard has the same documents, whoever makes it, and with `concurrency=1` the
-            same bits; otherwise it may differ as it does from call to call. The folder is one that all machines
-            reach. `concurrency` is of each engine.
+        ray: over which actors of Ray's the corpus is spread. Each starts an engine of this model's arguments. A shard
+            has the same documents, whoever makes it, and with `concurrency=1` the same bits; otherwise it may differ
+            as it does from call to call. The folder is one that all machines reach. `concurrency` is of each engine.
 
     Returns:
         What the data set holds.
@@ -109,9 +108,10 @@ async def collect(
         MissingExtra: the extra `datasets`, or with `ray` the extra `ray`, is not installed.
         The errors of `generate`.
     """
+    kept, chosen = _kept(capture, tokens, layers=layers, sites=sites, codec=codec, k=k)
     asked = Asked(
-        capture=(kept := _collected(capture, layers=layers, sites=sites, codec=codec, k=k)),
-        tokens=_chosen(kept, tokens),
+        capture=kept,
+        tokens=chosen,
         context=context,
         long=long,
         bos=bos,
@@ -193,9 +193,10 @@ def activations(
         ModelClosed: the model was never started, or is closed.
         WrongEventLoop: it was started in another event loop.
     """
+    kept, chosen = _kept(capture, tokens, layers=layers, sites=sites, codec=codec, k=k)
     asked = Asked(
-        capture=(kept := _collected(capture, layers=layers, sites=sites, codec=codec, k=k)),
-        tokens=_chosen(kept, tokens),
+        capture=kept,
+        tokens=chosen,
         context=context,
         long=long,
         bos=bos,
@@ -219,22 +220,20 @@ def activations(
     return ActivationStream(model, asked.reading(model, model.serving.here()), open_source(corpus), how)
 
 
-def _collected(capture: CaptureSpec | None, **shorthand: Any) -> CaptureSpec:
-    """What is kept, in full or by the shorthand for it."""
+def _kept(
+    capture: CaptureSpec | None, tokens: Tokens | TokenSelection | TokenSample | None, **shorthand: Any
+) -> tuple[CaptureSpec, Tokens | TokenSelection | TokenSample]:
+    """The spec of what is kept, given in full or by the shorthand for it, and the tokens.
+
+    Raises:
+        InvalidSpec: the spec or the tokens are given in both ways.
+    """
     given = {name: value for name, value in shorthand.items() if value is not None}
     if capture is not None and given:
         raise InvalidSpec(f"capture= beside {', '.join(given)}; give one of them")
-    return CaptureSpec(**given) if capture is None else capture
-
-
-def _chosen(capture: CaptureSpec, tokens: Tokens | TokenSelection | TokenSample | None) -> Any:
-    """Which tokens are kept, said here or there.
-
-    Raises:
-        InvalidSpec: both.
-    """
+    kept = CaptureSpec(**given) if capture is None else capture
     if tokens is None:
-        return capture.selection
-    if capture.selection != TokenSelection.parse("all"):
-        raise InvalidSpec(f"tokens= beside those of capture=, {capture.selection}; give one of them")
-    return tokens
+        return kept, kept.selection
+    if kept.selection != TokenSelection.parse("all"):
+        raise InvalidSpec(f"tokens= beside those of capture=, {kept.selection}; give one of them")
+    return kept, tokens

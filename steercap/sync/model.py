@@ -148,7 +148,7 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
     @functools.wraps(_model.SteerModel.check_capture)
     def check_capture(self, spec: CaptureSpec) -> tuple[Point, ...]:
         """See `SteerModel.check_capture`."""
-        return self.bridge.model.check_capture(spec)
+        return self.bridge.run(_call(lambda: self.bridge.model.check_capture(spec)))
 
     @functools.wraps(_model.SteerModel.identity)
     def identity(self) -> dict[str, str]:

@@ -1,7 +1,8 @@
-"""What an open model says of itself: what functions on top of it need, without its engine's configuration."""
+"""Facts that an open model gives to functions on top of it, which do not read its engine's configuration."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 from steercap import CaptureSpec, SteerModel
-from steercap.errors import InvalidSpec, LayerOutOfRange, UnknownName
+from steercap.errors import InvalidSpec, LayerOutOfRange, UnknownName, WrongEventLoop
 from steercap.testing.rows import TINY_ENGINE
 
 
@@ -58,3 +59,14 @@ async def test_a_capture_is_checked_before_it_runs(tiny: SteerModel) -> None:
         with pytest.raises(error) as called:
             await tiny.generate("a b", {"max_tokens": 1}, capture=wrong)
         assert str(checked.value) == str(called.value)
+
+
+async def test_a_capture_is_checked_in_the_loop_that_compiles_specs(tiny: SteerModel) -> None:
+    """Another thread, with a loop or without one, would do it beside the requests of the model's own."""
+
+    async def elsewhere() -> None:
+        tiny.check_capture(CaptureSpec(layers=0))
+
+    for check in (lambda: asyncio.run(elsewhere()), lambda: tiny.check_capture(CaptureSpec(layers=0))):
+        with pytest.raises(WrongEventLoop):
+            await asyncio.to_thread(check)

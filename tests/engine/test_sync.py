@@ -9,7 +9,7 @@ import torch
 from conftest import Leftovers
 from torch.utils.data import DataLoader
 
-from steercap import Add, errors, stack
+from steercap import Add, CaptureSpec, errors, stack
 from steercap.experiments import Sweep
 from steercap.sync import SteerModel, extract, mean_rows, run_sweep
 from steercap.sync.collecting import activations
@@ -46,6 +46,10 @@ def test_sync_gives_what_async_gives(tiny_reference, tmp_path) -> None:
     with pytest.raises(errors.ModelClosed, match="never started"):
         model.generate("x")
     with model:
+        assert [str(point) for point in model.check_capture(CaptureSpec(layers=[2, 0]))] == [
+            "resid_post[0]",
+            "resid_post[2]",
+        ]
         text, handle = model.generate(random_prompt(9, 1), {"max_tokens": 4, **GREEDY}, capture_layers="all")
         with handle:
             assert handle.text == text
