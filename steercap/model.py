@@ -15,6 +15,7 @@ from steercap.config import Overflow, Preset, Settings, Transport, with_preset
 from steercap.core.ownership import Unshared
 from steercap.core.schema import PointSchema
 from steercap.core.spec import CaptureSpec, Layers, Point
+from steercap.core.tokenizing import tokens_of
 from steercap.core.tokens import Tokens, TokenSelection
 from steercap.engine.stats import Stats, stats_of
 from steercap.errors import UnsupportedModel
@@ -29,8 +30,6 @@ from steercap.requests.serving import Serving
 from steercap.requests.sketching import RunningSketch, begun
 from steercap.runs.fingerprint import identity_of, tokenizer_of
 from steercap.steering.spec import SteeringSpec
-from steercap.vectors.calibration import Calibration, calibrate
-from steercap.vectors.extraction import BUT_THE_FIRST, Text, tokens_of
 
 if TYPE_CHECKING:
     import torch
@@ -261,23 +260,6 @@ class SteerModel(Unshared, Calls[CaptureHandle], instead=INSTEAD):
                 yield running
         finally:
             await running.aclose()
-
-    async def calibrate(
-        self,
-        texts: Sequence[Text],
-        *,
-        layers: Layers = "all",
-        sites: str | Sequence[str] = ("resid_post",),
-        tokens: Tokens | TokenSelection = BUT_THE_FIRST,
-        add_special_tokens: bool | None = None,
-        progress: Callable[[int], None] | None = None,
-    ) -> Calibration:
-        """What `CaptureSpec(codec="full8", calibration=)` takes, found in the rows of texts that the model reads.
-
-        See `steercap.vectors.calibrate`.
-        """
-        asked: Any = {"layers": layers, "sites": sites, "tokens": tokens, "add_special_tokens": add_special_tokens}
-        return await calibrate(self, texts, **asked, progress=progress)
 
     async def unembed(
         self,

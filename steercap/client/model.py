@@ -14,6 +14,7 @@ from steercap.core.extras import extra
 from steercap.core.ownership import Unshared
 from steercap.core.schema import PointSchema
 from steercap.core.spec import Point
+from steercap.core.tokenizing import given_ids, is_conversation
 from steercap.core.values import shown
 from steercap.engine.stats import Stats
 from steercap.errors import InvalidSpec
@@ -22,7 +23,6 @@ from steercap.requests.context import steered
 from steercap.requests.fetching import fetch_all
 from steercap.requests.handle import CaptureHandle, flat
 from steercap.steering.spec import SteeringSpec
-from steercap.vectors.extraction import given_ids, is_conversation
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 INSTEAD: Final = "a connection has one owner; connect once more to the same server"
 #: What a SteerModel has and a server does not give, and what to do instead.
 LACKING: Final[Mapping[str, str]] = {
-    "calibrate": "calibrate where the model is open",
     "check_capture": "the server checks each request; `points` says what it has",
     "checkpoint": "the server has it; `model` is its name there",
     "factory": "it is the server's model",

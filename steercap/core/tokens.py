@@ -23,6 +23,9 @@ Tokens: TypeAlias = "str | int | slice | range | Mask | Iterable[bool] | Iterabl
 #: A part of a selection, as it is kept.
 Term: TypeAlias = "str | int | tuple[int | None, int | None, int] | Mask"
 
+#: All tokens but the first, whose row in most models is an attention sink.
+BUT_THE_FIRST: Final = slice(1, None)
+
 NAMES: Final = ("all", "prompt", "generated", "last_prompt")
 #: Most unions within unions: deeper ones contain themselves.
 DEEPEST: Final = 8

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from random import Random
 
 from steercap.core.protocols import ReadingModel
-from steercap.core.tokens import Tokens, TokenSelection
+from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
 from steercap.core.values import index_of, number_of, parts_of, shown
 from steercap.edits.add import Add
 from steercap.edits.base import Edit
 from steercap.errors import InvalidSpec
 from steercap.evaluation.dosing import dosed, has_doses, random_spec
 from steercap.steering.spec import SteeringSpec, spec_of
-from steercap.vectors.extraction import BUT_THE_FIRST, Text, extract
+from steercap.vectors.extraction import Text, extract
 from steercap.vectors.layers import LayerVectors
 
 #: What the method without steering and without a prompt is called, where nobody names it.

@@ -17,7 +17,6 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from jaxtyping import Float, Int
 
-from steercap.core.program import RESPONSE_NUMBERS
 from steercap.kernels import bits
 from steercap.kernels.finite import edited_most, overflows_later
 
@@ -27,6 +26,8 @@ SLOT, MASK, LINE, LAYOUT, BEFORE, REPLACED, WITNESS = range(7)
 #: Columns of an entry's integers; its eight floats are a table of their own.
 ENTRY_COLUMNS: Final = 8
 KIND, SCOPE, WRITE, READ, REPLACEMENT = range(5)
+#: Floats of an entry: `core.program.RESPONSE_NUMBERS`.
+RESPONSE_COLUMNS: Final = 8
 #: What the witness of a token says: the id and the position the model read, its edits and its copies.
 WITNESS_COLUMNS: Final = 4
 
@@ -37,7 +38,7 @@ _ENTRY_COLUMNS = tl.constexpr(ENTRY_COLUMNS)
 _KIND, _SCOPE, _WRITE, _READ = tl.constexpr(KIND), tl.constexpr(SCOPE), tl.constexpr(WRITE), tl.constexpr(READ)
 _REPLACEMENT = tl.constexpr(REPLACEMENT)
 _WITNESS_COLUMNS = tl.constexpr(WITNESS_COLUMNS)
-_RESPONSE_COLUMNS = tl.constexpr(len(RESPONSE_NUMBERS))
+_RESPONSE_COLUMNS = tl.constexpr(RESPONSE_COLUMNS)
 _STRAY = tl.constexpr(bits.STRAY)
 _SPREAD, _MIX = tl.constexpr(bits.SPREAD), tl.constexpr(bits.MIX)
 _PRIME, _FOLD, _ROUNDS = tl.constexpr(bits.PRIME), tl.constexpr(bits.FOLD), tl.constexpr(bits.ROUNDS)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 
 from steercap.core.spec import Point
-from steercap.core.tokens import Tokens, TokenSelection
+from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
 from steercap.core.values import shown
 from steercap.errors import InvalidPrompt, InvalidSpec
 from steercap.patching.grids import Given, over_grids
@@ -19,7 +19,7 @@ from steercap.patching.pairs import Pair, decoded, texts_of
 from steercap.patching.points import Cell, Grid, Places, places_of, positions_of
 from steercap.patching.results import Effects
 from steercap.patching.running import CONCURRENT, Runs
-from steercap.vectors.extraction import BUT_THE_FIRST, CALL_TEXTS, Text, ids_of
+from steercap.vectors.extraction import CALL_TEXTS, Text, ids_of
 
 if TYPE_CHECKING:
     from steercap.model import SteerModel

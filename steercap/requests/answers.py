@@ -25,6 +25,7 @@ from steercap.core.prompts import (
 )
 from steercap.core.receipt import SteeringReceipt
 from steercap.core.spec import CaptureSpec
+from steercap.core.tokenizing import tokens_of
 from steercap.engine.engine import Engine
 from steercap.errors import InvalidRequest
 from steercap.requests.again import Recipe
@@ -34,7 +35,6 @@ from steercap.requests.pooled import Encoded, require_kind
 from steercap.requests.running import Done, run_all
 from steercap.requests.serving import Serving
 from steercap.requests.stream import Chunk, stream
-from steercap.vectors.extraction import tokens_of
 
 if TYPE_CHECKING:
     from steercap.adapters.types import RequestOutput

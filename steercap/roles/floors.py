@@ -14,7 +14,7 @@ from jaxtyping import Float
 from steercap.concurrency.bounded import each_of
 from steercap.core.protocols import ReadingModel
 from steercap.core.spec import CaptureSpec
-from steercap.core.tokens import Tokens, TokenSelection
+from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
 from steercap.core.values import number_of, parts_of, shown
 from steercap.edits.cap import Cap
 from steercap.errors import InvalidSpec, LayerOutOfRange, RunDiffers
@@ -26,7 +26,7 @@ from steercap.roles.folder import read_folder
 from steercap.roles.role import ASSISTANT
 from steercap.steering.spec import SteeringSpec
 from steercap.vectors import Exchange
-from steercap.vectors.extraction import BUT_THE_FIRST, CALL_TEXTS, CALLS, asked_of, check_texts
+from steercap.vectors.extraction import CALL_TEXTS, CALLS, asked_of, check_texts
 from steercap.vectors.layers import FrozenMapping, LayerVectors
 
 if TYPE_CHECKING:

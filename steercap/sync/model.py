@@ -86,7 +86,6 @@ class SteerModel(Unshared, Bridged[_model.SteerModel], instead=_model.INSTEAD):
     read = calling(Calls[CaptureHandle].read)
     encode = calling(Calls[CaptureHandle].encode)
     stream = iterating(_model.SteerModel.stream)
-    calibrate = blocking(_model.SteerModel.calibrate)
     fetch_captures_batch = blocking(_model.SteerModel.fetch_captures_batch)
     token_ids = blocking(_model.SteerModel.token_ids)
     unembed = blocking(_model.SteerModel.unembed)

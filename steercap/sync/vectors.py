@@ -1,12 +1,12 @@
 """From texts to directions, without `await`: the functions of `steercap.vectors` that take an open model."""
 
 from steercap.sync.twins import blocking
-from steercap.vectors import calibration as _calibration
+from steercap.vectors import calibrating as _calibrating
 from steercap.vectors import extraction as _there
 
 __all__ = ["calibrate", "extract", "mean_rows"]
 
-calibrate = blocking(_calibration.calibrate)
+calibrate = blocking(_calibrating.calibrate)
 extract = blocking(_there.extract)
 mean_rows = blocking(_there.mean_rows)
 

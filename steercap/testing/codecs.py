@@ -18,6 +18,7 @@ from steercap.requests.handle import CaptureHandle, flat
 from steercap.steering.spec import SteeringSpec
 from steercap.testing.agreement import sites_of
 from steercap.testing.rows import GREEDY, random_prompt
+from steercap.vectors.calibrating import calibrate
 
 #: Every codec, with parameters other than the default ones.
 CODECS: Final = (
@@ -47,7 +48,7 @@ async def codecs_agree(
     least, sites = min(schema.width for schema in model.points.values()), sites_of(model)
     narrow = [structs.replace(coding, k=min(coding.k, least)) for coding in CODECS]
     asked: list[tuple[Coding, CaptureSpec]] = [(coding, spec_of(coding, sites)) for coding in narrow]
-    calibration = await model.calibrate([random_prompt(60, 90 + number) for number in range(4)], sites=sites)
+    calibration = await calibrate(model, [random_prompt(60, 90 + number) for number in range(4)], sites=sites)
     asked.append((Coding(CALIBRATED), CaptureSpec(sites=sites, codec="full8", calibration=calibration)))
     together = [CaptureSpec(sites=sites, codec="raw"), *(spec for _, spec in asked)]
     specs, prompts = [], []

@@ -1,6 +1,7 @@
 """Directions: vectors by layer, sets of them with their provenance, and how they are found in a model's rows."""
 
-from steercap.vectors.calibration import Calibration, calibrate
+from steercap.vectors.calibrating import calibrate
+from steercap.vectors.calibration import Calibration
 from steercap.vectors.contrast import Contrast, directions_of, separability
 from steercap.vectors.directions import DirectionSet, Provenance
 from steercap.vectors.extraction import Exchange, Rows, extract, mean_rows

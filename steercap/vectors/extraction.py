@@ -11,10 +11,11 @@ import torch
 from jaxtyping import Float
 
 from steercap.concurrency.bounded import each_of
-from steercap.core.prompts import listed, repeating, special_asked, templated, warn_of_doubled
+from steercap.core.prompts import repeating, special_asked, warn_of_doubled
 from steercap.core.protocols import ReadingModel
 from steercap.core.spec import CaptureSpec, Layers, Reduction
-from steercap.core.tokens import Tokens, TokenSelection
+from steercap.core.tokenizing import tokens_of
+from steercap.core.tokens import BUT_THE_FIRST, Tokens, TokenSelection
 from steercap.core.values import shown
 from steercap.errors import InvalidSpec
 from steercap.runs.fingerprint import model_name
@@ -22,8 +23,6 @@ from steercap.vectors.contrast import Contrast, check_groups, directions_of
 from steercap.vectors.directions import DirectionSet, Provenance
 from steercap.vectors.layers import LayerVectors
 
-#: The tokens of a text that are read by default.
-BUT_THE_FIRST: Final = slice(1, None)
 #: Texts of one call, and calls under way: enough to fill vLLM's batch, few enough that their rows need little room.
 CALL_TEXTS: Final = 64
 CALLS: Final = 4
@@ -281,48 +280,6 @@ def ids_of(tokenizer: Any, texts: Sequence[Text], special: bool | None = None) -
     if special is None and (suspects := repeating(_prompts(texts, [first for first, *_ in parts]))):
         warn_of_doubled(suspects, tokens_of(tokenizer, "", special=True))
     return [_joined(text, both) for text, both in zip(texts, parts, strict=True)]
-
-
-def tokens_of(tokenizer: Any, text: Any, *, special: bool) -> list[int]:
-    """Tokenise a str or a conversation, by the chat template; token ids stay as they are.
-
-    Args:
-        tokenizer: the model's.
-        text: str, token ids, or {"role", "content"} dicts.
-        special: whether a str gets the tokens that the tokenizer puts around a prompt.
-
-    Raises:
-        InvalidSpec: something else.
-        InvalidRequest: no chat template, or one that refuses the conversation.
-    """
-    if isinstance(text, str):
-        return list(tokenizer.encode(text, add_special_tokens=special))
-    if is_conversation(text):
-        return templated(tokenizer, text, {}, spans=False)[0]
-    return given_ids(text)
-
-
-def is_conversation(text: Any) -> bool:
-    """True for a list of {"role", "content"} dicts."""
-    return isinstance(text, Sequence) and bool(text) and all(isinstance(part, Mapping) for part in text)
-
-
-def given_ids(text: Any) -> list[int]:
-    """Check token ids that stand for a text.
-
-    Raises:
-        InvalidSpec: something else.
-    """
-    try:
-        nothing = not len(text)
-    except TypeError as error:  # such as one of several ids, where the ids of one text were given for texts
-        raise InvalidSpec(f"{shown(text)} is no text; give several in a list: str, token ids, or Exchange") from error
-    if nothing:
-        return []
-    if isinstance(text, Mapping) or any(isinstance(part, (str, bytes, Sequence, Mapping)) for part in text):
-        raise InvalidSpec(f"{shown(text)} is no text; give several in a list: str, token ids, or Exchange")
-    _, (prompt,) = listed(list(text))
-    return list(prompt["prompt_token_ids"])
 
 
 def _parts_of(text: Text) -> list[tuple[Any, bool]]:

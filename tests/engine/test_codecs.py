@@ -13,6 +13,7 @@ from steercap.testing import tiny_checkpoint
 from steercap.testing.codecs import CODECS, codecs_agree, compare, spec_of
 from steercap.testing.rows import ALL_SITES, CRAMPED, GREEDY, points, random_prompt, settled
 from steercap.testing.specs import spec
+from steercap.vectors import calibrate
 
 SIX = {"max_tokens": 6, **GREEDY}
 
@@ -134,7 +135,7 @@ async def test_a_calibration_gives_each_element_its_own_step(tiny, tmp_path) -> 
     texts = [random_prompt(30, number) for number in range(8)]
     seen: list[int] = []
     sites = ("resid_post", "mlp_out")
-    calibration = await tiny.calibrate(texts, layers=[1, 2], sites=sites, progress=seen.append)
+    calibration = await calibrate(tiny, texts, layers=[1, 2], sites=sites, progress=seen.append)
     handles = await tiny.read(texts, capture=CaptureSpec(layers=[1, 2], sites=sites, tokens=slice(1, None)))
     await tiny.fetch_captures_batch(handles)
     assert calibration.points == tuple(points([1, 2], *sites))
@@ -187,5 +188,5 @@ async def test_a_calibration_that_does_not_fit_is_said_before_anything_runs(tiny
             await tiny.generate([1, 2], SIX, capture=CaptureSpec(**asked))
     for texts, says in (([], "no texts"), ("word", "several in a list"), ([[5, 6]], "have 1 rows")):
         with pytest.raises(errors.InvalidRequest, match=says):
-            await tiny.calibrate(texts, layers=[0])
+            await calibrate(tiny, texts, layers=[0])
     assert await settled(tiny) == (0, 0, 0)

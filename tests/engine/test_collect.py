@@ -41,7 +41,7 @@ from steercap.requests.fetching import fetch_all
 from steercap.testing import compare_rows
 from steercap.testing.folders import digests
 from steercap.testing.rows import MAX_ERROR, MIN_COSINE, counter, random_prompt, settled
-from steercap.vectors import LayerVectors
+from steercap.vectors import LayerVectors, calibrate
 
 #: Documents of several windows, of one, of none, and of a single token.
 DOCUMENTS = [random_prompt(length, seed) for seed, length in enumerate([30, 75, 0, 1, 40, 12, 33])]
@@ -168,7 +168,7 @@ async def test_another_corpus_or_another_question_is_refused(tiny, tmp_path) -> 
 
 async def test_rows_are_calibrated_alike_or_refused(tiny, tmp_path) -> None:
     """A data set has one calibration, found again in its file; its rows are the model's up to the codec's bound."""
-    calibration = await tiny.calibrate([random_prompt(40, seed) for seed in range(8)], layers=[1])
+    calibration = await calibrate(tiny, [random_prompt(40, seed) for seed in range(8)], layers=[1])
     again = Calibration.load(calibration.save(tmp_path / "calibration.safetensors"))
     point = calibration.points[0]
     wider = Calibration(calibration.means, {point: calibration.spreads[point] * 2})

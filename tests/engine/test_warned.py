@@ -29,7 +29,7 @@ from steercap.core.spec import Point
 from steercap.serve.server import ServerSettings, application
 from steercap.testing import tiny_checkpoint
 from steercap.testing.rows import TINY_ENGINE, settled
-from steercap.vectors import Exchange, extract, mean_rows
+from steercap.vectors import Exchange, calibrate, extract, mean_rows
 from steercap.vectors.directions import DirectionSet
 from steercap.vectors.layers import LayerVectors
 
@@ -168,9 +168,9 @@ def test_tokens_around_a_text_are_known_however_many_they_are() -> None:
 async def test_calibration_reads_texts_as_they_stand(beginning: SteerModel) -> None:
     texts = rendered(beginning, "one", "two", "three")
     with pytest.warns(UserWarning, match=TWICE):
-        twice = await beginning.calibrate(texts, layers=[1], tokens="all")
+        twice = await calibrate(beginning, texts, layers=[1], tokens="all")
     with silent():
-        once = await beginning.calibrate(texts, layers=[1], tokens="all", add_special_tokens=False)
+        once = await calibrate(beginning, texts, layers=[1], tokens="all", add_special_tokens=False)
     assert twice.rows == once.rows + 3
 
 
@@ -296,7 +296,7 @@ async def test_a_server_names_vectors_of_another_model(tiny: SteerModel, tmp_pat
 
 
 async def test_the_calibration_and_the_sae_of_another_model_are_named(tiny: SteerModel) -> None:
-    made = await tiny.calibrate(["some text", "and more of it"], layers=[1])
+    made = await calibrate(tiny, ["some text", "and more of it"], layers=[1])
     assert made.model == Path(tiny.model).name
     spec = CaptureSpec(layers=[1], codec="full8", calibration=replace(made, model="gpt2"))
     with pytest.warns(UserWarning, match="calibration= says that it was made for model 'gpt2'"):

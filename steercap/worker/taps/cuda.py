@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int
 
 from steercap.core.messages import TableBytes
-from steercap.core.program import MAX_REPLACEMENTS, RESPONSE_NUMBERS, Configuration
+from steercap.core.program import MAX_REPLACEMENTS, Configuration
 from steercap.core.records import LINE_BYTES
 from steercap.core.rows import Ints
 from steercap.encodings import record_of
@@ -115,7 +115,7 @@ class CudaTaps(Taps):
         self._tokens = table(sizes.tokens, kernel.TOKEN_COLUMNS) - 1
         self._counts = table(sizes.slots, count)
         self._entries = table(sizes.slots, count, sizes.entries, kernel.ENTRY_COLUMNS)
-        self._responses = table(sizes.slots, count, sizes.entries, len(RESPONSE_NUMBERS), dtype=torch.float32)
+        self._responses = table(sizes.slots, count, sizes.entries, kernel.RESPONSE_COLUMNS, dtype=torch.float32)
         self._bank = table(max(sizes.bank_rows, 1), installed.bank_width, dtype=torch.float32)
         self._layouts = table(LAYOUTS, count) - 1
         # Views, made once: a tap is launched hundreds of times a pass.
